@@ -1,0 +1,29 @@
+"""memsize: what each byte of a PyTorch model is, why it did or didn't shrink, and what a GPU will see.
+
+    report = memsize.report("model.py:Test", input_size=(3, 64, 64))
+    report.layers, report.scenarios, report.tensors      # pandas DataFrames
+    report.why()                                         # findings, most important first
+    memsize.compare(before, after)                       # two models: what changed, what did not, why
+
+Importing memsize does not import torch; the first report does.
+"""
+
+from memsize.api import compare, report
+from memsize.comparison import Comparison
+from memsize.document import Report
+from memsize.errors import ForwardError, InputError, MemsizeError, OutputError, ScenarioError, TargetError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Comparison",
+    "ForwardError",
+    "InputError",
+    "MemsizeError",
+    "OutputError",
+    "Report",
+    "ScenarioError",
+    "TargetError",
+    "compare",
+    "report",
+]

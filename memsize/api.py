@@ -1,0 +1,130 @@
+"""The composition: from a model or a target to a `Report`. The command line and notebooks call the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from memsize.document import Report
+from memsize.errors import InputError, MemsizeError
+from memsize.inputs import InputSpec, parse_input
+from memsize.record import Trace
+from memsize.scenario import SCENARIOS, select
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memsize.comparison import Comparison
+    from memsize.tracing.feed import Feed
+
+Mode = Literal["train", "eval"]
+InputSize = str | Sequence[int] | Sequence[Sequence[int] | str]
+
+
+def report(
+    model_or_target: nn.Module | str,
+    input_size: InputSize | None = None,
+    *,
+    inputs: Sequence[InputSpec] = (),
+    input_data: Any = None,
+    batch_size: int = 1,
+    arguments: Mapping[str, object] | None = None,
+    scenarios: str | Iterable[str] | None = None,
+    mode: Mode = "train",
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """What each byte of a model is, scenario by scenario, and why it did or didn't shrink.
+
+    `model_or_target` is a module, which is never run or changed, or a target such as ``"model.py:Test"``, built with
+    `arguments`. Its input is one of: `input_size` without the batch dimension (``(3, 64, 64)``, several of them, or the
+    command line's text such as ``"input_ids=512:int64"``); `inputs`, the same already parsed; `input_data`, real inputs
+    with their batch dimension (a tensor, a tuple of positional ones, a mapping of keyword ones). `scenarios` is a comma
+    list, names or ``"all"``; None takes the usual ones. `mode` is the training flag that the forward runs under.
+    `progress` is told what is being done.
+
+    Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
+    """
+    asked = select(scenarios)
+    say = progress or (lambda _: None)
+    name, model, notes = _loaded(model_or_target, arguments or {}, say)
+    feed = _feed(model, input_size, inputs, input_data, batch_size)
+
+    from memsize.study import Study
+
+    study = Study(name, model, feed, mode == "train", say)
+    return study.report(asked, default=scenarios is None, notes=notes)
+
+
+def compare(before: Any, after: Any, input_size: InputSize | None = None, **options: Any) -> Comparison:
+    """What changed from one model to another, what did not, and why: before and after `.half()`, `quantize_`, pruning.
+
+    `before` and `after` are modules, targets, traces or reports. Modules and targets are run when an input is given
+    (`input_size` and `options` as in `report`); without one only what they store is compared.
+    """
+    from memsize.comparison import compare_traces
+
+    return compare_traces(_as_trace(before, input_size, options), _as_trace(after, input_size, options))
+
+
+def _as_trace(subject: Any, input_size: InputSize | None, options: dict[str, Any]) -> Trace:
+    if isinstance(subject, Trace):
+        return subject
+    if isinstance(subject, Report):
+        return subject.trace
+    if input_size is not None or options.get("inputs") or options.get("input_data") is not None:
+        return report(subject, input_size, **({"scenarios": "as-given"} | options)).trace
+    name, model, _ = _loaded(subject, options.get("arguments") or {}, lambda _: None)
+    from memsize.tracing.run import stored_only
+
+    return stored_only(name, model)
+
+
+def _loaded(
+    subject: nn.Module | str, arguments: Mapping[str, object], say: Callable[[str], None]
+) -> tuple[str, nn.Module, tuple[str, ...]]:
+    if isinstance(subject, str):
+        from memsize.loading import load
+
+        say(f"loading {subject}")
+        loaded = load(subject, arguments)
+        return loaded.name, loaded.module, loaded.notes
+    from torch import nn
+
+    if not isinstance(subject, nn.Module):
+        raise MemsizeError(
+            f"expected a torch.nn.Module or a target such as 'model.py:Test', got {type(subject).__name__}"
+        )
+    return type(subject).__name__, subject, ()
+
+
+def _feed(
+    model: nn.Module, input_size: InputSize | None, inputs: Sequence[InputSpec], input_data: Any, batch_size: int
+) -> Feed:
+    from memsize.tracing.feed import feed_from_data, feed_from_specs
+
+    given = (input_size is not None, bool(inputs), input_data is not None)
+    if sum(given) > 1:
+        raise InputError("give the input once: as input_size, as inputs, or as input_data")
+    if input_data is not None:
+        return feed_from_data(input_data)
+    specs = tuple(inputs) or _specs(input_size)
+    if not specs:
+        from memsize.tracing.signature import wanted_inputs
+
+        raise InputError(f"the model needs an input: {wanted_inputs(model)}")
+    return feed_from_specs(specs, batch_size)
+
+
+def _specs(input_size: InputSize | None) -> tuple[InputSpec, ...]:
+    """`input_size` in any of its forms: one size, one text, or a sequence of either."""
+    if input_size is None:
+        return ()
+    if isinstance(input_size, str):
+        return (parse_input(input_size),)
+    if all(isinstance(size, int) for size in input_size):
+        return (parse_input(",".join(map(str, input_size))),)
+    texts = [size if isinstance(size, str) else ",".join(map(str, size)) for size in input_size]  # type: ignore[arg-type]
+    return tuple(parse_input(text) for text in texts)
+
+
+__all__ = ["SCENARIOS", "compare", "report"]

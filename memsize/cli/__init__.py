@@ -1,0 +1,70 @@
+"""The command line: one file per command. A command parses, calls one API function, and writes one output.
+
+Only `main` prints an error and picks the exit status: 0 when the command did what it was asked, 2 when the user has to
+change something, 1 for a bug in memsize, 130 after Ctrl-C, 141 when the reader of a pipe went away.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from memsize.cli.report import report
+from memsize.cli.session import Session
+from memsize.errors import MemsizeError
+
+_USER, _BUG, _INTERRUPTED, _PIPE_CLOSED = 2, 1, 130, 141
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="memsize", message="%(prog)s %(version)s")
+@click.pass_context
+def memsize(context: click.Context) -> None:
+    """What each byte of a PyTorch model belongs to, and why it did or didn't shrink.
+
+    \b
+    Start with:
+      memsize report model.py:Net --input 3,64,64
+
+    It needs no GPU: the model's own forward runs on tensors that hold no numbers.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+memsize.add_command(report)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `memsize` with `arguments` (None: the process's own) and exit."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `memsize` with `arguments`, print what goes wrong on stderr, and return the exit status."""
+    session = Session()
+    try:
+        result = memsize.main(list(arguments), prog_name="memsize", standalone_mode=False, obj=session)
+    except MemsizeError as error:
+        return _fail(str(error), session, _USER)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return _INTERRUPTED
+    except BrokenPipeError:
+        return _PIPE_CLOSED
+    except Exception as error:
+        hint = "" if session.debug else "; --debug shows where"
+        return _fail(f"this is a bug in memsize: {type(error).__name__}: {error}{hint}", session, _BUG)
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, session: Session, status: int) -> int:
+    if session.debug:
+        traceback.print_exc()
+    click.echo(f"error: {message}", err=True)
+    return status

@@ -1,0 +1,233 @@
+"""`memsize report`: the layers, the scenarios side by side, and why a model did or didn't shrink."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from memsize.cli.output import destination
+from memsize.cli.progress import Progress
+from memsize.cli.session import Session
+from memsize.document import Report
+from memsize.errors import ForwardError, InputError, OutputError
+from memsize.inputs import parse_inputs
+from memsize.loading.target import parse_target
+from memsize.nearest import suggestion
+from memsize.record import Failure
+from memsize.render import COLUMNS, FORMATS, render
+from memsize.scenario import DEFAULT, SCENARIOS, select
+from memsize.units import DECIMAL, UNITS
+
+
+def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
+    session = context.find_object(Session)
+    if session is not None:
+        session.debug = debug
+
+
+@click.command(
+    short_help="What each byte of a model is, and why it did or didn't shrink.",
+    epilog=f"""\b
+    Scenarios: {", ".join(list(SCENARIOS)[:8])},
+      {", ".join(list(SCENARIOS)[8:])},
+      torchao:CONFIG (such as torchao:Int8WeightOnlyConfig), or all.
+
+    \b
+    Columns: {", ".join(COLUMNS)}.
+
+    \b
+    Examples:
+      memsize report model.py:Net --input 3,224,224 --batch-size 8
+      memsize report model.py:Net --arg width=64 --arg norm=batch --input 3x32x32
+      memsize report nets.text:build --input input_ids=512:int64 --scenario fp32,amp-bf16
+      memsize report model.py:Net --input 3,64,64 -o report.html
+    """,
+)
+@click.argument("target")
+@click.option(
+    "-i",
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="SHAPE",
+    help="Input without its batch dimension: 3,64,64, input_ids=512:int64 or 3,64,64:float16. Repeat for several.",
+)
+@click.option(
+    "-b",
+    "--batch-size",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Samples in the batch.",
+)
+@click.option(
+    "--arg",
+    "arguments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Argument of the constructor or function, as a Python literal; a bare word is a string. Repeatable.",
+)
+@click.option(
+    "-s",
+    "--scenario",
+    "scenarios",
+    metavar="NAMES",
+    help=f"Scenarios separated by commas, or all. [default: {', '.join(DEFAULT)}]",
+)
+@click.option(
+    "--mode",
+    default="train",
+    show_default=True,
+    type=click.Choice(["train", "eval"]),
+    help="Run the model as in training or as in evaluation.",
+)
+@click.option(
+    "--depth", type=click.IntRange(min=0), metavar="N", help="Show layers down to this depth; deeper ones are added up."
+)
+@click.option("--columns", metavar="NAMES", help="Columns of the layer table, separated by commas.")
+@click.option(
+    "-u",
+    "--units",
+    "unit",
+    default="MiB",
+    show_default=True,
+    metavar="UNIT",
+    help="Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB.",
+)
+@click.option(
+    "-f",
+    "--format",
+    "format",
+    metavar="FORMAT",
+    help=f"One of {', '.join(FORMATS)}. [default: by the suffix of -o, else text]",
+)
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write to this file, in the format of its suffix.",
+)
+@click.option("--force", is_flag=True, help="Overwrite the file if it exists.")
+@click.option(
+    "--debug",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_set_debug,
+    help="Show the traceback of an error.",
+)
+def report(
+    target: str,
+    inputs: tuple[str, ...],
+    batch_size: int,
+    arguments: tuple[str, ...],
+    scenarios: str | None,
+    mode: Literal["train", "eval"],
+    depth: int | None,
+    columns: str | None,
+    unit: str,
+    format: str | None,
+    file: Path | None,
+    force: bool,
+) -> None:
+    """What each byte of TARGET is, scenario by scenario, and why it did or didn't shrink.
+
+    TARGET is path.py:Name or package.module:name. The name is a Module class, a function that returns a Module, or a
+    Module instance; it may be left out when the file defines one Module class only.
+    """
+    # Everything that can be wrong with the command itself shows before torch is loaded.
+    parse_target(target)
+    specs, values = parse_inputs(inputs), parse_arguments(arguments)
+    select(scenarios)
+    where, chosen, unit = destination(file, format, force), _columns(columns), _unit(unit)
+
+    # What the user's model prints goes to stderr: stdout holds the report and nothing else.
+    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+        found, error = _found(
+            target,
+            inputs=specs,
+            batch_size=batch_size,
+            arguments=values,
+            scenarios=scenarios,
+            mode=mode,
+            progress=progress,
+        )
+        progress("writing the report")
+        text = render(found, where.format, unit=unit, depth=depth, columns=chosen, width=where.width)
+    where.write(text)
+    if error is not None:
+        raise error
+
+
+def _found(target: str, **options: Any) -> tuple[Report, ForwardError | None]:
+    """What the API reports, and the error of a forward that failed: the layers that ran before it are shown too."""
+    from memsize import api
+
+    try:
+        found = api.report(target, **options)
+    except ForwardError as error:
+        if error.trace is None:
+            raise
+        return Report(error.trace.model, error.trace, failure=error.trace.failure), error
+    stopped = found.stopped
+    return found, ForwardError(describe_failure(stopped), found.trace) if stopped else None
+
+
+def parse_arguments(texts: Iterable[str]) -> dict[str, object]:
+    """The arguments that ``name=value`` texts give: Python literals, and anything else as the string it is.
+
+    Raises `InputError` for a text without a name, and for a name that comes twice.
+    """
+    arguments: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not name.isidentifier():
+            raise InputError(f"cannot read the argument {text!r}: write it like width=64")
+        if name in arguments:
+            raise InputError(f"the argument {name!r} is given twice")
+        arguments[name] = _literal(value)
+    return arguments
+
+
+def describe_failure(failure: Failure) -> str:
+    """Which layer stopped the forward, what it was given, and why, in one sentence."""
+    layer = f"{failure.layer} ({failure.type})" if failure.layer else f"the model itself ({failure.type})"
+    given = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
+    return f"the forward failed in {layer}{given}: {failure.reason}"
+
+
+def _literal(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def _columns(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise OutputError(f"no column given: choose from {', '.join(COLUMNS)}")
+    for name in names:
+        if name not in COLUMNS:
+            raise OutputError(f"no column {name!r}: {suggestion(name, COLUMNS)}")
+    return names
+
+
+def _unit(text: str) -> str:
+    """The unit called `text`, in any case: mib and MIB are MiB."""
+    known = (*UNITS, *DECIMAL)
+    found = text if text in known else next((unit for unit in known if unit.lower() == text.lower()), None)
+    if found is None:
+        raise OutputError(f"no unit {text!r}: {suggestion(text, known)}")
+    return found

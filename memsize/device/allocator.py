@@ -1,0 +1,294 @@
+"""The CUDA caching allocator over a run's events: what PyTorch would call requested, allocated and reserved.
+
+Small requests (up to 1 MiB) and large ones have pools of their own, per stream. A request is rounded up to a block, the
+best fitting free block serves it, and CUDA is asked for a segment only when there is none. Segments go back when memory
+runs out. Source: PyTorch's c10/cuda/CUDACachingAllocator.cpp (malloc, alloc_block, garbage_collect_cached_blocks).
+
+Known limits: no CUDA graph pools, no `record_stream` (a block is free as soon as its storage dies), and `cudaMalloc`
+succeeds as long as the sum fits, as if physical memory never fragmented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from memsize.device.config import BLOCK, SMALL, SMALL_SEGMENT, AllocatorConfig
+from memsize.device.pools import ADDRESS, SHIFT, ExpandablePool, LimitedPool, Memory, Pool
+from memsize.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DEFAULT: Final = AllocatorConfig()
+_SMALL: Final = SMALL // BLOCK
+_UNLIMITED: Final = 1 << 62
+_ADDRESS_SPACE: Final = (1 << 40) // BLOCK
+"""Address space of an expandable segment where the card's size is unknown: 1 TiB."""
+
+
+class Peak(NamedTuple):
+    """The most bytes that were held, and the index of the first event after which they were (-1: before any)."""
+
+    bytes: int
+    event: int
+
+
+class Levels(NamedTuple):
+    """Bytes at one moment."""
+
+    requested: int
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """The request that failed: at which event, the bytes of the request, what CUDA was asked for, what was held."""
+
+    event: int
+    storage: int
+    request: int
+    segment: int
+    held: Levels
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Contiguous memory from CUDA and the blocks that tile it: (address, bytes, storage), storage None where free."""
+
+    address: int
+    bytes: int
+    stream: int
+    small: bool
+    blocks: tuple[tuple[int, int, int | None], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """The levels after each event, and the address of the block that the event allocated or freed (int64 arrays)."""
+
+    requested: np.ndarray[tuple[int], np.dtype[np.int64]]
+    allocated: np.ndarray[tuple[int], np.dtype[np.int64]]
+    reserved: np.ndarray[tuple[int], np.dtype[np.int64]]
+    address: np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a replay showed. `requested` ≤ `allocated` ≤ `reserved` at every event.
+
+    `idle` is what was reserved and not allocated when `reserved` peaked first. A replay that ran out of memory ends
+    there, with the levels that were held.
+    """
+
+    requested: Peak
+    allocated: Peak
+    reserved: Peak
+    idle: int
+    final: Levels
+    segments: tuple[Segment, ...]
+    out_of_memory: OutOfMemory | None = None
+    timeline: Timeline | None = None
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the reserved peak that no block used then, 0 to 1."""
+        return self.idle / self.reserved.bytes if self.reserved.bytes else 0.0
+
+
+class Allocator:
+    """The pools of one process on one GPU, and what they do when no free block serves a request."""
+
+    def __init__(self, config: AllocatorConfig, capacity: int | None, allowed: int | None) -> None:
+        self.config = config
+        self.allowed = allowed
+        self.memory = Memory(None if capacity is None else capacity // BLOCK)
+        self.pools: dict[tuple[int, bool], Pool] = {}
+        self._clock = [0]
+
+    def pool(self, stream: int, small: bool) -> Pool:
+        """The pool of `stream` for small or for large blocks."""
+        pool = self.pools.get((stream, small))
+        if pool is None:
+            pool = self.pools[stream, small] = self._new_pool(small)
+        return pool
+
+    def grow(self, pool: Pool, size: int) -> int:
+        """A block of `size` from more memory, releasing what is cached where it must; 0 when out of memory."""
+        segment = self.segment(size)
+        self._collect()
+        return (
+            self._obtain(pool, size, segment)
+            or (isinstance(pool, LimitedPool) and pool.release_oversize(size) and self._obtain(pool, size, segment))
+            or (self._release() and self._obtain(pool, size, segment))
+        )
+
+    def segment(self, size: int) -> int:
+        """The size of the segment for a block of `size`, both in blocks of 512 B."""
+        return self.config.segment_size(size * BLOCK) // BLOCK
+
+    def segments(self, live: Mapping[int, _Held]) -> tuple[Segment, ...]:
+        """All segments by address, with the blocks of `live` storages and the free ones."""
+        owners = {held[1] & ADDRESS: (held[1], storage) for storage, held in live.items()}
+        found = []
+        for (stream, small), pool in self.pools.items():
+            for start, end in pool.ranges():
+                blocks = tuple(_tiles(start, end, pool, owners))
+                found.append(Segment(start * BLOCK, (end - start) * BLOCK, stream, small, blocks))
+        return tuple(sorted(found, key=lambda segment: segment.address))
+
+    def _new_pool(self, small: bool) -> Pool:
+        config, least = self.config, 1 if small else _SMALL + 1
+        most = _UNLIMITED if config.max_split_size is None else config.max_split_size // BLOCK
+        rounding = config.max_non_split_rounding or config.large_segment_size
+        if config.expandable_segments:
+            grain = (SMALL_SEGMENT if small else config.large_segment_size) // BLOCK
+            capacity = self.memory.capacity
+            space = _ADDRESS_SPACE if capacity is None else capacity + capacity // 8
+            return ExpandablePool(self.memory, grain, -(-space // grain) * grain, most, rounding // BLOCK)
+        if small or (config.max_split_size is None and not self._collects):
+            return Pool(self.memory, least)
+        return LimitedPool(self.memory, least, most, rounding // BLOCK, self._clock)
+
+    def _obtain(self, pool: Pool, size: int, segment: int) -> int:
+        if self.allowed is not None and (self.memory.reserved + segment) * BLOCK > self.allowed:
+            return 0
+        return pool.extend(size, segment)
+
+    def _release(self) -> bool:
+        for pool in self.pools.values():
+            pool.release()
+        return True
+
+    @property
+    def _collects(self) -> bool:
+        return self.allowed is not None and self.config.garbage_collection_threshold > 0
+
+    def _collect(self) -> None:
+        """Give back segments that have been free for longer than the average, oldest first, down to the threshold."""
+        if self.allowed is None or not self._collects:
+            return
+        excess = self.memory.reserved * BLOCK - int(self.config.garbage_collection_threshold * self.allowed)
+        whole = [
+            (pool.age(block), block, pool)
+            for pool in self.pools.values()
+            if isinstance(pool, LimitedPool)
+            for block in pool.whole()
+        ]
+        while excess > 0 and whole:
+            average = sum(age for age, _, _ in whole) / len(whole)
+            for age, block, pool in whole:
+                if age >= average:
+                    pool.drop(block)
+                    excess -= (block >> SHIFT) * BLOCK
+            whole = [entry for entry in whole if entry[0] < average]
+
+
+_Held = tuple[int, int, Pool]
+"""A live storage: the bytes it asked for, its block, and the block's pool."""
+
+
+def replay(
+    events: Iterable[tuple[int, int]],
+    config: AllocatorConfig = DEFAULT,
+    *,
+    capacity: int | None = None,
+    total: int | None = None,
+    streams: Mapping[int, int] | None = None,
+    timeline: bool = False,
+) -> Replay:
+    """What the allocator holds while `events` happen: (storage, bytes) pairs, positive to allocate, negative to free.
+
+    A difference on a live storage that does not free it is a resize: a new block, a copy, then the old block is freed.
+    `capacity` is what CUDA can give this process (the card less its context), None without bound; `total` is the card's
+    size, of which `config.memory_fraction` is taken (None: `capacity`). `streams` maps storages to the stream they are
+    allocated on (default 0). Raises `InputError` when an event frees more than a storage holds.
+    """
+    whole = total if total is not None else capacity
+    allocator = Allocator(config, capacity, None if whole is None else config.allowed(whole))
+    return _run(events, allocator, streams or {}, timeline)
+
+
+def _run(events: Iterable[tuple[int, int]], allocator: Allocator, streams: Mapping[int, int], timeline: bool) -> Replay:
+    """The loop over `events`. Its state is in local names: an attribute or a call per figure would halve its speed."""
+    small, large = allocator.pool(0, True), allocator.pool(0, False)
+    memory, block_size = allocator.memory, allocator.config.block_size
+    plain = max(allocator.config.roundup_divisions) < 2
+    live: dict[int, _Held] = {}
+    rows: list[tuple[int, int, int, int]] | None = [] if timeline else None
+    requested = allocated = reserved = most_requested = most_allocated = most_reserved = idle = 0
+    at_requested = at_allocated = at_reserved = event = -1
+    failure: OutOfMemory | None = None
+    for storage, delta in events:
+        event += 1
+        held = live.get(storage)
+        if held is not None and held[0] + delta == 0:
+            del live[storage]
+            requested += delta
+            allocated -= held[1] >> SHIFT
+            held[2].give(held[1])
+            if rows is not None:
+                rows.append((requested, allocated, reserved, held[1] & ADDRESS))
+            continue
+        request = delta if held is None else held[0] + delta
+        if request <= 0:
+            raise InputError(f"event {event} frees more bytes than storage {storage} holds")
+        size = (request + BLOCK - 1) // BLOCK if plain else block_size(request) // BLOCK
+        pool = small if size <= _SMALL else large
+        if streams and streams.get(storage, 0):
+            pool = allocator.pool(streams[storage], size <= _SMALL)
+        block = pool.take(size)
+        if not block:
+            block = allocator.grow(pool, size)
+            reserved = memory.reserved
+            if not block:
+                levels = Levels(requested, allocated * BLOCK, reserved * BLOCK)
+                failure = OutOfMemory(event, storage, request, allocator.segment(size) * BLOCK, levels)
+                break
+        live[storage] = (request, block, pool)
+        requested += request
+        allocated += block >> SHIFT
+        if requested > most_requested:
+            most_requested, at_requested = requested, event
+        if allocated > most_allocated:
+            most_allocated, at_allocated = allocated, event
+        if reserved > most_reserved:
+            most_reserved, at_reserved, idle = reserved, event, reserved - allocated
+        if held is not None:
+            requested -= held[0]
+            allocated -= held[1] >> SHIFT
+            held[2].give(held[1])
+        if rows is not None:
+            rows.append((requested, allocated, reserved, block & ADDRESS))
+    return Replay(
+        Peak(most_requested, at_requested),
+        Peak(most_allocated * BLOCK, at_allocated),
+        Peak(most_reserved * BLOCK, at_reserved),
+        idle * BLOCK,
+        Levels(requested, allocated * BLOCK, reserved * BLOCK),
+        allocator.segments(live),
+        failure,
+        None if rows is None else _timeline(rows),
+    )
+
+
+def _tiles(
+    start: int, end: int, pool: Pool, owners: Mapping[int, tuple[int, int]]
+) -> Iterable[tuple[int, int, int | None]]:
+    """The blocks from `start` to `end`, in order, in bytes."""
+    while start < end:
+        block, storage = owners.get(start, (0, None))
+        size = (block or pool.starts[start]) >> SHIFT
+        yield start * BLOCK, size * BLOCK, storage
+        start += size
+
+
+def _timeline(rows: list[tuple[int, int, int, int]]) -> Timeline:
+    import numpy as np
+
+    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    table[:, 1:] *= BLOCK
+    requested, allocated, reserved, address = table.T.copy()
+    return Timeline(requested, allocated, reserved, address)

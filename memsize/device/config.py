@@ -1,0 +1,215 @@
+"""The settings of PyTorch's CUDA caching allocator that change how much memory it takes.
+
+The text is that of `PYTORCH_ALLOC_CONF` or its older name `PYTORCH_CUDA_ALLOC_CONF`: ``key:value,key:[k:v,k:v]``.
+Source: PyTorch's c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h (2.11 to 2.14).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from memsize.errors import InputError
+
+MiB: Final = 1 << 20
+BLOCK: Final = 512
+"""Every block is a multiple of this many bytes (kMinBlockSize)."""
+SMALL: Final = 1 * MiB
+"""The largest request that the pool of small blocks serves (kSmallSize)."""
+SMALL_SEGMENT: Final = 2 * MiB
+"""The size of the segments that small blocks are cut from (kSmallBuffer)."""
+LARGE_REQUEST: Final = 10 * MiB
+"""From this size on, a request gets a segment of its own (kMinLargeAlloc)."""
+SEGMENT_STEP: Final = 2 * MiB
+"""Those segments are a multiple of this (kRoundLarge)."""
+
+VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where PyTorch looks, first match wins."""
+
+INTERVALS: Final = 16
+"""`roundup_power2_divisions` has one entry per power of two, from 1 MiB up to 32 GiB and more."""
+
+IGNORED: Final = frozenset(
+    {
+        "graph_capture_record_stream_reuse",
+        "pinned_free_catch_all",
+        "pinned_max_cached_size_mb",
+        "pinned_max_round_threshold_mb",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "pinned_use_hip_host_register",
+        "release_lock_on_cudamalloc",
+        "release_lock_on_hipmalloc",
+        "throw_on_cudamalloc_oom",
+    }
+)
+"""Settings that PyTorch knows and that change no size on the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorConfig:
+    """How the caching allocator rounds, splits and keeps memory. The defaults are PyTorch's; sizes are in bytes.
+
+    `max_split_size` None splits blocks of any size. `max_non_split_rounding` is by how much an unsplittable block may
+    exceed a request; None is `large_segment_size`. `roundup_divisions` holds 16 divisions, for requests from 1 MiB in
+    powers of two; 0 and 1 round to 512 B only. `garbage_collection_threshold` 0 is off; PyTorch collects only where a
+    `memory_fraction` below 1 is set too.
+    """
+
+    expandable_segments: bool = False
+    max_split_size: int | None = None
+    max_non_split_rounding: int | None = None
+    roundup_divisions: tuple[int, ...] = (0,) * INTERVALS
+    garbage_collection_threshold: float = 0.0
+    large_segment_size: int = 20 * MiB
+    memory_fraction: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> AllocatorConfig:
+        """The settings that `text` names; raises `InputError` where PyTorch would refuse them."""
+        return _config(dict(_entries(text)))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> AllocatorConfig:
+        """The settings that a PyTorch process started in `environment` would use."""
+        text = next((environment[name] for name in VARIABLES if name in environment), "")
+        return cls.parse(text)
+
+    def block_size(self, request: int) -> int:
+        """The bytes of the block that serves `request` bytes: a multiple of 512, at least 512.
+
+        With d divisions, a request above d · 512 B that lies between two powers of two is rounded up to the next of d
+        equal steps between them.
+        """
+        divisions = self.roundup_divisions[min(max(request.bit_length() - 21, 0), INTERVALS - 1)]
+        if divisions > 1 and request > BLOCK * divisions:
+            step = (1 << request.bit_length() - 1) // divisions
+            return -(-request // step) * step
+        return max(-(-request // BLOCK), 1) * BLOCK
+
+    def segment_size(self, block: int) -> int:
+        """The bytes of the segment that is asked from CUDA for a block of `block` bytes that nothing free can serve."""
+        if block <= SMALL:
+            return SMALL_SEGMENT
+        if block < LARGE_REQUEST:
+            return self.large_segment_size
+        return -(-block // SEGMENT_STEP) * SEGMENT_STEP
+
+    def allowed(self, card_bytes: int) -> int | None:
+        """The bytes that the allocator may hold on a card of `card_bytes`; None where no fraction is set."""
+        return int(self.memory_fraction * card_bytes) if self.memory_fraction < 1 else None
+
+
+def _entries(text: str) -> list[tuple[str, str]]:
+    """The ``key:value`` pairs of `text`, in order; a value may be a list in brackets."""
+    compact = re.sub(r"\s", "", text)
+    entries = re.split(r",(?![^\[]*\])", compact.removesuffix(","))
+    return [_entry(entry) for entry in entries if compact]
+
+
+def _entry(entry: str) -> tuple[str, str]:
+    key, colon, value = entry.partition(":")
+    if key not in _READERS and key not in IGNORED:
+        known = ", ".join(sorted([*_READERS, *IGNORED]))
+        raise InputError(f"no allocator setting {key!r}: known are {known}")
+    if not colon or not value:
+        raise InputError(f"the allocator setting {key} needs a value: write {key}:VALUE")
+    return key, value
+
+
+def _config(entries: Mapping[str, str]) -> AllocatorConfig:
+    values = {_READERS[key][0]: _READERS[key][1](key, text) for key, text in entries.items() if key in _READERS}
+    values.pop("backend", None)
+    config = AllocatorConfig(**values)  # type: ignore[arg-type]
+    for key, size in (
+        ("max_split_size_mb", config.max_split_size),
+        ("max_non_split_rounding_mb", config.max_non_split_rounding),
+    ):
+        if size is not None and size < config.large_segment_size:
+            raise InputError(f"{key} must be at least {config.large_segment_size // MiB}, got {size // MiB}")
+    return config
+
+
+def _switch(key: str, text: str) -> bool:
+    if text not in ("True", "False"):
+        raise InputError(f"{key} must be True or False, got {text}")
+    return text == "True"
+
+
+def _number(key: str, text: str) -> int:
+    if not text.isdecimal():
+        raise InputError(f"{key} must be a whole number, got {text}")
+    return int(text)
+
+
+def _mebibytes(key: str, text: str) -> int:
+    return _number(key, text) * MiB
+
+
+def _large_segment(key: str, text: str) -> int:
+    size = _mebibytes(key, text)
+    if size <= LARGE_REQUEST:
+        raise InputError(f"{key} must be above {LARGE_REQUEST // MiB}, got {text}")
+    return size
+
+
+def _fraction(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise InputError(f"{key} must be a number, got {text}") from None
+    whole = key == "per_process_memory_fraction"
+    if not (0 < value < 1 or (whole and value in (0, 1))):
+        raise InputError(f"{key} must lie between 0 and 1, got {text}")
+    return value
+
+
+def _power_of_two(key: str, text: str) -> int:
+    value = _number(key, text)
+    if value.bit_count() != 1:
+        raise InputError(f"{key} takes powers of two, got {text}")
+    return value
+
+
+def _divisions(key: str, text: str) -> tuple[int, ...]:
+    """The 16 divisions of ``4`` (all alike) or ``[64:8,256:4,>:1]``.
+
+    The first boundary's divisions hold below it too, ``>`` stands for all above the last; between boundaries is none.
+    """
+    if not text.startswith("["):
+        return (_power_of_two(key, text),) * INTERVALS
+    if not text.endswith("]"):
+        raise InputError(f"{key} misses its closing bracket: {text}")
+    divisions, last, first = [0] * INTERVALS, 0, True
+    for pair in filter(None, text[1:-1].split(",")):
+        boundary, _, count_text = pair.partition(":")
+        count = 0 if count_text == "0" else _power_of_two(key, count_text)
+        if boundary == ">":
+            divisions[last + 1 :] = [count] * (INTERVALS - last - 1)
+            continue
+        last = min(_power_of_two(key, boundary).bit_length() - 1, INTERVALS - 1)
+        divisions[: last + 1] = [count] * (last + 1) if first else [*divisions[:last], count]
+        first = False
+    return tuple(divisions)
+
+
+def _backend(key: str, text: str) -> None:
+    if text != "native":
+        raise InputError(f"{key}:{text} is another allocator: only PyTorch's native one is simulated")
+
+
+_READERS: Final[dict[str, tuple[str, Callable[[str, str], object]]]] = {
+    "backend": ("backend", _backend),
+    "expandable_segments": ("expandable_segments", _switch),
+    "garbage_collection_threshold": ("garbage_collection_threshold", _fraction),
+    "large_segment_size_mb": ("large_segment_size", _large_segment),
+    "max_non_split_rounding_mb": ("max_non_split_rounding", _mebibytes),
+    "max_split_size_mb": ("max_split_size", _mebibytes),
+    "per_process_memory_fraction": ("memory_fraction", _fraction),
+    "roundup_power2_divisions": ("roundup_divisions", _divisions),
+}
+"""Settings that change sizes: the field that each sets and how its value is read."""

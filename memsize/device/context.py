@@ -1,0 +1,68 @@
+"""What a process holds on the GPU beside the caching allocator: the CUDA context, loaded kernels, library handles.
+
+It depends on the software stack and the card, not on the model, and cannot be derived offline: it is an interval.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from memsize.errors import InputError
+
+MiB: Final = 1 << 20
+
+
+class Interval(NamedTuple):
+    """Bytes from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    def plus(self, count: int) -> Interval:
+        """The interval moved up by `count` bytes."""
+        return Interval(self.low + count, self.high + count)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A software stack, the context that it brings, and where the figures come from."""
+
+    name: str
+    context: Interval
+    source: str
+
+
+LAZY: Final = Stack(
+    "CUDA 11.7 or newer, kernels loaded when first used",
+    Interval(300 * MiB, 650 * MiB),
+    "measured 274 MiB with one tensor (pytorch/pytorch#86509), about 300 MiB (#107667), about 400 MiB (#109888), "
+    "426 MiB before any op with CUDA 13.0 (unslothai/unsloth-zoo#1053); cuBLAS, cuDNN and the kernels add to it",
+)
+EAGER: Final = Stack(
+    "CUDA before 11.7, or CUDA_MODULE_LOADING=EAGER: every kernel loaded at start",
+    Interval(1_000 * MiB, 1_450 * MiB),
+    "more than 1,000 MB before CUDA 11.7 (pytorch/pytorch#107667); 1,429 MiB fits 200 training runs on an A100",
+)
+
+
+def context(cuda: str | None = None, module_loading: str | None = None) -> Interval:
+    """The bytes beside the allocator's for CUDA `cuda` (``"12.8"``; None: a current one).
+
+    `module_loading` is the value of `CUDA_MODULE_LOADING`, which overrides the version's default. Raises `InputError`
+    when the version cannot be read.
+    """
+    return stack(cuda, module_loading).context
+
+
+def stack(cuda: str | None = None, module_loading: str | None = None) -> Stack:
+    """The `Stack` that a CUDA version belongs to."""
+    if (module_loading or "").upper() == "EAGER":
+        return EAGER
+    if cuda is None:
+        return LAZY
+    version = re.match(r"(\d+)(?:\.(\d+))?", cuda)
+    if version is None:
+        raise InputError(f"cannot read {cuda!r} as a CUDA version: write it like 12.8")
+    return LAZY if (int(version[1]), int(version[2] or 0)) >= (11, 7) else EAGER

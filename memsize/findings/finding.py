@@ -1,0 +1,59 @@
+"""What a rule found: a cause in numbers, and the sentence that a renderer makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import Any
+
+from memsize.units import Bytes, format_bytes
+
+SHOWN_NAMES = 2
+"""How many of a long list of names a sentence spells out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One cause, with its stable `code`, the bytes it is about (None where it has no one figure) and its layers.
+
+    `template` is the sentence, with a `{name}` for each of `values`: `Bytes` are drawn in the reader's unit, other
+    integers with thousands separators, tuples of names joined and shortened; a format after the colon wins over that.
+    """
+
+    code: str
+    bytes: int | None
+    layers: tuple[str, ...]
+    template: str
+    values: Mapping[str, object] = field(default_factory=dict)
+
+    def text(self, unit: str = "MiB") -> str:
+        """The sentence, with byte figures in `unit`."""
+        return _Sentence(unit).vformat(self.template, (), self.values)
+
+
+class _Sentence(Formatter):
+    """`str.format` with our way to draw values."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec:
+            return str(super().format_field(value, format_spec))
+        if isinstance(value, Bytes):
+            return format_bytes(value, self.unit)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return f"{value:,}"
+        if isinstance(value, tuple):
+            return join_names(value)
+        return str(value)
+
+
+def join_names(names: tuple[object, ...]) -> str:
+    """Names as a phrase: ``a``, ``a and b``, ``a, b and c``, ``a, b and 14 more``. The model's own path is empty."""
+    words = [str(name) or "the model itself" for name in names]
+    if len(words) > SHOWN_NAMES + 1:
+        words = [*words[:SHOWN_NAMES], f"{len(words) - SHOWN_NAMES} more"]
+    *first, last = words or [""]
+    return f"{', '.join(first)} and {last}" if first else last

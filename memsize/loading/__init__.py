@@ -1,0 +1,182 @@
+"""Targets → models: ``load("model.py:Test")`` imports what the target names and builds its module.
+
+The module is built without the memory of its weights where its constructor allows that: large parameters and buffers
+are then `meta` tensors. See `weightless` for how, `scope` for what is importable meanwhile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from memsize.errors import TargetError
+from memsize.loading.blame import describe
+from memsize.loading.building import build, random_numbers_kept
+from memsize.loading.scope import ImportScope, is_taken
+from memsize.loading.target import Target, parse_target
+from memsize.nearest import suggestion
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["LoadedModel", "Target", "load", "parse_target"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A target's module, its name (``model.py:Test``), and what a reader must know about how it was built."""
+
+    module: nn.Module
+    name: str
+    notes: tuple[str, ...] = ()
+    scope: ImportScope | None = field(default=None, repr=False, compare=False)
+
+    def importable(self) -> AbstractContextManager[None]:
+        """While it is entered, what the target could import while it loaded can be imported again: by its forward."""
+        if self.scope is None:
+            raise ValueError(f"{self.name} was not loaded from a target")
+        return self.scope.entered()
+
+
+def load(target: str | Target, arguments: Mapping[str, object] | None = None) -> LoadedModel:
+    """The model that `target` names, built with `arguments` where it is a class or a function.
+
+    The global random generators, ``sys.path`` and the names in ``sys.modules`` are afterwards as they were. Raises
+    `TargetError` saying what is wrong with the target, or which line of the user's failed.
+    """
+    target = parse_target(target) if isinstance(target, str) else target
+    scope, module_name = _scope(target)
+    with random_numbers_kept(), scope.entered():
+        module = _imported(target, scope, module_name)
+        name = target.name or _only_class(module, target)
+        label = f"{target.place}:{name}"
+        built, note = build(_looked_up(module, name, target), label, arguments or {}, scope.owns)
+    return LoadedModel(built, label, (note,) if note else (), scope)
+
+
+def _scope(target: Target) -> tuple[ImportScope, str]:
+    """What the target may import, and the name to import it by.
+
+    A file in a package is imported as that package's module, so that its relative imports work; any other file as
+    Python would import it from its own folder; a dotted name from the working folder or from what is installed.
+    """
+    if target.file is None:
+        return ImportScope(Path.cwd()), str(target.module)
+    folder, names = target.file.parent, [target.file.stem]
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    if len(names) == 1:
+        return ImportScope(folder, script=target.file), names[0]
+    dotted = ".".join(names[:-1] if names[-1] == "__init__" else names)
+    return ImportScope(folder, last=target.file.parent, script=target.file), dotted
+
+
+def _imported(target: Target, scope: ImportScope, name: str) -> ModuleType:
+    try:
+        if target.file and "." not in name and target.file.stem != "__init__":
+            return _executed(target.file, scope, name)
+        module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise TargetError(_import_failure(error, target, scope)) from error
+    found = getattr(module, "__file__", None)
+    if target.file and not (found and Path(found).samefile(target.file)):
+        raise TargetError(f"{target.file.name} is {name}, but another {name} is imported already, from {found}")
+    return module
+
+
+def _executed(file: Path, scope: ImportScope, name: str) -> ModuleType:
+    """A fresh module made from `file`, importable in the scope as `name` unless that is another's."""
+    name = f"{name}_target" if is_taken(name) or not name.isidentifier() else name
+    loader = _Source(name, str(file))
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    assert spec is not None  # there is one for every loader
+    module = importlib.util.module_from_spec(spec)
+    scope.adopt(name, module)
+    loader.exec_module(module)
+    return module
+
+
+class _Source(SourceFileLoader):
+    """Compiles the file as it is now. Python's own cache takes a text of the same second and size for the same."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+def _import_failure(error: BaseException, target: Target, scope: ImportScope) -> str:
+    if isinstance(error, TargetError):
+        return str(error)
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and target.module and f"{target.module}.".startswith(f"{missing}."):
+        return f"no module {missing!r}, neither installed nor in {scope.folder}{_dotted_hint(target)}"
+    what = f"importing {target.place} failed {describe(error, scope.owns)}"
+    if isinstance(error, SystemExit):
+        return f"{what}; keep what runs the program below if __name__ == '__main__'"
+    if missing and missing.partition(".")[0] not in sys.stdlib_module_names:
+        return f"{what}; install it where memsize is installed, or put it beside {target.place}"
+    return what
+
+
+def _dotted_hint(target: Target) -> str:
+    """``package.module.Net`` was meant as ``package.module:Net``, as its capital letter shows."""
+    package, _, last = str(target.module).rpartition(".")
+    return f" (did you mean {package}:{last}?)" if package and target.name is None else ""
+
+
+def _looked_up(module: ModuleType, name: str, target: Target) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise TargetError(f"{target.place} has no {name!r}: {suggestion(name, _candidates(module))}") from None
+    return found
+
+
+def _only_class(module: ModuleType, target: Target) -> str:
+    """The name of the only Module class that the target's own code defines; raises `TargetError` when it is not one."""
+    from torch import nn
+
+    defined = _defined(module)
+    classes = [name for name, value in defined.items() if isinstance(value, type) and issubclass(value, nn.Module)]
+    if len(classes) == 1:
+        return classes[0]
+    choices = classes or _candidates(module)
+    if not choices:
+        raise TargetError(f"{target.place} defines no torch.nn.Module class, and no function to build one")
+    example = f"{target.place}:{choices[0]}"
+    raise TargetError(f"{target.place} holds {', '.join(choices)}: name the one you mean, like {example}")
+
+
+def _candidates(module: ModuleType) -> list[str]:
+    """What a target could name: Module instances, and the Module classes and functions that the module defines."""
+    from torch import nn
+
+    instances = [name for name, value in vars(module).items() if isinstance(value, nn.Module)]
+    defined = [
+        name
+        for name, value in _defined(module).items()
+        if (issubclass(value, nn.Module) if isinstance(value, type) else callable(value))
+    ]
+    return [name for name in dict.fromkeys((*defined, *instances)) if not name.startswith("_")]
+
+
+def _defined(module: ModuleType) -> dict[str, Any]:
+    """The classes and functions that `module` itself defines, or gives as its own when it is a package."""
+    package = module.__name__
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if (own := getattr(value, "__module__", None)) == package
+        or (hasattr(module, "__path__") and isinstance(own, str) and own.startswith(f"{package}."))
+    }

@@ -1,0 +1,116 @@
+"""How a module is made from what a target names: an instance is taken as it is, anything else is called."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from memsize.errors import TargetError
+from memsize.loading.blame import describe
+from memsize.nearest import suggestion
+
+if TYPE_CHECKING:
+    from torch import nn
+
+IsTheirs = Callable[[str], bool]
+
+
+def build(found: Any, label: str, arguments: Mapping[str, object], is_theirs: IsTheirs) -> tuple[nn.Module, str | None]:
+    """The module that `found` is or makes, and a note on how it was made where that matters.
+
+    `found` is a Module, a Module class or a function that returns a Module. Raises `TargetError` when it is something
+    else, when `arguments` do not suit it, and when it fails.
+    """
+    from torch import nn
+
+    if isinstance(found, nn.Module):
+        if arguments:
+            raise TargetError(f"{label} is an instance already, so it takes no arguments ({', '.join(arguments)})")
+        return found, None
+    if not callable(found) or (isinstance(found, type) and not issubclass(found, nn.Module)):
+        raise TargetError(f"{label} is {_kind(found)}, not a torch.nn.Module or a function that returns one")
+    _check_arguments(found, label, arguments)
+    module, note = _call(found, label, arguments, is_theirs)
+    if not isinstance(module, nn.Module):
+        raise TargetError(f"{label} returned {_kind(module)}, not a torch.nn.Module")
+    return module, note
+
+
+def _call(
+    factory: Callable[..., Any], label: str, arguments: Mapping[str, object], is_theirs: IsTheirs
+) -> tuple[Any, str | None]:
+    """What `factory` returns: without its weights where it can be had so, else with them and a note that says why.
+
+    Whatever is wrong with the user's code shows in the second, ordinary call too, and is reported from there.
+    """
+    try:
+        return _call_weightless(factory, arguments), None
+    except (Exception, SystemExit) as error:
+        first = error
+    try:
+        made = factory(**arguments)
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"building {label} failed {describe(error, is_theirs)}") from error
+    why = describe(first, is_theirs)
+    return made, f"{label} was built with its weights in memory, because building it needs their values ({why})"
+
+
+def _call_weightless(factory: Callable[..., Any], arguments: Mapping[str, object]) -> Any:
+    from memsize.loading.weightless import Weightless
+
+    with warnings.catch_warnings(), Weightless():
+        # A constructor that loads a state dict means its weights, and there are none here.
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter", category=UserWarning)
+        return factory(**arguments)
+
+
+def _check_arguments(factory: Callable[..., Any], label: str, arguments: Mapping[str, object]) -> None:
+    """Raise `TargetError` naming the arguments that `factory` lacks or does not know."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (ValueError, TypeError):
+        return  # written in C, or with a signature that cannot be read: calling it will tell
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    unknown = [name for name in arguments if name not in named]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        hint = suggestion(unknown[0], named) if named else "it takes none"
+        raise TargetError(f"{label} has no argument {unknown[0]!r}: {hint}")
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
+    if missing:
+        given = " ".join(f"--arg {name}=…" for name in missing)
+        needs = f"the argument{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        raise TargetError(f"{label} needs {needs}: give {given} (in Python: arguments={{{missing[0]!r}: …}})")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Afterwards the global random generators of Python, NumPy and PyTorch are where they were."""
+    import torch
+
+    python, state = random.getstate(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    numpy = sys.modules.get("numpy.random")
+    numpy_state = numpy.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        if numpy:
+            numpy.set_state(numpy_state)

@@ -1,0 +1,135 @@
+"""`ImportScope`: one target's own view of what can be imported, and nothing of it outside.
+
+Two targets may both be called ``model.py`` and both have a sibling ``layers.py``; the process may hold a third. So a
+target's folder is on ``sys.path``, and the modules that came from it are in ``sys.modules``, only while its scope is
+entered. Leaving it puts them away, entering it again brings the same modules back: an ``import`` inside a model's
+forward finds its siblings, as the very modules that the constructor used, as long as the forward runs in the scope.
+Modules from elsewhere (installed packages) stay imported, as after any import.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+_STANDARD_LIBRARY = Path(os.__file__).absolute().parent
+_SITES = frozenset({"site-packages", "dist-packages"})
+
+
+class ImportScope:
+    """What one target imports from `folder`.
+
+    `last` is a folder that is looked at only after everything that is installed. `script` is what ``sys.argv`` says
+    meanwhile: an argument parser that runs on import must not read our command line.
+    """
+
+    def __init__(self, folder: Path, last: Path | None = None, script: Path | None = None) -> None:
+        self.folder = folder
+        self._first = [str(folder)]
+        self._last = [str(last)] if last else []
+        self._script = script
+        self._own: dict[str, ModuleType] = {}
+        self._hidden: dict[str, ModuleType] = {}
+        self._entered = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The target's folder is importable and its modules are imported. May be entered again inside itself."""
+        if self._entered:
+            yield
+            return
+        paths, arguments = list(sys.path), sys.argv
+        sys.path[:] = [*self._first, *paths, *self._last]
+        sys.argv = [str(self._script)] if self._script else arguments
+        self._bring_back()
+        before = set(sys.modules) - set(self._own)
+        self._entered = True
+        try:
+            yield
+        finally:
+            self._entered = False
+            # The target may have extended sys.path itself, to find what its forward imports.
+            added = [path for path in sys.path if path not in (*paths, *self._first, *self._last)]
+            self._first = [*self._first, *added]
+            sys.path[:] = paths
+            sys.argv = arguments
+            self._put_away(before)
+
+    def adopt(self, name: str, module: ModuleType) -> None:
+        """Make `module` importable as `name` inside the scope, which must be entered."""
+        if name in sys.modules:
+            self._hidden[name] = sys.modules[name]
+        self._own[name] = sys.modules[name] = module
+
+    def owns(self, file: str) -> bool:
+        """Whether the source `file` lies in one of the scope's folders, and is not an installed package's."""
+        path = Path(file).absolute()
+        return not _installed(path) and any(path.is_relative_to(folder) for folder in self._folders())
+
+    def _bring_back(self) -> None:
+        """Put the scope's modules into ``sys.modules``, in place of what other folders gave under the same names."""
+        here = {entry.stem for entry in self.folder.iterdir() if entry.is_dir() or entry.suffix == ".py"}
+        clashing = {top for top in here & set(sys.modules) if self._is_foreign(top)}
+        clashing |= {_top(name) for name in self._own}
+        self._hidden = {name: module for name, module in sys.modules.items() if _top(name) in clashing}
+        for name in self._hidden:
+            del sys.modules[name]
+        sys.modules.update(self._own)
+
+    def _put_away(self, before: set[str]) -> None:
+        """Take the scope's modules out of ``sys.modules``, and put back what they hid."""
+        new = [name for name in list(sys.modules) if name not in before]
+        given = {top for top in {_top(name) for name in new} - before if self._gave(top)}
+        own = [*(name for name in new if _top(name) in given), *self._own]
+        self._own = {name: sys.modules.pop(name) for name in own if name in sys.modules}
+        sys.modules.update(self._hidden)
+        self._hidden = {}
+
+    def _gave(self, top: str) -> bool:
+        home = _home(sys.modules.get(top))
+        return home is not None and home in self._folders() and not _installed(home)
+
+    def _folders(self) -> list[Path]:
+        return [Path(path).absolute() for path in (*self._first, *self._last)]
+
+    def _is_foreign(self, top: str) -> bool:
+        """Whether `top` is some other folder's module, and neither Python's own nor installed."""
+        home = _home(sys.modules[top])
+        return (
+            home is not None
+            and home not in self._folders()
+            and top not in sys.stdlib_module_names
+            and not _installed(home)
+        )
+
+
+def is_taken(name: str) -> bool:
+    """Whether Python or an installed package has a module `name` that a target's own file must not replace."""
+    home = _home(sys.modules.get(name))
+    return name in sys.stdlib_module_names or (home is not None and _installed(home))
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _home(module: ModuleType | None) -> Path | None:
+    """The folder on ``sys.path`` that a top-level module came from; None for one without a file."""
+    held = vars(module) if isinstance(module, ModuleType) else {}  # not getattr: lazy modules import on it
+    file = held.get("__file__")
+    if isinstance(file, str):
+        path = Path(file).absolute()
+        return path.parent.parent if path.stem == "__init__" else path.parent
+    places = list(held.get("__path__") or ())
+    return Path(places[0]).absolute().parent if places and isinstance(places[0], str) else None
+
+
+@cache
+def _installed(path: Path) -> bool:
+    """Whether `path` is part of Python or of an installed package."""
+    return path.is_relative_to(_STANDARD_LIBRARY) or not _SITES.isdisjoint(path.parts)

@@ -1,0 +1,160 @@
+"""How a constructor is run without the memory of its weights: large floating tensors come out as `meta` tensors.
+
+Shapes, dtypes, strides, ties and everything that a constructor decides stay real; only numbers that nobody needs are
+never made, so initialising them costs nothing either. Small and integer tensors stay real, because constructors look
+at them: drop-path rates from ``linspace(…).tolist()``, lengths, index tables.
+
+Asking for a number that was not made raises, and so does filling a real integer tensor from such numbers. Known limit:
+a small real floating tensor that is filled from them keeps what it held before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_map_only
+
+SMALLEST = 4096
+"""Floating tensors with this many elements or more are made on `meta`."""
+
+SMALLEST_INTEGER = 2**20
+"""The same for integers and booleans: causal masks and packed weights are large, index tables are not."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_META = torch.device("meta")
+
+
+class UnknownValueError(RuntimeError):
+    """An integer tensor that is really there was to be filled with numbers that were never made."""
+
+
+class Weightless(TorchDispatchMode):
+    """While it is active, new large CPU tensors are `meta` tensors, and small ones may be mixed with them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: a mode that says True is wrapped by torch._dynamo, whose import takes a second."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func` on `meta` where its result is large or an argument is already there; else as it is."""
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a wrapper subclass first takes itself apart; its parts come here
+        kwargs = dict(kwargs or {})
+        if tree_any(_is_meta, (args, kwargs)):
+            if _only_fills(func) and args:
+                return args[0]
+            shape_rule = _SHAPE_RULES.get(func)
+            return shape_rule(*args, **kwargs) if shape_rule else _run_on_meta(func, args, kwargs)
+        if _makes_tensors(func) and _is_cpu(kwargs.get("device")):
+            made = _try_on_meta(func, args, kwargs)
+            if isinstance(made, torch.Tensor) and _is_large(made):
+                return made
+        return func(*args, **kwargs)
+
+
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` with every tensor moved to `meta`; what it would write into a real tensor is not written."""
+    written = [tensor for tensor in _written(func, args, kwargs) if not tensor.is_meta]
+    if any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in written):
+        raise UnknownValueError(f"{func} fills a real {written[0].dtype} tensor from weights that were not made")
+    moved_args, moved = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+    result = func(*moved_args, **_for_meta(func, moved))
+    return written[0] if len(written) == 1 and isinstance(result, torch.Tensor) else result
+
+
+def _same_shape(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+def _reduced(tensor: torch.Tensor, _: object, dim: list[int], keepdim: bool = False) -> torch.Tensor:
+    return tensor.sum(dim, keepdim)
+
+
+_SHAPE_RULES: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.tril.default: _same_shape,
+    torch.ops.aten.triu.default: _same_shape,
+    torch.ops.aten.norm.ScalarOpt_dim: _reduced,
+}
+"""What constructors often do to large tensors and PyTorch answers on `meta` in Python, by way of sympy (a second)."""
+
+_RESHAPING = ("aten::resize_", "aten::resize_as_", "aten::set_")
+
+
+@cache
+def _only_fills(func: Any) -> bool:
+    """Whether `func` writes numbers into its first tensor and has no other: `normal_`, `zero_`, `clamp_` …
+
+    There is nothing to write on `meta`, and `normal_` there is Python that imports torch._dynamo.
+    """
+    first, *others = func._schema.arguments or (None,)
+    in_place = first is not None and first.name == "self" and _written_arguments(func) == ((0, "self"),)
+    alone = not any("Tensor" in str(argument.type) for argument in others)
+    return in_place and alone and torch.Tag.inplace_view not in func.tags and func._schema.name not in _RESHAPING
+
+
+def _try_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` makes on `meta`, or None where it cannot be made there."""
+    moved_args, moved = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+    try:
+        return func(*moved_args, **_for_meta(func, moved))
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _for_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` as `func` takes them on `meta`: that device, no pinned memory, no generator of another device."""
+    if _makes_tensors(func) and _is_cpu(kwargs.get("device")):
+        kwargs = kwargs | {"device": _META}
+    return {name: value for name, value in kwargs.items() if name not in ("pin_memory", "generator")}
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that `func` writes into, by its schema."""
+    for position, name in _written_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        items = value if isinstance(value, (list, tuple)) else [value]
+        yield from (item for item in items if isinstance(item, torch.Tensor))
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@cache
+def _makes_tensors(func: Any) -> bool:
+    """Whether the caller says on which device the result of `func` is: `empty`, `randn`, `new_zeros`, `_to_copy` …"""
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.numel() >= (SMALLEST if floating else SMALLEST_INTEGER)
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A stand-in for a small real tensor. Single numbers stay: PyTorch mixes them with any device."""
+    return tensor if tensor.is_meta or tensor.dim() == 0 else tensor.to(_META)
+
+
+def _is_cpu(device: Any) -> bool:
+    return device is None or torch.device(device).type == "cpu"
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta

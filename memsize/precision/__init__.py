@@ -1,0 +1,1 @@
+"""How a scenario acts on a model: casts, autocast, apex recipes and quantized weights."""

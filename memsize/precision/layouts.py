@@ -1,0 +1,222 @@
+"""The one table of storage layouts: which modules a library quantizes, and which tensors then stand for their weights.
+
+Every layout is a library's default, and pure arithmetic on shapes. The tests quantize real layers with that library and
+compare byte for byte. What a library leaves alone stays as the model has it.
+
+| layout         | library                                        | a weight [N, K] becomes                    |
+| -------------- | ---------------------------------------------- | ------------------------------------------ |
+| `int8-dynamic` | `torch.ao.quantization.quantize_dynamic`       | N·K int8                                   |
+| `int8-static`  | `torch.ao.quantization.convert`, x86 or fbgemm | N·K int8, N float64, N int64               |
+| `int8-weight`  | torchao 0.18 `Int8WeightOnlyConfig`            | N·K int8, N float32, N int8                |
+| `fp8-weight`   | torchao 0.18 `Float8WeightOnlyConfig`          | N·K float8_e4m3fn, N float32               |
+| `int4-weight`  | torchao 0.18 `Int4WeightOnlyConfig`            | N·K/2 bytes, 2·N·K/128 floats of its dtype |
+| `nf4`          | bitsandbytes `Linear4bit`, `nf4`               | N·K/2 bytes, N·K/64 + 16 float32           |
+
+Proved with real layers on a CPU: all but `int4-weight`, whose quantizing kernel (mslk) needs a GPU. There torchao's own
+`quantize_` and `Int4Tensor.from_hp` ran with that kernel replaced by one of the shapes that `Int4Tensor` documents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memsize.record import StoredPart, TensorSpec
+
+Shape = tuple[int, ...]
+Parts = tuple[StoredPart, ...]
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "int64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "qint8": 1,
+}
+GROUP = 128
+"""Elements that share a scale in `Int4WeightOnlyConfig`, along a row."""
+BLOCK = 64
+"""Elements that share an absmax in bitsandbytes' 4-bit formats, in memory order."""
+STATIC_ACTIVATION = "quint8"
+"""The dtype of what statically quantized modules return: a byte an element; scale and zero point are no tensors."""
+
+_CELLS = ("LSTMCell", "GRUCell", "RNNCell")
+_CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one library stores quantized weights.
+
+    `modules` are the classes of `torch.nn` that it converts, `subclasses` whether it also takes classes derived from
+    them. `weight` gives the parts of one weight from its shape and floating dtype, `skips` why a weight of some shape
+    is left alone (None: it is not). A `packed` layout takes the bias into the packed object too. `claims` is the dtype
+    that the quantized weight shows to PyTorch: None for the dtype that it had.
+    """
+
+    name: str
+    library: str
+    converts: str
+    modules: tuple[str, ...]
+    subclasses: bool
+    wrapper: str
+    weight: Callable[[Shape, str], Parts]
+    packed: bool = False
+    claims: str | None = None
+    skips: Callable[[Shape], str | None] = lambda shape: None
+    note: str = ""
+
+    def bias(self, module: str, shape: Shape, dtype: str) -> Parts:
+        """The parts that stand for a bias of a module of class `module`; nothing when the layout leaves biases alone.
+
+        A cell keeps two: torch.ao packs the bias and leaves the one that its constructor made as an attribute.
+        """
+        if not self.packed:
+            return ()
+        bias = part("bias", dtype, shape)
+        return (bias, part("unused bias", "float32", shape)) if module in _CELLS else (bias,)
+
+
+def part(name: str, dtype: str, shape: Shape) -> StoredPart:
+    """One plain tensor of `dtype` and `shape` with what it stores."""
+    return StoredPart(name, TensorSpec(dtype, shape), math.prod(shape) * ITEM_BYTES[dtype])
+
+
+def int8_per_tensor(shape: Shape, dtype: str) -> Parts:
+    """torch.ao's dynamic int8: one scale and one zero point, which are fields of the tensor and not tensors.
+
+    Source: `default_dynamic_qconfig` with `default_weight_observer`, per tensor symmetric.
+    """
+    return (part("data", "qint8", shape),)
+
+
+def int8_per_channel(shape: Shape, dtype: str) -> Parts:
+    """torch.ao's static int8: a float64 scale and an int64 zero point for each output channel (the first dimension).
+
+    Source: `default_per_channel_weight_observer` in the x86 and fbgemm configurations; `torch.quantize_per_channel`.
+    """
+    channels = shape[:1]
+    return (
+        part("data", "qint8", shape),
+        part("scales", "float64", channels),
+        part("zero_points", "int64", channels),
+    )
+
+
+def int8_rows(shape: Shape, dtype: str) -> Parts:
+    """torchao's `Int8Tensor`, one float32 scale and one int8 zero point a row, whatever the dtype of the weight."""
+    rows = (*shape[:-1], 1)
+    return part("qdata", "int8", shape), part("scale", "float32", rows), part("zero_point", "int8", rows)
+
+
+def float8_rows(shape: Shape, dtype: str) -> Parts:
+    """torchao's `Float8Tensor`, one float32 scale a row, whatever the dtype of the weight."""
+    return part("qdata", "float8_e4m3fn", shape), part("scale", "float32", (*shape[:-1], 1))
+
+
+def int4_groups(shape: Shape, dtype: str) -> Parts:
+    """torchao's `Int4Tensor`: two values a byte, scale and zero point ``[K / 128, N]`` in the dtype of the weight."""
+    rows, columns = shape
+    groups = (columns // GROUP, rows)
+    return (
+        part("qdata", "int8", (rows, columns // 2)),
+        part("scale", dtype, groups),
+        part("zero_point", dtype, groups),
+    )
+
+
+def nf4_blocks(shape: Shape, dtype: str) -> Parts:
+    """bitsandbytes' `Params4bit` without double quantization: packed values, a float32 absmax per 64, and the codes.
+
+    What `transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` gives. Double quantization (the
+    default of a bare `Linear4bit`, an option there) stores an absmax in one byte instead of four.
+    """
+    elements = math.prod(shape)
+    return (
+        part("data", "uint8", (-(-elements // 2), 1)),
+        part("quant_state.absmax", "float32", (-(-elements // BLOCK),)),
+        part("quant_state.code", "float32", (16,)),
+    )
+
+
+def static_output_bytes(elements: int) -> int:
+    """The bytes of an output of `elements` elements of a statically quantized module (`STATIC_ACTIVATION`)."""
+    return elements
+
+
+def _not_grouped(shape: Shape) -> str | None:
+    return f"{shape[-1]} input features are not a multiple of the group of {GROUP}" if shape[-1] % GROUP else None
+
+
+_TABLE = (
+    Layout(
+        "int8-dynamic",
+        "torch.ao's dynamic quantization",
+        "Linear, LSTM, GRU and their cells",
+        ("Linear", "LSTM", "GRU", *_CELLS),
+        subclasses=False,
+        wrapper="torch.ao packed",
+        weight=int8_per_tensor,
+        packed=True,
+        claims="qint8",
+        note="as unpacked: the CPU kernels' own padding and column sums are not counted",
+    ),
+    Layout(
+        "int8-weight",
+        "torchao's Int8WeightOnlyConfig",
+        "Linear",
+        ("Linear",),
+        subclasses=True,
+        wrapper="torchao Int8Tensor",
+        weight=int8_rows,
+    ),
+    Layout(
+        "int8-static",
+        "torch.ao's static quantization",
+        "Linear, Conv1d, Conv2d and Conv3d",
+        ("Linear", *_CONVOLUTIONS),
+        subclasses=False,
+        wrapper="torch.ao packed",
+        weight=int8_per_channel,
+        packed=True,
+        claims="qint8",
+        note="norms are not fused, and outputs of converted layers are taken as quint8",
+    ),
+    Layout(
+        "int4-weight",
+        "torchao's Int4WeightOnlyConfig",
+        "Linear",
+        ("Linear",),
+        subclasses=True,
+        wrapper="torchao Int4Tensor",
+        weight=int4_groups,
+        skips=_not_grouped,
+    ),
+    Layout(
+        "fp8-weight",
+        "torchao's Float8WeightOnlyConfig",
+        "Linear",
+        ("Linear",),
+        subclasses=True,
+        wrapper="torchao Float8Tensor",
+        weight=float8_rows,
+    ),
+    Layout(
+        "nf4",
+        "bitsandbytes' 4-bit Linear",
+        "Linear",
+        ("Linear",),
+        subclasses=True,
+        wrapper="bitsandbytes Params4bit",
+        weight=nf4_blocks,
+        claims="uint8",
+        note="without double quantization",
+    ),
+)
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _TABLE}

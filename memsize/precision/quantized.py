@@ -1,0 +1,276 @@
+"""Quantized weights: which parameters of a model a storage layout replaces, by what, and which it leaves alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from memsize.errors import ScenarioError
+from memsize.precision.layouts import Layout, Parts
+from memsize.record import StoredTensor
+from memsize.stored import stored_tensors, wrapper_name
+
+_UNCONVERTED = nn.modules.linear.NonDynamicallyQuantizableLinear
+"""The output projection of an attention module, which reads its weight directly: no library here converts it."""
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What quantizing does to a model's parameters.
+
+    `replaced` gives the parts that stand for each parameter, by its name; `left` says for the path of each module with
+    parameters that stays as it is why. `modelled` is False when the library itself did it.
+    """
+
+    layout: str
+    replaced: Mapping[str, Parts]
+    left: Mapping[str, str]
+    wrapper: str
+    packed: bool = False
+    claims: str | None = None
+    modelled: bool = True
+    note: str = ""
+
+
+def apply_layout(twin: nn.Module, layout: Layout) -> Quantized:
+    """What `layout` would make of `twin`, whose replaced parameters stop requiring a gradient; `twin` keeps its shapes.
+
+    Raises `ScenarioError` when the layout covers nothing in the model, when the library would refuse it, or when the
+    model already holds quantized tensors.
+    """
+    _refuse_quantized(twin)
+    replaced: dict[str, Parts] = {}
+    left: dict[str, str] = {}
+    converted: list[tuple[nn.Module, str]] = []
+    for path, module in twin.named_modules():
+        if not any(parameter is not None for parameter in module._parameters.values()):
+            continue
+        reason = _left_alone(module, path, layout)
+        if reason:
+            left[path] = reason
+        else:
+            parts = _parts(module, layout)
+            replaced |= {f"{path}.{name}" if path else name: value for name, value in parts.items()}
+            converted += [(module, name) for name in parts]
+    if not replaced:
+        raise ScenarioError(_nothing(layout, left))
+    _freeze(twin, converted)
+    return Quantized(layout.name, replaced, left, layout.wrapper, layout.packed, layout.claims, note=layout.note)
+
+
+def stored_under(tensors: tuple[StoredTensor, ...], quantized: Quantized) -> tuple[StoredTensor, ...]:
+    """The stored tensors of the original model as they are once quantized.
+
+    Libraries quantize module by module, so a weight tied to a replaced one is its own tensor afterwards: a head tied to
+    an embedding gets int8 values, and the embedding keeps the floating ones. A bias stays shared.
+
+    Known limit: a module registered under two parents is taken as converted once. torch.ao makes a copy for each
+    parent, and torchao 0.18 fails on the second visit.
+    """
+    owners: dict[str, str] = {}
+    bytes_of = {tensor.name: tensor.bytes for tensor in tensors if tensor.tied_to is None}
+    return tuple(_stored(tensor, quantized, owners, bytes_of) for tensor in tensors)
+
+
+def apply_torchao(twin: nn.Module, config_name: str) -> Quantized:
+    """Applies torchao's own `quantize_` to `twin` with its configuration class `config_name`, by its defaults.
+
+    Raises `ScenarioError` when torchao is missing, has no such configuration, or refuses this model.
+    """
+    _refuse_quantized(twin)
+    torchao = _torchao()
+    config = _config(torchao, config_name)
+    try:
+        with _quiet():
+            torchao.quantize_(twin, config)
+    except Exception as error:
+        raise ScenarioError(f"torchao cannot apply {config_name} to this model: {_first_line(error)}") from error
+    return _read_back(twin, config_name)
+
+
+# What a layout covers
+
+
+def _left_alone(module: nn.Module, path: str, layout: Layout) -> str | None:
+    """Why `layout` leaves `module` alone, in a few words; None when it converts it."""
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if any(is_lazy(parameter) for parameter in parameters):
+        return "not initialised yet"
+    if isinstance(module, _UNCONVERTED):
+        return "the output projection of an attention module is read directly"
+    if not _converts(module, layout):
+        return f"{layout.library} converts {layout.converts} only"
+    if layout.packed and not path:
+        return f"{layout.library} converts modules inside a model, not the model itself"
+    weights = [parameter for parameter in parameters if parameter.dim() > 1]
+    if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and module._parameters.get("weight") is None:
+        return "its weight is computed from other tensors (pruning, a norm or another parametrization)"
+    if any(weight.dtype not in _FLOATS for weight in weights):
+        return f"its weight is {str(weights[0].dtype).removeprefix('torch.')}"
+    _refuse_recurrent(module, path, layout)
+    return next(filter(None, (layout.skips(tuple(weight.shape)) for weight in weights)), None)
+
+
+def _converts(module: nn.Module, layout: Layout) -> bool:
+    classes = tuple(getattr(nn, name) for name in layout.modules)
+    return isinstance(module, classes) if layout.subclasses else type(module) in classes
+
+
+def _refuse_recurrent(module: nn.Module, path: str, layout: Layout) -> None:
+    """torch.ao asserts that recurrent modules have a bias, and drops the projection of an LSTM that has one."""
+    if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return
+    if not module.bias:
+        raise ScenarioError(f"{layout.library} cannot convert {type(module).__name__} {path!r}: it has no bias")
+    if getattr(module, "proj_size", 0):
+        raise ScenarioError(f"{layout.library} cannot convert {type(module).__name__} {path!r}: it has a projection")
+
+
+def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
+    """What stands for each parameter of `module` that `layout` replaces, by its name in the module."""
+    found: dict[str, Parts] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+            is_weight = parameter.dim() > 1
+            found[name] = layout.weight(shape, dtype) if is_weight else layout.bias(type(module).__name__, shape, dtype)
+    return {name: parts for name, parts in found.items() if parts}
+
+
+def _freeze(twin: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
+    """Stops the converted parameters from requiring a gradient; whoever else holds one keeps the floating one."""
+    held = [(id(module), name) for module in twin.modules() for name in module._parameters]
+    elsewhere = set(held) - {(id(module), name) for module, name in converted}
+    kept = {id(m._parameters[name]) for m in twin.modules() for name in m._parameters if (id(m), name) in elsewhere}
+    for module, name in converted:
+        parameter = getattr(module, name)
+        if id(parameter) in kept:
+            setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
+        else:
+            parameter.requires_grad_(False)
+
+
+def _refuse_quantized(twin: nn.Module) -> None:
+    held = next((t for t in stored_tensors(twin) if t.wrapper or t.spec.dtype.startswith(("qint", "quint"))), None)
+    if held:
+        raise ScenarioError(f"the model is converted already: {held.name} is {held.wrapper or held.spec.dtype}")
+
+
+def _nothing(layout: Layout, left: Mapping[str, str]) -> str:
+    """Why nothing was converted: the one reason that is not about a module's class, or that there is no such module."""
+    general = f"{layout.library} converts {layout.converts}"
+    special = next((reason for reason in left.values() if not reason.startswith(general)), None)
+    return f"{general}; this model has none" + (f" that it can convert: {special}" if special else "")
+
+
+# What is stored afterwards
+
+
+def _stored(
+    tensor: StoredTensor, quantized: Quantized, owners: dict[str, str], bytes_of: Mapping[str, int]
+) -> StoredTensor:
+    parts = quantized.replaced.get(tensor.name)
+    if parts:
+        return _quantized_row(tensor, parts, quantized)
+    origin = tensor.tied_to
+    if origin is not None and _untied(quantized.replaced.get(origin, ())):
+        owner = owners.setdefault(origin, tensor.name)
+        if owner == tensor.name:
+            return dataclasses.replace(tensor, bytes=bytes_of.get(origin, 0), tied_to=None)
+        return dataclasses.replace(tensor, tied_to=owner)
+    return tensor
+
+
+def _untied(parts: Parts) -> bool:
+    """Whether `parts` are new memory in place of the parameter's; a packed bias is the parameter itself."""
+    return bool(parts) and parts[0].name != "bias"
+
+
+def _quantized_row(tensor: StoredTensor, parts: Parts, quantized: Quantized) -> StoredTensor:
+    shared = tensor.tied_to is not None and not _untied(parts)
+    total = sum(part.bytes for part in (parts[1:] if shared else parts))
+    spec = tensor.spec if quantized.claims is None or not _untied(parts) else parts[0].spec
+    reported = tensor.reported_bytes if spec == tensor.spec else parts[0].bytes
+    return dataclasses.replace(
+        tensor,
+        kind="packed" if quantized.packed else tensor.kind,
+        spec=spec,
+        bytes=total,
+        reported_bytes=reported,
+        trainable=False,
+        tied_to=tensor.tied_to if shared and not total else None,
+        wrapper=quantized.wrapper,
+        parts=parts if len(parts) > 1 else (),
+    )
+
+
+# torchao itself
+
+
+def _torchao() -> ModuleType:
+    try:
+        with _quiet():
+            import torchao.quantization
+    except ImportError as error:
+        raise ScenarioError("a torchao: scenario needs torchao: pip install memsize[quant]") from error
+    module: ModuleType = torchao.quantization
+    return module
+
+
+def _config(torchao: ModuleType, name: str) -> Any:
+    known = [known for known in dir(torchao) if known.endswith("Config")]
+    if name not in known:
+        near = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.4))
+        raise ScenarioError(f"torchao has no {name!r}: " + (f"did you mean {near}?" if near else ", ".join(known)))
+    try:
+        with _quiet():
+            config = getattr(torchao, name)()
+    except Exception as error:
+        raise ScenarioError(f"torchao's {name} cannot be made from its defaults: {_first_line(error)}") from error
+    # Left on, it would change the matmul precision of the whole process.
+    if hasattr(config, "set_inductor_config"):
+        config.set_inductor_config = False
+    return config
+
+
+def _read_back(twin: nn.Module, config_name: str) -> Quantized:
+    replaced = {t.name: t.parts for t in stored_tensors(twin) if t.kind == "parameter" and t.wrapper}
+    if not replaced:
+        raise ScenarioError(f"torchao's {config_name} changed nothing: it converts Linear, of the shapes that suit it")
+    left = {
+        path: f"torchao's {config_name} left it alone"
+        for path, module in twin.named_modules()
+        if any(p is not None for p in module._parameters.values())
+        and not any(p is not None and wrapper_name(p) for p in module._parameters.values())
+    }
+    wrapper = next(t.wrapper for t in stored_tensors(twin) if t.wrapper) or "torchao"
+    return Quantized(f"torchao:{config_name}", replaced, left, wrapper, modelled=False)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torchao's import and deprecation messages off stderr; they are about its own kernels."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

@@ -1,0 +1,193 @@
+"""The frozen record of one run of one model under one scenario. Only `tracing` makes a `Trace`; nothing changes it.
+
+Sizes are exact integers in bytes. A dtype is torch's own name without the prefix (``"float32"``). A path is a module's
+qualified name, ``""`` for the model itself. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Role = Literal[
+    "parameter",
+    "buffer",
+    "input",
+    "output",
+    "activation",
+    "cast copy",
+    "gradient",
+    "optimizer state",
+    "master weight",
+    "temporary",
+    "workspace",
+]
+"""What a storage is for. It has one role, so the roles of live storages always add up to the live total.
+
+An `activation` is kept for backward; an `output` is the model's own, and not kept; a `cast copy` is autocast's (or a
+wrapper's) copy of a parameter in another dtype, kept or not; a `temporary` is everything that an op made on the way.
+"""
+
+Kind = Literal["parameter", "buffer", "attribute", "packed", "master"]
+"""How a tensor is held: registered, as a plain attribute, inside a packed object of a quantized module; or, outside the
+model, as the float32 master copy of a parameter that a recipe's optimizer keeps."""
+
+Memory = Literal["new", "view", "in place", "passed"]
+"""Where an output's bytes are: new memory, a view of older memory, older memory written in place, or what came in."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor's dtype and shape; its text is ``float32[1,3,64,64]``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """One tensor of the model's input. `name` is its argument's (``"input_ids"``) or its position (``"0"``)."""
+
+    name: str
+    spec: TensorSpec
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor that a module returned, and the bytes of new memory it brought (0 unless `memory` is ``"new"``)."""
+
+    spec: TensorSpec
+    memory: Memory
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One module. Every figure is the module's own, without its children: rows add up to the totals.
+
+    `parameters` counts elements of the parameters registered on the module itself, `parameter_bytes` and `buffer_bytes`
+    what they store; a tensor that an earlier module also holds counts there. `output_bytes` is memory that the module's
+    outputs brought and no inner module had returned before; `saved_bytes` what its ops keep for backward and no earlier
+    op did, parameters apart; `cast_bytes` the copies of parameters that autocast made in it.
+    """
+
+    path: str
+    type: str
+    depth: int
+    leaf: bool
+    calls: int
+    outputs: tuple[Output, ...]
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    buffer_bytes: int
+    output_bytes: int
+    saved_bytes: int
+    cast_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """One plain tensor inside a wrapper or a packed object: int8 data, its scales, its zero points."""
+
+    name: str
+    spec: TensorSpec
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One parameter, buffer or other tensor that the model holds.
+
+    `bytes` is what it stores and no tensor named before it does (0 when tied). `reported_bytes` is what PyTorch itself
+    would say: elements × element size of the dtype that the tensor claims. They differ for wrapper subclasses, packed
+    objects, expanded and sparse tensors. `parts` lists what a wrapper really holds.
+    """
+
+    name: str
+    kind: Kind
+    layer: str
+    spec: TensorSpec
+    elements: int
+    bytes: int
+    reported_bytes: int
+    trainable: bool
+    tied_to: str | None = None
+    wrapper: str | None = None
+    parts: tuple[StoredPart, ...] = ()
+    used: bool | None = None
+    """Whether any op of the run read it; None when no run was completed."""
+    differentiable: bool | None = None
+    """Whether a gradient can reach it from the model's output; None when no run was completed."""
+
+
+class Storage(NamedTuple):
+    """One block of memory of the run. `layer` and `saved_by` index `Trace.layers`; -1 is none."""
+
+    bytes: int
+    role: Role
+    layer: int
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    saved_by: int
+
+
+class Event(NamedTuple):
+    """`delta` bytes of `Trace.storages[storage]` appear (> 0) or disappear (< 0); a resize is one event of its
+    difference.
+
+    `phase` indexes `Trace.phases`, `layer` indexes `Trace.layers` (-1: outside every module).
+    """
+
+    storage: int
+    delta: int
+    phase: int
+    layer: int
+    op: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a summary tool says of the same model: its count of parameters, and the bytes that it derives from them."""
+
+    tool: str
+    parameters: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Where a run stopped: the module that was running, the op if one failed, what it was given, and why."""
+
+    layer: str
+    type: str
+    op: str | None
+    inputs: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Everything one run showed. `layers` is in registration order, the model itself first."""
+
+    model: str
+    scenario: str
+    training: bool
+    batch_size: int | None
+    torch: str
+    inputs: tuple[InputTensor, ...]
+    layers: tuple[Layer, ...]
+    tensors: tuple[StoredTensor, ...]
+    phases: tuple[str, ...] = ("forward",)
+    storages: tuple[Storage, ...] = ()
+    events: tuple[Event, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    """What was taken for granted where the run met a value that only real data has."""
+    notes: tuple[str, ...] = ()
+    """What a reader must know about how the run was made (an op that ran on the CPU, say)."""
+    failure: Failure | None = field(default=None)

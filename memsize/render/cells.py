@@ -1,0 +1,129 @@
+"""How single values are drawn as text, the same in every format that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from memsize.record import Failure, TensorSpec
+from memsize.sections import Cell, Column, Heading, Label, Missing, Path, Share, Specs, Words
+from memsize.units import Bytes, format_bytes
+
+UNKNOWN = "–"
+MODEL = "(model)"
+"""How the model's own path, which is empty, is drawn."""
+
+MODELLED = "* modelled: not all of its figures come from a run"
+"""What the mark behind a scenario's name means."""
+
+
+def draw(cell: Cell, unit: str) -> str:
+    """A cell as text. Bytes are drawn without their unit: it stands once, in the column's title."""
+    match cell:
+        case None:
+            return ""
+        case Missing():
+            return UNKNOWN
+        case Label():
+            return f"{cell.text} *" if cell.modelled else cell.text
+        case Path():
+            return str(cell) or MODEL
+        case Specs():
+            return draw_specs(cell)
+        case Words():
+            return ", ".join(cell)
+        case Share():
+            return f"{cell:.0%}"
+        case Bytes():
+            return draw_bytes(cell, unit)
+        case int():
+            return f"{cell:,}"
+    return str(cell)
+
+
+def draw_bytes(count: int, unit: str) -> str:
+    """`count` in `unit`, without the unit's name; exactly nothing is ``0``."""
+    return format_bytes(count, unit).rpartition(" ")[0] if count else "0"
+
+
+def draw_specs(specs: Sequence[TensorSpec]) -> str:
+    """Tensor specs in order. What comes several times in a row is drawn once, with how often: ``(a, b ×2) ×3``."""
+    texts = [str(spec) for spec in specs]
+    for period in range(1, len(texts) // 2 + 1):
+        times, rest = divmod(len(texts), period)
+        if not rest and texts == texts[:period] * times:
+            once = _runs(texts[:period])
+            return f"({once}) ×{times}" if period > 1 else f"{once} ×{times}"
+    return _runs(texts)
+
+
+def _runs(texts: Sequence[str]) -> str:
+    runs = ((text, sum(1 for _ in group)) for text, group in groupby(texts))
+    return ", ".join(text if count == 1 else f"{text} ×{count}" for text, count in runs)
+
+
+def draw_title(column: Column, unit: str) -> str:
+    """A column's title on one line, with the unit where its cells are bytes."""
+    return f"{column.title}, {unit}" if column.kind == "bytes" else column.title
+
+
+def draw_heading(heading: Heading, unit: str) -> tuple[str, ...]:
+    """The phrases of a report's first line: the scenario where there is one, the input, the parameters, the buffers."""
+    named = (_input_text(tensor.name, tensor.spec) for tensor in heading.inputs)
+    inputs = f"input{'s' if len(heading.inputs) > 1 else ''} {', '.join(named)}"
+    stored = f"{heading.parameters:,} parameters, {format_bytes(heading.stored, unit)}"
+    if heading.dtypes:
+        stored += f" in {_listed(heading.dtypes)}"
+    if heading.trainable != heading.parameters:
+        stored += f" ({heading.trainable:,} trainable)"
+    run_as = [] if heading.scenario == "as-given" else [f"as {heading.scenario}"]
+    buffers = [f"buffers {format_bytes(heading.buffers, unit)}"] if heading.buffers else []
+    return (*run_as, *([inputs] if heading.inputs else []), stored, *buffers)
+
+
+def _input_text(name: str, spec: TensorSpec) -> str:
+    """An argument's name is worth showing, a position is not."""
+    return str(spec) if name.isdecimal() else f"{name} {spec}"
+
+
+def draw_failure(failure: Failure) -> tuple[str, ...]:
+    """Where the forward stopped, why, and how to read what follows."""
+    place = f"{failure.layer or MODEL} ({failure.type})"
+    at = f", at {failure.op}" if failure.op else ""
+    given = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
+    return (
+        f"The forward stopped in {place}{at}{given}:",
+        failure.reason,
+        "Below are the layers that ran before it. Outputs and what is kept for backward are counted up to there; "
+        "what is stored is complete.",
+    )
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def shorten(text: str, width: int) -> str:
+    """`text` in at most `width` characters, cut at the end."""
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
+def shorten_path(text: str, width: int) -> str:
+    """A path in at most `width` characters: names from the left shrink to a letter, then the last loses its middle.
+
+    Numbers stay, because they tell repeated blocks apart: ``m.l.layers.7.self_attention.query``.
+    """
+    parts = text.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) <= width:
+            break
+        parts[place] = part if part.isdecimal() else part[:1]
+    whole = ".".join(parts)
+    if len(whole) <= width:
+        return whole
+    head = max(len(whole) - len(parts[-1]), 0)
+    room = width - head - 1
+    if room < 3:
+        return f"…{whole[len(whole) - width + 1 :]}"
+    return f"{whole[: head + room // 3]}…{whole[len(whole) - room + room // 3 :]}"

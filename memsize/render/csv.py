@@ -1,0 +1,55 @@
+"""The layer table as comma-separated values, for spreadsheets and scripts: one header row, exact bytes, no total row.
+
+A csv file holds one table; scenarios, tensors and findings are in the json format. Several values in one cell are
+separated by a semicolon and a space.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from memsize.document import Report
+from memsize.sections import COLUMNS, Cell, Path, Specs, Words, layer_table
+
+SEPARATOR = "; "
+
+NAMES = {
+    "layer": "path",
+    "type": "type",
+    "output": "outputs",
+    "calls": "calls",
+    "parameters": "parameters",
+    "dtype": "stored_as",
+    "stored": "parameter_bytes",
+    "buffers": "buffer_bytes",
+    "unregistered": "attribute_bytes",
+    "cast": "cast_bytes",
+    "new": "output_bytes",
+    "saved": "saved_bytes",
+    "notes": "marks",
+}
+"""What each column is called in a file: the names that the json format has for the same figures."""
+
+
+def render(report: Report, depth: int | None = None, columns: Sequence[str] | None = None) -> str:
+    """The layer table of `report`, all its columns unless some are chosen."""
+    table = layer_table(report, depth, columns or COLUMNS)
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(NAMES[column.key] for column in table.columns)
+    writer.writerows([_value(cell) for cell in row] for row in table.rows)
+    return file.getvalue()
+
+
+def _value(cell: Cell) -> str | int:
+    if cell is None:
+        return ""
+    if isinstance(cell, Words | Specs):
+        return SEPARATOR.join(map(str, cell))
+    if isinstance(cell, Path):
+        return str(cell)
+    if isinstance(cell, int):
+        return int(cell)
+    return str(cell)

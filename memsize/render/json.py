@@ -1,0 +1,119 @@
+"""A report as JSON for scripts: stable names, exact integers, everything that is known.
+
+Adding up a column of `layers` gives the same figure of the whole model. A figure that is not known is null, and the
+scenario's `reason` says why.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from memsize.document import Report, ScenarioResult, figures
+from memsize.findings.finding import Finding
+from memsize.folds import Row, own_rows
+from memsize.record import InputTensor, Output, StoredTensor, TensorSpec
+
+SCHEMA = "memsize.report/1"
+
+
+def render(report: Report, unit: str = "MiB") -> str:
+    """`report` as JSON text; `unit` is for the sentences of its findings, figures are in bytes."""
+    return json.dumps(data(report, unit), indent=2, ensure_ascii=False) + "\n"
+
+
+def data(report: Report, unit: str = "MiB") -> dict[str, Any]:
+    """`report` as dicts, lists, strings, numbers and None."""
+    trace, totals = report.trace, report.totals
+    return {
+        "schema": SCHEMA,
+        "model": report.model,
+        "scenario": trace.scenario,
+        "torch": trace.torch,
+        "training": trace.training,
+        "batch_size": trace.batch_size,
+        "inputs": [_input(tensor) for tensor in trace.inputs],
+        "parameters": {"count": totals.parameters, "trainable": totals.trainable, "bytes": totals.parameter_bytes},
+        "buffers": {"bytes": totals.buffer_bytes},
+        "attributes": {"bytes": totals.attribute_bytes},
+        "totals": figures(totals),
+        "layers": [_layer(row) for row in own_rows(trace)],
+        "tensors": [_tensor(tensor) for tensor in trace.tensors],
+        "scenarios": [_scenario(report, result) for result in report.scenario_results],
+        "findings": [_finding(finding, unit) for finding in report.findings],
+        "assumptions": list(report.assumptions),
+        "notes": list(report.remarks),
+        "failure": asdict(report.stopped) if report.stopped else None,
+    }
+
+
+def _spec(spec: TensorSpec) -> dict[str, Any]:
+    return {"dtype": spec.dtype, "shape": list(spec.shape)}
+
+
+def _input(tensor: InputTensor) -> dict[str, Any]:
+    return {"name": tensor.name, **_spec(tensor.spec), "bytes": tensor.bytes}
+
+
+def _output(output: Output) -> dict[str, Any]:
+    return {**_spec(output.spec), "memory": output.memory, "bytes": output.bytes}
+
+
+def _layer(row: Row) -> dict[str, Any]:
+    return {
+        "path": row.path,
+        "type": row.type,
+        "depth": row.depth,
+        "calls": row.calls,
+        "outputs": [_output(output) for output in row.outputs],
+        "stored_as": list(row.dtypes),
+        "parameters": row.parameters,
+        "trainable": row.trainable,
+        "parameter_bytes": row.parameter_bytes,
+        "buffer_bytes": row.buffer_bytes,
+        "attribute_bytes": row.attribute_bytes,
+        "output_bytes": row.output_bytes,
+        "saved_bytes": row.saved_bytes,
+        "cast_bytes": row.cast_bytes,
+        "marks": list(row.marks),
+    }
+
+
+def _tensor(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "kind": tensor.kind,
+        "layer": tensor.layer,
+        **_spec(tensor.spec),
+        "elements": tensor.elements,
+        "bytes": tensor.bytes,
+        "reported_bytes": tensor.reported_bytes,
+        "trainable": tensor.trainable,
+        "tied_to": tensor.tied_to,
+        "wrapper": tensor.wrapper,
+        "parts": [{"name": part.name, **_spec(part.spec), "bytes": part.bytes} for part in tensor.parts],
+        "used": tensor.used,
+        "differentiable": tensor.differentiable,
+    }
+
+
+def _scenario(report: Report, result: ScenarioResult) -> dict[str, Any]:
+    shares = ("parameter_bytes", "output_bytes", "saved_bytes", "inference", "training")
+    return {
+        "name": result.name,
+        "title": result.title,
+        "status": result.status,
+        "reason": result.reason,
+        **figures(result.totals),
+        "of_fp32": {name.removesuffix("_bytes"): result.share(name, report.fp32) for name in shares},
+    }
+
+
+def _finding(finding: Finding, unit: str) -> dict[str, Any]:
+    return {
+        "code": finding.code,
+        "layers": list(finding.layers),
+        "bytes": finding.bytes,
+        "text": finding.text(unit),
+    }

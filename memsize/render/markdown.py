@@ -1,0 +1,80 @@
+"""A report as GitHub-flavoured markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_title
+from memsize.render.text import LEFT
+from memsize.sections import Findings, Heading, Notes, Path, Section, Specs, Stop, Table, Words
+
+_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#~"})
+
+
+def render(sections: Iterable[Section], unit: str) -> str:
+    """`sections` as markdown, with bytes in `unit`."""
+    return "\n\n".join("\n".join(_block(section, unit)) for section in sections) + "\n"
+
+
+def _block(section: Section, unit: str) -> Iterator[str]:
+    match section:
+        case Heading():
+            yield f"## {_escaped(section.model)}"
+            yield ""
+            yield _escaped(" · ".join(draw_heading(section, unit)))
+        case Stop():
+            first, reason, reading = draw_failure(section.failure)
+            yield f"**{_escaped(first)}**"
+            yield ""
+            yield from (f"> {_escaped(line)}" for line in reason.splitlines())
+            yield ""
+            yield _escaped(reading)
+        case Table():
+            yield f"### {_escaped(section.title)}"
+            yield ""
+            yield from _table(section, unit)
+        case Findings():
+            yield f"### {section.title}"
+            yield ""
+            for number, finding in enumerate(section.findings, 1):
+                yield f"{number}. {_escaped(finding.text(unit))}"
+        case Notes():
+            yield f"### {section.title}"
+            yield ""
+            yield from (f"- {_escaped(line)}" for line in section.lines)
+
+
+def _table(table: Table, unit: str) -> Iterator[str]:
+    yield _line([_escaped(draw_title(column, unit)) for column in table.columns])
+    yield _line([":---" if column.kind in LEFT else "---:" for column in table.columns])
+    for row in table.rows:
+        yield _line([_cell(cell, unit) for cell in row])
+    if table.total:
+        yield _line([f"**{text}**" if text else "" for text in (_cell(cell, unit) for cell in table.total)])
+    yield from _remarks(table)
+
+
+def _remarks(table: Table) -> Iterator[str]:
+    if table.modelled:
+        yield ""
+        yield _escaped(MODELLED)
+    if table.remarks:
+        yield ""
+        yield from (f"- {_escaped(f'{remark.row}: {remark.status}: {remark.text}')}" for remark in table.remarks)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(cell: object, unit: str) -> str:
+    text = draw(cell, unit)  # type: ignore[arg-type]
+    if isinstance(cell, Path | Specs) and text:
+        return f"`{text}`".replace("|", "\\|")
+    if isinstance(cell, Words):
+        return ", ".join(map(_escaped, cell))
+    return _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    return text.translate(_SPECIAL)

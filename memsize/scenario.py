@@ -1,0 +1,98 @@
+"""The one table of scenarios: in which precision a model is stored and run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from memsize.errors import ScenarioError
+
+Recipe = Literal["as-given", "cast", "autocast", "apex", "quantized"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One way to store and run a model.
+
+    `dtype` is what floating parameters are cast to (None: left as they are). `autocast` is the lower precision of an
+    autocast region around the forward. `keep_norms` leaves batch norms in float32, `master_weights` says that the
+    optimizer holds float32 copies, `cast_io` that floating inputs are cast to `dtype` and outputs to float32 (apex O2
+    and O3). `layout` names the storage layout of quantized weights (`memsize.precision.layouts`).
+    """
+
+    name: str
+    title: str
+    recipe: Recipe
+    dtype: str | None = None
+    autocast: str | None = None
+    keep_norms: bool = False
+    master_weights: bool = False
+    cast_io: bool = False
+    layout: str | None = None
+
+
+_TABLE = (
+    Scenario("as-given", "the model as it is", "as-given"),
+    Scenario("fp32", "every floating tensor in float32", "cast", dtype="float32"),
+    Scenario("fp16", "model.half()", "cast", dtype="float16"),
+    Scenario("bf16", "model.bfloat16()", "cast", dtype="bfloat16"),
+    Scenario("amp-fp16", "float32 under torch.autocast(float16)", "autocast", dtype="float32", autocast="float16"),
+    Scenario("amp-bf16", "float32 under torch.autocast(bfloat16)", "autocast", dtype="float32", autocast="bfloat16"),
+    Scenario("apex-O0", "apex O0: pure float32", "apex", dtype="float32"),
+    Scenario("apex-O1", "apex O1: float32, functions patched to cast", "apex", dtype="float32", autocast="float16"),
+    Scenario(
+        "apex-O2",
+        "apex O2: float16 with float32 batch norms and master weights",
+        "apex",
+        dtype="float16",
+        keep_norms=True,
+        master_weights=True,
+        cast_io=True,
+    ),
+    Scenario("apex-O3", "apex O3: pure float16", "apex", dtype="float16", cast_io=True),
+    Scenario("int8-dynamic", "torch.ao.quantization.quantize_dynamic", "quantized", layout="int8-dynamic"),
+    Scenario("int8-weight", "int8 weights, one scale per output channel", "quantized", layout="int8-weight"),
+    Scenario("int8-static", "torch.ao.quantization static int8", "quantized", layout="int8-static"),
+    Scenario("int4-weight", "int4 weights in groups", "quantized", layout="int4-weight"),
+    Scenario("fp8-weight", "float8_e4m3fn weights, one scale per output channel", "quantized", layout="fp8-weight"),
+    Scenario("nf4", "4-bit NormalFloat weights with block scales", "quantized", layout="nf4"),
+)
+
+SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in _TABLE}
+DEFAULT = ("as-given", "fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", "int8-weight")
+TORCHAO = "torchao:"
+"""A scenario `torchao:Int8WeightOnlyConfig` applies that torchao configuration itself to the twin."""
+
+
+def select(names: str | Iterable[str] | None) -> tuple[Scenario, ...]:
+    """The scenarios that `names` asks for, in the table's order: a comma list, names, ``"all"``, or None for `DEFAULT`.
+
+    Raises `ScenarioError` naming the nearest scenarios when one is unknown.
+    """
+    asked = DEFAULT if names is None else _split(names)
+    if "all" in asked:
+        asked = tuple(SCENARIOS)
+    named = {name: scenario_named(name) for name in asked}
+    known = tuple(scenario for name, scenario in SCENARIOS.items() if name in named)
+    return known + tuple(scenario for name, scenario in named.items() if name not in SCENARIOS)
+
+
+def scenario_named(name: str) -> Scenario:
+    """The scenario called `name`; raises `ScenarioError` with the nearest names when there is none."""
+    if name in SCENARIOS:
+        return SCENARIOS[name]
+    if name.startswith(TORCHAO) and name != TORCHAO:
+        return Scenario(name, f"torchao.quantization.quantize_ with {name[len(TORCHAO) :]}", "quantized", layout=name)
+    near = difflib.get_close_matches(name, SCENARIOS, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(SCENARIOS)}"
+    raise ScenarioError(f"no scenario {name!r}: {hint}")
+
+
+def _split(names: str | Iterable[str]) -> tuple[str, ...]:
+    parts = names.split(",") if isinstance(names, str) else names
+    stripped = tuple(part.strip() for part in parts if part.strip())
+    if not stripped:
+        raise ScenarioError(f"no scenario given: choose from {', '.join(SCENARIOS)}, or all")
+    return stripped

@@ -1,0 +1,14 @@
+"""What CUDA would do, on any build of torch: autocast, the choice of attention kernel, fused dropout."""
+
+from memsize.semantics.autocast import autocast_region, unknown_operators
+from memsize.semantics.key import CastObserver, Semantics, cuda_semantics, current, suspended
+
+__all__ = [
+    "CastObserver",
+    "Semantics",
+    "autocast_region",
+    "cuda_semantics",
+    "current",
+    "suspended",
+    "unknown_operators",
+]

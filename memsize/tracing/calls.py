@@ -1,0 +1,136 @@
+"""Which module is running, and what each module took and returned.
+
+Every call of a module passes through `nn.Module._wrapped_call_impl`, which first asks the instance for a
+`_compiled_call_impl`. The twin is ours, so each of its modules gets one that steps into the layer, makes the ordinary
+call, and steps out. Forward hooks would do the same, but a module that has some leaves its fused paths
+(`nn.TransformerEncoder`), and `torch.nn` then takes its slow route through every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from memsize.record import Memory, Output, TensorSpec
+from memsize.tracing.ledger import Ledger
+from memsize.tracing.nest import tensors_in
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of one module."""
+
+    path: str
+    type: str
+    depth: int
+    leaf: bool
+    module: nn.Module
+    calls: int = 0
+    outputs: list[Output] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The module that was running when its forward failed, and the tensors it had been given."""
+
+    layer: int
+    inputs: tuple[str, ...]
+
+
+class Calls:
+    """The modules of one twin, and their calls as the ledger's clock sees them."""
+
+    def __init__(self, twin: nn.Module, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.seen = [_seen(path, module) for path, module in twin.named_modules()]
+        self.failed: Running | None = None
+        self._claimed: set[int] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While open, the twin's modules report their calls."""
+        instrumented = [
+            (index, seen.module)
+            for index, seen in enumerate(self.seen)
+            if not isinstance(seen.module, torch.jit.ScriptModule)
+        ]
+        for index, module in instrumented:
+            vars(module)["_compiled_call_impl"] = self._call(index, module)
+        try:
+            yield
+        finally:
+            for _, module in instrumented:
+                vars(module)["_compiled_call_impl"] = None
+
+    def _call(self, index: int, module: nn.Module) -> Callable[..., Any]:
+        ledger = self.ledger
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outer, ledger.layer = ledger.layer, index
+            start = ledger.count
+            given = [(tensor, _version(tensor)) for tensor in tensors_in((args, kwargs) if kwargs else args)]
+            try:
+                result = module._call_impl(*args, **kwargs)
+            except Exception:
+                if self.failed is None:
+                    self.failed = Running(index, tuple(str(spec_of(tensor)) for tensor, _ in given))
+                raise
+            finally:
+                ledger.layer = outer
+            self._returned(index, result, start, given)
+            return result
+
+        return call
+
+    def _returned(self, index: int, result: Any, start: int, given: list[tuple[torch.Tensor, int]]) -> None:
+        seen = self.seen[index]
+        seen.calls += 1
+        for tensor in tensors_in(result):
+            seen.outputs.append(self._output(tensor, start, given))
+
+    def _output(self, tensor: torch.Tensor, start: int, given: list[tuple[torch.Tensor, int]]) -> Output:
+        storage = self.ledger.index_of(tensor)
+        if storage >= start and storage not in self._claimed:
+            self._claimed.add(storage)
+            return Output(spec_of(tensor), "new", self.ledger.size(storage))
+        return Output(spec_of(tensor), _shared(tensor, storage, start, given), 0)
+
+
+def _shared(tensor: torch.Tensor, storage: int, start: int, given: list[tuple[torch.Tensor, int]]) -> Memory:
+    """How an output that brought no memory came by it."""
+    for argument, version in given:
+        if argument is tensor:
+            return "passed" if _version(tensor) == version else "in place"
+    if any(_same_memory(argument, tensor) and _version(argument) != version for argument, version in given):
+        return "in place"
+    return "view" if storage < start or tensor._is_view() else "passed"
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.layout is torch.strided is b.layout and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """The dtype and shape of a tensor, in the record's terms."""
+    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _seen(path: str, module: nn.Module) -> Seen:
+    depth = path.count(".") + 1 if path else 0
+    return Seen(path, _type_name(module), depth, not any(True for _ in module.children()), module)
+
+
+def _type_name(module: nn.Module) -> str:
+    original = getattr(module, "original_name", None)
+    return (
+        original if isinstance(original, str) and isinstance(module, torch.jit.ScriptModule) else type(module).__name__
+    )

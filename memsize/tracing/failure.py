@@ -1,0 +1,65 @@
+"""Why a forward failed, in words that say what to change."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from memsize.record import Failure
+from memsize.tracing.calls import Calls, Seen
+from memsize.tracing.ledger import Ledger
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_NO_META = re.compile(r"Could not run '(?P<op>[\w:.]+)'")
+
+
+def explain(error: Exception, calls: Calls, ledger: Ledger) -> Failure:
+    """The layer that was running, what it was given, and the reason with advice where the cause is a known one."""
+    running = calls.failed
+    seen = calls.seen[running.layer if running else 0]
+    reason = _reason(error, seen)
+    return Failure(seen.path, seen.type, ledger.last_op or None, running.inputs if running else (), reason)
+
+
+def _reason(error: Exception, seen: Seen) -> str:
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    plain = isinstance(error, (RuntimeError, ValueError, IndexError))
+    parts = [text if plain else f"{type(error).__name__}: {text}"]
+    parts += [advice for advice in (_wanted(seen), _advice(str(error))) if advice]
+    place = _place(error.__traceback__)
+    if place:
+        parts.append(f"at {place}")
+    return "\n  ".join(parts)
+
+
+def _wanted(seen: Seen) -> str:
+    """What the layer was built for: its own description of itself."""
+    described = seen.module.extra_repr() if seen.leaf else ""
+    return f"{seen.path or seen.type} is built as {seen.type}({described})" if described else ""
+
+
+def _advice(text: str) -> str:
+    if "Expected more than 1 value per channel" in text:
+        return "a batch norm in training mode needs more than one value per channel: use --batch-size 2, or --mode eval"
+    if "must have the same dtype" in text or "same dtype" in text:
+        return "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype"
+    if "missing" in text and "required positional argument" in text:
+        return "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE"
+    if "Expected tensor for argument #1 'indices'" in text:
+        return "an embedding looks up integers: give the input a dtype, --input SHAPE:int64"
+    if "depends on the data" in text or "reads a value" in text:
+        return "memsize runs the model without data, so it cannot know which way it goes"
+    return ""
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of the user's own code."""
+    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_LIBRARIES) and f.filename[0] != "<"]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,110 @@
+"""What a model is given: the positional and keyword inputs of one call, made from specs or taken from the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memsize.errors import InputError
+from memsize.inputs import InputSpec
+from memsize.record import InputTensor
+from memsize.tracing.calls import spec_of
+from memsize.tracing.known import remember
+from memsize.tracing.nest import map_tensors, tensors_in
+from memsize.tracing.shadow import meta_copy
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The inputs of one call. `make(batch)` gives fresh `meta` arguments for a batch size.
+
+    `resizable` says whether the batch size can be chosen; where it can't, `make` is only asked for `batch_size`.
+    """
+
+    make: Callable[[int], Call]
+    batch_size: int
+    resizable: bool
+
+    def call(self, batch_size: int | None = None, floating: torch.dtype | None = None) -> Call:
+        """Arguments on `meta`, floating ones cast to `floating` if given."""
+        args, kwargs = self.make(self.batch_size if batch_size is None else batch_size)
+        return (args, kwargs) if floating is None else (cast_floating(args, floating), cast_floating(kwargs, floating))
+
+
+def feed_from_specs(specs: Sequence[InputSpec], batch_size: int) -> Feed:
+    """A feed of tensors made from specs: floating ones unknown, integer and boolean ones valid for look-ups.
+
+    Integers are 0, and 1 where the name says that it is a mask, so that every position counts.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch size {batch_size}: it must be at least 1")
+
+    def make(batch: int) -> Call:
+        args = tuple(_tensor(spec, batch) for spec in specs if spec.name is None)
+        return args, {spec.name: _tensor(spec, batch) for spec in specs if spec.name is not None}
+
+    return Feed(make, batch_size, True)
+
+
+def feed_from_data(data: Any) -> Feed:
+    """A feed of the user's own inputs: a mapping gives keywords, a tuple or list positions, anything else the only one.
+
+    The tensors are not kept: `meta` twins with the same shapes stand for them. Where all of them agree on their first
+    dimension it is taken for the batch, which can then be resized.
+    """
+    args, kwargs = _arguments(data)
+    twin = meta_copy((args, kwargs))
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(twin)}
+    batch = sizes.pop() if len(sizes) == 1 else 0
+
+    def make(size: int) -> Call:
+        copied: Call = meta_copy(twin)
+        return copied if size == batch or not batch else map_tensors(lambda t: _resized(t, size), copied)
+
+    return Feed(make, batch or 1, batch > 0)
+
+
+def input_tensors(call: Call) -> tuple[InputTensor, ...]:
+    """The record of every tensor in a call, named by argument (``"input_ids"``) or position (``"0"``)."""
+    args, kwargs = call
+    named = [(str(position), value) for position, value in enumerate(args)] + list(kwargs.items())
+    return tuple(_record(name, tensor) for name, value in named for tensor in tensors_in(value))
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating tensors in `dtype`."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
+    shape = (batch, *spec.shape)
+    dtype: torch.dtype = getattr(torch, spec.dtype or "float32")
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    if dtype.is_floating_point or dtype.is_complex:
+        return tensor
+    value = 1 if "mask" in (spec.name or "") else 0
+    return remember(tensor, torch.full(shape, value, dtype=dtype, device="cpu"))
+
+
+def _arguments(data: Any) -> Call:
+    if isinstance(data, Mapping):
+        return (), dict(data)
+    if isinstance(data, (tuple, list)) and not hasattr(data, "_fields"):
+        return tuple(data), {}
+    return (data,), {}
+
+
+def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
+    return torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+
+def _record(name: str, tensor: torch.Tensor) -> InputTensor:
+    size = (
+        tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.numel() * tensor.element_size()
+    )
+    return InputTensor(name, spec_of(tensor), size)

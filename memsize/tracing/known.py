@@ -1,0 +1,68 @@
+"""Values that are known although nothing is computed.
+
+Models look at small tensors: position ids, masks, lengths, ``.item()``, ``if mask.all()``. A `meta` tensor has no
+values, so the ledger keeps a real one beside each small tensor all of whose inputs are known, runs the op on both, and
+answers from the real one. A tensor that is the same everywhere (``isnan`` of finite data) is known whatever its size,
+as a single value expanded.
+
+A known value is an attribute of its tensor and dies with it. Tensors that share memory share one `Cell`, so that
+writing something unknown through one of them makes all of them unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+INTEGER_ELEMENTS = 2**18
+"""Integer and boolean tensors are known up to this many elements: the mask of 512 × 512 positions."""
+FLOAT_ELEMENTS = 2**10
+"""Floating ones up to this many: scales, rotary frequencies."""
+
+_ATTRIBUTE = "_memsize_known"
+
+
+class Cell:
+    """Whether the values in one piece of memory are still known."""
+
+    __slots__ = ("valid",)
+
+    def __init__(self) -> None:
+        self.valid = True
+
+
+def remember(tensor: torch.Tensor, value: torch.Tensor, cell: Cell | None = None) -> torch.Tensor:
+    """Keep `value` (a real tensor of the same shape) beside the meta `tensor`, which is returned."""
+    tensor.__dict__[_ATTRIBUTE] = (value, cell or Cell())
+    return tensor
+
+
+def known(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The real values of `tensor`: its own when it is on the CPU, those kept beside it, or None."""
+    if not tensor.is_meta:
+        return tensor
+    entry = tensor.__dict__.get(_ATTRIBUTE)
+    return entry[0] if entry is not None and entry[1].valid else None
+
+
+def cell_of(tensor: torch.Tensor) -> Cell | None:
+    """The cell of `tensor`'s memory, if its values were ever known."""
+    entry = tensor.__dict__.get(_ATTRIBUTE)
+    return None if entry is None else entry[1]
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether values of this dtype and size are worth keeping."""
+    limit = FLOAT_ELEMENTS if tensor.is_floating_point() or tensor.is_complex() else INTEGER_ELEMENTS
+    return tensor.numel() <= limit
+
+
+def uniform(tensor: torch.Tensor, value: Any) -> torch.Tensor:
+    """Keep beside `tensor` that each of its elements is `value`; costs no memory whatever the size."""
+    return remember(tensor, torch.full((), value, dtype=tensor.dtype, device="cpu").expand(tensor.shape))
+
+
+def is_uniform(value: torch.Tensor) -> bool:
+    """Whether a known value is a single one, expanded."""
+    return value.numel() == 1 or not any(value.stride())

@@ -1,0 +1,170 @@
+"""The ledger: writes down every storage that appears, is kept for backward, or disappears while a model runs.
+
+Each op is answered without computing (`answers`). New storages among its outputs become events; a weak reference to
+each storage writes the event of its end. Nothing is summed here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from memsize.record import Event, Role, Storage
+from memsize.tracing.answers import DETACH, Answers, answers_itself
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows which storage it stands for."""
+
+    __slots__ = ("address", "index")
+    address: int
+    index: int
+
+
+class Ledger(Answers):
+    """Events of one run. `layer` and `phase` are set by those who know (`calls`, `run`); -1 is outside every module.
+
+    `device` is where the run's tensors live: ``"meta"``, or ``"cpu"`` for a run that really computes.
+    """
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__(device)
+        self.layer = -1
+        self.phase = 0
+        self.last_op = ""
+        self.events: list[Event] = []
+        self.live: dict[int, _StorageRef] = {}
+        self.read: set[int] = set()
+        """Addresses of storages that some op took as an argument."""
+        self._bytes: list[int] = []
+        self._roles: list[Role] = []
+        self._layers: list[int] = []
+        self._ops: list[str] = []
+        self._dtypes: list[torch.dtype] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._saved_by: list[int] = []
+
+    # -- what happens during the run ---------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and answers_itself(types):
+            return NotImplemented
+        if func is DETACH:
+            return self.values.carry(args[0], func(*args))
+        self.last_op = op = func._overloadpacket.__name__
+        self._mark_read(args)
+        result = self.answer(func, args, kwargs or {})
+        if isinstance(result, torch.Tensor):
+            self._note(result, op)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                if isinstance(item, torch.Tensor):
+                    self._note(item, op)
+        return result
+
+    def _mark_read(self, args: Iterable[Any]) -> None:
+        for item in args:
+            if isinstance(item, torch.Tensor):
+                self.read.add(_address(item))
+            elif isinstance(item, (list, tuple)):
+                self._mark_read(item)
+
+    def _note(self, tensor: torch.Tensor, op: str) -> None:
+        if tensor.device == self.device and _address(tensor) not in self.live:
+            self.enter(tensor, "temporary", op)
+
+    # -- what others tell it ------------------------------------------------------------------------------------------
+
+    def enter(self, tensor: torch.Tensor, role: Role, op: str = "") -> int:
+        """Write down the storage of `tensor` if it is new; returns its index either way."""
+        storage = _storage(tensor)
+        if storage is None:
+            return -1
+        address = storage._cdata
+        found = self.live.get(address)
+        if found is not None:
+            return found.index
+        index = len(self._bytes)
+        reference = _StorageRef(storage, self._leave)
+        reference.address, reference.index = address, index
+        self.live[address] = reference
+        size = storage.nbytes()
+        self._bytes.append(size)
+        self._roles.append(role)
+        self._layers.append(self.layer)
+        self._ops.append(op)
+        self._dtypes.append(tensor.dtype)
+        self._shapes.append(tuple(tensor.shape))
+        self._saved_by.append(-1)
+        self.events.append(Event(index, size, self.phase, self.layer, op))
+        return index
+
+    def _leave(self, reference: Any) -> None:
+        del self.live[reference.address]
+        index = reference.index
+        self.events.append(Event(index, -self._bytes[index], self.phase, self.layer, self.last_op))
+
+    @staticmethod
+    def addresses(tensor: torch.Tensor) -> set[int]:
+        """The memory of `tensor`, as `read` names it: of a wrapper, that of each tensor inside."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            return set().union(*(Ledger.addresses(getattr(tensor, name)) for name in names))
+        return {_address(tensor)}
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """The index of the live storage of `tensor`, -1 when the ledger doesn't know it."""
+        found = self.live.get(_address(tensor))
+        return -1 if found is None else found.index
+
+    def mark(self, tensor: torch.Tensor, role: Role) -> None:
+        """Give the storage of `tensor` a role, unless it has one already."""
+        index = self.index_of(tensor)
+        if index >= 0 and self._roles[index] == "temporary":
+            self._roles[index] = role
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A pack hook (`torch.autograd.graph.saved_tensors_hooks`): autograd keeps `tensor` for backward."""
+        index = self.index_of(tensor)
+        if index >= 0 and self._saved_by[index] < 0 and self._roles[index] not in ("parameter", "buffer"):
+            self._saved_by[index] = self.layer
+            if self._roles[index] == "temporary":
+                self._roles[index] = "activation"
+        return tensor
+
+    @property
+    def count(self) -> int:
+        """How many storages have appeared so far: storages with this index or above are newer than now."""
+        return len(self._bytes)
+
+    def size(self, index: int) -> int:
+        """Bytes of storage `index`."""
+        return self._bytes[index]
+
+    # -- what is left of it -------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop listening: storages that end from now on are no events."""
+        self.live.clear()
+
+    def storages(self) -> tuple[Storage, ...]:
+        """Everything that appeared, in order."""
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(self._dtypes)}
+        dtypes = [names[dtype] for dtype in self._dtypes]
+        columns = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes, self._saved_by)
+        return tuple(map(Storage, *columns))
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, nested and opaque tensors have no storage of their own
+        return None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    storage = _storage(tensor)
+    return -1 if storage is None else storage._cdata

@@ -1,0 +1,381 @@
+"""The command line: what reaches the API, where the output goes, and how each error ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memsize import api
+from memsize.cli import main, run
+from memsize.cli.progress import Progress
+from memsize.cli.report import describe_failure, parse_arguments
+from memsize.document import Report
+from memsize.errors import ForwardError, InputError
+from memsize.inputs import InputSpec
+from memsize.record import Failure, Layer, Trace
+
+Python = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = Path(__file__).resolve().parent.parent
+
+FC = Layer("fc", "Linear", 1, True, 1, (), 15, 15, 60, 0, 0, 0, 0)
+WHOLE = Layer("", "Net", 0, False, 1, (), 0, 0, 0, 0, 0, 0, 0)
+STOPPED = Failure("fc", "Linear", "addmm", ("float32[1,4]",), "shapes do not fit")
+
+
+def trace(failure: Failure | None = None) -> Trace:
+    return Trace("model.py:Net", "as-given", True, 1, "2.13.0", (), (WHOLE, FC), (), failure=failure)
+
+
+class Asked:
+    """Stands where the API is: keeps what it was asked, answers or raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.target = ""
+        self.options: dict[str, Any] = {}
+        self.answer: Report | BaseException = Report("model.py:Net", trace())
+
+    def __call__(self, target: str, **options: Any) -> Report:
+        self.target, self.options = target, options
+        print("what the user's model prints")
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Asked]:
+    """The API's stand-in; the working folder holds a model.py."""
+    fake = Asked()
+    monkeypatch.setattr(api, "report", fake)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text("")
+    return fake
+
+
+def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `memsize report` says on stderr when the arguments are at fault."""
+    assert run(["report", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return err
+
+
+# What reaches the API
+
+
+def test_the_plain_command(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", "model.py:Net", "--input", "3,64,64"]) == 0
+    assert asked.target == "model.py:Net"
+    progress = asked.options.pop("progress")
+    assert callable(progress)
+    assert asked.options == {
+        "inputs": (InputSpec(None, (3, 64, 64)),),
+        "batch_size": 1,
+        "arguments": {},
+        "scenarios": None,
+        "mode": "train",
+    }
+    out, err = capsys.readouterr()
+    assert "fc" in out
+    assert "what the user's model prints" not in out
+    assert err == "what the user's model prints\n"
+
+
+def test_every_option_of_the_run(asked: Asked) -> None:
+    command = "report model.py:Net -i 3x8:half -i ids=5:int64 -b 4 --arg width=64 --arg kind=wide --mode eval"
+    assert run([*command.split(), "--scenario", "fp16,amp-bf16"]) == 0
+    assert asked.options["inputs"] == (InputSpec(None, (3, 8), "float16"), InputSpec("ids", (5,), "int64"))
+    assert asked.options["batch_size"] == 4
+    assert asked.options["arguments"] == {"width": 64, "kind": "wide"}
+    assert asked.options["mode"] == "eval"
+    assert asked.options["scenarios"] == "fp16,amp-bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("64", 64),
+        ("-1e-3", -0.001),
+        ("True", True),
+        ("None", None),
+        ("(3, 4)", (3, 4)),
+        ("{'a': [1]}", {"a": [1]}),
+        ("wide", "wide"),
+        ("'64'", "64"),
+        ("a=b", "a=b"),
+        ("", ""),
+        ("torch.float16", "torch.float16"),
+        ("__import__('os')", "__import__('os')"),
+        ("(" * 500, "(" * 500),
+    ],
+)
+def test_constructor_arguments(text: str, value: object) -> None:
+    assert parse_arguments([f"name={text}"]) == {"name": value}
+
+
+@pytest.mark.parametrize("texts", [["width"], ["=3"], ["my width=3"], ["a=1", "a=2"]])
+def test_constructor_arguments_that_cannot_be_read(texts: list[str]) -> None:
+    with pytest.raises(InputError):
+        parse_arguments(texts)
+
+
+# Where the output goes
+
+
+def test_formats_on_stdout(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", "model.py:Net", "-f", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"][1]["path"] == "fc"
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("a.json", "{"), ("a.csv", "path,"), ("a.html", "<!"), ("a.md", "#"), ("a.txt", "model.py:Net")]
+)
+def test_a_file_by_its_suffix(asked: Asked, capsys: pytest.CaptureFixture[str], name: str, start: str) -> None:
+    assert run(["report", "model.py:Net", "-o", name]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith(f"Wrote {name}\n")
+    assert Path(name).read_text(encoding="utf-8").lower().startswith(start.lower())
+
+
+def test_a_file_is_not_overwritten_unless_forced(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.json").write_text("mine")
+    err = failing(capsys, "model.py:Net", "-o", "a.json")
+    assert err == "error: a.json exists already: --force overwrites it\n"
+    assert asked.target == ""  # it was refused before any work
+    assert Path("a.json").read_text() == "mine"
+    assert run(["report", "model.py:Net", "-o", "a.json", "--force"]) == 0
+    assert json.loads(Path("a.json").read_text())
+
+
+def test_a_file_that_appears_meanwhile_is_not_overwritten(
+    asked: Asked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*_: object, **__: object) -> Report:
+        Path("a.json").write_text("mine")
+        return Report("model.py:Net", trace())
+
+    monkeypatch.setattr(api, "report", answer)
+    assert "exists already" in failing(capsys, "model.py:Net", "-o", "a.json")
+    assert Path("a.json").read_text() == "mine"
+
+
+def test_a_format_is_stronger_than_a_suffix(asked: Asked) -> None:
+    assert run(["report", "model.py:Net", "-o", "report.out", "-f", "json"]) == 0
+    assert json.loads(Path("report.out").read_text())
+
+
+def test_units_in_any_case(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", "model.py:Net", "--units", "kib"]) == 0
+    assert "KiB" in capsys.readouterr().out
+
+
+def test_depth_and_columns(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", "model.py:Net", "--depth", "0", "--columns", "layer, parameters"]) == 0
+    out = capsys.readouterr().out
+    assert "fc" not in out
+    assert "stored" not in out.partition("Why")[0].partition("total")[0].partition("layer")[2]
+
+
+def test_characters_that_the_terminal_lacks_do_not_stop_it(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    asked.answer = Report("größe.py:Net", trace(), notes=("35.19 → 17.59",))
+    assert run(["report", "model.py:Net"]) == 0
+    assert b"?" in raw.getvalue()
+
+
+# How errors end
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["nothere.py:Net"], "no such file: nothere.py"),
+        (["model.py:Net", "-i", "3,0,64"], "a size of 0"),
+        (["model.py:Net", "-i", "nan"], "'nan' is not a size"),
+        (["model.py:Net", "-i", "3:flaot16"], "did you mean float16"),
+        (["model.py:Net", "-i", "x=3", "-i", "x=3"], "'x' is given twice"),
+        (["model.py:Net", "--arg", "width"], "write it like width=64"),
+        (["model.py:Net", "-s", "fp17"], "no scenario 'fp17': did you mean fp16"),
+        (["model.py:Net", "-s", ","], "no scenario given"),
+        (["model.py:Net", "-f", "jsn"], "no format 'jsn': did you mean json?"),
+        (["model.py:Net", "-o", "report.jsn"], "no format has the suffix '.jsn' (report.jsn): did you mean .json"),
+        (["model.py:Net", "-o", "report"], "cannot tell a format"),
+        (["model.py:Net", "-o", "."], "is a folder"),
+        (["model.py:Net", "-o", "nowhere/a.json"], "there is no folder nowhere"),
+        (["model.py:Net", "--units", "MiBs"], "no unit 'MiBs': did you mean MiB"),
+        (["model.py:Net", "--columns", "layer,paramters"], "no column 'paramters': did you mean parameters"),
+        (["model.py:Net", "--columns", ","], "no column given"),
+    ],
+)
+def test_what_is_wrong_with_a_command(
+    asked: Asked, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    err = failing(capsys, *arguments)
+    assert err.startswith("error: ")
+    assert part in err
+    assert asked.target == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "Missing argument 'TARGET'"),
+        (["model.py:Net", "--inputt", "3"], "No such option"),
+        (["model.py:Net", "-b", "0"], "0 is not in the range"),
+        (["model.py:Net", "--depth", "-1"], "-1 is not in the range"),
+        (["model.py:Net", "--mode", "test"], "'test' is not one of"),
+    ],
+)
+def test_usage_errors(asked: Asked, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
+    assert part in failing(capsys, *arguments)
+
+
+def test_a_failed_forward_still_shows_what_ran(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    for answer in (
+        ForwardError("the forward failed in fc", trace(STOPPED)),
+        Report("model.py:Net", trace(STOPPED), failure=STOPPED),
+    ):
+        asked.answer = answer
+        assert run(["report", "model.py:Net"]) == 2
+        out, err = capsys.readouterr()
+        assert "The forward stopped in fc (Linear)" in out
+        assert "error: the forward failed in fc" in err
+
+
+def test_a_failure_in_words() -> None:
+    assert describe_failure(STOPPED) == "the forward failed in fc (Linear), given float32[1,4]: shapes do not fit"
+    whole = Failure("", "Net", None, (), "AttributeError: no attribute 'fc2'")
+    assert describe_failure(whole) == "the forward failed in the model itself (Net): AttributeError: no attribute 'fc2'"
+
+
+def test_a_failed_forward_without_a_trace_is_an_error(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    asked.answer = ForwardError("nothing ran")
+    assert failing(capsys, "model.py:Net").endswith("error: nothing ran\n")
+
+
+def test_a_bug_says_that_it_is_one(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    asked.answer = ZeroDivisionError("oh")
+    assert run(["report", "model.py:Net"]) == 1
+    err = capsys.readouterr().err
+    assert err.endswith("error: this is a bug in memsize: ZeroDivisionError: oh; --debug shows where\n")
+    assert run(["report", "model.py:Net", "--debug"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.endswith("error: this is a bug in memsize: ZeroDivisionError: oh\n")
+
+
+def test_debug_shows_the_traceback_of_a_users_error(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", "nothere.py:Net", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "error: no such file" in err
+
+
+def test_interrupted(asked: Asked) -> None:
+    asked.answer = KeyboardInterrupt()
+    assert run(["report", "model.py:Net"]) == 130
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    alone = capsys.readouterr().out
+    assert run(["--help"]) == 0
+    assert capsys.readouterr().out == alone
+    assert "report" in alone
+    assert run(["report", "--help"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert all(option in words for option in ("--input", "--scenario", "amp-bf16", "--columns", "MiB", "-o, --output"))
+    with pytest.raises(SystemExit) as caught:
+        main(["repotr"])
+    assert caught.value.code == 2
+
+
+# Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_only_what_takes_long_and_wipes_itself() -> None:
+    terminal = Terminal()
+    with Progress(terminal, patience=0.0) as progress:
+        for number in range(100):
+            progress(f"scenario {number}")
+            time.sleep(0.001)
+    assert "scenario 99 …" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[2K")
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_progress_is_silent_in_a_quick_run_and_off_a_terminal(stream: io.StringIO) -> None:
+    with Progress(stream, patience=60.0 if stream.isatty() else 0.0) as progress:
+        progress("scenario")
+    assert stream.getvalue() == ""
+
+
+# As a process
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed(python: Python) -> None:
+    heavy = "{'torch', 'pandas', 'tabulate', 'jinja2', 'numpy', 'tqdm', 'torchinfo'}"
+    for arguments in ([], ["--help"], ["report", "nothere.py:Net"], ["report", "-s", "fp17", "x.y:Net"]):
+        code = f"import sys\nfrom memsize.cli import run\nrun({arguments!r})\nprint(sorted({heavy} & set(sys.modules)))"
+        assert python("-c", code).stdout.endswith("[]\n")
+
+
+def test_the_toy_model_end_to_end(python: Python, toy_target: str) -> None:
+    done = python("-m", "memsize", "report", toy_target, "--input", "3,64,64")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "9,223,901" in done.stdout
+    assert "35.19" in done.stdout
+    code = (
+        "import sys\nfrom memsize.cli import run\n"
+        f"run(['report', {toy_target!r}, '-i', '3,64,64', '-o', 'a.json'])\n"
+        "print([name for name in ('torch._dynamo', 'sympy', 'pandas', 'torchao') if name in sys.modules])"
+    )
+    done = python("-c", code)
+    assert (done.stdout, done.stderr) == ("[]\n", "Wrote a.json\n")
+
+
+def test_a_wrong_size_end_to_end(python: Python, toy_target: str) -> None:
+    done = python("-m", "memsize", "report", toy_target, "--input", "3,32,32")
+    assert done.returncode == 2
+    assert "conv.2" in done.stdout
+    assert done.stderr.startswith("error: the forward failed in fc (Linear)")
+    # 1000 channels × 26 × 26 reach a layer made for 1000 × 58 × 58
+    assert "676000" in done.stderr
+    assert "3364000" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_silent(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "memsize", "report", "--help"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert done.stderr == b""
+    code = "from memsize.cli.output import Destination; Destination('text', None).write('x' * 10)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    text = f"import sys\ntry:\n    exec({code!r})\nexcept BrokenPipeError:\n    sys.exit(7)"
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=environment, stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (7, b"")

@@ -1,0 +1,69 @@
+"""A trace goes to JSON and comes back as it was; anything else is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memsize.codec import SCHEMA, decode, encode
+from memsize.errors import InputError
+from memsize.record import StoredPart, StoredTensor, TensorSpec, Trace
+from tests import records
+
+ALL = pytest.mark.parametrize("trace", [records.toy(), records.structures(), records.failing()])
+
+
+@ALL
+def test_decode_inverts_encode(trace: Trace) -> None:
+    assert decode(encode(trace)) == trace
+    assert decode(json.loads(json.dumps(encode(trace)))) == trace
+
+
+@settings(max_examples=40)
+@given(st.from_type(Trace))
+def test_decode_inverts_encode_for_any_trace(trace: Trace) -> None:
+    assert decode(json.loads(json.dumps(encode(trace)))) == trace
+
+
+def test_types_come_back_too() -> None:
+    part = StoredPart("qdata", TensorSpec("int8", (4, 4)), 16)
+    tensor = StoredTensor("w", "packed", "", TensorSpec("float32", (4, 4)), 16, 16, 64, False, parts=(part,))
+    trace = Trace("m", "as-given", True, None, "2.13.0", (), (), (tensor,))
+    back = decode(encode(trace))
+    assert type(back.tensors[0].parts[0].spec.shape) is tuple
+    assert type(decode(encode(records.toy())).storages[0]) is type(records.toy().storages[0])
+
+
+def test_a_field_that_a_file_lacks_takes_its_default() -> None:
+    data = encode(records.toy())
+    del data["notes"]
+    assert decode(data) == records.toy()
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return encode(records.toy()) | fields
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ([], "found 'list'"),
+        ({}, "found None"),
+        ({"schema": "memsize.trace/0"}, "memsize.trace/0"),
+        ({"schema": SCHEMA}, "missing"),
+        (changed(batch_size="1"), "expected int, found '1'"),
+        (changed(batch_size=True), "expected int, found True"),
+        (changed(layers=3), "expected a list, found 3"),
+        (changed(extra=1), "expected the fields of Trace"),
+        (changed(storages=[[1, 2]]), "expected 7 values of Storage, found [1, 2]"),
+        (changed(storages=[[1, "cake", 0, "", "float32", [], -1]]), "found 'cake'"),
+    ],
+)
+def test_what_is_not_a_trace_is_refused(data: object, says: str) -> None:
+    with pytest.raises(InputError, match="not a memsize trace") as caught:
+        decode(data)
+    assert says in str(caught.value)

@@ -1,0 +1,176 @@
+"""The Report as Python sees it: figures, tables, findings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memsize.document import FIGURES, Report
+from memsize.findings import Finding
+from memsize.folds import Totals, totals
+from memsize.sections import COLUMNS, Findings, Heading, Missing, Notes, Stop, Table, sections
+from memsize.units import Bytes
+from tests import records
+
+
+def test_findings_draw_their_values() -> None:
+    finding = Finding(
+        "code",
+        1,
+        (),
+        "{size} in {count} {word} of {layers}: {share:.0%}, {yes}",
+        {"size": Bytes(2**20), "count": 12345, "word": "parts", "layers": ("a", "b", "c"), "share": 0.5, "yes": True},
+    )
+    assert finding.text() == "1.00 MiB in 12,345 parts of a, b and c: 50%, True"
+    assert finding.text("B").startswith("1,048,576 B in ")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ((), ""),
+        (("",), "the model itself"),
+        (("a",), "a"),
+        (("a", "b"), "a and b"),
+        (("a", "b", "c"), "a, b and c"),
+        (tuple("abcdefghijklmnop"), "a, b and 14 more"),
+    ],
+)
+def test_names_are_joined_and_shortened(names: tuple[str, ...], text: str) -> None:
+    assert Finding("code", None, (), "{names}", {"names": names}).text() == text
+
+
+def test_shares_of_fp32() -> None:
+    report = records.toy_report()
+    by_name = {result.name: result for result in report.scenario_results}
+    assert by_name["fp16"].share("parameter_bytes", report.fp32) == 0.5
+    assert by_name["amp-fp16"].share("saved_bytes", report.fp32) == 31103176 / 25317952
+    assert by_name["fp32"].share("buffer_bytes", report.fp32) is None  # there are none to compare with
+    assert by_name["int8-static"].share("saved_bytes", report.fp32) is None
+    assert by_name["int8-static"].figure("saved_bytes") is None
+
+
+def test_the_baseline_may_be_given() -> None:
+    report = records.toy_report()
+    assert report.fp32 == totals(records.toy())
+    assert replace(report, scenario_results=()).fp32 is None
+    assert replace(report, baseline=Totals(parameters=1)).fp32 == Totals(parameters=1)
+
+
+def test_the_layer_frame_adds_up() -> None:
+    frame = records.structures_report().layers
+    assert len(frame) == len(records.structures().layers)
+    assert frame["parameters"].sum() == 128
+    assert frame["output_bytes"].sum() == totals(records.structures()).output_bytes
+    assert frame.set_index("path").loc["head", "marks"] == "tied to embed.weight"
+
+
+def test_the_scenario_frame() -> None:
+    frame = records.toy_report().scenarios
+    assert frame.loc["fp16", "parameter_bytes"] == 18447802
+    assert frame.loc["fp16", "parameter_bytes_of_fp32"] == 0.5
+    assert frame.loc["int8-static", list(FIGURES)].isna().all()
+    assert frame.loc["int8-static", "status"] == "unavailable"
+    assert records.structures_report().scenarios.empty
+
+
+def test_the_tensor_frame() -> None:
+    frame = records.structures_report().tensors.set_index("name")
+    assert frame["bytes"].sum() == 128 * 4 + 40 + 16
+    assert frame.loc["head.weight", ["bytes", "reported_bytes", "tied_to"]].tolist() == [0, 112, "embed.weight"]
+    assert frame.loc["table", "kind"] == "attribute"
+
+
+def test_why_prints_and_iterates() -> None:
+    why = records.toy_report().why()
+    assert [finding.code for finding in why] == ["half-is-stored", "amp-keeps-fp32-parameters"]
+    assert repr(why).startswith("1. fp16 does halve what is stored, 35.19 MiB → 17.59 MiB.")
+    assert repr(records.structures_report().why()) == "nothing to explain"
+
+
+def test_assumptions_and_notes_come_once() -> None:
+    structures = records.structures()
+    report = Report("m", structures, notes=("mine", *structures.notes))
+    assert report.assumptions == structures.assumptions
+    assert report.remarks == ("mine", *structures.notes)
+
+
+def test_to_json_writes_what_it_returns(tmp_path: Path) -> None:
+    text = records.toy_report().to_json(tmp_path / "report.json")
+    assert (tmp_path / "report.json").read_text(encoding="utf-8") == text
+    assert json.loads(text)["parameters"]["count"] == 9223901
+
+
+def test_a_report_prints_itself() -> None:
+    report = records.toy_report()
+    assert repr(report) == str(report)
+    assert "9,223,901 parameters" in str(report)
+    assert report._repr_html_().lstrip().startswith("<style>")
+
+
+def test_sections_in_reading_order() -> None:
+    assert [type(part) for part in sections(records.toy_report())] == [Heading, Table, Table, Findings]
+    assert [type(part) for part in sections(records.structures_report())] == [Heading, Table, Notes, Notes]
+    assert [type(part) for part in sections(records.failing_report())] == [Heading, Stop, Table]
+
+
+def table(report: Report, name: str, **options: object) -> Table:
+    return next(p for p in sections(report, **options) if isinstance(p, Table) and p.name == name)  # type: ignore[arg-type]
+
+
+def keys(table: Table) -> list[str]:
+    return [column.key for column in table.columns]
+
+
+def test_columns_with_nothing_in_them_are_left_out() -> None:
+    assert keys(table(records.toy_report(), "layers")) == [
+        "layer",
+        "type",
+        "output",
+        "parameters",
+        "stored",
+        "new",
+        "saved",
+    ]
+    assert set(keys(table(records.structures_report(), "layers"))) == {*COLUMNS} - {"calls", "dtype", "cast"}
+    assert keys(table(records.toy_report(), "layers", columns=("layer", "cast"))) == ["layer", "cast"]
+
+
+def test_cells_keep_their_type() -> None:
+    layers = table(records.toy_report(), "layers")
+    assert isinstance(layers.rows[0][4], Bytes)
+    assert layers.total is not None
+    assert layers.total[3:] == (9223901, 36895604, 25268804, 25317952)
+    missing = table(records.toy_report(), "scenarios").rows[-1][1]
+    assert isinstance(missing, Missing)
+    assert "static quantization" in missing.reason
+
+
+def test_table_columns_add_up_to_the_total_row() -> None:
+    for report in (records.toy_report(), records.structures_report(), records.deep_report()):
+        for depth in (0, 1, 2, None):
+            found = table(report, "layers", depth=depth, columns=COLUMNS)
+            for place, column in enumerate(found.columns):
+                if column.kind == "bytes" or column.key == "parameters":
+                    assert found.total is not None
+                    assert sum(row[place] for row in found.rows) == found.total[place]  # type: ignore[misc]
+
+
+def test_without_a_baseline_there_are_no_percentages() -> None:
+    report = records.toy_report()
+    alone = replace(report, scenario_results=report.scenario_results[1:])
+    assert not any(column.kind == "share" for column in table(alone, "scenarios").columns)
+
+
+def test_nothing_heavy_is_imported_with_the_report() -> None:
+    code = (
+        "import sys, memsize.document, memsize.sections, memsize.render, memsize.codec, memsize.folds\n"
+        "print([name for name in ('torch', 'pandas', 'jinja2', 'tabulate', 'click') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

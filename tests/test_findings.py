@@ -1,0 +1,154 @@
+"""Each rule on a model made to show its cause; the crossover search on made-up measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import prune
+
+import memsize
+from memsize.findings.finding import Finding
+from memsize.fitting import find_crossover
+from memsize.units import Bytes
+from tests import models
+
+
+def found(model: nn.Module, size: object, **options: object) -> dict[str, Finding]:
+    return {f.code: f for f in memsize.report(model, size, **options).why()}  # type: ignore[arg-type]
+
+
+def test_half_parameters_say_what_a_summary_assumes() -> None:
+    finding = found(nn.Sequential(nn.Linear(512, 512)).half(), (512,))["summary-assumes-4-bytes"]
+    # (512·512 + 512) elements: 525,312 B in two bytes each; torchsummary's "%0.2f" of 1,050,624 / 2^20 is 1.00.
+    assert finding.bytes == 525_312
+    assert "2 bytes each" in finding.text()
+    assert "prints 1.00 MB" in finding.text()
+
+
+def test_partly_converted_models_name_what_was_left() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].half()
+    with pytest.raises(memsize.ForwardError):
+        memsize.report(model, (8,))
+    comparison = memsize.compare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), model)
+    assert {"tensors-changed", "tensors-unchanged", "mixed-dtypes"} <= {f.code for f in comparison.why()}
+
+
+def test_batch_norms_kept_in_float32_are_told_apart_from_neglect() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).half()
+    model[1].float()
+    finding = found(model, (3, 8, 8), batch_size=2)["batch-norm-kept-fp32"]
+    assert finding.layers == ("1",)
+    assert finding.bytes == 2 * 4 * 4
+
+
+def test_tied() -> None:
+    finding = found(models.Tied(), "16:int64")["tied-parameters"]
+    assert (finding.bytes, finding.layers) == (272_640, ("head",))
+
+
+def test_unused() -> None:
+    finding = found(models.Unused(), (100,))["unused-parameters"]
+    assert (finding.bytes, finding.layers) == (4 * 1_001_000, ("idle",))
+
+
+def test_unregistered() -> None:
+    assert found(models.Listed(), (100,))["unregistered-tensors"].bytes == 4 * 4 * 10_100
+
+
+def test_no_gradient() -> None:
+    finding = found(models.Detached(), (10,))["no-gradient-flows"]
+    assert (finding.bytes, finding.layers) == (400, ("first",))
+
+
+def test_pruned() -> None:
+    model = nn.Sequential(nn.Linear(100, 50))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    # A float32 mask and the computed weight, 100·50·4 bytes each.
+    assert found(model, (100,))["pruned-parameters-grow"].bytes == 2 * 20_000
+
+
+def test_integers_cannot_be_halved() -> None:
+    assert found(models.Tied(), "16:int64")["halving-leaves-integers"].bytes == 16 * 8
+
+
+def test_parameters_dominate() -> None:
+    finding = found(nn.Sequential(nn.Linear(1000, 1000)), (1000,))["parameters-dominate"]
+    # 4,004,000 B of parameters; one sample keeps its 4,000 B input: 1,001 samples to reach them.
+    assert finding.values["batch"] == 1_001
+    assert finding.values["gain"] == 500
+
+
+def test_apex_o2_master_weights() -> None:
+    finding = found(models.Small(), (3, 32, 32), batch_size=2, scenarios="apex-O2")["apex-o2-keeps-master-weights"]
+    assert finding.bytes == 4 * (models_elements(models.Small()) - 16)
+    assert finding.layers == ("norm",)
+
+
+def models_elements(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_torchinfo_counts_tied_weights_twice_and_we_say_so() -> None:
+    finding = found(models.Tied(), "16:int64").get("summary-counts-differently")
+    assert finding is not None
+    assert finding.values["theirs"] == 2 * 68_160
+
+
+@pytest.mark.parametrize("build", [models.Small, models.Attention, models.Recurrent])
+def test_every_finding_reads_as_a_sentence(build: Callable[[], nn.Module]) -> None:
+    size = {models.Small: (3, 32, 32), models.Attention: (7, 64), models.Recurrent: (5, 16)}[build]  # type: ignore[index]
+    for finding in memsize.report(build(), size, batch_size=2, scenarios="all").why():
+        text = finding.text("B")
+        assert text.endswith((".", ")"))
+        assert "{" not in text
+        assert "None" not in text
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**4), st.integers(0, 10**4), st.integers(1, 50))
+def test_the_crossover_is_the_smallest_batch_that_keeps_less(a: int, b: int, p: int, q: int, start: int) -> None:
+    def measure(batch: int) -> tuple[int, int]:
+        return a + p * batch, b + q * batch
+
+    crossing = find_crossover(measure, start)
+    if q > p or (q == p and b >= a):
+        assert crossing.batch is None
+        return
+    # The gap b - a + (q - p)·n falls below 0 just after n = (b - a) / (p - q).
+    assert crossing.batch == (1 if q == p else max(1, (b - a) // (p - q) + 1))
+
+
+def test_the_crossover_is_found_where_memory_is_stepwise() -> None:
+    # The second keeps a constant 100 and rounds up to tens; the first keeps 8 per sample.
+    crossing = find_crossover(lambda batch: (8 * batch, 100 + -(-batch // 10) * 10), 1)
+    expected = next(n for n in range(1, 1000) if 100 + -(-n // 10) * 10 < 8 * n)
+    assert crossing.batch == expected
+
+
+def test_units() -> None:
+    finding = Finding("x", 1, (), "{a} of {b} in {c}", {"a": Bytes(2**20), "b": 12345, "c": ("p", "q", "r", "s")})
+    assert finding.text() == "1.00 MiB of 12,345 in p, q and 2 more"
+    assert finding.text("B") == "1,048,576 B of 12,345 in p, q and 2 more"
+
+
+def test_compare_half() -> None:
+    before = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10))
+    after = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10)).half()
+    comparison = memsize.compare(before, after)
+    first, second = comparison.totals
+    assert second.parameter_bytes * 2 == first.parameter_bytes
+    unchanged = next(f for f in comparison.why() if f.code == "tensors-unchanged")
+    assert "not floating" in unchanged.text()
+    assert unchanged.bytes == 8
+    assert comparison.changes["changed"].sum() == 6
+
+
+def test_compare_with_an_input_also_compares_what_is_kept() -> None:
+    comparison = memsize.compare(nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)).half(), (8,))
+    assert "kept-for-backward-changed" in {finding.code for finding in comparison.why()}
+    assert torch.float16.is_floating_point

@@ -1,0 +1,223 @@
+"""The report from end to end: the figures of the question, the structural cases, and what torchinfo says of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchinfo
+from torch import nn
+
+import memsize
+from memsize.document import Report, ScenarioResult
+from memsize.folds import Totals
+from tests import models
+
+# Toy CNN, batch 1, 3×64×64.
+PARAMETERS = 300 * (3 * 9 + 1) + 500 * (300 * 9 + 1) + 1000 * (500 * 9 + 1) + 3364000 + 1
+OUTPUTS = 300 * 62 * 62 + 500 * 60 * 60 + 1000 * 58 * 58 + 1
+INPUT = 3 * 64 * 64
+
+
+def without_memory(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+@pytest.fixture(scope="module")
+def toy() -> Report:
+    return memsize.report(without_memory(models.Toy), (3, 64, 64), scenarios="all")
+
+
+def scenario(report: Report, name: str) -> ScenarioResult:
+    return next(result for result in report.scenario_results if result.name == name)
+
+
+def figures(report: Report, name: str) -> Totals:
+    found = scenario(report, name).totals
+    assert found is not None
+    return found
+
+
+def test_the_arithmetic_of_the_toy() -> None:
+    assert (PARAMETERS, OUTPUTS, INPUT) == (9_223_901, 6_317_201, 12_288)
+
+
+def test_fp32(toy: Report) -> None:
+    fp32 = figures(toy, "fp32")
+    assert fp32.parameters == PARAMETERS
+    assert fp32.parameter_bytes == 4 * PARAMETERS == 36_895_604
+    assert fp32.output_bytes == 4 * OUTPUTS == 25_268_804
+    # Every output but the last one's four bytes is the next layer's input and kept, and so is the model's input.
+    assert fp32.saved_bytes == 4 * (OUTPUTS - 1 + INPUT) == 25_317_952
+    assert fp32.training == 36_895_604 + 25_317_952
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "apex-O3"])
+def test_halves(toy: Report, name: str) -> None:
+    half = figures(toy, name)
+    assert half.parameter_bytes == 2 * PARAMETERS == 18_447_802
+    assert half.saved_bytes == 2 * (OUTPUTS - 1 + INPUT)
+
+
+def test_half_outputs(toy: Report) -> None:
+    assert figures(toy, "fp16").output_bytes == 2 * OUTPUTS == 25_268_804 // 2
+
+
+@pytest.mark.parametrize("name", ["amp-fp16", "amp-bf16", "apex-O1"])
+def test_autocast_casts_no_parameter_and_keeps_copies(toy: Report, name: str) -> None:
+    amp = figures(toy, name)
+    assert amp.parameter_bytes == 36_895_604
+    assert amp.cast_bytes == 2 * PARAMETERS == 18_447_802
+    # Biases (1,801 elements) are cast but not kept for backward.
+    assert amp.saved_cast_bytes == 2 * (PARAMETERS - 1_801) == 18_444_200
+    assert amp.saved_bytes == 2 * (OUTPUTS - 1 + INPUT) + 18_444_200 == 31_103_176
+
+
+def test_apex_o2_holds_master_weights(toy: Report) -> None:
+    o2 = figures(toy, "apex-O2")
+    assert (o2.parameter_bytes, o2.master_bytes) == (18_447_802, 36_895_604)
+
+
+def test_int8_weight_only(toy: Report) -> None:
+    # Only the Linear: 3,364,000 int8, one float32 scale and one int8 zero point; its bias and the rest stay float32.
+    linear = 3_364_000 + 4 + 1
+    assert figures(toy, "int8-weight").parameter_bytes == 4 * (PARAMETERS - 3_364_000) + linear == 26_803_609
+
+
+def test_a_scenario_that_does_not_apply_says_why_and_the_others_run(toy: Report) -> None:
+    int4 = scenario(toy, "int4-weight")
+    assert int4.status == "unavailable"
+    assert "3364000" in str(int4.reason)
+    assert [result.status for result in toy.scenario_results].count("run") >= 13
+
+
+def test_static_int8_is_marked_as_modelled(toy: Report) -> None:
+    static = scenario(toy, "int8-static")
+    assert static.status == "modelled"
+    assert "quint8" in str(static.reason)
+    assert figures(toy, "int8-static").output_bytes == OUTPUTS
+
+
+def test_the_crossover_is_at_batch_two(toy: Report) -> None:
+    found = {finding.code: finding for finding in toy.why()}
+    assert found["amp-crossover"].values["batch"] == 2
+    # Just as the runs say: 31,103,176 > 25,317,952 at one, 18,444,200 + 2·12,658,976 < 2·25,317,952 at two.
+    two = memsize.report(without_memory(models.Toy), (3, 64, 64), batch_size=2, scenarios="fp32,amp-bf16")
+    assert figures(two, "amp-bf16").saved_bytes == 43_762_152 < figures(two, "fp32").saved_bytes == 50_635_904
+
+
+def test_findings_of_the_toy(toy: Report) -> None:
+    codes = [finding.code for finding in toy.why()]
+    assert codes[:3] == ["summary-assumes-4-bytes", "amp-keeps-fp32-parameters", "amp-crossover"]
+    assert {"activations-dominate", "quantization-leaves-layers"} <= set(codes)
+    text = repr(toy.why())
+    assert "35.19" in text
+    assert "17.59 MiB" in text
+    assert "torchinfo" in text
+    assert "36.90 MB" in text
+
+
+def test_the_default_scenarios_leave_out_as_given_where_it_is_fp32() -> None:
+    names = [r.name for r in memsize.report(models.Small(), (3, 32, 32), batch_size=2).scenario_results]
+    assert names == ["fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", "int8-weight"]
+    half = memsize.report(models.Small().half(), (3, 32, 32), batch_size=2)
+    assert half.scenario_results[0].name == "as-given"
+    assert half.trace.inputs[0].spec.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "parameters", "parameter_bytes"),
+    [
+        (models.Tied, "16:int64", 68_160, 272_640),
+        (models.Unused, (100,), 1_012_110, 4_048_440),
+        (models.Reused, (16, 8, 8), 2_320, 9_280),
+        (models.Attention, (7, 64), 16_965, 67_860),
+        (models.Direct, (197, 768), 158_986, 635_944),
+        (models.Listed, (100,), 1_010, 4_040),
+        (models.Nested, (10,), 110, 440),
+        (models.Recurrent, (5, 16), 14_947, 59_788),
+        (models.Lazy, (20,), 210, 840),
+    ],
+)
+def test_structural_cases(build: Callable[[], nn.Module], size: object, parameters: int, parameter_bytes: int) -> None:
+    report = memsize.report(build(), size, scenarios="fp32")  # type: ignore[arg-type]
+    assert (report.totals.parameters, report.totals.parameter_bytes) == (parameters, parameter_bytes)
+
+
+def test_what_is_not_registered_is_shown_apart() -> None:
+    report = memsize.report(models.Listed(), (100,))
+    # Four times 100·100 + 100 elements: 41,410 are used, 1,010 registered.
+    assert report.totals.attribute_bytes == 4 * 10_100 * 4
+    assert "unregistered-tensors" in [finding.code for finding in report.why()]
+
+
+def test_buffers_are_counted_and_shown_apart() -> None:
+    report = memsize.report(models.Direct(), (197, 768), scenarios="fp32")
+    assert report.totals.buffer_bytes == 2**20
+    assert "buffers-count-too" in [finding.code for finding in report.why()]
+
+
+ORDINARY: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "toy": (models.Toy, (3, 64, 64)),
+    "small": (models.Small, (3, 32, 32)),
+    "perceptron": (lambda: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), (64,)),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)), (3, 9, 9)),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_torchinfo_agrees_on_ordinary_models(name: str) -> None:
+    build, size = ORDINARY[name]
+    report = memsize.report(without_memory(build), size, batch_size=2, scenarios="fp32")
+    summary = torchinfo.summary(build(), (2, *size), verbose=0, device="cpu")
+    assert report.totals.parameters == summary.total_params
+    assert report.totals.trainable == summary.trainable_params
+    assert report.totals.parameter_bytes == summary.total_param_bytes
+    # torchinfo's forward/backward size is twice the outputs of the layers that own parameters.
+    own = [layer for layer in report.trace.layers if layer.leaf and layer.parameters]
+    assert 2 * sum(layer.output_bytes for layer in own) == summary.total_output_bytes
+
+
+def test_json_has_the_promised_keys_and_adds_up(toy: Report) -> None:
+    data = json.loads(toy.to_json())
+    assert data["parameters"] == {"count": 9_223_901, "trainable": 9_223_901, "bytes": 36_895_604}
+    assert sum(layer["parameters"] for layer in data["layers"]) == 9_223_901
+    assert sum(layer["saved_bytes"] for layer in data["layers"]) == 25_317_952
+    by_name = {entry["name"]: entry for entry in data["scenarios"]}
+    assert by_name["amp-bf16"]["saved_bytes"] == 31_103_176
+    assert by_name["int4-weight"]["status"] == "unavailable"
+    assert by_name["int4-weight"]["parameter_bytes"] is None
+    assert {"code", "layers", "bytes", "text"} <= set(data["findings"][0])
+
+
+def test_dataframes(toy: Report) -> None:
+    assert toy.layers["parameter_bytes"].sum() == 36_895_604
+    assert toy.scenarios.loc["fp16", "parameter_bytes"] == 18_447_802
+    assert toy.tensors["bytes"].sum() == 36_895_604
+
+
+def test_input_forms_give_the_same_report() -> None:
+    model = models.Small()
+    sized = memsize.report(model, (3, 32, 32), batch_size=2, scenarios="fp32,amp-bf16")
+    texted = memsize.report(model, "3,32,32", batch_size=2, scenarios="fp32,amp-bf16")
+    given = memsize.report(model, input_data=torch.randn(2, 3, 32, 32), scenarios="fp32,amp-bf16")
+    named = memsize.report(model, input_data={"x": torch.randn(2, 3, 32, 32)}, scenarios="fp32,amp-bf16")
+    assert sized.totals == texted.totals == given.totals == named.totals
+    # Resizing explicit data finds the same crossover as resizing a size.
+    crossings = [{f.code: f.values.get("batch") for f in r.why()}["amp-crossover"] for r in (sized, given, named)]
+    assert crossings[0] == crossings[1] == crossings[2]
+
+
+def test_a_missing_input_says_what_the_forward_takes() -> None:
+    with pytest.raises(memsize.InputError, match=r"its forward takes x"):
+        memsize.report(models.Small())
+
+
+def test_a_batch_of_one_that_batch_norm_refuses() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4))
+    with pytest.raises(memsize.ForwardError, match="--mode eval"):
+        memsize.report(model, (3, 8, 8))
+    assert memsize.report(model, (3, 8, 8), mode="eval", scenarios="fp32").totals.parameters == 3 * 4 * 64 + 4 + 8

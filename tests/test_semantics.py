@@ -1,0 +1,461 @@
+"""What CUDA would do, switched on for one thread and gone afterwards; PyTorch's own CPU autocast as the oracle."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from memsize.semantics import autocast_region, cuda_semantics, current, suspended
+from memsize.semantics.attention import Attention, choose_backend
+from memsize.semantics.key import KEY
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+WEIGHTS = 2 * (300 * 3 * 9 + 500 * 300 * 9 + 1000 * 500 * 9 + 3_364_000)  # copies of the weights, biases apart
+OUTPUTS = 2 * (300 * 62 * 62 + 500 * 60 * 60 + 1000 * 58 * 58)
+INPUT = 2 * 3 * 64 * 64
+
+
+class Toy(nn.Module):
+    """9,223,901 parameters: three convolutions and a linear layer."""
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        sizes = ((3, 300), (300, 500), (500, 1000))
+        self.convs = nn.Sequential(*(nn.Conv2d(i, o, 3, device=device) for i, o in sizes))
+        self.fc = nn.Linear(3_364_000, 1, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(self.convs(x).flatten(1))
+        return y
+
+
+def meta(*shape: int, dtype: torch.dtype = FP32, grad: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def kept_for_backward(model: nn.Module, x: Tensor) -> tuple[int, Any]:
+    """Bytes of the storages that autograd keeps, parameters apart; and the output, which keeps them alive."""
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(x)
+    return sum(storage.nbytes() for storage in kept.values()), out
+
+
+def state() -> tuple[Any, ...]:
+    """Everything global or of this thread that the semantics touch."""
+    return (
+        torch._C._dispatch_tls_is_dispatch_key_included(KEY),
+        torch._C._dispatch_tls_is_dispatch_key_excluded(KEY),
+        torch.is_autocast_enabled,
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_cache_enabled(),
+        torch.clear_autocast_cache,
+        torch.set_autocast_enabled,
+        torch.get_autocast_dtype,
+        torch.set_autocast_dtype,
+        torch.cuda.amp.common.amp_definitely_not_available,
+        torch.cuda.is_bf16_supported,
+        torch.autocast.__init__,
+        torch.amp.is_autocast_available,
+        torch.amp.autocast_mode._cast,  # type: ignore[attr-defined]
+        torch.utils.checkpoint._infer_device_type,
+        current(),
+    )
+
+
+# The toy CNN under autocast
+
+
+def test_toy_keeps_what_autocast_keeps() -> None:
+    copies: list[int] = []
+    model = Toy()
+    with cuda_semantics(autocast_observer=lambda source, copy: copies.append(copy.nbytes)), autocast_region(BF16):
+        kept, out = kept_for_backward(model, meta(1, 3, 64, 64))
+    assert out.dtype is BF16
+    assert kept == WEIGHTS + OUTPUTS + INPUT == 31_103_176
+    assert WEIGHTS == 18_444_200
+    assert sum(copies) == 2 * 9_223_901
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_cpu_autocast_keeps_the_same(batch: int) -> None:
+    """The same layers in small, under PyTorch's own bfloat16 autocast on the CPU."""
+
+    def net(device: str) -> nn.Module:
+        layers = (nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 7, 3), nn.Flatten(), nn.Linear(7 * 8 * 8, 3))
+        return nn.Sequential(*layers).to(device)
+
+    with torch.autocast("cpu", dtype=BF16):
+        expected, _ = kept_for_backward(net("cpu"), torch.zeros(batch, 3, 12, 12))
+    with cuda_semantics(), autocast_region(BF16):
+        kept, _ = kept_for_backward(net("meta"), meta(batch, 3, 12, 12))
+    assert kept == expected
+
+
+def test_cpu_tensors_stand_for_cuda_when_told() -> None:
+    model, x = nn.Linear(4, 4), torch.zeros(2, 4)
+    with cuda_semantics(stands_for={"cpu"}), autocast_region(FP16):
+        assert model(x).dtype is FP16
+        assert F.linear(meta(2, 4), meta(4, 4)).dtype is FP32
+    with cuda_semantics(stands_for={"meta", "cpu"}), autocast_region(BF16):
+        assert model(x).dtype is F.linear(meta(2, 4), meta(4, 4)).dtype is BF16
+    with pytest.raises(ValueError, match="xla"), cuda_semantics(stands_for={"xla"}):
+        pass
+
+
+# Regions
+
+
+def test_regions_nest_and_switch_off() -> None:
+    a, b = meta(2, 2), meta(2, 2)
+    with cuda_semantics():
+        assert (a @ b).dtype is FP32
+        with autocast_region(FP16):
+            assert (a @ b).dtype is FP16
+            with torch.autocast("cuda", dtype=BF16):
+                assert (a @ b).dtype is BF16
+                with torch.autocast("cuda", enabled=False):
+                    assert (a @ b).dtype is FP32
+            with torch.amp.autocast("meta", enabled=False):  # what code writes as autocast(x.device.type)
+                assert not torch.is_autocast_enabled("meta")
+                assert (a @ b).dtype is FP32
+            assert torch.is_autocast_enabled("meta")
+            assert torch.get_autocast_dtype("meta") is FP16
+            assert torch.amp.is_autocast_available("meta")
+            assert (a @ b).dtype is FP16
+        assert (a @ b).dtype is FP32
+
+
+def test_region_needs_the_semantics() -> None:
+    with pytest.raises(RuntimeError, match="cuda_semantics"):
+        autocast_region(BF16)
+
+
+def test_old_spelling_and_decorator() -> None:
+    @torch.autocast("cuda", dtype=BF16, enabled=False)
+    def full(a: Tensor) -> Tensor:
+        return a @ a
+
+    with cuda_semantics(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with torch.cuda.amp.autocast():
+            assert (meta(2, 2) @ meta(2, 2)).dtype is FP16
+            assert full(meta(2, 2)).dtype is FP32
+
+
+# The cache of weight copies
+
+
+def test_weight_is_cast_once_per_region() -> None:
+    layer, frozen, x = nn.Linear(3, 3, device="meta"), nn.Linear(3, 3, device="meta").requires_grad_(False), meta(1, 3)
+    seen: list[Tensor] = []
+    with cuda_semantics(autocast_observer=lambda source, copy: seen.append(source)) as semantics:
+        with autocast_region(BF16):
+            layer(layer(x))
+            assert [id(t) for t in seen] == [id(layer.weight), id(layer.bias)]
+            assert len(semantics.copies) == 2
+            frozen(frozen(x))
+            assert len(seen) == 6  # a frozen weight is cast anew in each call
+            assert len(semantics.copies) == 2
+            with torch.autocast("cuda", enabled=False):
+                pass
+            assert len(semantics.copies) == 2  # an inner region's end clears nothing
+        assert not semantics.copies
+        with torch.autocast("cuda", dtype=BF16, cache_enabled=False):
+            layer(layer(x))
+        assert len(seen) == 10
+
+
+def test_copies_die_with_the_region_unless_kept_for_backward() -> None:
+    layer, x = nn.Linear(3, 3, device="meta"), meta(1, 3, grad=True)
+    alive: list[weakref.ref[Any]] = []
+    with cuda_semantics(
+        autocast_observer=lambda source, copy: alive.append(weakref.ref(copy.untyped_storage()))
+    ) as semantics:
+        with autocast_region(BF16):
+            out = layer(x)
+            assert all(ref() is not None for ref in alive)
+        assert not semantics.copies
+        out.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype is FP32
+    del out
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3  # weight, bias, and the input, a leaf that wants a gradient
+
+
+# Nothing is left behind
+
+
+def test_state_is_as_before() -> None:
+    before = state()
+    with cuda_semantics(), autocast_region(BF16):
+        assert state() != before
+        with cuda_semantics(capability=(9, 0)) as inner:
+            assert current() is inner
+    assert state() == before
+    with pytest.raises(ZeroDivisionError), cuda_semantics(), autocast_region(BF16):
+        1 / 0  # noqa: B018
+    assert state() == before
+    with pytest.raises(RuntimeError), cuda_semantics(), autocast_region(BF16):
+        meta(2, 3) @ meta(2, 3)
+    assert state() == before
+
+
+def test_plain_and_cpu_autocast_runs_are_untouched_afterwards() -> None:
+    with cuda_semantics(), autocast_region(BF16):
+        meta(2, 2) @ meta(2, 2)
+    x = torch.ones(2, 2)
+    assert (meta(2, 2) @ meta(2, 2)).dtype is FP32
+    with torch.autocast("cpu", dtype=BF16):
+        assert (x @ x).dtype is BF16
+        assert torch.exp(x).dtype is FP32
+    torch.manual_seed(0)
+    first = F.dropout(x, 0.5)
+    torch.manual_seed(0)
+    with cuda_semantics():  # CPU tensors do not stand for CUDA here
+        assert torch.equal(F.dropout(x, 0.5), first)
+        assert torch.equal(x @ x, torch.full((2, 2), 2.0))
+
+
+def test_other_threads_are_untouched() -> None:
+    results: list[Any] = []
+
+    def other() -> None:
+        results.append((meta(2, 2) @ meta(2, 2)).dtype)
+        results.append(current())
+        results.append(torch.cuda.amp.common.amp_definitely_not_available())
+
+    available = torch.cuda.amp.common.amp_definitely_not_available()
+    with cuda_semantics(), autocast_region(BF16):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert results == [FP32, None, available]
+
+
+def test_suspended_passes_the_kernels_over() -> None:
+    with cuda_semantics(), autocast_region(BF16):
+        with suspended():
+            assert (meta(2, 2) @ meta(2, 2)).dtype is FP32
+        assert (meta(2, 2) @ meta(2, 2)).dtype is BF16
+
+
+def test_registering_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, torch\nfrom memsize.semantics import cuda_semantics, autocast_region\n"
+        "with cuda_semantics(), autocast_region(torch.bfloat16):\n    pass\n"
+        "assert not {'sympy', 'torch._dynamo'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# What user code does with autocast
+
+
+class Doubled(torch.autograd.Function):
+    seen: list[torch.dtype] = []  # noqa: RUF012
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=FP32)
+    def forward(ctx: Any, x: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor:
+        Doubled.seen += [x.dtype, pair[0].dtype, pair[1].dtype, (x @ x).dtype]
+        return x * 2
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        Doubled.seen.append((grad @ grad).dtype)
+        return grad * 2, None
+
+
+def test_custom_forward_casts_its_inputs() -> None:
+    Doubled.seen = []
+    with cuda_semantics(), autocast_region(BF16):
+        x = meta(2, 2, dtype=BF16, grad=True)
+        Doubled.apply(x, (meta(2, 2, dtype=FP16), meta(2, 2, dtype=FP64))).sum().backward()
+    assert Doubled.seen == [FP32, FP32, FP64, FP32, FP32]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_recomputes_under_autocast(reentrant: bool) -> None:
+    layer, dtypes = nn.Linear(4, 4, device="meta"), []
+
+    def block(x: Tensor) -> Tensor:
+        y: Tensor = layer(x)
+        dtypes.append(y.dtype)
+        return y.relu()
+
+    generator = torch.get_rng_state()
+    with cuda_semantics():
+        with autocast_region(BF16):
+            out = torch.utils.checkpoint.checkpoint(block, meta(2, 4, grad=True), use_reentrant=reentrant)
+        out.float().sum().backward()
+    assert dtypes == [BF16, BF16]
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype is FP32
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_grad_scaler_is_enabled() -> None:
+    with cuda_semantics():
+        scaler = torch.amp.GradScaler("cuda")
+        assert scaler.is_enabled()
+        scaled = scaler.scale(meta(1, grad=True).sum())
+    assert scaled.is_meta
+    assert scaled.grad_fn is not None
+
+
+# Dropout
+
+
+def test_dropout_keeps_a_boolean_mask() -> None:
+    x = meta(10, 100, grad=True)
+    with cuda_semantics():
+        kept, out = kept_for_backward(nn.Dropout(0.5), x)
+        assert kept == 10 * 100  # one byte for each element
+        assert out.shape == x.shape
+        assert F.dropout(x, 0.5, training=False) is x
+        assert F.dropout(x, 0.0) is x
+        out.sum().backward()
+    assert x.grad is not None
+    kept, _ = kept_for_backward(nn.Dropout(0.5), x)
+    assert kept == 4 * 10 * 100  # the CPU's floating noise
+
+
+# Attention
+
+
+def attention(
+    *, heads: int = 4, shared: int | None = None, tokens: int = 16, keys: int | None = None, head: int = 64,
+    dtype: torch.dtype = FP16, grad: bool = False, **options: Any,
+) -> Attention:  # fmt: skip
+    shape = (2, shared or heads, keys or tokens, head)
+    query = meta(2, heads, tokens, head, dtype=dtype, grad=grad)
+    return Attention(query, meta(*shape, dtype=dtype), meta(*shape, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "backend"),
+    [
+        (attention(), "flash"),
+        (attention(dtype=BF16, causal=True), "flash"),
+        (attention(dtype=BF16, capability=(7, 5)), "math"),
+        (attention(dtype=FP16, capability=(7, 5)), "efficient"),
+        (attention(dtype=FP32), "efficient"),
+        (attention(dtype=FP64), "math"),
+        (attention(mask=meta(16, 16, dtype=torch.bool)), "efficient"),
+        (attention(causal=True, keys=32), "efficient"),
+        (attention(head=60), "flash"),  # padded to 64
+        (attention(head=60, dtype=FP32), "efficient"),  # a multiple of 4
+        (attention(head=62, dtype=FP32), "math"),
+        (attention(head=264), "efficient"),
+        (attention(head=200, grad=True, capability=(8, 6)), "efficient"),
+        (attention(head=200, capability=(8, 6)), "flash"),
+        (attention(head=256, grad=True, capability=(8, 9)), "flash"),
+        (attention(head=256, grad=True, capability=(8, 9), dropout=0.1), "efficient"),
+        (attention(heads=8, shared=2), "math"),
+        (attention(heads=8, shared=2, grouped=True), "flash"),
+        (attention(heads=8, shared=2, grouped=True, dtype=FP32), "math"),
+        (attention(capability=(9, 0)), "cudnn"),
+        (attention(capability=(9, 0), cudnn=91002), "flash"),
+        (attention(capability=(9, 0), head=192), "flash"),
+        (attention(capability=(9, 0), dropout=0.1), "flash"),  # cuDNN knows multiples of 1/16
+        (attention(capability=(9, 0), dropout=0.125), "cudnn"),
+    ],
+)
+def test_choice_of_attention(call: Attention, backend: str) -> None:
+    assert choose_backend(call) == backend
+
+
+def test_choice_honours_the_users_flags() -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        assert choose_backend(attention()) == "math"
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        assert choose_backend(attention()) == "efficient"
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        assert choose_backend(attention()) == "efficient"
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="attention kernel"):
+        choose_backend(attention(dtype=FP32))
+
+
+def grad_fn(**options: Any) -> str:
+    head, dtype = options.pop("head", 64), options.pop("dtype", FP16)
+    tensors = [meta(2, 4, 16, head, dtype=dtype, grad=True) for _ in range(3)]
+    with cuda_semantics():
+        out = F.scaled_dot_product_attention(*tensors, **options)
+        assert out.shape == tensors[0].shape
+        assert out.dtype is dtype
+        out.sum().backward()
+    assert all(t.grad is not None and t.grad.shape == t.shape for t in tensors)
+    return type(out.grad_fn).__name__
+
+
+def test_attention_runs_forward_and_backward() -> None:
+    assert grad_fn() == "ScaledDotProductFlashAttentionBackward0"
+    assert grad_fn(head=60) == "SliceBackward0"
+    assert grad_fn(dtype=FP32) == "ScaledDotProductEfficientAttentionBackward0"
+    assert grad_fn(attn_mask=meta(16, 16, dtype=torch.bool)) == "ScaledDotProductEfficientAttentionBackward0"
+    assert grad_fn(attn_mask=meta(4, 16, 16, dtype=FP16)) == "ScaledDotProductEfficientAttentionBackward0"
+    assert grad_fn(dtype=FP64, dropout_p=0.5) == "UnsafeViewBackward0"
+
+
+def test_flash_keeps_its_inputs_its_output_and_the_statistics() -> None:
+    class Attend(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x * 1, x * 1)
+
+    x = meta(2, 4, 16, 64, dtype=BF16, grad=True)
+    with cuda_semantics():
+        kept, _ = kept_for_backward(Attend(), x)
+    one = 2 * 2 * 4 * 16 * 64
+    generator = kept - (4 * one + 4 * 2 * 4 * 16)  # q, k, v, output; one float32 for each row
+    assert 0 <= generator <= 32  # seed and offset: two small tensors
+
+
+def test_attention_is_cast_by_autocast() -> None:
+    with cuda_semantics(), autocast_region(BF16):
+        out = F.scaled_dot_product_attention(*(meta(2, 4, 16, 64, grad=True) for _ in range(3)))
+    assert (out.dtype, type(out.grad_fn).__name__) == (BF16, "ScaledDotProductFlashAttentionBackward0")
+
+
+def test_math_attention_uses_the_fused_dropout() -> None:
+    class Attend(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    x = meta(2, 4, 16, 64, dtype=FP64, grad=True)
+    with cuda_semantics():
+        fused, _ = kept_for_backward(Attend(), x)
+    plain, _ = kept_for_backward(Attend(), x)
+    assert plain - fused == (8 - 1) * 2 * 4 * 16 * 16  # the mask: one byte for each score instead of a double
+
+
+def test_malformed_attention_fails_as_in_pytorch() -> None:
+    q = meta(2, 4, 16, 64)
+    with cuda_semantics():
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.scaled_dot_product_attention(q, q.half(), q)
+        with pytest.raises(RuntimeError, match="is_causal"):
+            F.scaled_dot_product_attention(q, q, q, attn_mask=meta(16, 16), is_causal=True)

@@ -1,0 +1,209 @@
+"""The trace of a forward: what is new memory, what is kept, and that PyTorch's own run says the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memsize.errors import ForwardError
+from memsize.folds import totals
+from memsize.record import Trace
+from memsize.tracing.feed import feed_from_data
+from memsize.tracing.run import Setup, run_forward
+from memsize.tracing.shadow import shadow
+from tests import models
+
+ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "small": (models.Small, lambda: torch.randn(2, 3, 32, 32)),
+    "tied": (models.Tied, lambda: torch.randint(0, 1065, (2, 16))),
+    "unused": (models.Unused, lambda: torch.randn(3, 100)),
+    "reused": (models.Reused, lambda: torch.randn(1, 16, 8, 8)),
+    "attention": (models.Attention, lambda: torch.randn(2, 7, 64)),
+    "direct": (models.Direct, lambda: torch.randn(1, 197, 768)),
+    "listed": (models.Listed, lambda: torch.randn(2, 100)),
+    "nested": (models.Nested, lambda: torch.randn(2, 10)),
+    "recurrent": (models.Recurrent, lambda: torch.randn(2, 5, 16)),
+    "detached": (models.Detached, lambda: torch.randn(2, 10)),
+    "looking": (models.Looking, lambda: torch.randn(2, 10)),
+    "residual": (models.Residual, lambda: torch.randn(2, 4, 8, 8)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(32, 4, batch_first=True), lambda: torch.randn(2, 6, 32)),
+    "group norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.GELU(), nn.AdaptiveAvgPool2d(1)),
+        lambda: torch.randn(2, 3, 9, 9),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_onednn() -> Iterator[None]:
+    """oneDNN's fused LSTM is the CPU's own affair: no other device has it."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(enabled)
+
+
+def forward(model: nn.Module, value: object, device: str = "meta", training: bool = True) -> Trace:
+    """The trace of one plain forward without CUDA's semantics, on `meta` or really computed on the CPU."""
+    if device == "meta":
+        twin, call = shadow(model), feed_from_data(value).call()
+    else:
+        twin, call = copy.deepcopy(model), ((value,), {})
+    return run_forward(Setup(type(model).__name__, "as-given", twin, call, training, device=device))
+
+
+def kept_by_pytorch(model: nn.Module, value: Tensor) -> int:
+    """Bytes that autograd keeps in a real run on the CPU: unique storages of saved tensors, parameters apart."""
+    kept: dict[int, int] = {}
+    held = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = model(value)
+    del result
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_keeps_what_autograd_keeps_on_the_cpu(name: str) -> None:
+    build, make = ZOO[name]
+    model, value = build(), make()
+    assert totals(forward(model, value)).saved_bytes == kept_by_pytorch(copy.deepcopy(model), value)
+
+
+# A CPU computes all of an LSTM's input gates ahead of its steps; no other device does.
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "recurrent"])
+def test_meta_and_real_runs_write_the_same_events(name: str) -> None:
+    build, make = ZOO[name]
+    model, value = build(), make()
+    planned, real = forward(model, value), forward(model, value, "cpu")
+    assert planned.layers == real.layers
+    assert _sizes(planned) == _sizes(real)
+
+
+def _sizes(trace: Trace) -> list[tuple[int, int, int]]:
+    """Every event as bytes, layer and phase, apart from storages of a few bytes."""
+    return [(event.delta, event.layer, event.phase) for event in trace.events]
+
+
+def test_in_place_results_and_views_bring_no_memory() -> None:
+    trace = forward(models.Small(), torch.randn(2, 3, 32, 32))
+    memory = {layer.path: [(output.memory, output.bytes) for output in layer.outputs] for layer in trace.layers}
+    assert memory["conv"] == [("new", 2 * 8 * 30 * 30 * 4)]
+    assert memory["relu"] == [("in place", 0)]
+    assert memory["flat"] == [("view", 0)]
+    assert memory[""] == [("passed", 0)]
+    # conv and norm 57,600 each, pool 2·8·15·15·4 = 14,400, dropout the same, head 2·10·4 = 80
+    assert totals(trace).output_bytes == 57_600 + 57_600 + 14_400 + 14_400 + 80
+
+
+def test_every_output_of_a_nested_result_is_listed() -> None:
+    trace = forward(models.Nested(), torch.randn(2, 10))
+    outputs = trace.layers[0].outputs
+    assert [str(output.spec) for output in outputs] == ["float32[2,10]", "float32[2,10]", "float32[2,3]"]
+    # The body's 80 bytes are the body's; the sigmoid's 80 are new here; the slice is a view.
+    assert [(output.memory, output.bytes) for output in outputs] == [("passed", 0), ("new", 80), ("view", 0)]
+
+
+def test_a_module_called_three_times_has_one_row() -> None:
+    trace = forward(models.Reused(), torch.randn(1, 16, 8, 8))
+    conv = trace.layers[1]
+    assert (conv.calls, conv.parameters, len(conv.outputs)) == (3, 2_320, 3)
+    assert conv.output_bytes == 3 * 16 * 8 * 8 * 4
+
+
+def test_tied_weights_are_stored_once_and_the_tie_is_named() -> None:
+    trace = forward(models.Tied(), torch.randint(0, 1065, (1, 16)))
+    assert (totals(trace).parameters, totals(trace).parameter_bytes) == (68_160, 272_640)
+    assert {tensor.name: tensor.tied_to for tensor in trace.tensors} == {
+        "embed.weight": None,
+        "head.weight": "embed.weight",
+    }
+
+
+def test_unused_parameters_and_cut_gradients_are_marked() -> None:
+    unused = {t.name: t.used for t in forward(models.Unused(), torch.randn(1, 100)).tensors}
+    assert unused == {
+        "first.weight": True,
+        "first.bias": True,
+        "idle.weight": False,
+        "idle.bias": False,
+        "second.weight": True,
+        "second.bias": True,
+    }
+    detached = {t.name: (t.used, t.differentiable) for t in forward(models.Detached(), torch.randn(1, 10)).tensors}
+    assert detached["first.weight"] == (True, False)
+    assert detached["first.bias"] == detached["second.weight"] == (True, True)
+
+
+def test_lazy_parameters_are_counted_once_they_have_a_shape() -> None:
+    model = models.Lazy()
+    trace = forward(model, torch.randn(2, 20))
+    assert (totals(trace).parameters, totals(trace).parameter_bytes) == (210, 840)
+    assert nn.parameter.is_lazy(model.body.weight)
+
+
+def test_an_encoder_in_eval_mode_takes_the_path_that_hooks_would_close() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    trace = forward(layer, torch.randn(2, 6, 32), training=False)
+    assert all(layer.calls for layer in trace.layers if layer.path in ("", "self_attn", "linear1"))
+
+
+def test_values_that_follow_from_shapes_are_known() -> None:
+    trace = forward(models.Looking(), torch.randn(2, 10))
+    assert str(trace.layers[0].outputs[0].spec) == "float32[2,4]"
+    assert trace.assumptions == ("every value is finite (isnan and isinf answer no)",)
+
+
+def test_a_decision_that_only_data_can_make_names_the_layer() -> None:
+    with pytest.raises(ForwardError, match="depends on the data") as caught:
+        forward(models.Deciding(), torch.randn(2, 10))
+    trace = caught.value.trace
+    assert trace is not None
+    assert trace.failure is not None
+    # What ran before is still there.
+    assert [layer.calls for layer in trace.layers] == [0, 1]
+
+
+def test_a_failure_says_what_the_layer_wanted_and_got() -> None:
+    with pytest.raises(ForwardError) as caught:
+        forward(models.Small(), torch.randn(2, 3, 16, 16))
+    message = str(caught.value)
+    # 16 → conv 14 → pool 7: 8·7·7 = 392 features where the head wants 8·15·15 = 1800.
+    assert "head (Linear)" in message
+    assert "float32[2,392]" in message
+    assert "in_features=1800" in message
+
+
+def test_an_undefined_attribute_names_the_users_line() -> None:
+    with pytest.raises(ForwardError, match=r"no attribute 'haed'[\s\S]*models\.py:\d+"):
+        forward(models.Forgetful(), torch.randn(2, 10))
+
+
+def test_batch_norm_that_refuses_one_value_offers_a_way_out() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4))
+    with pytest.raises(ForwardError, match=r"--batch-size 2, or --mode eval"):
+        forward(model, torch.randn(1, 3, 8, 8))
+
+
+def test_mixed_dtypes_fail_as_they_do_for_real() -> None:
+    model = nn.Sequential(nn.Linear(8, 8).half(), nn.Linear(8, 8))
+    with pytest.raises(ForwardError, match="dtype"):
+        forward(model, torch.randn(1, 8).half())
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
+def test_an_op_without_a_meta_kernel_runs_on_the_cpu_and_says_so() -> None:
+    model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 4)), {nn.Linear})
+    trace = forward(model, torch.randn(2, 8))
+    assert str(trace.layers[0].outputs[0].spec) == "float32[2,4]"
+    assert any("run on the CPU" in note for note in trace.notes)

@@ -1,0 +1,101 @@
+"""The user's model and the process are the same after a report as before, also after one that failed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memsize
+from tests import models
+
+
+def build_hooked() -> nn.Module:
+    model = models.Small().eval()
+    model.conv.register_forward_hook(lambda module, args, output: None)
+    model.norm.weight.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | str]] = {
+    "with hooks, in eval mode, partly frozen": (build_hooked, (3, 32, 32)),
+    "lazy": (models.Lazy, (20,)),
+    "fails half-way": (models.Forgetful, (10,)),
+    "wrong input": (models.Small, (3, 16, 16)),
+    "modules in a list": (models.Listed, (100,)),
+    "lstm": (models.Recurrent, (5, 16)),
+    "attention": (models.Attention, (7, 64)),
+    "spectral norm": (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(10, 10))), (10,)),
+    "parametrized": (lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(10, 10))), (10,)),
+}
+
+
+def state(model: nn.Module) -> list[object]:
+    """Everything of a model that a report could touch."""
+    seen: list[object] = []
+    for path, module in model.named_modules():
+        seen.append((path, type(module), id(module), module.training, sorted(vars(module))))
+        seen.append([list(table) for name, table in sorted(vars(module).items()) if name.endswith("_hooks")])
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        seen.append((name, id(tensor), tensor.requires_grad, tensor.device, tensor.dtype, type(tensor)))
+        if not nn.parameter.is_lazy(tensor):
+            seen.append((tensor._version, tensor.data_ptr(), tensor.detach().clone().tolist(), tensor.grad))
+    return seen
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_untouched(name: str) -> None:
+    build, size = MODELS[name]
+    model = build()
+    before = state(model)
+    with suppress(memsize.MemsizeError):
+        memsize.report(model, size, batch_size=2, scenarios="all")
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("name", ["with hooks, in eval mode, partly frozen", "fails half-way"])
+def test_the_process_is_untouched(name: str) -> None:
+    build, size = MODELS[name]
+    model = build()
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    before = list(process())
+    with suppress(memsize.MemsizeError):
+        memsize.report(model, size, batch_size=2, scenarios="all")
+    assert list(process()) == before
+
+
+def process() -> Iterator[object]:
+    """Global state that running a model may move."""
+    yield torch.get_rng_state().tolist()
+    yield random.getstate()
+    yield np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    yield torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    yield torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+    yield gc.isenabled(), list(warnings.filters)
+    yield torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+    yield (
+        torch.overrides._get_current_function_mode() if hasattr(torch.overrides, "_get_current_function_mode") else None
+    )
+
+
+def test_a_model_still_trains_after_its_report() -> None:
+    model = models.Small()
+    twin = copy.deepcopy(model)
+    memsize.report(model, (3, 32, 32), batch_size=2)
+    data = torch.randn(2, 3, 32, 32)
+    results = []
+    for each in (model, twin):
+        torch.manual_seed(0)
+        each(data).sum().backward()
+        results.append(each.head.weight.grad)
+    assert torch.equal(results[0], results[1])
