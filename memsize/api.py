@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from memsize.document import Report
@@ -46,13 +47,13 @@ def report(
     """
     asked = select(scenarios)
     say = progress or (lambda _: None)
-    name, model, notes = _loaded(model_or_target, arguments or {}, say)
-    feed = _feed(model, input_size, inputs, input_data, batch_size)
+    with _loaded(model_or_target, arguments or {}, say) as (name, model, notes):
+        feed = _feed(model, input_size, inputs, input_data, batch_size)
 
-    from memsize.study import Study
+        from memsize.study import Study
 
-    study = Study(name, model, feed, mode == "train", say)
-    return study.report(asked, default=scenarios is None, notes=notes)
+        study = Study(name, model, feed, mode == "train", say)
+        return study.report(asked, default=scenarios is None, notes=notes)
 
 
 def compare(before: Any, after: Any, input_size: InputSize | None = None, **options: Any) -> Comparison:
@@ -73,28 +74,31 @@ def _as_trace(subject: Any, input_size: InputSize | None, options: dict[str, Any
         return subject.trace
     if input_size is not None or options.get("inputs") or options.get("input_data") is not None:
         return report(subject, input_size, **({"scenarios": "as-given"} | options)).trace
-    name, model, _ = _loaded(subject, options.get("arguments") or {}, lambda _: None)
-    from memsize.tracing.run import stored_only
+    with _loaded(subject, options.get("arguments") or {}, lambda _: None) as (name, model, _):
+        from memsize.tracing.run import stored_only
 
-    return stored_only(name, model)
+        return stored_only(name, model)
 
 
+@contextmanager
 def _loaded(
-    subject: nn.Module | str, arguments: Mapping[str, object], say: Callable[[str], None]
-) -> tuple[str, nn.Module, tuple[str, ...]]:
+    subject: object, arguments: Mapping[str, object], say: Callable[[str], None]
+) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+    """The name, the model and what is to be said of it; while open, a target's own imports work as it expects."""
     if isinstance(subject, str):
         from memsize.loading import load
 
         say(f"loading {subject}")
         loaded = load(subject, arguments)
-        return loaded.name, loaded.module, loaded.notes
+        with loaded.importable():
+            yield loaded.name, loaded.module, loaded.notes
+        return
     from torch import nn
 
     if not isinstance(subject, nn.Module):
-        raise MemsizeError(
-            f"expected a torch.nn.Module or a target such as 'model.py:Test', got {type(subject).__name__}"
-        )
-    return type(subject).__name__, subject, ()
+        got = type(subject).__name__
+        raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
+    yield type(subject).__name__, subject, ()
 
 
 def _feed(

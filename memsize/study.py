@@ -15,7 +15,7 @@ from memsize.findings.rules import findings
 from memsize.fitting import Crossover, find_crossover
 from memsize.folds import totals
 from memsize.precision.modelled import modelled
-from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype
+from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype, gpu_semantics
 from memsize.record import Reading, Trace
 from memsize.scenario import SCENARIOS, Scenario
 from memsize.summaries import torchinfo_reading
@@ -88,8 +88,10 @@ class Study:
             call=self.feed.call(batch, recipe.floating),
             training=self.training,
             batch_size=batch,
-            region=recipe.region,
+            semantics=gpu_semantics,
+            autocast=recipe.autocast,
             rewrite=recipe.rewrite,
+            sizes=recipe.sizes,
         )
 
     def _evidence(self, given: Trace, results: Sequence[ScenarioResult]) -> Evidence:

@@ -7,9 +7,10 @@ float32).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,21 +26,20 @@ from memsize.semantics import autocast_region, cuda_semantics
 from memsize.tracing.feed import cast_floating
 from memsize.tracing.ledger import Ledger
 
-Region = Callable[[Ledger], AbstractContextManager[Any]]
-
 
 @dataclass(frozen=True)
 class Recipe:
     """A twin made ready for a scenario.
 
-    `floating` is the dtype that floating inputs come in (None: as they are), `region` what the forward runs in,
-    `rewrite` how the scenario stores the twin's tensors.
+    `floating` is the dtype that floating inputs come in (None: as they are), `autocast` the region of its forwards.
+    `rewrite` says how the scenario stores the twin's tensors, `sizes` what replaced parameters take, by name.
     """
 
     twin: nn.Module
     floating: torch.dtype | None
-    region: Region
-    rewrite: Callable[[tuple[StoredTensor, ...]], tuple[StoredTensor, ...]]
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    rewrite: Callable[[tuple[StoredTensor, ...]], tuple[StoredTensor, ...]] = lambda tensors: tensors
+    sizes: Mapping[str, int] = field(default_factory=dict)
     quantized: Quantized | None = None
 
 
@@ -54,9 +54,23 @@ def apply_scenario(twin: nn.Module, scenario: Scenario) -> Recipe:
     floating = _dtype(scenario.dtype) if scenario.recipe == "cast" or scenario.autocast else floating_dtype(twin)
     if scenario.recipe == "apex":
         floating = torch.float32
-    return Recipe(
-        twin, floating, _region(scenario), _with_masters if scenario.master_weights else lambda tensors: tensors
-    )
+    autocast = partial(autocast_region, _dtype(scenario.autocast)) if scenario.autocast else nullcontext
+    return Recipe(twin, floating, autocast, _with_masters if scenario.master_weights else _as_held)
+
+
+@contextmanager
+def gpu_semantics(ledger: Ledger, capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
+    """While open, PyTorch decides as it would for tensors on a GPU, and autocast's copies are marked in the ledger."""
+
+    def copied(source: torch.Tensor, copy: torch.Tensor) -> None:
+        ledger.mark(copy, "cast copy")
+
+    with cuda_semantics(capability=capability, autocast_observer=copied):
+        yield
+
+
+def _as_held(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:
+    return tensors
 
 
 def _with_masters(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:
@@ -116,24 +130,19 @@ def _cast_inputs_and_outputs(twin: nn.Module, dtype: torch.dtype) -> None:
     twin.forward = patched
 
 
-def _region(scenario: Scenario) -> Region:
-    autocast = None if scenario.autocast is None else _dtype(scenario.autocast)
-
-    @contextmanager
-    def region(ledger: Ledger) -> Iterator[None]:
-        def copied(source: torch.Tensor, copy: torch.Tensor) -> None:
-            ledger.mark(copy, "cast copy")
-
-        with cuda_semantics(autocast_observer=copied), nullcontext() if autocast is None else autocast_region(autocast):
-            yield
-
-    return region
-
-
 def _quantized(twin: nn.Module, scenario: Scenario) -> Recipe:
     layout = scenario.layout or ""
     if layout.startswith(TORCHAO):
         apply_torchao(twin, layout[len(TORCHAO) :])
-        return Recipe(twin, floating_dtype(twin), _region(scenario), lambda tensors: tensors)
-    quantized = apply_layout(twin.to(torch.float32), LAYOUTS[layout])
-    return Recipe(twin, torch.float32, _region(scenario), lambda tensors: stored_under(tensors, quantized), quantized)
+        return Recipe(twin, floating_dtype(twin))
+    if LAYOUTS[layout].packed:
+        # torch.ao converts float32 modules only; the others quantize a model in the dtype it has.
+        twin.to(torch.float32)
+    quantized = apply_layout(twin, LAYOUTS[layout])
+    return Recipe(
+        twin,
+        floating_dtype(twin) or torch.float32,
+        rewrite=partial(stored_under, quantized=quantized),
+        sizes={name: sum(part.bytes for part in parts) for name, parts in quantized.replaced.items()},
+        quantized=quantized,
+    )

@@ -8,7 +8,7 @@ call, and steps out. Forward hooks would do the same, but a module that has some
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from memsize.record import Memory, Output, TensorSpec
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.nest import tensors_in
+from memsize.tracing.reach import parameters_reached
 
 
 @dataclass(slots=True)
@@ -49,6 +50,10 @@ class Calls:
         self.ledger = ledger
         self.seen = [_seen(path, module) for path, module in twin.named_modules()]
         self.failed: Running | None = None
+        self.complete = False
+        """Whether the model returned once: the table shows its first forward, not those of later steps."""
+        self.kept: Set[int] = set()
+        self.reached: Set[int] = set()
         self._claimed: set[int] = set()
 
     @contextmanager
@@ -68,11 +73,10 @@ class Calls:
                 vars(module)["_compiled_call_impl"] = None
 
     def _call(self, index: int, module: nn.Module) -> Callable[..., Any]:
-        ledger = self.ledger
+        clock = self.ledger.clock
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            outer, ledger.layer = ledger.layer, index
-            start = ledger.count
+            outer, start = clock.enter(index), self.ledger.count
             given = [(tensor, _version(tensor)) for tensor in tensors_in((args, kwargs) if kwargs else args)]
             try:
                 result = module._call_impl(*args, **kwargs)
@@ -81,11 +85,31 @@ class Calls:
                     self.failed = Running(index, tuple(str(spec_of(tensor)) for tensor, _ in given))
                 raise
             finally:
-                ledger.layer = outer
-            self._returned(index, result, start, given)
+                clock.leave(outer)
+            if not self.complete:
+                self._returned(index, result, start, given)
             return result
 
-        return call
+        return self._model_call(call) if index == 0 else call
+
+    def _model_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of the model itself is the forward; what is alive when the first one returns is kept for backward."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            clock = self.ledger.clock
+            if clock.backward or clock.layer >= 0:
+                return call(*args, **kwargs)
+            with clock.during("forward"):
+                result = call(*args, **kwargs)
+                for tensor in tensors_in(result):
+                    self.ledger.mark(tensor, "output")
+            if not self.complete:
+                self.complete = True
+                self.kept = {reference.index for reference in self.ledger.live.values()}
+                self.reached = parameters_reached(tensors_in(result))
+            return result
+
+        return forward
 
     def _returned(self, index: int, result: Any, start: int, given: list[tuple[torch.Tensor, int]]) -> None:
         seen = self.seen[index]

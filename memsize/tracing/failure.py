@@ -23,7 +23,7 @@ _NO_META = re.compile(r"Could not run '(?P<op>[\w:.]+)'")
 def explain(error: Exception, calls: Calls, ledger: Ledger) -> Failure:
     """The layer that was running, what it was given, and the reason with advice where the cause is a known one."""
     running = calls.failed
-    seen = calls.seen[running.layer if running else 0]
+    seen = calls.seen[running.layer if running else max(0, ledger.clock.layer)]
     reason = _reason(error, seen)
     return Failure(seen.path, seen.type, ledger.last_op or None, running.inputs if running else (), reason)
 

@@ -7,13 +7,29 @@ each storage writes the event of its end. Nothing is summed here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
 
 from memsize.record import Event, Role, Storage
 from memsize.tracing.answers import DETACH, Answers, answers_itself
+from memsize.tracing.clock import Clock
+
+_aten = torch.ops.aten
+_MULTIPLIES = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.addbmm.default,
+        _aten.mv.default,
+        _aten.addmv.default,
+        _aten.dot.default,
+    }
+)
+"""Ops that cuBLAS computes."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -25,15 +41,16 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
 
 
 class Ledger(Answers):
-    """Events of one run. `layer` and `phase` are set by those who know (`calls`, `run`); -1 is outside every module.
+    """Events of one run, each with the phase and layer that the `clock` shows.
 
-    `device` is where the run's tensors live: ``"meta"``, or ``"cpu"`` for a run that really computes.
+    `device` is where the run's tensors live: ``"meta"``, or ``"cpu"`` for a run that really computes. `workspace` is
+    what cuBLAS takes for each thread that multiplies matrices (0: no GPU is meant): the forward's, and autograd's own.
     """
 
-    def __init__(self, device: str = "meta") -> None:
+    def __init__(self, device: str = "meta", workspace: int = 0) -> None:
         super().__init__(device)
-        self.layer = -1
-        self.phase = 0
+        self.clock = Clock()
+        self.workspace = workspace
         self.last_op = ""
         self.events: list[Event] = []
         self.live: dict[int, _StorageRef] = {}
@@ -46,6 +63,7 @@ class Ledger(Answers):
         self._dtypes: list[torch.dtype] = []
         self._shapes: list[tuple[int, ...]] = []
         self._saved_by: list[int] = []
+        self._handles: set[bool] = set()
 
     # -- what happens during the run ---------------------------------------------------------------------------------
 
@@ -54,7 +72,10 @@ class Ledger(Answers):
             return NotImplemented
         if func is DETACH:
             return self.values.carry(args[0], func(*args))
+        self.clock.tick()
         self.last_op = op = func._overloadpacket.__name__
+        if self.workspace and func in _MULTIPLIES:
+            self._take_workspace(op)
         self._mark_read(args)
         result = self.answer(func, args, kwargs or {})
         if isinstance(result, torch.Tensor):
@@ -76,10 +97,19 @@ class Ledger(Answers):
         if tensor.device == self.device and _address(tensor) not in self.live:
             self.enter(tensor, "temporary", op)
 
+    def _take_workspace(self, op: str) -> None:
+        """A thread's first matrix product makes a cuBLAS handle with its workspace, kept from then on."""
+        if self.clock.backward not in self._handles:
+            self._handles.add(self.clock.backward)
+            self._open("workspace", self.workspace, op, torch.uint8, (self.workspace,))
+
     # -- what others tell it ------------------------------------------------------------------------------------------
 
-    def enter(self, tensor: torch.Tensor, role: Role, op: str = "") -> int:
-        """Write down the storage of `tensor` if it is new; returns its index either way."""
+    def enter(self, tensor: torch.Tensor, role: Role, op: str = "", size: int | None = None) -> int:
+        """Write down the storage of `tensor` if it is new; returns its index either way.
+
+        `size` is what it takes on the GPU where that is not what it takes here (quantized weights).
+        """
         storage = _storage(tensor)
         if storage is None:
             return -1
@@ -87,25 +117,31 @@ class Ledger(Answers):
         found = self.live.get(address)
         if found is not None:
             return found.index
-        index = len(self._bytes)
+        held = storage.nbytes() if size is None else size
+        index = self._open(role, held, op, tensor.dtype, tuple(tensor.shape))
         reference = _StorageRef(storage, self._leave)
         reference.address, reference.index = address, index
         self.live[address] = reference
-        size = storage.nbytes()
+        return index
+
+    def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        index, clock = len(self._bytes), self.clock
         self._bytes.append(size)
         self._roles.append(role)
-        self._layers.append(self.layer)
+        self._layers.append(clock.layer)
         self._ops.append(op)
-        self._dtypes.append(tensor.dtype)
-        self._shapes.append(tuple(tensor.shape))
+        self._dtypes.append(dtype)
+        self._shapes.append(shape)
         self._saved_by.append(-1)
-        self.events.append(Event(index, size, self.phase, self.layer, op))
+        if size:
+            self.events.append(Event(index, size, clock.phase, clock.layer, op))
         return index
 
     def _leave(self, reference: Any) -> None:
         del self.live[reference.address]
-        index = reference.index
-        self.events.append(Event(index, -self._bytes[index], self.phase, self.layer, self.last_op))
+        size = self._bytes[reference.index]
+        if size:
+            self.events.append(Event(reference.index, -size, self.clock.phase, self.clock.layer, self.last_op))
 
     @staticmethod
     def addresses(tensor: torch.Tensor) -> set[int]:
@@ -130,7 +166,7 @@ class Ledger(Answers):
         """A pack hook (`torch.autograd.graph.saved_tensors_hooks`): autograd keeps `tensor` for backward."""
         index = self.index_of(tensor)
         if index >= 0 and self._saved_by[index] < 0 and self._roles[index] not in ("parameter", "buffer"):
-            self._saved_by[index] = self.layer
+            self._saved_by[index] = self.clock.layer
             if self._roles[index] == "temporary":
                 self._roles[index] = "activation"
         return tensor
@@ -150,11 +186,12 @@ class Ledger(Answers):
         """Stop listening: storages that end from now on are no events."""
         self.live.clear()
 
-    def storages(self) -> tuple[Storage, ...]:
-        """Everything that appeared, in order."""
+    def storages(self, kept: Set[int]) -> tuple[Storage, ...]:
+        """Everything that appeared, in order; `saved_by` is set for those in `kept` only."""
         names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(self._dtypes)}
         dtypes = [names[dtype] for dtype in self._dtypes]
-        columns = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes, self._saved_by)
+        saved_by = [by if by < 0 or index in kept else -1 for index, by in enumerate(self._saved_by)]
+        columns = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes, saved_by)
         return tuple(map(Storage, *columns))
 
 

@@ -1,10 +1,10 @@
-"""One forward of one twin under one scenario, as a `Trace`."""
+"""Runs of one twin under one scenario, as a `Trace`: what every run shares, and the plain forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,24 +13,23 @@ from torch.nn.parameter import is_lazy
 
 from memsize.errors import ForwardError
 from memsize.record import Failure, Layer, Storage, StoredTensor, Trace
-from memsize.stored import stored_tensors
+from memsize.stored import pieces, stored_tensors
 from memsize.tracing.calls import Calls, Seen
 from memsize.tracing.failure import explain
 from memsize.tracing.feed import Call, input_tensors
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.nest import tensors_in
 from memsize.tracing.quiet import undisturbed
-from memsize.tracing.reach import parameters_reached
-
-PHASES = ("setup", "forward")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What to run: a twin that is ours to run, its arguments, and the region its forward runs in.
+    """What to run: a twin that is ours to run, its arguments, and the regions that it runs in.
 
-    `region` is entered with the ledger already listening; it is given the ledger and may tell it of cast copies.
-    `rewrite` says how the scenario stores the twin's tensors where that is not how the twin itself holds them.
+    `semantics` is open during the whole run and may tell the ledger of cast copies, `autocast` during forwards and
+    losses. `rewrite` says how the scenario stores the twin's tensors where that is not how the twin itself holds them,
+    and `sizes` what such parameters take, by name. `masters` asks for float32 master weights in the optimizer,
+    `workspace` for cuBLAS workspaces of that many bytes.
     """
 
     model: str
@@ -40,8 +39,13 @@ class Setup:
     training: bool
     batch_size: int | None = None
     device: str = "meta"
-    region: Callable[[Ledger], AbstractContextManager[Any]] = lambda _: nullcontext()
+    semantics: Callable[[Ledger], AbstractContextManager[Any]] = lambda _: nullcontext()
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     rewrite: Callable[[tuple[StoredTensor, ...]], tuple[StoredTensor, ...]] = lambda tensors: tensors
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    masters: bool = False
+    scaled: bool = False
+    workspace: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -50,106 +54,124 @@ def run_forward(setup: Setup) -> Trace:
 
     Raises `ForwardError` when the model's own code fails; its `trace` holds the layers that ran.
     """
-    twin = setup.twin.train(setup.training)
-    if any(is_lazy(tensor) for tensor in (*twin.parameters(), *twin.buffers())):
-        _give_shapes(setup)
-    tensors = stored_tensors(twin)
-    ledger = Ledger(setup.device)
-    calls = Calls(twin, ledger)
-    _enter_inputs(ledger, twin, setup.call)
-    args, kwargs = setup.call
-    hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, lambda tensor: tensor)
-    with undisturbed():
-        try:
-            with torch.enable_grad(), calls.watched(), hooks, ledger, setup.region(ledger):
-                result = twin(*args, **kwargs)
-                for tensor in tensors_in(result):
-                    ledger.mark(tensor, "output")
-                kept = {reference.index for reference in ledger.live.values()}
-        except Exception as error:
-            failure = explain(error, calls, ledger)
-            alive = {reference.index for reference in ledger.live.values()}
-            partial = _trace(setup, calls, ledger, tensors, alive, failure)
-            raise ForwardError(_message(failure), partial) from error
-    tensors = _with_use(tensors, twin, ledger, parameters_reached(tensors_in(result)))
-    ledger.close()
-    return _trace(setup, calls, ledger, tensors, kept, None)
+    run = Run(setup)
+    with run.recording(), torch.enable_grad(), setup.autocast():
+        run.result = setup.twin(*setup.call[0], **setup.call[1])
+    return run.trace()
+
+
+def run_inference(setup: Setup) -> Trace:
+    """The trace of one forward without gradients, outputs freed as PyTorch frees them."""
+    run = Run(setup)
+    with run.recording(), torch.no_grad(), setup.autocast():
+        run.result = setup.twin(*setup.call[0], **setup.call[1])
+    return run.trace()
 
 
 def stored_only(name: str, model: nn.Module) -> Trace:
     """What `model` stores, as a trace without a run: layers and tensors, no calls, no outputs, no events."""
-    setup = Setup(name, "as-given", model, ((), {}), model.training)
-    ledger = Ledger()
-    return _trace(setup, Calls(model, ledger), ledger, stored_tensors(model), set(), None)
+    return Run(Setup(name, "as-given", model, ((), {}), model.training), enter=False).trace()
+
+
+class Run:
+    """One twin, its ledger and its calls: opened once with `recording`, then read as a `trace`."""
+
+    def __init__(self, setup: Setup, enter: bool = True) -> None:
+        self.setup = setup
+        self.result: Any = None
+        if enter:
+            setup.twin.train(setup.training)
+            if any(is_lazy(tensor) for tensor in (*setup.twin.parameters(), *setup.twin.buffers())):
+                _give_shapes(setup)
+        self.tensors = stored_tensors(setup.twin)
+        self.ledger = Ledger(setup.device, setup.workspace)
+        self.calls = Calls(setup.twin, self.ledger)
+        self._notes: list[str] = []
+        if enter:
+            self._enter_inputs()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While open, everything that runs is written down; a failure becomes a `ForwardError` with what ran before it."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, lambda tensor: tensor)
+        with undisturbed(), ExitStack() as regions:
+            try:
+                for region in (self.calls.watched(), hooks, self.ledger, self.setup.semantics(self.ledger)):
+                    regions.enter_context(region)
+                yield
+                regions.close()
+            except Exception as error:
+                failure = explain(error, self.calls, self.ledger)
+                self.calls.kept = {reference.index for reference in self.ledger.live.values()}
+                raise ForwardError(_message(failure), self.trace(failure)) from error
+
+    def note(self, text: str) -> None:
+        """Something that a reader must know about how the run was made."""
+        self._notes.append(text)
+
+    def trace(self, failure: Failure | None = None) -> Trace:
+        """What was written down so far."""
+        setup, ledger = self.setup, self.ledger
+        storages = ledger.storages(self.calls.kept)
+        tensors = self.tensors if failure or not self.calls.complete else self._with_use()
+        tensors = setup.rewrite(tensors)
+        trace = Trace(
+            model=setup.model,
+            scenario=setup.scenario,
+            training=setup.training,
+            batch_size=setup.batch_size,
+            torch=str(torch.__version__),
+            inputs=input_tensors(setup.call),
+            layers=_layers(self.calls.seen, tensors, storages, self.calls.kept),
+            tensors=tensors,
+            phases=tuple(ledger.clock.phases),
+            storages=storages,
+            events=tuple(ledger.events),
+            assumptions=tuple(ledger.values.assumptions),
+            notes=(*setup.notes, *self._notes, *ledger.values.notes),
+            failure=failure,
+        )
+        ledger.close()
+        return trace
+
+    def _enter_inputs(self) -> None:
+        twin, ledger = self.setup.twin, self.ledger
+        for name, parameter in twin.named_parameters():
+            if not is_lazy(parameter):
+                for _, piece in pieces(parameter):
+                    ledger.enter(piece, "parameter", size=self.setup.sizes.get(name))
+        for buffer in twin.buffers():
+            if not is_lazy(buffer):
+                for _, piece in pieces(buffer):
+                    ledger.enter(piece, "buffer")
+        for tensor in tensors_in(self.setup.call):
+            ledger.enter(tensor, "input")
+
+    def _with_use(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors with what the run showed of them: whether an op read them, whether a gradient reaches them."""
+        twin, ledger = self.setup.twin, self.ledger
+        held: dict[str, torch.Tensor] = dict(twin.named_parameters(remove_duplicate=False))
+        held |= dict(twin.named_buffers(remove_duplicate=False))
+
+        def seen(tensor: StoredTensor) -> StoredTensor:
+            source = held.get(tensor.name)
+            if source is None:
+                return tensor
+            used = not ledger.addresses(source).isdisjoint(ledger.read)
+            return replace(tensor, used=used, differentiable=id(source) in self.calls.reached)
+
+        return tuple(map(seen, self.tensors))
 
 
 def _give_shapes(setup: Setup) -> None:
     """One forward ahead of the run, in which lazy modules learn their shapes; why it fails is for the run to say."""
-    args, kwargs = setup.call
     ledger = Ledger(setup.device)
-    with suppress(Exception), undisturbed(), torch.no_grad(), ledger, setup.region(ledger):
-        setup.twin(*args, **kwargs)
-
-
-def _enter_inputs(ledger: Ledger, twin: nn.Module, call: Call) -> None:
-    for parameter in twin.parameters():
-        if not is_lazy(parameter):
-            ledger.enter(parameter, "parameter")
-    for buffer in twin.buffers():
-        if not is_lazy(buffer):
-            ledger.enter(buffer, "buffer")
-    for tensor in tensors_in(call):
-        ledger.enter(tensor, "input")
-    ledger.phase = 1
-
-
-def _with_use(
-    tensors: tuple[StoredTensor, ...], twin: nn.Module, ledger: Ledger, reached: set[int]
-) -> tuple[StoredTensor, ...]:
-    """`tensors` with what the run showed of them: whether an op read them, whether a gradient can reach them."""
-    held: dict[str, torch.Tensor] = dict(twin.named_parameters(remove_duplicate=False))
-    held |= dict(twin.named_buffers(remove_duplicate=False))
-
-    def seen(tensor: StoredTensor) -> StoredTensor:
-        source = held.get(tensor.name)
-        if source is None:
-            return tensor
-        used = not ledger.addresses(source).isdisjoint(ledger.read)
-        return replace(tensor, used=used, differentiable=id(source) in reached)
-
-    return tuple(seen(tensor) for tensor in tensors)
-
-
-def _trace(
-    setup: Setup,
-    calls: Calls,
-    ledger: Ledger,
-    tensors: tuple[StoredTensor, ...],
-    kept: set[int],
-    failure: Failure | None,
-) -> Trace:
-    storages = ledger.storages()
-    tensors = setup.rewrite(tensors)
-    return Trace(
-        model=setup.model,
-        scenario=setup.scenario,
-        training=setup.training,
-        batch_size=setup.batch_size,
-        torch=str(torch.__version__),
-        inputs=input_tensors(setup.call),
-        layers=_layers(calls.seen, tensors, storages, kept),
-        tensors=tensors,
-        phases=PHASES,
-        storages=storages,
-        events=tuple(ledger.events),
-        assumptions=tuple(ledger.values.assumptions),
-        notes=(*setup.notes, *ledger.values.notes),
-        failure=failure,
-    )
+    with suppress(Exception), undisturbed(), torch.no_grad(), ledger, setup.semantics(ledger), setup.autocast():
+        setup.twin(*setup.call[0], **setup.call[1])
 
 
 def _layers(
-    seen: list[Seen], tensors: Iterable[StoredTensor], storages: tuple[Storage, ...], kept: set[int]
+    seen: list[Seen], tensors: Iterable[StoredTensor], storages: tuple[Storage, ...], kept: Set[int]
 ) -> tuple[Layer, ...]:
     saved, cast = [0] * (len(seen) + 1), [0] * (len(seen) + 1)
     for index in kept:

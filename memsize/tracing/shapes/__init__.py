@@ -2,9 +2,9 @@
 
 PyTorch's own `meta` kernels are mostly written in Python. They take 50 µs to 3 ms per call, and the first use of one
 imports sympy or torch._dynamo, which takes as long as importing torch. A rule answers in a few microseconds, or returns
-NotImplemented where it isn't certain: for unusual arguments, and for wrong ones, so that PyTorch's kernel raises its own
-words. Rules give shape, dtype and strides as the CUDA kernels do; where CUDA differs from the `meta` kernel, the rule
-says so and names its source.
+NotImplemented where it isn't certain: for unusual arguments, and for wrong ones, so that PyTorch's kernel raises its
+own words. Rules give shape, dtype and strides as the CUDA kernels do; where CUDA differs from the `meta` kernel, the
+rule says so and names its source.
 
 `strides` is the arithmetic, `tensors` makes results, `registry` holds the table; every other file is one family of ops.
 """

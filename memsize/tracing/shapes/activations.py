@@ -6,28 +6,28 @@ from typing import Any
 
 import torch
 
-from memsize.tracing.shapes.registry import shape_rule
-from memsize.tracing.shapes.tensors import Tensor, are_alike, are_plain, elementwise, empty, like
+from memsize.tracing.shapes.registry import overloads, shape_rule
+from memsize.tracing.shapes.tensors import Tensor, are_alike, are_plain, elementwise, empty, like, mapped, overlaps
 
-_ONE_INPUT = (
-    "gelu silu mish elu celu selu hardswish hardsigmoid hardtanh leaky_relu softplus threshold softshrink hardshrink"
-).split()
-_IN_PLACE = "gelu_ silu_ mish_ elu_ celu_ selu_ hardswish_ hardsigmoid_ hardtanh_ leaky_relu_ threshold_".split()
-_GRADIENTS = "gelu mish hardswish hardsigmoid hardtanh leaky_relu softplus threshold sigmoid tanh".split()
+_IN_PLACE = "gelu silu mish elu celu selu hardswish hardsigmoid hardtanh leaky_relu threshold"
+_GRADIENTS = "gelu mish hardswish hardsigmoid hardtanh softplus sigmoid tanh"
 
 
+@shape_rule(*overloads(_IN_PLACE + " softplus softshrink hardshrink"))
 def _activation(tensor: Any, *_: Any, **__: Any) -> Any:
     if not are_plain(tensor) or not tensor.is_floating_point():
         return NotImplemented
-    return like(tensor)
+    return mapped(tensor)
 
 
+@shape_rule(*overloads(_IN_PLACE, "_"))
 def _activation_in_place(tensor: Any, *_: Any, **__: Any) -> Any:
-    if not are_plain(tensor) or not tensor.is_floating_point() or not tensor.is_contiguous():
+    if not are_plain(tensor) or not tensor.is_floating_point() or overlaps(tensor):
         return NotImplemented
     return tensor
 
 
+@shape_rule(*overloads(_GRADIENTS, "_backward"))
 def _gradient(grad: Any, tensor: Any, *_: Any, **__: Any) -> Any:
     if not are_plain(grad, tensor) or not are_alike(grad, tensor) or not grad.is_floating_point():
         return NotImplemented
@@ -36,6 +36,12 @@ def _gradient(grad: Any, tensor: Any, *_: Any, **__: Any) -> Any:
 
 def _or_not(tensor: Tensor | None) -> Any:
     return NotImplemented if tensor is None else tensor
+
+
+@shape_rule("aten::threshold_backward", "aten::leaky_relu_backward")
+def _gradient_by_input(grad: Any, tensor: Any, *_: Any) -> Any:
+    """These kernels read the input before the gradient, so that the input's strides decide (Activation.cpp)."""
+    return _gradient(tensor, grad)
 
 
 @shape_rule("aten::elu_backward")
@@ -111,15 +117,3 @@ def _dropout_backward(grad: Any, mask: Any, _scale: float) -> Any:
     if not are_plain(grad, mask) or mask.dtype is not torch.bool or grad.shape != mask.shape:
         return NotImplemented
     return like(grad)
-
-
-def _register() -> None:
-    for name in _ONE_INPUT:
-        shape_rule(f"aten::{name}")(_activation)
-    for name in _IN_PLACE:
-        shape_rule(f"aten::{name}")(_activation_in_place)
-    for name in _GRADIENTS:
-        shape_rule(f"aten::{name}_backward")(_gradient)
-
-
-_register()

@@ -22,7 +22,8 @@ def _fits(query: Any, key: Any, value: Any) -> bool:
         return False
     if not query.dim() == key.dim() == value.dim() == 4:
         return False
-    return query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3] and key.shape[:3] == value.shape[:3]
+    batch, width, keys = query.shape[0], query.shape[3], tuple(key.shape)
+    return keys[0] == batch and keys[3] == width and keys[:3] == tuple(value.shape[:3])
 
 
 def _by_length(shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -34,8 +35,8 @@ def _flash(
     query: Any, key: Any, value: Any, _dropout: float = 0.0, _causal: bool = False, debug: bool = False, *,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
-    """Output like the query, the log of each row's sum in float32, and the state of the random numbers: two 8-byte words
-    and an unused one (cuda/attention.cu, flash_api.cpp)."""
+    """Output like the query, the log of each row's sum in float32, and the state of the random numbers: two words of 8
+    bytes and an unused one (cuda/attention.cu, flash_api.cpp)."""
     if debug or torch.version.hip or not _fits(query, key, value) or value.shape[3] != query.shape[3]:
         return NotImplemented
     rows = query.shape[:3]

@@ -49,6 +49,8 @@ def output_shape(
         return None
     dimensions = zip(shape[2:], weight[2:], steps, pads, spread, strict=True)
     if transposed:
+        if any(more >= max(step, gap) for more, step, gap in zip(extra, steps, spread, strict=True)):
+            return None
         sizes = [transposed_size(*each, more) for each, more in zip(dimensions, extra, strict=True)]
     else:
         sizes = [forward_size(*each) for each in dimensions]
@@ -71,8 +73,8 @@ def _is_channels_last(tensor: Tensor, weight: Tensor) -> bool:
 
 @shape_rule("aten::convolution")
 def _convolution(
-    tensor: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any,
-    groups: int,
+    tensor: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int,
 ) -> Any:  # fmt: skip
     """PyTorch's `meta` kernel is always row-major; CUDA keeps channels last."""
     if not are_plain(tensor, weight, bias) or not are_alike(tensor, weight) or not tensor.is_floating_point():
@@ -85,8 +87,8 @@ def _convolution(
 
 @shape_rule("aten::convolution_backward")
 def _convolution_backward(
-    grad: Any, tensor: Any, weight: Any, bias_sizes: Any, _stride: Any, _padding: Any, _dilation: Any, _transposed: bool,
-    _output_padding: Any, _groups: int, mask: Any,
+    grad: Any, tensor: Any, weight: Any, bias_sizes: Any, _stride: Any, _padding: Any, _dilation: Any,
+    _transposed: bool, _output_padding: Any, _groups: int, mask: Any,
 ) -> Any:  # fmt: skip
     """Gradients in the format of the forward; one that is not asked for is None."""
     if not are_plain(grad, tensor, weight) or not are_alike(grad, tensor, weight):

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from memsize.tracing.shapes.registry import shape_rule
-from memsize.tracing.shapes.tensors import META, Tensor, are_plain, empty, formatted, like
-
-_LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli".split()
+from memsize.tracing.shapes.registry import overloads, shape_rule
+from memsize.tracing.shapes.tensors import META, Tensor, are_plain, empty, formatted, like, overlaps
 
 
+@shape_rule(*overloads("empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli"))
 def _made_like(
     tensor: Any, *_: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
     memory_format: Any = None, generator: Any = None,
@@ -48,6 +47,12 @@ def _to_copy(
     return _made_like(
         tensor, dtype=dtype, layout=layout, device=device, pin_memory=pin_memory, memory_format=memory_format
     )
+
+
+@shape_rule(*overloads("normal_ uniform_ exponential_"))
+def _filled_with_chance(tensor: Any, *_: Any, **__: Any) -> Any:
+    """In place, without drawing: initialisers run on `meta` parameters too."""
+    return tensor if are_plain(tensor) and tensor.is_floating_point() and not overlaps(tensor) else NotImplemented
 
 
 @shape_rule("aten::slice_backward", "aten::select_backward", "aten::diagonal_backward", "aten::unfold_backward")
@@ -119,11 +124,3 @@ def _moved(tensor: Any, *dims: Any) -> Any:
 def _triangle(tensor: Any, _diagonal: int = 0) -> Any:
     """Row-major (structured kernel, TriangularOps.cpp)."""
     return empty(tensor.shape, tensor.dtype) if are_plain(tensor) and tensor.dim() >= 2 else NotImplemented
-
-
-def _register() -> None:
-    for name in _LIKE:
-        shape_rule(f"aten::{name}")(_made_like)
-
-
-_register()

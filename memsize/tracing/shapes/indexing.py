@@ -12,11 +12,11 @@ import torch
 
 from memsize.tracing.shapes.registry import shape_rule
 from memsize.tracing.shapes.strides import Shape, broadcast
-from memsize.tracing.shapes.tensors import Tensor, are_alike, are_plain, empty, like
+from memsize.tracing.shapes.tensors import Tensor, are_alike, are_plain, empty, like, overlaps
 
 _WHOLE = (torch.int64, torch.int32)
 
-# -- embeddings -----------------------------------------------------------------------------------------------------------
+# -- embeddings -------------------------------------------------------------------------------------------------------
 
 
 @shape_rule("aten::embedding")
@@ -34,11 +34,11 @@ def _embedding_backward(grad: Any, indices: Any, count: int, _padding: int, _by_
     return empty((count, grad.shape[-1]), grad.dtype)
 
 
-# -- along one dimension --------------------------------------------------------------------------------------------------
+# -- along one dimension ----------------------------------------------------------------------------------------------
 
 
 def _has_dim(tensor: Tensor, dim: int) -> bool:
-    return 0 < tensor.dim() and -tensor.dim() <= dim < tensor.dim()
+    return bool(tensor.dim()) and -tensor.dim() <= dim < tensor.dim()
 
 
 @shape_rule("aten::index_select")
@@ -84,7 +84,7 @@ def _scatter(tensor: Any, dim: int, index: Any, source: Any) -> Any:
 
 @shape_rule("aten::scatter_.src", "aten::scatter_.value", "aten::scatter_add_")
 def _scatter_in_place(tensor: Any, dim: int, index: Any, source: Any) -> Any:
-    return tensor if _scatters(tensor, dim, index, source) and 0 not in tensor.stride() else NotImplemented
+    return tensor if _scatters(tensor, dim, index, source) and not overlaps(tensor) else NotImplemented
 
 
 @shape_rule("aten::index_add", "aten::index_copy")
@@ -98,7 +98,7 @@ def _index_add(tensor: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1
     return empty(tensor.shape, tensor.dtype)
 
 
-# -- advanced indexing ----------------------------------------------------------------------------------------------------
+# -- advanced indexing ------------------------------------------------------------------------------------------------
 
 
 def indexed_shape(shape: Shape, indices: Sequence[Shape | None]) -> tuple[int, ...] | None:
@@ -126,7 +126,7 @@ def _shape_at(tensor: Any, indices: Any) -> tuple[int, ...] | None:
 def _index(tensor: Any, indices: Any) -> Any:
     """Row-major where everything is; other layouts are sorted like an elementwise op's, which PyTorch's kernel does."""
     shape = _shape_at(tensor, indices)
-    if shape is None or not all([t is None or t.is_contiguous() for t in (tensor, *indices)]):
+    if shape is None or not all(t is None or t.is_contiguous() for t in (tensor, *indices)):
         return NotImplemented
     return empty(shape, tensor.dtype)
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from memsize.tracing.shapes import strides as layout
-from memsize.tracing.shapes.registry import shape_rule
+from memsize.tracing.shapes.registry import overloads, shape_rule
 from memsize.tracing.shapes.tensors import Tensor, are_alike, are_plain, elementwise, empty
 
 _UNREDUCED = 0
 
-# -- softmax --------------------------------------------------------------------------------------------------------------
+# -- softmax ----------------------------------------------------------------------------------------------------------
 
 
 @shape_rule("aten::_softmax", "aten::_log_softmax")
@@ -45,7 +45,7 @@ def _has_dim(tensor: Tensor, dim: int) -> bool:
     return -rank <= dim < rank
 
 
-# -- negative log-likelihood ----------------------------------------------------------------------------------------------
+# -- negative log-likelihood ------------------------------------------------------------------------------------------
 
 
 def _fits_classes(tensor: Any, target: Any, weight: Any) -> bool:
@@ -77,15 +77,17 @@ def _nll_loss_backward(
     return empty(tensor.shape, tensor.dtype)
 
 
-# -- differences ----------------------------------------------------------------------------------------------------------
+# -- differences ------------------------------------------------------------------------------------------------------
 
 
+@shape_rule(*overloads("mse_loss smooth_l1_loss huber_loss"))
 def _difference(tensor: Any, target: Any, reduction: int = 1, *_: Any) -> Any:
     if not are_plain(tensor, target) or not are_alike(tensor, target) or not tensor.is_floating_point():
         return NotImplemented
     return _reduced(reduction, tensor, target)
 
 
+@shape_rule(*overloads("mse_loss smooth_l1_loss huber_loss", "_backward"))
 def _difference_backward(grad: Any, tensor: Any, target: Any, *_: Any) -> Any:
     if not are_plain(grad, tensor, target) or not are_alike(grad, tensor, target):
         return NotImplemented
@@ -123,12 +125,3 @@ def _logits_cross_entropy(
     if not are_plain(weight, positive) or tensor.shape != target.shape:
         return NotImplemented
     return _difference(tensor, target, reduction)
-
-
-def _register() -> None:
-    for name in ("mse_loss", "smooth_l1_loss", "huber_loss"):
-        shape_rule(f"aten::{name}")(_difference)
-        shape_rule(f"aten::{name}_backward")(_difference_backward)
-
-
-_register()

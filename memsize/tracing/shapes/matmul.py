@@ -1,4 +1,4 @@
-"""Matrix products. Every output is a new row-major tensor (ATen/native/LinearAlgebra.cpp), whatever the operands' strides."""
+"""Matrix products. Every output is new and row-major, whatever the operands' strides (ATen LinearAlgebra.cpp)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from memsize.tracing.shapes.tensors import are_alike, are_plain, empty
 
 
 def product(one: Shape, other: Shape) -> tuple[int, ...] | None:
-    """``(n, k) @ (k, m) -> (n, m)``, also in batches of one size, and ``(n, k) @ (k,) -> (n,)``; None: they don't fit."""
+    """``(n, k) @ (k, m) -> (n, m)``, also in batches of one size, and ``(n, k) @ (k,) -> (n,)``.
+
+    None for operands that don't fit.
+    """
     rank = len(one)
     if len(other) == 1:
         return (one[0],) if rank == 2 and one[1] == other[0] else None

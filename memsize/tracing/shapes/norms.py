@@ -5,7 +5,6 @@ Statistics of half-precision inputs are float32. Running statistics are written 
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from memsize.tracing.shapes.tensors import (
     like,
 )
 
-# -- batch norm -----------------------------------------------------------------------------------------------------------
+# -- batch norm -------------------------------------------------------------------------------------------------------
 
 
 def _fits_channels(tensor: Any, *per_channel: Any) -> bool:
@@ -102,7 +101,7 @@ def _cudnn_batch_norm_backward(
     return result, empty(weight.shape, weight.dtype), empty(weight.shape, weight.dtype)
 
 
-# -- layer norm and RMS norm ----------------------------------------------------------------------------------------------
+# -- layer norm and RMS norm ------------------------------------------------------------------------------------------
 
 
 def statistics_shape(shape: Shape, normalized: Shape) -> tuple[int, ...] | None:
@@ -163,7 +162,7 @@ def _rms_norm_backward(grad: Any, tensor: Any, normalized: Any, _rstd: Any, weig
     )
 
 
-# -- group norm -----------------------------------------------------------------------------------------------------------
+# -- group norm -------------------------------------------------------------------------------------------------------
 
 
 @shape_rule("aten::native_group_norm")
@@ -198,15 +197,15 @@ def _group_norm_backward(
     )
 
 
-# -- weight norm ----------------------------------------------------------------------------------------------------------
+# -- weight norm ------------------------------------------------------------------------------------------------------
 
 
 @shape_rule("aten::_weight_norm_interface")
 def _weight_norm(direction: Any, length: Any, dim: int = 0) -> Any:
     """The weight, and the norms that backward needs, in the accumulation's dtype (cuda/WeightNorm.cu)."""
-    if not are_plain(direction, length) or length.numel() != direction.shape[dim] or dim not in (0, direction.dim() - 1):
+    if not are_plain(direction, length) or dim not in (0, direction.dim() - 1):
         return NotImplemented
-    if not direction.is_contiguous() or prod(direction.shape) == 0:
+    if length.numel() != direction.shape[dim] or not direction.is_contiguous() or not direction.numel():
         return NotImplemented
     return empty(direction.shape, direction.dtype), empty(length.shape, accumulation(length.dtype))
 

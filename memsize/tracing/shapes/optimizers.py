@@ -6,23 +6,18 @@ A list has one entry per parameter, so a rule does as little per entry as it can
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import torch
 
-from memsize.tracing.shapes.registry import shape_rule
+from memsize.tracing.shapes.registry import overloads, shape_rule
 from memsize.tracing.shapes.tensors import META, Tensor, empty
 
 _UNARY = (
-    "abs neg sqrt rsqrt reciprocal exp log sign sigmoid tanh floor ceil round trunc cos sin zero erf expm1 log1p log2 log10"
-).split()
-_OVERLOADS = {
-    "Scalar ScalarList List Tensor": "add mul div",
-    "Scalar ScalarList List": "sub maximum minimum clamp_min clamp_max pow lerp",
-    "Scalar ScalarList Tensor": "addcmul addcdiv",
-}
-_FUSED = "adam adamw sgd adagrad".split()
+    "abs neg sqrt rsqrt reciprocal exp expm1 log log1p log2 log10 sign sigmoid tanh floor ceil round trunc cos sin erf"
+)
+_BINARY = "sub maximum minimum clamp_min clamp_max pow lerp add mul div"
+_WITH_ONE_VALUE = "add mul div addcmul addcdiv"
 
 
 def _fit(tensors: Any, *others: Any) -> bool:
@@ -48,10 +43,24 @@ def _go_together(tensors: Sequence[Tensor], other: Any) -> bool:
     )
 
 
+def _list_ops(ending: str) -> tuple[str, ...]:
+    """The overloads of the list ops, whose names end in `ending`: ``"_"`` in place."""
+    names = {
+        _UNARY: ("",),
+        _BINARY: (".Scalar", ".ScalarList", ".List"),
+        _WITH_ONE_VALUE: (".Tensor",),
+        "addcmul addcdiv": (".Scalar", ".ScalarList"),
+    }
+    every = [overloads(each, *(ending + suffix for suffix in suffixes)) for each, suffixes in names.items()]
+    return tuple(name.replace("::", "::_foreach_") for group in every for name in group)
+
+
+@shape_rule(*_list_ops("_"), "aten::_foreach_zero_")
 def _in_place(tensors: Any, *others: Any, **options: Any) -> Any:
     return None if _fit(tensors, *others, *options.values()) else NotImplemented
 
 
+@shape_rule(*_list_ops(""))
 def _out_of_place(tensors: Any, *others: Any, **options: Any) -> Any:
     return _new_list(tensors) if _fit(tensors, *others, *options.values()) else NotImplemented
 
@@ -85,23 +94,9 @@ def _copy(tensors: Any, sources: Any, non_blocking: bool = False) -> Any:
     return None if fits else NotImplemented
 
 
+@shape_rule(*overloads("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_", "", ".tensor_lr"))
 def _fused(parameters: Any, gradients: Any, *states: Any, **_: Any) -> Any:
-    """A fused optimizer writes its lists in place and makes nothing. `states` may be empty; step counts have no shape."""
+    """A fused optimizer writes its lists in place and makes nothing. A list of states that it doesn't use is empty."""
     if not _fit(parameters) or len(gradients) != len(parameters):
         return NotImplemented
     return None if all(len(state) in (0, len(parameters)) for state in states) else NotImplemented
-
-
-def _register() -> None:
-    for name in _UNARY:
-        shape_rule(f"aten::_foreach_{name}_")(_in_place)
-        shape_rule(f"aten::_foreach_{name}")(_out_of_place)
-    for overloads, names in _OVERLOADS.items():
-        for name, overload in product(names.split(), overloads.split()):
-            shape_rule(f"aten::_foreach_{name}_.{overload}")(_in_place)
-            shape_rule(f"aten::_foreach_{name}.{overload}")(_out_of_place)
-    for name in _FUSED:
-        shape_rule(f"aten::_fused_{name}_", f"aten::_fused_{name}_.tensor_lr")(_fused)
-
-
-_register()

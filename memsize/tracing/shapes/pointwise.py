@@ -11,19 +11,25 @@ from typing import Any
 import torch
 
 from memsize.tracing.shapes import strides as layout
-from memsize.tracing.shapes.registry import Rule, shape_rule
-from memsize.tracing.shapes.tensors import Tensor, are_alike, are_plain, elementwise, like, sorted_elementwise
+from memsize.tracing.shapes.registry import Rule, overloads, shape_rule
+from memsize.tracing.shapes.tensors import (
+    Tensor,
+    are_alike,
+    are_plain,
+    elementwise,
+    empty,
+    mapped,
+    overlaps,
+    sorted_elementwise,
+)
 
 _FLOATING = (
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
     "sigmoid erf erfc erfinv reciprocal frac trunc ceil floor round logit digamma lgamma"
-).split()
-_SIGNED = "neg abs sign sgn relu".split()
-_ARITHMETIC = "add sub mul remainder fmod".split()
-_EXTREMES = "maximum minimum fmax fmin".split()
-_COMPARISONS = "eq ne lt le gt ge".split()
-_LOGICAL = "logical_and logical_or logical_xor".split()
-_BITWISE = "bitwise_and bitwise_or bitwise_xor".split()
+)
+_SIGNED = "neg abs sign sgn"
+_NUMBERS = (".Tensor", ".Scalar")
+_NUMBERS_IN_PLACE = ("_.Tensor", "_.Scalar")
 
 Promotion = Callable[[torch.dtype], "torch.dtype | None"]
 
@@ -38,6 +44,11 @@ def _floating(dtype: torch.dtype) -> torch.dtype | None:
     return None if dtype.is_complex else dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
+def _real(dtype: torch.dtype) -> torch.dtype | None:
+    """Powers of whole numbers depend on the exponent's sign."""
+    return dtype if dtype.is_floating_point else None
+
+
 def _integral(dtype: torch.dtype) -> torch.dtype | None:
     return None if dtype.is_floating_point or dtype.is_complex else dtype
 
@@ -46,38 +57,41 @@ def _truth(dtype: torch.dtype) -> torch.dtype | None:
     return None if dtype.is_complex else torch.bool
 
 
-# -- one input ------------------------------------------------------------------------------------------------------------
+# -- one input --------------------------------------------------------------------------------------------------------
 
 
+@shape_rule(*overloads(_FLOATING))
 def _unary(tensor: Any, *_: Any, **__: Any) -> Any:
     if not are_plain(tensor) or not tensor.is_floating_point():
         return NotImplemented
-    return like(tensor)
+    return mapped(tensor)
 
 
+@shape_rule(*overloads(_SIGNED), "aten::relu")
 def _signed(tensor: Any) -> Any:
     if not are_plain(tensor) or tensor.dtype is torch.bool:
         return NotImplemented
-    return like(tensor)
+    return mapped(tensor)
 
 
 @shape_rule("aten::bitwise_not")
 def _bitwise_not(tensor: Any) -> Any:
-    return like(tensor) if are_plain(tensor) and not tensor.is_floating_point() else NotImplemented
+    return mapped(tensor) if are_plain(tensor) and not tensor.is_floating_point() else NotImplemented
 
 
+@shape_rule(*overloads(_FLOATING, "_"), *overloads(_SIGNED, "_"))
 def _unary_in_place(tensor: Any, *_: Any, **__: Any) -> Any:
-    if not are_plain(tensor) or not tensor.is_floating_point() or _overlaps(tensor):
+    if not are_plain(tensor) or not tensor.is_floating_point() or overlaps(tensor):
         return NotImplemented
     return tensor
 
 
 @shape_rule("aten::logical_not", "aten::isnan", "aten::isinf", "aten::isfinite", "aten::signbit")
 def _truth_of(tensor: Any) -> Any:
-    return like(tensor, torch.bool) if are_plain(tensor) else NotImplemented
+    return mapped(tensor, torch.bool) if are_plain(tensor) else NotImplemented
 
 
-# -- two inputs -----------------------------------------------------------------------------------------------------------
+# -- two inputs -------------------------------------------------------------------------------------------------------
 
 
 def _operands(*values: Any) -> list[Tensor] | None:
@@ -131,20 +145,13 @@ def binary_in_place_rule(promote: Promotion) -> Rule:
 
     def rule(one: Any, other: Any, *_: Any, **options: Any) -> Any:
         tensors = _operands(one, other)
-        if not tensors or tensors[0] is not one or _overlaps(one):
+        if not tensors or tensors[0] is not one or overlaps(one):
             return NotImplemented
         dtype = promote(torch.result_type(one, other))
         fits = dtype is not None and torch.can_cast(dtype, one.dtype) and (dtype.is_floating_point or not options)
         return one if fits and _reaches(one, *tensors[1:]) else NotImplemented
 
     return rule
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether several elements share a place, which an op in place refuses."""
-    return 0 in tensor.stride() and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
 
 
 def _reaches(target: Tensor, *others: Tensor) -> bool:
@@ -155,7 +162,36 @@ def _reaches(target: Tensor, *others: Tensor) -> bool:
 
 _whole = binary_rule(_same)
 _quotient = binary_rule(_floating)
-shape_rule("aten::floor_divide")(_whole)
+_comparison = binary_rule(_truth)
+
+_ARITHMETIC = "add sub mul remainder fmod"
+_COMPARISONS = "eq ne lt le gt ge"
+_LOGICAL = "logical_and logical_or logical_xor"
+_BITWISE = "bitwise_and bitwise_or bitwise_xor"
+shape_rule(*overloads(_ARITHMETIC, *_NUMBERS), *overloads("maximum minimum fmax fmin floor_divide"))(_whole)
+_power = binary_rule(_real)
+shape_rule(*overloads("pow", ".Tensor_Tensor", ".Tensor_Scalar"))(_power)
+shape_rule(*overloads("div", *_NUMBERS), *overloads("xlogy", ".Tensor", ".Scalar_Other", ".Scalar_Self"))(_quotient)
+shape_rule("aten::atan2")(_quotient)
+shape_rule(*overloads(_COMPARISONS, *_NUMBERS), *overloads(_LOGICAL))(_comparison)
+shape_rule(*overloads(_BITWISE, *_NUMBERS))(binary_rule(_integral))
+shape_rule(*overloads(_ARITHMETIC, *_NUMBERS_IN_PLACE))(binary_in_place_rule(_same))
+shape_rule(*overloads("pow", *_NUMBERS_IN_PLACE))(binary_in_place_rule(_real))
+shape_rule(*overloads("div", *_NUMBERS_IN_PLACE))(binary_in_place_rule(_floating))
+shape_rule(*overloads(_COMPARISONS, *_NUMBERS_IN_PLACE), *overloads(_LOGICAL, "_"))(binary_in_place_rule(_truth))
+shape_rule(*overloads(_BITWISE, *_NUMBERS_IN_PLACE))(binary_in_place_rule(_integral))
+
+
+@shape_rule("aten::rsub.Tensor", "aten::rsub.Scalar")
+def _reversed_difference(one: Any, other: Any, *_: Any, **options: Any) -> Any:
+    return _whole(other, one, **options)
+
+
+@shape_rule("aten::pow.Scalar")
+def _power_of_number(base: Any, exponent: Any) -> Any:
+    """Row-major, whatever the exponent's strides (Pow.cpp)."""
+    result = _power(base, exponent)
+    return result if result is NotImplemented else empty(result.shape, result.dtype)
 
 
 @shape_rule("aten::div.Tensor_mode", "aten::div.Scalar_mode")
@@ -164,7 +200,7 @@ def _rounded_quotient(one: Any, other: Any, *, rounding_mode: str | None) -> Any
     return (_whole if rounding_mode else _quotient)(one, other)
 
 
-# -- three inputs ---------------------------------------------------------------------------------------------------------
+# -- three inputs -----------------------------------------------------------------------------------------------------
 
 
 @shape_rule("aten::where.self")
@@ -190,7 +226,7 @@ def _blended_in_place(one: Any, two: Any, three: Any = None, **_: Any) -> Any:
     tensors = _operands(one, two, three)
     if not tensors or tensors[0] is not one or not are_alike(*tensors) or not one.is_floating_point():
         return NotImplemented
-    return one if _reaches(one, *tensors[1:]) and not _overlaps(one) else NotImplemented
+    return one if _reaches(one, *tensors[1:]) and not overlaps(one) else NotImplemented
 
 
 @shape_rule("aten::masked_fill.Scalar", "aten::masked_fill.Tensor")
@@ -201,7 +237,7 @@ def _masked_fill(tensor: Any, mask: Any, value: Any) -> Any:
     shape = layout.broadcast((tensor.shape, mask.shape))
     if shape is None or not torch.can_cast(torch.result_type(tensor, value), tensor.dtype):
         return NotImplemented
-    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    return empty(shape, tensor.dtype)
 
 
 @shape_rule("aten::masked_fill_.Scalar", "aten::masked_fill_.Tensor")
@@ -209,20 +245,20 @@ def _masked_fill_in_place(tensor: Any, mask: Any, value: Any) -> Any:
     if not are_plain(tensor, mask) or mask.dtype is not torch.bool or _operands(value) is None:
         return NotImplemented
     fits = torch.can_cast(torch.result_type(tensor, value), tensor.dtype)
-    return tensor if fits and _reaches(tensor, mask) and not _overlaps(tensor) else NotImplemented
+    return tensor if fits and _reaches(tensor, mask) and not overlaps(tensor) else NotImplemented
 
 
-# -- bounds ---------------------------------------------------------------------------------------------------------------
+# -- bounds -----------------------------------------------------------------------------------------------------------
 
 
 @shape_rule("aten::clamp", "aten::clamp_min", "aten::clamp_max")
 def _clamp(tensor: Any, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> Any:
-    return like(tensor) if _bounded(tensor, low, high, min, max) else NotImplemented
+    return mapped(tensor) if _bounded(tensor, low, high, min, max) else NotImplemented
 
 
 @shape_rule("aten::clamp_", "aten::clamp_min_", "aten::clamp_max_")
 def _clamp_in_place(tensor: Any, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> Any:
-    return tensor if _bounded(tensor, low, high, min, max) and not _overlaps(tensor) else NotImplemented
+    return tensor if _bounded(tensor, low, high, min, max) and not overlaps(tensor) else NotImplemented
 
 
 def _bounded(tensor: Any, *bounds: Any) -> bool:
@@ -239,35 +275,4 @@ shape_rule("aten::clamp_min_.Tensor", "aten::clamp_max_.Tensor")(binary_in_place
 
 @shape_rule("aten::nan_to_num")
 def _nan_to_num(tensor: Any, *_: Any, **__: Any) -> Any:
-    return like(tensor) if are_plain(tensor) else NotImplemented
-
-
-# -- the table of names ---------------------------------------------------------------------------------------------------
-
-
-def _register() -> None:
-    for name in _FLOATING:
-        shape_rule(f"aten::{name}")(_unary)
-        shape_rule(f"aten::{name}_")(_unary_in_place)
-    for name in _SIGNED:
-        shape_rule(f"aten::{name}")(_signed)
-    for name in ("neg", "abs", "sign", "sgn"):
-        shape_rule(f"aten::{name}_")(_unary_in_place)
-    for names, promote in ((_ARITHMETIC, _same), (["div"], _floating), (_COMPARISONS, _truth), (_BITWISE, _integral)):
-        for name in names:
-            shape_rule(f"aten::{name}.Tensor", f"aten::{name}.Scalar")(binary_rule(promote))
-            shape_rule(f"aten::{name}_.Tensor", f"aten::{name}_.Scalar")(binary_in_place_rule(promote))
-    for name in _LOGICAL:
-        shape_rule(f"aten::{name}")(binary_rule(_truth))
-        shape_rule(f"aten::{name}_")(binary_in_place_rule(_truth))
-    for name in _EXTREMES:
-        shape_rule(f"aten::{name}")(binary_rule(_same))
-    shape_rule("aten::rsub.Tensor", "aten::rsub.Scalar")(binary_rule(_same))
-    shape_rule("aten::pow.Tensor_Tensor", "aten::pow.Tensor_Scalar", "aten::pow.Scalar")(binary_rule(_same))
-    shape_rule("aten::pow_.Tensor", "aten::pow_.Scalar")(binary_in_place_rule(_same))
-    shape_rule("aten::atan2", "aten::xlogy.Tensor", "aten::xlogy.Scalar_Other", "aten::xlogy.Scalar_Self")(
-        binary_rule(_floating)
-    )
-
-
-_register()
+    return mapped(tensor) if are_plain(tensor) else NotImplemented

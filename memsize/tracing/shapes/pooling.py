@@ -58,8 +58,10 @@ def _formatted(shape: Shape, dtype: torch.dtype, source: Tensor) -> Tensor:
 
 
 def _max_pool(rank: int, tensor: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
-    shape = pooled_shape(tensor.shape, rank, kernel, stride, padding, dilation, ceil_mode) if _is_image(tensor) else None
-    if shape is None or (rank == 3 and is_channels_last(tensor)):
+    if not _is_image(tensor) or (rank == 3 and is_channels_last(tensor)):
+        return NotImplemented
+    shape = pooled_shape(tensor.shape, rank, kernel, stride, padding, dilation, ceil_mode)
+    if shape is None:
         return NotImplemented
     return _formatted(shape, tensor.dtype, tensor), _formatted(shape, torch.int64, tensor)
 

@@ -89,7 +89,7 @@ def _deviation_and_mean(tensor: Any, dims: Dims = None, *, correction: Any = Non
 
 @shape_rule("aten::logsumexp")
 def _logsumexp(tensor: Any, dims: Dims, keepdim: bool = False) -> Any:
-    return _reduced(tensor, dims, keepdim, tensor.dtype) if _is_floating(tensor) else NotImplemented
+    return _reduced(tensor, dims, keepdim, tensor.dtype) if _is_floating(tensor) and dims else NotImplemented
 
 
 @shape_rule("aten::linalg_vector_norm")
@@ -149,7 +149,7 @@ def _truth_of_all(tensor: Any) -> Any:
     return _truth(tensor)
 
 
-# -- scans and sorting ----------------------------------------------------------------------------------------------------
+# -- scans and sorting ------------------------------------------------------------------------------------------------
 
 
 @shape_rule("aten::cumsum", "aten::cumprod")

@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 Rule = Callable[..., Any]
-"""Takes an op's own arguments; returns what it would return on CUDA, or NotImplemented where it can't tell for certain."""
+"""Takes an op's own arguments; returns what it would return on CUDA, NotImplemented where it can't tell for certain."""
 
 _R = TypeVar("_R", bound=Rule)
 TABLE: dict[str, Rule] = {}
@@ -26,6 +26,11 @@ def shape_rule(*names: str) -> Callable[[_R], _R]:
         return rule
 
     return register
+
+
+def overloads(names: str, *suffixes: str) -> tuple[str, ...]:
+    """Overloads of several ATen ops: ``overloads("add sub", ".Scalar")`` names ``aten::add.Scalar`` and the other."""
+    return tuple(f"aten::{name}{suffix}" for name in names.split() for suffix in suffixes or ("",))
 
 
 class Rules(Mapping[OpOverload, Rule]):

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from memsize.tracing.shapes.convolution import forward_size
-from memsize.tracing.shapes.registry import Rule, shape_rule
+from memsize.tracing.shapes.registry import Rule, overloads, shape_rule
 from memsize.tracing.shapes.strides import Shape
 from memsize.tracing.shapes.tensors import are_alike, are_plain, empty, formatted, is_channels_last
 
 _INTERPOLATIONS = {
-    1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
-    2: (
-        "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d",
-        "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-    ),
-    3: ("upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d"),
-}  # fmt: skip
+    1: "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d",
+    2: "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa "
+    "_upsample_bicubic2d_aa",
+    3: "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
+}
 
 
 def _interpolation_rule(rank: int) -> Rule:
@@ -85,14 +83,12 @@ def _shuffled(tensor: Any, shape: Shape) -> Any:
     return NotImplemented if is_channels_last(tensor) else empty(shape, tensor.dtype)
 
 
-# -- patches --------------------------------------------------------------------------------------------------------------
+# -- patches ----------------------------------------------------------------------------------------------------------
 
 
 def patches(shape: Sequence[int], kernel: Any, dilation: Any, padding: Any, stride: Any) -> int:
     """Places where a kernel fits on an image (height, width): as many as a convolution has outputs."""
-    rows, columns = (
-        forward_size(*each) for each in zip(shape, kernel, stride, padding, dilation, strict=True)
-    )  # fmt: skip
+    rows, columns = (forward_size(*each) for each in zip(shape, kernel, stride, padding, dilation, strict=True))
     return rows * columns if rows > 0 and columns > 0 else 0
 
 
@@ -101,7 +97,9 @@ def _im2col(tensor: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) 
     if not are_plain(tensor) or tensor.dim() != 4 or 0 in tensor.shape:
         return NotImplemented
     count = _count(tensor.shape[2:], kernel, dilation, padding, stride)
-    return empty((tensor.shape[0], tensor.shape[1] * kernel[0] * kernel[1], count), tensor.dtype) if count else NotImplemented
+    if not count:
+        return NotImplemented
+    return empty((tensor.shape[0], tensor.shape[1] * kernel[0] * kernel[1], count), tensor.dtype)
 
 
 @shape_rule("aten::col2im")
@@ -121,11 +119,6 @@ def _count(shape: Shape, kernel: Any, dilation: Any, padding: Any, stride: Any) 
     return patches(shape, *lists)
 
 
-def _register() -> None:
-    for rank, names in _INTERPOLATIONS.items():
-        for name in names:
-            shape_rule(f"aten::{name}")(_interpolation_rule(rank))
-            shape_rule(f"aten::{name}_backward")(_interpolation_backward_rule(rank))
-
-
-_register()
+for _rank, _names in _INTERPOLATIONS.items():
+    shape_rule(*overloads(_names))(_interpolation_rule(_rank))
+    shape_rule(*overloads(_names, "_backward"))(_interpolation_backward_rule(_rank))

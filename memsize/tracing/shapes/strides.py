@@ -72,7 +72,7 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
 
 
 def like(shape: Shape, strides: Shape) -> tuple[int, ...]:
-    """The strides of `torch.empty_like`: those of a dense tensor, else a dense tensor in the same order of dimensions."""
+    """The strides of `torch.empty_like`: kept where dense, else made dense in the same order of dimensions."""
     return tuple(strides) if is_dense(shape, strides) else elementwise(shape, ((shape, strides),))
 
 

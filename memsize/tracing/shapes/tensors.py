@@ -36,6 +36,11 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device=META)
 
 
+def mapped(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The output of an elementwise op over one tensor: like it, except that dimensions of size 1 get plain strides."""
+    return empty(tensor.shape, dtype or tensor.dtype) if tensor.is_contiguous() else like(tensor, dtype)
+
+
 def formatted(shape: layout.Shape, dtype: torch.dtype, channels_last: bool) -> Tensor:
     """A new tensor, channels last or row-major."""
     return strided(shape, layout.channels_last(shape), dtype) if channels_last else empty(shape, dtype)
@@ -65,19 +70,26 @@ def are_plain(*tensors: Any) -> bool:
 def are_alike(*tensors: Tensor) -> bool:
     """Whether all of these have one dtype."""
     dtype = tensors[0].dtype
-    return all([t.dtype is dtype for t in tensors])
+    return all(t.dtype is dtype for t in tensors)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether several elements share a place, which an op in place refuses."""
+    return 0 in tensor.stride() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which CUDA kernels keep statistics of `dtype` (ATen/AccumulateType.h): float32 for half precision."""
+    """In which dtype CUDA kernels keep statistics of `dtype` (ATen/AccumulateType.h): float32 for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def elementwise(dtype: torch.dtype, *tensors: Tensor) -> Tensor | None:
     """The output of an elementwise op that reads `tensors`; None when their shapes don't go together.
 
-    Source: TensorIterator. Where all operands have one shape and are all row-major, all channels last or all laid out in
-    the same dense way, the output is too; elsewhere the strides are sorted.
+    Source: TensorIterator. Where all operands have one shape and are all row-major, all channels last or all laid out
+    in the same dense way, the output is too; elsewhere the strides are sorted.
     """
     first, *others = tensors
     shape: layout.Shape = first.shape
@@ -85,12 +97,12 @@ def elementwise(dtype: torch.dtype, *tensors: Tensor) -> Tensor | None:
         if other.shape != shape:
             joined = layout.broadcast([t.shape for t in tensors])
             return None if joined is None else sorted_elementwise(dtype, joined, *tensors)
-    if all([t.is_contiguous() for t in tensors]):
+    if all(t.is_contiguous() for t in tensors):
         return torch.empty(shape, dtype=dtype, device=META)
-    if len(shape) == 4 and all([t.is_contiguous(memory_format=torch.channels_last) for t in tensors]):
+    if len(shape) == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors):
         return strided(shape, layout.channels_last(shape), dtype)
     strides = first.stride()
-    if all([t.stride() == strides for t in others]) and layout.is_dense(shape, strides):
+    if all(t.stride() == strides for t in others) and layout.is_dense(shape, strides):
         return strided(shape, strides, dtype)
     return sorted_elementwise(dtype, shape, *tensors)
 

@@ -1,0 +1,90 @@
+"""Timing two things in turn, and one line of the table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Spent(NamedTuple):
+    """What one process took: seconds of wall time, and its peak resident memory in bytes."""
+
+    seconds: float
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One comparison. `target` is the most that `ratio` should be; None where there is only something to look at."""
+
+    what: str
+    ours: str
+    peer: str
+    theirs: str
+    ratio: float | None = None
+    target: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.ratio is None or self.target is None:
+            return ""
+        return "yes" if self.ratio <= self.target else "no"
+
+
+def compared(what: str, ours: float, peer: str, theirs: float, target: float | None = None) -> Line:
+    """Two times in seconds as a line; the ratio is ours ÷ theirs."""
+    return Line(what, seconds(ours), peer, seconds(theirs), ours / theirs, target)
+
+
+def in_turn(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """The median seconds of each of `calls`, called in turn `rounds` times, so that all see the same weather."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return [median(taken) for taken in times]
+
+
+def processes_in_turn(commands: Sequence[Sequence[str]], rounds: int, folder: Path = ROOT) -> list[Spent]:
+    """The medians of each of `commands` (arguments of this Python), run in turn as processes of their own."""
+    spent: list[list[Spent]] = [[] for _ in commands]
+    for _ in range(rounds):
+        for command, each in zip(commands, spent, strict=True):
+            each.append(_process(command, folder))
+    return [Spent(median(one.seconds for one in each), round(median(one.memory for one in each))) for each in spent]
+
+
+def _process(arguments: Sequence[str], folder: Path) -> Spent:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryFile("w+") as errors:
+        start = time.perf_counter()
+        with subprocess.Popen(
+            [sys.executable, *arguments], cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=errors
+        ) as process:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        taken = time.perf_counter() - start
+        if process.returncode:
+            errors.seek(0)
+            raise RuntimeError(f"{' '.join(arguments)} ended with {process.returncode}: {errors.read()[-2000:]}")
+    return Spent(taken, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+
+
+def seconds(amount: float) -> str:
+    return f"{amount:.2f} s" if amount >= 1 else f"{amount * 1000:.0f} ms"
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB"

@@ -1,0 +1,89 @@
+"""Where in a run an op happens: which step and phase, and which layer.
+
+Forward ops belong to the module that is running. A backward op belongs to the module whose forward made its autograd
+node: nodes are numbered as they are made, so the numbers between a module's start and its end are its own. That a
+backward is running, PyTorch's engine says itself, also when the user's own loop called it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_graph_task = torch._C._current_graph_task_id
+_node = torch._C._current_autograd_node
+_next_number = torch._C._autograd._get_sequence_nr
+_NO_NUMBER = 2**63
+"""Accumulation nodes are numbered last, so that the engine runs them first; they belong to no forward."""
+
+
+class Clock:
+    """`layer` indexes the run's layers (-1: outside every module), `phase` indexes `phases`; `step` is 0 before the first."""
+
+    def __init__(self) -> None:
+        self.layer = -1
+        self.step = 0
+        self.phases = ["setup"]
+        self.phase = 0
+        self._depth = 0
+        self._outside: tuple[int, int, int] | None = None
+        self._numbers = [0]
+        self._owners = [-1]
+
+    @property
+    def backward(self) -> bool:
+        """Whether a backward is running."""
+        return self._outside is not None
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """A phase of the current step, as the record names it (``"forward 2"``); nested phases return to the outer one."""
+        outer, self.phase = self.phase, self._index(name)
+        try:
+            yield
+        finally:
+            self.phase = outer
+
+    def _index(self, name: str) -> int:
+        label = f"{name} {self.step}" if self.step else name
+        if label not in self.phases:
+            self.phases.append(label)
+        return self.phases.index(label)
+
+    def enter(self, layer: int) -> int:
+        """A module starts; returns the one that was running."""
+        outer, self.layer = self.layer, layer
+        self._depth += 1
+        self._own(layer)
+        return outer
+
+    def leave(self, outer: int) -> None:
+        """A module ended and `outer` goes on."""
+        self.layer = outer
+        self._depth -= 1
+        self._own(outer)
+
+    def _own(self, layer: int) -> None:
+        if self._outside is None:
+            self._numbers.append(_next_number())
+            self._owners.append(layer)
+
+    def tick(self) -> None:
+        """An op is about to run."""
+        if _graph_task() == -1:
+            if self._outside is not None:
+                self.phase, self.layer, self._depth = self._outside
+                self._outside = None
+            return
+        if self._outside is None:
+            self._outside = (self.phase, self.layer, self._depth)
+            self.phase = self._index("backward")
+        if self._depth == self._outside[2]:
+            # Deeper than where backward began a module runs again: a checkpoint recomputes it.
+            node = _node()
+            number = _NO_NUMBER if node is None else node._sequence_nr()
+            if number < _NO_NUMBER:
+                self.layer = self._owners[bisect_right(self._numbers, number) - 1]
