@@ -1,7 +1,12 @@
-"""Timing two things in turn, and one line of the table."""
+"""Timing things in turn, processes and calls, and one line of the table.
+
+`python -m benchmarks.measure ARGUMENT …` runs this Python with the arguments and prints what that took, as JSON. The
+measuring process is a small one of its own because a new process begins with the peak memory of the one that starts it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -46,6 +51,14 @@ def compared(what: str, ours: float, peer: str, theirs: float, target: float | N
     return Line(what, seconds(ours), peer, seconds(theirs), ours / theirs, target)
 
 
+def seconds(amount: float) -> str:
+    return f"{amount:.2f} s" if amount >= 1 else f"{amount * 1000:.0f} ms"
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB"
+
+
 def in_turn(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
     """The median seconds of each of `calls`, called in turn `rounds` times, so that all see the same weather."""
     times: list[list[float]] = [[] for _ in calls]
@@ -62,29 +75,34 @@ def processes_in_turn(commands: Sequence[Sequence[str]], rounds: int, folder: Pa
     spent: list[list[Spent]] = [[] for _ in commands]
     for _ in range(rounds):
         for command, each in zip(commands, spent, strict=True):
-            each.append(_process(command, folder))
+            each.append(_measured_elsewhere(command, folder))
     return [Spent(median(one.seconds for one in each), round(median(one.memory for one in each))) for each in spent]
 
 
-def _process(arguments: Sequence[str], folder: Path) -> Spent:
+def _measured_elsewhere(arguments: Sequence[str], folder: Path) -> Spent:
+    command = [sys.executable, "-m", __name__, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed is compiled once, not in each process
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} failed: {done.stderr[-2000:]}")
+    return Spent(*json.loads(done.stdout))
+
+
+def process(arguments: Sequence[str]) -> Spent:
+    """What this Python took with `arguments`, its output thrown away; exits with its errors and status if it fails."""
     with tempfile.TemporaryFile("w+") as errors:
         start = time.perf_counter()
-        with subprocess.Popen(
-            [sys.executable, *arguments], cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=errors
-        ) as process:
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+        child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=errors)
+        _, status, usage = os.wait4(child.pid, 0)
         taken = time.perf_counter() - start
-        if process.returncode:
+        child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
             errors.seek(0)
-            raise RuntimeError(f"{' '.join(arguments)} ended with {process.returncode}: {errors.read()[-2000:]}")
+            sys.stderr.write(errors.read())
+            sys.exit(child.returncode)
     return Spent(taken, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 
 
-def seconds(amount: float) -> str:
-    return f"{amount:.2f} s" if amount >= 1 else f"{amount * 1000:.0f} ms"
-
-
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:,.0f} MB"
+if __name__ == "__main__":
+    print(json.dumps(process(sys.argv[1:])))

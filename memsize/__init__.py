@@ -4,14 +4,18 @@
     report.layers, report.scenarios, report.tensors      # pandas DataFrames
     report.why()                                         # findings, most important first
     memsize.compare(before, after)                       # two models: what changed, what did not, why
+    step = memsize.trace(model, (3, 64, 64), optimizer="adamw")
+    step.peak                                            # what a GPU would show of a training step
 
 Importing memsize does not import torch; the first report does.
 """
 
-from memsize.api import compare, report
+from memsize.api import compare, report, trace
 from memsize.comparison import Comparison
 from memsize.document import Report
 from memsize.errors import ForwardError, InputError, MemsizeError, OutputError, ScenarioError, TargetError
+from memsize.steptrace import StepTrace
+from memsize.training import Training
 
 __version__ = "0.1.0"
 
@@ -23,7 +27,10 @@ __all__ = [
     "OutputError",
     "Report",
     "ScenarioError",
+    "StepTrace",
     "TargetError",
+    "Training",
     "compare",
     "report",
+    "trace",
 ]

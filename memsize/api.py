@@ -6,16 +6,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.document import Report
 from memsize.errors import InputError, MemsizeError
 from memsize.inputs import InputSpec, parse_input
 from memsize.record import Trace
-from memsize.scenario import SCENARIOS, select
+from memsize.scenario import SCENARIOS, scenario_named, select
+from memsize.training import Training
 
 if TYPE_CHECKING:
     from torch import nn
 
     from memsize.comparison import Comparison
+    from memsize.device import AllocatorConfig
+    from memsize.steptrace import StepTrace
     from memsize.tracing.feed import Feed
 
 Mode = Literal["train", "eval"]
@@ -32,6 +36,8 @@ def report(
     arguments: Mapping[str, object] | None = None,
     scenarios: str | Iterable[str] | None = None,
     mode: Mode = "train",
+    train: Training | str | None = None,
+    gpu: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """What each byte of a model is, scenario by scenario, and why it did or didn't shrink.
@@ -41,10 +47,14 @@ def report(
     command line's text such as ``"input_ids=512:int64"``); `inputs`, the same already parsed; `input_data`, real inputs
     with their batch dimension (a tensor, a tuple of positional ones, a mapping of keyword ones). `scenarios` is a comma
     list, names or ``"all"``; None takes the usual ones. `mode` is the training flag that the forward runs under.
-    `progress` is told what is being done.
+    `train` asks for training steps with that optimizer (``"adamw"``, ``"sgd:momentum=0.9"``, or a `Training`), so that
+    each scenario says what a GPU would show at their peak; `gpu` names the card that is meant. `progress` is told what
+    is being done.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
+    from memsize.device import card
+
     asked = select(scenarios)
     say = progress or (lambda _: None)
     with _loaded(model_or_target, arguments or {}, say) as (name, model, notes):
@@ -52,8 +62,65 @@ def report(
 
         from memsize.study import Study
 
-        study = Study(name, model, feed, mode == "train", say)
+        study = Study(name, model, feed, mode == "train", say, card(gpu) if gpu else None, _training(train))
         return study.report(asked, default=scenarios is None, notes=notes)
+
+
+def trace(
+    model_or_target: nn.Module | str,
+    inputs: Any = None,
+    *,
+    scenario: str = "fp32",
+    optimizer: str | Callable[[Any], Any] | None = "adamw",
+    loss: str | Callable[[Any], Any] | None = None,
+    steps: int = 3,
+    step: Callable[..., Any] | None = None,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+    ema: bool = False,
+    scaler: bool | None = None,
+    gpu: str | None = None,
+    config: AllocatorConfig | str | None = None,
+    batch_size: int = 1,
+    arguments: Mapping[str, object] | None = None,
+    mode: Mode = "train",
+) -> StepTrace:
+    """What is alive at every moment of a training step, and what a GPU would show at its peak.
+
+    `inputs` is a size without the batch dimension, text as on the command line or several of either, with `batch_size`;
+    or real inputs with their batch dimension: a tensor, a tuple of tensors, a mapping. `optimizer` is a name
+    (``"adamw"``, ``"adamw:fused"``, ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None for one
+    inference without gradients; `loss` a name of `memsize.training.LOSSES`, a function of the output, or None for the
+    one that the output suggests. `step` replaces all of that by the user's own loop: ``step(model)`` is called once
+    with the twin and returns the body, which is called `steps` times with the inputs. `gpu` names the card that is
+    meant and `config` the allocator's settings, as `PYTORCH_CUDA_ALLOC_CONF` writes them.
+
+    Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
+    """
+    from memsize.device import AllocatorConfig, card
+    from memsize.steptrace import StepTrace
+
+    where = card(gpu or DEFAULT_GPU)
+    training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
+    settings = AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
+    size, data = _size_or_data(inputs)
+    with _loaded(model_or_target, arguments or {}, lambda _: None) as (name, model, _):
+        feed = _feed(model, size, (), data, batch_size)
+
+        from memsize.study import Study
+
+        study = Study(name, model, feed, mode == "train", lambda _: None, where, training)
+        return StepTrace(study.run(scenario_named(scenario), step, steps), where.name, settings)
+
+
+def _size_or_data(inputs: Any) -> tuple[InputSize | None, Any]:
+    """`inputs` as a size or as data: sizes are text, integers, or sequences of those."""
+
+    def is_size(value: Any) -> bool:
+        return isinstance(value, str) or (isinstance(value, (tuple, list)) and all(isinstance(n, int) for n in value))
+
+    several = isinstance(inputs, (tuple, list)) and len(inputs) > 0 and all(map(is_size, inputs))
+    return (inputs, None) if is_size(inputs) or several else (None, inputs)
 
 
 def compare(before: Any, after: Any, input_size: InputSize | None = None, **options: Any) -> Comparison:
@@ -78,6 +145,10 @@ def _as_trace(subject: Any, input_size: InputSize | None, options: dict[str, Any
         from memsize.tracing.run import stored_only
 
         return stored_only(name, model)
+
+
+def _training(train: Training | str | None) -> Training | None:
+    return Training(train) if isinstance(train, str) else train
 
 
 @contextmanager
@@ -131,4 +202,4 @@ def _specs(input_size: InputSize | None) -> tuple[InputSpec, ...]:
     return tuple(parse_input(text) for text in texts)
 
 
-__all__ = ["SCENARIOS", "compare", "report"]
+__all__ = ["SCENARIOS", "compare", "report", "trace"]

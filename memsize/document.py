@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from memsize.device.outlook import Outlook
 from memsize.findings.finding import Finding
 from memsize.folds import Totals, own_rows, stored_dtypes, totals
 from memsize.record import Failure, Trace
@@ -37,7 +38,11 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class ScenarioResult:
-    """One scenario's figures. `reason` says what is modelled, or why the scenario does not apply to the model."""
+    """One scenario's figures. `reason` says what is modelled, or why the scenario does not apply to the model.
+
+    `inference` and `training` are what a GPU would show of one forward without gradients and of the training that was
+    asked for; `untrained` says why there is none of the latter.
+    """
 
     name: str
     title: str
@@ -45,6 +50,9 @@ class ScenarioResult:
     reason: str | None = None
     totals: Totals | None = None
     trace: Trace | None = None
+    inference: Outlook | None = None
+    training: Outlook | None = None
+    untrained: str | None = None
 
     def figure(self, name: str) -> int | None:
         """One of `FIGURES`, in bytes; None when the scenario is unavailable."""
@@ -69,7 +77,8 @@ class Report:
     """What each byte of one model is, scenario by scenario, and why.
 
     `trace` is the run that the layer table shows. `baseline` is what percentages compare with: unless given, the `fp32`
-    scenario where it is among the results. `failure` says where the run of `trace` stopped, if it did.
+    scenario where it is among the results. `failure` says where the run of `trace` stopped, if it did. `gpu` and
+    `optimizer` name what peaks are for.
     """
 
     model: str
@@ -79,6 +88,8 @@ class Report:
     notes: tuple[str, ...] = ()
     failure: Failure | None = None
     baseline: Totals | None = None
+    gpu: str = ""
+    optimizer: str = ""
 
     @property
     def totals(self) -> Totals:
@@ -208,6 +219,12 @@ class Report:
         from memsize.render import render
 
         return render(self, form)
+
+
+def _peaks(run: str, outlook: Outlook | None) -> dict[str, int | None]:
+    """The peaks of one run by column name."""
+    names = ("requested", "allocated", "reserved")
+    return {f"{run}_{name}": None if outlook is None else int(getattr(outlook, name)) for name in names}
 
 
 def figures(totals: Totals | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@
     ├── InputError       an input specification is malformed or does not suit the model
     ├── ScenarioError    an unknown scenario, or one that this model rules out
     ├── ForwardError     the model's own forward failed; says which layer, and keeps what ran before it
+    ├── CheckpointError  a checkpoint file is missing, damaged, or refused because it would run code
     └── OutputError      the report cannot be written as asked
 
 Every message is one that a user can act on. The command line prints it and exits with status 2; the exception that
@@ -33,6 +34,10 @@ class InputError(MemsizeError):
 
 class ScenarioError(MemsizeError):
     """An unknown scenario, or one that this model rules out."""
+
+
+class CheckpointError(MemsizeError):
+    """A checkpoint file is missing, damaged, or refused because loading it would run code."""
 
 
 class OutputError(MemsizeError):

@@ -32,6 +32,11 @@ class Scenario:
     cast_io: bool = False
     layout: str | None = None
 
+    @property
+    def is_modelled(self) -> bool:
+        """Whether no run on `meta` can show what the scenario's modules pass on: static int8's quantized tensors."""
+        return self.layout == "int8-static"
+
 
 _TABLE = (
     Scenario("as-given", "the model as it is", "as-given"),

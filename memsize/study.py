@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from memsize.document import Report, ScenarioResult, Status
-from memsize.errors import ForwardError, ScenarioError
+from memsize.device import Card, card, cublas_workspace, cublaslt_workspace
+from memsize.device.cards import DEFAULT as DEFAULT_GPU
+from memsize.device.outlook import Outlook, outlook
+from memsize.document import Report, ScenarioResult
+from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.findings.evidence import Evidence
 from memsize.findings.rules import findings
 from memsize.fitting import Crossover, find_crossover
 from memsize.folds import totals
 from memsize.precision.modelled import modelled
-from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype, gpu_semantics
+from memsize.precision.recipes import apply_scenario, floating_dtype, gpu_semantics
 from memsize.record import Reading, Trace
 from memsize.scenario import SCENARIOS, Scenario
 from memsize.summaries import torchinfo_reading
 from memsize.tracing.feed import Feed
-from memsize.tracing.run import Setup, run_forward
+from memsize.tracing.ledger import Workspaces
+from memsize.tracing.run import Setup, run_forward, run_inference
 from memsize.tracing.shadow import shadow
+from memsize.tracing.step import run_own_step, run_training
+from memsize.training import Training
 
 _AMP = ("amp-fp16", "amp-bf16")
 
@@ -29,12 +37,25 @@ _AMP = ("amp-fp16", "amp-bf16")
 class Study:
     """The runs of one model with one feed. A run is made when it is first asked for, and kept."""
 
-    def __init__(self, name: str, model: nn.Module, feed: Feed, training: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        feed: Feed,
+        training: bool,
+        say: Callable[[str], None],
+        gpu: Card | None = None,
+        trained: Training | None = None,
+    ) -> None:
         self.name = name
         self.model = model
         self.feed = feed
         self.training = training
         self.say = say
+        self.gpu = gpu or card(DEFAULT_GPU)
+        self.trained = trained
+        self.peaks = gpu is not None or trained is not None
+        self._untrained: dict[str, str] = {}
         self._traces: dict[tuple[str, int], Trace] = {}
         self._left: dict[str, dict[str, str]] = {}
 
@@ -54,6 +75,8 @@ class Study:
             findings=findings(self._evidence(given, (*results, baseline))),
             notes=tuple(notes),
             baseline=baseline.totals,
+            gpu=self.gpu.name if self.peaks else "",
+            optimizer=self._optimizer(),
         )
 
     def result(self, scenario: Scenario) -> ScenarioResult:
@@ -62,9 +85,36 @@ class Study:
             trace = self.trace(scenario)
         except (ScenarioError, ForwardError) as error:
             return ScenarioResult(scenario.name, scenario.title, "unavailable", _one_line(error))
+        trained = self.trained and scenario.name not in self._untrained
+        training = outlook(trace) if trained and not scenario.is_modelled else None
         trace, reason = modelled(trace, scenario)
-        status: Status = "modelled" if reason else "run"
-        return ScenarioResult(scenario.name, scenario.title, status, reason, totals(trace), trace)
+        return ScenarioResult(
+            scenario.name,
+            scenario.title,
+            "modelled" if reason else "run",
+            reason,
+            totals(trace),
+            trace,
+            inference=self._inference(scenario) if self.peaks else None,
+            training=training,
+            untrained=self._untrained.get(scenario.name),
+        )
+
+    def _inference(self, scenario: Scenario) -> Outlook | None:
+        """What a GPU would show of one forward without gradients; None where its activations are only modelled."""
+        if scenario.is_modelled:
+            return None
+        try:
+            return outlook(run_inference(self._prepared(scenario, self.feed.batch_size)))
+        except ForwardError:
+            # A model may run with gradients only; what it stores and keeps is told all the same.
+            return None
+
+    def _optimizer(self) -> str:
+        if self.trained is None:
+            return ""
+        kind = self.trained.optimizer
+        return kind if isinstance(kind, str) else getattr(kind, "__name__", "the given optimizer")
 
     def trace(self, scenario: Scenario, batch_size: int | None = None) -> Trace:
         """The run under a scenario; raises `ScenarioError` or `ForwardError` when there can be none."""
@@ -74,24 +124,41 @@ class Study:
             self._traces[scenario.name, batch] = self._run(scenario, batch)
         return self._traces[scenario.name, batch]
 
+    def run(self, scenario: Scenario, step: Callable[..., Any] | None, steps: int) -> Trace:
+        """One run for its own sake: the user's own loop, training steps, or an inference where none are asked for."""
+        setup = self._prepared(scenario, self.feed.batch_size)
+        if step is not None:
+            return run_own_step(setup, step, steps)
+        return run_inference(setup) if self.trained is None else run_training(setup, self.trained)
+
     def _run(self, scenario: Scenario, batch: int) -> Trace:
+        if self.trained is not None and batch == self.feed.batch_size:
+            try:
+                return run_training(self._prepared(scenario, batch), self.trained)
+            except (ForwardError, InputError) as error:
+                # The forward alone may still run: then that is what the tables show.
+                self._untrained[scenario.name] = _one_line(error)
+        return run_forward(self._prepared(scenario, batch))
+
+    def _prepared(self, scenario: Scenario, batch: int) -> Setup:
+        """A fresh twin, ready to be run under the scenario."""
         recipe = apply_scenario(shadow(self.model), scenario)
         if recipe.quantized:
             self._left[scenario.name] = dict(recipe.quantized.left)
-        return run_forward(self._setup(scenario.name, recipe, batch))
-
-    def _setup(self, scenario: str, recipe: Recipe, batch: int) -> Setup:
         return Setup(
             model=self.name,
-            scenario=scenario,
+            scenario=scenario.name,
             twin=recipe.twin,
             call=self.feed.call(batch, recipe.floating),
             training=self.training,
             batch_size=batch,
-            semantics=gpu_semantics,
+            semantics=partial(gpu_semantics, capability=self.gpu.capability),
             autocast=recipe.autocast,
             rewrite=recipe.rewrite,
             sizes=recipe.sizes,
+            masters=scenario.master_weights,
+            scaled=scenario.autocast == "float16",
+            workspaces=workspaces(self.gpu),
         )
 
     def _evidence(self, given: Trace, results: Sequence[ScenarioResult]) -> Evidence:
@@ -126,6 +193,13 @@ class Study:
         except ForwardError:
             # The model does not run at some batch size on the way.
             return None
+
+
+def workspaces(gpu: Card) -> Workspaces:
+    """What the libraries of the installed torch would take on a card."""
+    version = str(torch.__version__)
+    blas = cublas_workspace(gpu.capability, torch_version=version)
+    return Workspaces(blas, cublaslt_workspace(torch_version=version))
 
 
 def is_float32(trace: Trace) -> bool:

@@ -84,6 +84,8 @@ def test_the_plain_command(asked: Asked, capsys: pytest.CaptureFixture[str]) -> 
         "arguments": {},
         "scenarios": None,
         "mode": "train",
+        "train": None,
+        "gpu": None,
     }
     out, err = capsys.readouterr()
     assert "fc" in out

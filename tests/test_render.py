@@ -229,6 +229,19 @@ TOTALS = dict.fromkeys(
     NUMBER,
 )
 SHARE = (float, type(None))
+OUTLOOK = {
+    "requested": int,
+    "allocated": int,
+    "reserved": int,
+    "device": [int],
+    "fragmentation": float,
+    "peak_phase": str,
+    "peak_step": int,
+    "peak_layer": str,
+    "peak_op": str,
+    "roles": dict,
+    "storages": [dict],
+}
 SCHEMA = {
     "schema": str,
     "model": str,
@@ -284,12 +297,17 @@ SCHEMA = {
             "status": str,
             "reason": (str, type(None)),
             **TOTALS,
+            "inference": (OUTLOOK, type(None)),
+            "training": (OUTLOOK, type(None)),
+            "untrained": (str, type(None)),
             "of_fp32": dict.fromkeys(("parameter", "output", "saved", "inference", "training"), SHARE),
         }
     ],
     "findings": [{"code": str, "layers": [str], "bytes": NUMBER, "text": str}],
     "assumptions": [str],
     "notes": [str],
+    "gpu": (str, type(None)),
+    "optimizer": (str, type(None)),
     "failure": ({"layer": str, "type": str, "op": (str, type(None)), "inputs": [str], "reason": str}, type(None)),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -21,6 +22,14 @@ class Claims:
         """`length` bytes from `start` are for `use`."""
         if length > 0:
             self._claims.append((start, start + length, use))
+
+    def claim_around(self, start: int, length: int, use: Use, holes: Iterable[tuple[int, int]]) -> None:
+        """`length` bytes from `start` are for `use`, except `holes`: starts and lengths that others claim."""
+        position = start
+        for hole, size in sorted(holes):
+            self.claim(position, hole - position, use)
+            position = max(position, hole + size)
+        self.claim(position, start + length - position, use)
 
     def pad_gaps(self, start: int, end: int) -> None:
         """What no claim covers between `start` and `end` is padding."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -234,5 +233,3 @@ def _array(cursor: _Cursor) -> str:
     cursor.skip_strings(count)
     return f"{count:,} strings"
 
-
-Reader = Callable[[Source], Contents]

@@ -21,6 +21,10 @@ PartKind = Literal["model", "EMA", "optimizer", "scheduler", "other"]
 """What a part of a training checkpoint is."""
 
 
+MOST_TENSORS = 500_000
+"""No checkpoint file with more tensors is read: what describes them has to fit into memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """One file of a checkpoint. `uses` has the bytes of each of `USES`, in that order: they add up to `size`."""
@@ -87,7 +91,8 @@ class Contents:
     """Everything that one checkpoint holds, whether it is one file or several.
 
     `values` are the plain values beside the tensors (an epoch, a file's own metadata) as texts. `classes` are the
-    names of the classes and functions that a pickle mentions beyond what ``weights_only`` allows. `missing` names the
+    names of the classes and functions that a pickle mentions beyond what ``weights_only`` allows. `module` is the class
+    of a model that was pickled whole. `missing` names the
     tensors that an index promises and no file has.
     """
 
@@ -99,6 +104,7 @@ class Contents:
     values: tuple[tuple[str, str], ...] = ()
     marks: tuple[Mark, ...] = ()
     classes: tuple[str, ...] = ()
+    module: str | None = None
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -28,7 +28,6 @@ MOST_VALUES = 8_000_000
 """JSON values in a header, about 700,000 tensors: what is read at once has to fit into memory."""
 
 _METADATA = "__metadata__"
-_Range = tuple[int, int, str]
 
 
 def looks_like(source: Source) -> bool:
@@ -43,18 +42,18 @@ def read(source: Source) -> Contents:
     """What the file at `source` holds, from its header alone."""
     header, base = _header(source)
     metadata = header.pop(_METADATA, None)
-    entries = [_entry(source, name, value, base) for name, value in header.items()]
-    _check_ranges(source, [(start, end, name) for _, start, end, name in entries])
+    pieces, storages = [], []
     claims = Claims(source.size)
     claims.claim(0, base, "headers")
-    storages = []
-    for piece, start, end, _ in entries:
-        claims.claim(start, end - start, "tensors")
-        storages.append(Storage(".".join(piece.keys), 0, start, end - start, end - start))
-    pieces = [piece for piece, *_ in _numbered(entries)]
-    tensors, storages_out = given_out(pieces, storages)
+    for name, value in header.items():
+        piece, begin = _entry(source, printable(name), value, len(pieces))
+        claims.claim(base + begin, piece.span, "tensors")
+        storages.append(Storage(piece.keys[0], 0, base + begin, piece.span, piece.span))
+        pieces.append(piece)
+    _check_ranges(source, storages)
+    tensors, kept = given_out(pieces, storages)
     record = FileRecord(source.name, FORMAT, source.size, claims.sums(), len(tensors))
-    return Contents(source.name, FORMAT, (record,), storages_out, tensors, values=tuple(_metadata(metadata)))
+    return Contents(source.name, FORMAT, (record,), kept, tensors, values=tuple(_texts(metadata)))
 
 
 def _header(source: Source) -> tuple[dict[str, Any], int]:
@@ -84,53 +83,44 @@ class _DoubleName(Exception):
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DoubleName(next(name for name in names if names.count(name) > 1))
+        seen: set[str] = set()
+        raise _DoubleName(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
     return entries
 
 
-def _entry(source: Source, name: str, value: Any, base: int) -> tuple[Piece, int, int, str]:
-    """One tensor, and the range of its data in the file."""
+def _entry(source: Source, name: str, value: Any, index: int) -> tuple[Piece, int]:
+    """One tensor, and where its data begins behind the header."""
     try:
         code, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         counts = [*shape, begin, end]
     except (TypeError, KeyError, ValueError):
-        raise source.damaged(f"the header's entry for {printable(name)!r} is not that of a tensor") from None
+        raise source.damaged(f"the header's entry for {name!r} is not that of a tensor") from None
     if not all(type(count) is int and 0 <= count < 2**63 for count in counts) or begin > end or len(shape) > 64:
-        raise source.damaged(f"{printable(name)!r} has a shape or data offsets that cannot be: {str(counts)[:100]}")
+        raise source.damaged(f"{name!r} has a shape or data offsets that cannot be: {str(counts)[:100]}")
     if not isinstance(code, str) or code not in SAFETENSORS:
         hint = suggestion(str(code)[:20], SAFETENSORS)
-        raise source.damaged(f"{printable(name)!r} has the unknown dtype {printable(str(code), 20)!r}: {hint}")
+        raise source.damaged(f"{name!r} has the unknown dtype {printable(str(code), 20)!r}: {hint}")
     dtype, bits = SAFETENSORS[code]
-    elements = math.prod(shape)
-    if elements * bits != (end - begin) * 8:
-        raise source.damaged(
-            f"{printable(name)!r} is {code}{shape} and needs {elements * bits / 8:,.0f} bytes, but has {end - begin:,}"
-        )
-    piece = Piece((printable(name),), TensorSpec(dtype, tuple(shape)), elements, 0, 0, end - begin, end - begin)
-    return piece, base + begin, base + end, name
+    elements, size = math.prod(shape), end - begin
+    if elements * bits != size * 8:
+        described = f"{code}{shape}"[:80]
+        raise source.damaged(f"{name!r} is said to be {described}, which does not take its {size:,} bytes of data")
+    return Piece((name,), TensorSpec(dtype, tuple(shape)), elements, index, 0, size, size), begin
 
 
-def _numbered(entries: list[tuple[Piece, int, int, str]]) -> Iterator[tuple[Piece, int]]:
-    from dataclasses import replace
-
-    for index, (piece, *_) in enumerate(entries):
-        yield replace(piece, storage=index), index
-
-
-def _check_ranges(source: Source, ranges: list[_Range]) -> None:
+def _check_ranges(source: Source, storages: list[Storage]) -> None:
     """Every range lies in the file, and no two of them overlap."""
+    ranges = sorted((storage.offset or 0, storage.bytes, storage.name) for storage in storages if storage.bytes)
+    end = max((start + size for start, size, _ in ranges), default=0)
     position, before = 0, ""
-    for start, end, name in sorted(ranges):
-        if end > source.size:
-            raise source.cut_off(f"the tensor {printable(name)!r}", max(end for _, end, _ in ranges))
-        if start < position and end > start:
-            raise source.damaged(f"the data of {printable(name)!r} overlaps that of {printable(before)!r}")
-        if end > start:
-            position, before = end, name
+    for start, size, name in ranges:
+        if start + size > source.size:
+            raise source.cut_off(f"the tensor {name!r}", end)
+        if start < position:
+            raise source.damaged(f"the data of {name!r} overlaps that of {before!r}")
+        position, before = start + size, name
 
 
-def _metadata(metadata: Any) -> Iterator[tuple[str, str]]:
+def _texts(metadata: Any) -> Iterator[tuple[str, str]]:
     if isinstance(metadata, dict):
-        for name, value in metadata.items():
-            yield printable(str(name)), printable(str(value))
+        yield from ((printable(str(name)), printable(str(value))) for name, value in metadata.items())

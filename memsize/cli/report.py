@@ -14,6 +14,8 @@ import click
 from memsize.cli.output import destination
 from memsize.cli.progress import Progress
 from memsize.cli.session import Session
+from memsize.device.cards import DEFAULT as DEFAULT_GPU
+from memsize.device.cards import card
 from memsize.document import Report
 from memsize.errors import ForwardError, InputError, OutputError
 from memsize.inputs import parse_inputs
@@ -22,6 +24,7 @@ from memsize.nearest import suggestion
 from memsize.record import Failure
 from memsize.render import COLUMNS, FORMATS, render
 from memsize.scenario import DEFAULT, SCENARIOS, select
+from memsize.training import LOSSES, Training
 from memsize.units import DECIMAL, UNITS
 
 
@@ -89,6 +92,16 @@ def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
     help="Run the model as in training or as in evaluation.",
 )
 @click.option(
+    "--train",
+    metavar="OPTIMIZER",
+    help="Also run training steps and show what a GPU would at their peak: adamw, adamw:fused, sgd:momentum=0.9 …",
+)
+@click.option("--gpu", metavar="NAME", help="The GPU that is meant by peaks: a100, t4, h100 … [default: a100]")
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Training steps to run.")
+@click.option("--loss", metavar="NAME", help=f"Loss of the training: {', '.join(LOSSES)}. [default: by the output]")
+@click.option("--accumulate", default=1, type=click.IntRange(min=1), help="Backwards per training step.")
+@click.option("--ema", is_flag=True, help="Keep an averaged copy of the parameters in training.")
+@click.option(
     "--depth", type=click.IntRange(min=0), metavar="N", help="Show layers down to this depth; deeper ones are added up."
 )
 @click.option("--columns", metavar="NAMES", help="Columns of the layer table, separated by commas.")
@@ -132,6 +145,12 @@ def report(
     arguments: tuple[str, ...],
     scenarios: str | None,
     mode: Literal["train", "eval"],
+    train: str | None,
+    gpu: str | None,
+    steps: int,
+    loss: str | None,
+    accumulate: int,
+    ema: bool,
     depth: int | None,
     columns: str | None,
     unit: str,
@@ -148,6 +167,7 @@ def report(
     parse_target(target)
     specs, values = parse_inputs(inputs), parse_arguments(arguments)
     select(scenarios)
+    training = Training(train, loss, steps, accumulate, ema=ema) if train else None
     where, chosen, unit = destination(file, format, force), _columns(columns), _unit(unit)
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
@@ -159,6 +179,8 @@ def report(
             arguments=values,
             scenarios=scenarios,
             mode=mode,
+            train=training,
+            gpu=_gpu(gpu, where.format),
             progress=progress,
         )
         progress("writing the report")
@@ -166,6 +188,13 @@ def report(
     where.write(text)
     if error is not None:
         raise error
+
+
+def _gpu(name: str | None, form: str) -> str | None:
+    """The card that peaks are for. JSON has them for every scenario, also where no card was named."""
+    if name is None:
+        return DEFAULT_GPU if form == "json" else None
+    return card(name).name
 
 
 def _found(target: str, **options: Any) -> tuple[Report, ForwardError | None]:

@@ -69,6 +69,9 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", name.lower())
 
 
+DEFAULT: Final = "A100 40GB"
+"""The card that is meant where none is named: its generation decides kernels and workspaces."""
+
 CARDS: dict[str, Card] = {card.name: card for card in _TABLE}
 _BY_KEY: Final = {_key(name): card for card in _TABLE for name in (card.name, *card.aliases)}
 

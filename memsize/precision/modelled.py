@@ -14,7 +14,7 @@ def modelled(trace: Trace, scenario: Scenario) -> tuple[Trace, str | None]:
     Static int8 is the one: its modules pass on quint8 tensors, one byte per element, and nothing is kept for backward,
     for quantized ops have none.
     """
-    if scenario.layout != "int8-static":
+    if not scenario.is_modelled:
         return trace, None
     layers = tuple(_int8_layer(layer) for layer in trace.layers)
     storages = tuple(storage._replace(saved_by=-1) for storage in trace.storages)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from memsize.document import Report
 from memsize.errors import OutputError
 from memsize.nearest import suggestion
-from memsize.sections import COLUMNS, sections
+from memsize.sections import COLUMNS, Section, sections
 from memsize.units import DECIMAL, UNITS
 
-__all__ = ["COLUMNS", "FORMATS", "format_of", "render"]
+__all__ = ["COLUMNS", "FORMATS", "draw", "format_of", "render"]
 
 FORMATS: dict[str, tuple[str, ...]] = {
     "text": (".txt",),
@@ -56,7 +56,16 @@ def render(
         from memsize.render import csv
 
         return csv.render(report, depth, chosen)
-    parts = sections(report, depth=depth, columns=chosen)
+    return draw(sections(report, depth=depth, columns=chosen), format, unit, width)
+
+
+def draw(parts: Sequence[Section], format: str, unit: str = "MiB", width: int | None = None) -> str:
+    """The sections of any document as text, markdown or html, ending in a newline.
+
+    Raises `OutputError` for an unknown format or unit.
+    """
+    _check(format, ("text", "markdown", "html"), "format")
+    _check(unit, UNITS | DECIMAL, "unit")
     if format == "markdown":
         from memsize.render import markdown
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from memsize.record import Failure, TensorSpec
-from memsize.sections import Cell, Column, Heading, Label, Missing, Path, Share, Specs, Words
+from memsize.sections import Cell, Column, Heading, Label, Missing, Path, Share, Specs, Title, Words
 from memsize.units import Bytes, format_bytes
 
 UNKNOWN = "–"
@@ -79,6 +79,14 @@ def draw_heading(heading: Heading, unit: str) -> tuple[str, ...]:
     run_as = [] if heading.scenario == "as-given" else [f"as {heading.scenario}"]
     buffers = [f"buffers {format_bytes(heading.buffers, unit)}"] if heading.buffers else []
     return (*run_as, *([inputs] if heading.inputs else []), stored, *buffers)
+
+
+def draw_phrases(title: Title, unit: str) -> tuple[str, ...]:
+    """The phrases of a title, with its sizes in `unit`."""
+    return tuple(
+        " ".join(format_bytes(word, unit) if isinstance(word, Bytes) else word for word in phrase)
+        for phrase in title.phrases
+    )
 
 
 def _input_text(name: str, spec: TensorSpec) -> str:

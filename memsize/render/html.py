@@ -7,9 +7,9 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from memsize.document import Report
-from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading
+from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_phrases
 from memsize.render.text import LEFT
-from memsize.sections import Cell, Column, Label, Missing, Section, Table, sections
+from memsize.sections import Cell, Column, Heading, Label, Missing, Section, Table, Title, sections
 from memsize.units import Bytes
 
 if TYPE_CHECKING:
@@ -23,7 +23,12 @@ def render(parts: Iterable[Section], unit: str) -> str:
 
 def fragment(report: Report, unit: str = "MiB") -> str:
     """`report` as the part of a page that a notebook shows below a cell."""
-    return _template().render(**_context(sections(report), unit), standalone=False)
+    return embedded(sections(report), unit)
+
+
+def embedded(parts: Iterable[Section], unit: str = "MiB") -> str:
+    """`parts` as a part of a page."""
+    return _template().render(**_context(parts, unit), standalone=False)
 
 
 @cache
@@ -41,10 +46,14 @@ def _template() -> Template:
 
 
 def _context(parts: Iterable[Section], unit: str) -> dict[str, object]:
+    parts = tuple(parts)
+    heading = parts[0]
     return {
         "parts": [(type(part).__name__, part) for part in parts],
+        "name": heading.model if isinstance(heading, Heading) else heading.name if isinstance(heading, Title) else "",
         "unit": unit,
         "phrases": draw_heading,
+        "words": draw_phrases,
         "stop": draw_failure,
         "modelled": MODELLED,
         "body": _body,

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from memsize.device.outlook import Outlook
 from memsize.document import Report, ScenarioResult, figures
 from memsize.findings.finding import Finding
 from memsize.folds import Row, own_rows
@@ -44,6 +45,8 @@ def data(report: Report, unit: str = "MiB") -> dict[str, Any]:
         "findings": [_finding(finding, unit) for finding in report.findings],
         "assumptions": list(report.assumptions),
         "notes": list(report.remarks),
+        "gpu": report.gpu or None,
+        "optimizer": report.optimizer or None,
         "failure": asdict(report.stopped) if report.stopped else None,
     }
 
@@ -106,7 +109,28 @@ def _scenario(report: Report, result: ScenarioResult) -> dict[str, Any]:
         "status": result.status,
         "reason": result.reason,
         **figures(result.totals),
+        "inference": _outlook(result.inference),
+        "training": _outlook(result.training),
+        "untrained": result.untrained,
         "of_fp32": {name.removesuffix("_bytes"): result.share(name, report.fp32) for name in shares},
+    }
+
+
+def _outlook(outlook: Outlook | None) -> dict[str, Any] | None:
+    if outlook is None:
+        return None
+    return {
+        "requested": outlook.requested,
+        "allocated": outlook.allocated,
+        "reserved": outlook.reserved,
+        "device": list(outlook.device),
+        "fragmentation": outlook.fragmentation,
+        "peak_phase": outlook.peak_phase,
+        "peak_step": outlook.peak_step,
+        "peak_layer": outlook.peak_layer,
+        "peak_op": outlook.peak_op,
+        "roles": dict(outlook.roles),
+        "storages": [{**living._asdict(), "shape": list(living.shape)} for living in outlook.storages],
     }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_title
+from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_phrases, draw_title
 from memsize.render.text import LEFT
-from memsize.sections import Findings, Heading, Notes, Path, Section, Specs, Stop, Table, Words
+from memsize.sections import Findings, Heading, Notes, Path, Section, Specs, Stop, Table, Title, Words
 
 _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#~"})
 
@@ -22,6 +22,10 @@ def _block(section: Section, unit: str) -> Iterator[str]:
             yield f"## {_escaped(section.model)}"
             yield ""
             yield _escaped(" · ".join(draw_heading(section, unit)))
+        case Title():
+            yield f"## {_escaped(section.name)}"
+            yield ""
+            yield _escaped(" · ".join(draw_phrases(section, unit)))
         case Stop():
             first, reason, reading = draw_failure(section.failure)
             yield f"**{_escaped(first)}**"
@@ -30,7 +34,7 @@ def _block(section: Section, unit: str) -> Iterator[str]:
             yield ""
             yield _escaped(reading)
         case Table():
-            yield f"### {_escaped(section.title)}"
+            yield f"### {_escaped(section.caption or section.title)}"
             yield ""
             yield from _table(section, unit)
         case Findings():

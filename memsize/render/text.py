@@ -7,8 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_title, shorten, shorten_path
-from memsize.sections import Column, Findings, Heading, Notes, Section, Stop, Table
+from memsize.render.cells import (
+    MODELLED,
+    draw,
+    draw_failure,
+    draw_heading,
+    draw_phrases,
+    draw_title,
+    shorten,
+    shorten_path,
+)
+from memsize.sections import Column, Findings, Heading, Notes, Section, Stop, Table, Title
 
 GAP = "  "
 """What stands between columns."""
@@ -29,7 +38,9 @@ def render(sections: Iterable[Section], unit: str, width: int | None = None) -> 
 def _block(section: Section, unit: str, width: int | None) -> Iterator[str]:
     match section:
         case Heading():
-            yield from _heading(section, unit, width)
+            yield from _heading(section.model, draw_heading(section, unit), width)
+        case Title():
+            yield from _heading(section.name, draw_phrases(section, unit), width)
         case Stop():
             first, reason, reading = draw_failure(section.failure)
             yield from _wrapped(first, width)
@@ -48,9 +59,9 @@ def _block(section: Section, unit: str, width: int | None) -> Iterator[str]:
                 yield from _wrapped(line, width, "  - ", "    ")
 
 
-def _heading(heading: Heading, unit: str, width: int | None) -> Iterator[str]:
-    """One line where it fits, else the model's name and a line for each phrase."""
-    phrases = (heading.model, *draw_heading(heading, unit))
+def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[str]:
+    """One line where it fits, else the name and a line for each phrase."""
+    phrases = (name, *parts)
     line = "   ".join(phrases)
     if width is None or len(line) <= width:
         yield line
@@ -92,22 +103,18 @@ class _Drawn:
 
 
 def _table(table: Table, unit: str, width: int | None) -> Iterator[str]:
+    if table.caption:
+        yield table.caption
     drawn = _columns(table, unit)
     kept = drawn if width is None else _fit(drawn, width, table.chosen)
     yield _grid(kept, table.total is not None)
     left_out = _left_out(drawn, kept)
     if left_out:
-        yield from _wrapped(f"Left out at this width: {left_out}. {_HOW[table.name]}", width)
+        yield from _wrapped(f"Left out at this width: {left_out}. {table.hint}", width)
     if table.modelled:
         yield from _wrapped(MODELLED, width)
     for remark in table.remarks:
         yield from _wrapped(f"{remark.row}: {remark.status}: {remark.text}", width, "", "  ")
-
-
-_HOW = {
-    "layers": "--columns chooses; a file or a pipe gets them all.",
-    "scenarios": "A file or a pipe gets them all.",
-}
 
 
 def _columns(table: Table, unit: str) -> list[_Drawn]:

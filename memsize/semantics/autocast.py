@@ -2,7 +2,7 @@
 
 Everything is driven by PyTorch's own state, so that a user's nested and disabled regions count. `POLICIES` is the one
 table of the operators. Only those that the installed torch wraps are given a kernel, so that each version behaves as it
-does (2.12 added `rms_norm`).
+does: 2.12 added `rms_norm` and dropped dimensions by name (``.dimname``), 2.14 added `linalg_matrix_sqrth`.
 
 Source: aten/src/ATen/autocast_mode.h (the lists and the wrappers), autocast_mode.cpp (the cache, the refused loss),
 aten/src/ATen/cudnn/AutocastRNN.cpp.
@@ -40,11 +40,12 @@ _LISTS: dict[Policy, str] = {
         binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
         _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
-        upsample_bicubic2d _upsample_bicubic2d_aa""",
+        upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth""",
     "float32 output": """
         prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-        linalg_matrix_norm.str_ord sum sum.dim_IntList""",
-    "float32 appended": "norm.Scalar norm.ScalarOpt_dim",
+        linalg_matrix_norm.str_ord sum sum.dim_IntList prod.dim_Dimname softmax.Dimname log_softmax.Dimname
+        cumprod.dimname cumsum.dimname sum.dim_DimnameList""",
+    "float32 appended": "norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim",
     "promote": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
     "refused": "binary_cross_entropy",
     "cuDNN RNN": "_cudnn_rnn",
@@ -55,8 +56,16 @@ POLICIES: dict[str, Policy] = {name: policy for policy, names in _LISTS.items() 
 _POSITIONAL_DTYPE = {"softmax.int": 2, "log_softmax.int": 2}
 """Where an operator takes its result's dtype by position. All others take it by keyword."""
 
-_WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-_NORM_DEFAULTS: dict[str, tuple[Any, ...]] = {"norm.Scalar": (None, 2), "norm.ScalarOpt_dim": (None, None, None, False)}
+_WITH_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
+}
+_NORM_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "norm.Scalar": (None, 2),
+    "norm.ScalarOpt_dim": (None, None, None, False),
+    "norm.names_ScalarOpt_dim": (None, None, None, False),
+}
 
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _is_enabled = torch._C.is_autocast_enabled
@@ -99,15 +108,19 @@ def region_dtype() -> torch.dtype:
 
 
 def cast_arguments(values: Sequence[Any], dtype: torch.dtype, semantics: Semantics) -> list[Any]:
-    """`values` with every eligible tensor in `dtype`, also inside lists of tensors."""
-    return [
+    """`values` with every eligible tensor in `dtype`, also inside lists of tensors.
+
+    The last argument is cast first: autocast's wrappers are C++ calls of casts, and gcc evaluates those from the right.
+    """
+    last_first = [
         cast(value, dtype, semantics)
         if isinstance(value, Tensor)
-        else cast_arguments(value, dtype, semantics)
+        else [cast(tensor, dtype, semantics) for tensor in value]
         if type(value) is list and value and isinstance(value[0], Tensor)
         else value
-        for value in values
+        for value in reversed(values)
     ]
+    return last_first[::-1]
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:

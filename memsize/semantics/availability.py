@@ -9,89 +9,37 @@ Source: torch/amp/autocast_mode.py, torch/amp/grad_scaler.py, torch/utils/checkp
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
 from memsize.semantics.key import current
-
-Function = Callable[..., Any]
-"""A function of PyTorch, or what stands in for it."""
+from memsize.semantics.substitution import Function, Substitution, Substitutions
 
 
-class _Question(NamedTuple):
-    """A function of PyTorch that asks about the device, and what makes its answer out of the original."""
-
-    owner: Any
-    name: str
-    answer: Callable[[Function], Function]
-
-
-_lock = threading.Lock()
-_open = 0
-_originals: list[tuple[_Question, Function]] = []
-
-
-@contextlib.contextmanager
-def answered_as_cuda() -> Iterator[None]:
+def answered_as_cuda() -> AbstractContextManager[None]:
     """Answer as on CUDA while any thread is inside; the originals are back when the last one leaves."""
-    _enter()
-    try:
-        yield
-    finally:
-        _leave()
+    return _answers.standing()
 
 
-def _enter() -> None:
-    global _open
-    with _lock:
-        _open += 1
-        if _open == 1:
-            for question in _questions():
-                original = getattr(question.owner, question.name)
-                _originals.append((question, original))
-                setattr(question.owner, question.name, _answering(original, question.answer(original)))
-
-
-def _leave() -> None:
-    global _open
-    with _lock:
-        _open -= 1
-        while not _open and _originals:
-            question, original = _originals.pop()
-            setattr(question.owner, question.name, original)
-
-
-def _answering(original: Function, answer: Function) -> Function:
-    """`answer` for the threads that have CUDA semantics switched on, `original` for all others."""
-
-    @functools.wraps(original)
-    def answered(*args: Any, **kwargs: Any) -> Any:
-        return (original if current() is None else answer)(*args, **kwargs)
-
-    return answered
-
-
-def _questions() -> tuple[_Question, ...]:
+def _questions() -> tuple[Substitution, ...]:
     common: Any = torch.cuda.amp.common
     mode: Any = torch.amp.autocast_mode
     renamed = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
     return (
-        _Question(common, "amp_definitely_not_available", _always(False)),
-        _Question(torch.cuda, "is_bf16_supported", _always(True)),
-        *(_Question(torch, name, _by_name) for name in renamed),
-        _Question(torch.amp, "is_autocast_available", _by_name),
-        _Question(mode, "is_autocast_available", _by_name),
-        _Question(mode.autocast, "__init__", _by_name_in_method),
-        _Question(mode, "_cast", _casting_stand_ins),
-        _Question(torch, "clear_autocast_cache", _dropping_copies),
-        _Question(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
+        Substitution(common, "amp_definitely_not_available", _always(False)),
+        Substitution(torch.cuda, "is_bf16_supported", _always(True)),
+        *(Substitution(torch, name, _by_name) for name in renamed),
+        Substitution(torch.amp, "is_autocast_available", _by_name),
+        Substitution(mode, "is_autocast_available", _by_name),
+        Substitution(mode.autocast, "__init__", _by_name_in_method),
+        Substitution(mode, "_cast", _casting_stand_ins),
+        Substitution(torch, "clear_autocast_cache", _dropping_copies),
+        Substitution(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
     )
 
 
@@ -153,3 +101,6 @@ def _inferring_cuda(original: Function) -> Function:
         return "cuda" if is_stand_in else inferred
 
     return answer
+
+
+_answers = Substitutions(_questions, lambda: current() is not None)

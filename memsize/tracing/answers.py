@@ -7,11 +7,12 @@ kernel otherwise, and by one run on the CPU where PyTorch has no such kernel.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memsize.tracing import faces
 from memsize.tracing.dtypes import refuse_mixed
 from memsize.tracing.shapes import rules
 from memsize.tracing.values import Values
@@ -32,7 +33,26 @@ class Answers(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = torch.device(device)
         self.values = Values()
-        self._rules = rules() if device == "meta" else {}
+        self._computes = device != "meta"
+        self._rules = {} if self._computes else rules()
+
+    def __enter__(self) -> Self:
+        if not self._computes:
+            faces.enter()
+        try:
+            entered: Self = super().__enter__()
+        except BaseException:
+            self._leave_faces()
+            raise
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._leave_faces()
+
+    def _leave_faces(self) -> None:
+        if not self._computes:
+            faces.leave()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and answers_itself(types):
@@ -41,7 +61,7 @@ class Answers(TorchDispatchMode):
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` returns, with the values of the result beside it where they are known."""
-        if self.device.type == "cpu":
+        if self._computes:
             return func(*args, **kwargs)
         refuse_mixed(func, args)
         rule = self._rules.get(func)

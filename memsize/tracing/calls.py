@@ -93,7 +93,9 @@ class Calls:
         return self._model_call(call) if index == 0 else call
 
     def _model_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call of the model itself is the forward; what is alive when the first one returns is kept for backward."""
+        """The call of the model itself is the forward; what is alive when the first one returns is kept for
+        backward.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             clock = self.ledger.clock

@@ -21,7 +21,9 @@ _NO_NUMBER = 2**63
 
 
 class Clock:
-    """`layer` indexes the run's layers (-1: outside every module), `phase` indexes `phases`; `step` is 0 before the first."""
+    """`layer` indexes the run's layers (-1: outside every module), `phase` indexes `phases`; `step` is 0 before the
+    first.
+    """
 
     def __init__(self) -> None:
         self.layer = -1
@@ -36,15 +38,19 @@ class Clock:
     @property
     def backward(self) -> bool:
         """Whether a backward is running."""
-        return self._outside is not None
+        return _graph_task() != -1
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """A phase of the current step, as the record names it (``"forward 2"``); nested phases return to the outer one."""
+        """A phase of the current step, as the record names it (``"forward 2"``); nested phases return to the outer
+        one.
+        """
+        self._settle()
         outer, self.phase = self.phase, self._index(name)
         try:
             yield
         finally:
+            self._settle()
             self.phase = outer
 
     def _index(self, name: str) -> int:
@@ -55,6 +61,7 @@ class Clock:
 
     def enter(self, layer: int) -> int:
         """A module starts; returns the one that was running."""
+        self._settle()
         outer, self.layer = self.layer, layer
         self._depth += 1
         self._own(layer)
@@ -71,12 +78,16 @@ class Clock:
             self._numbers.append(_next_number())
             self._owners.append(layer)
 
+    def _settle(self) -> None:
+        """Go back to where backward was called, once it is over."""
+        if self._outside is not None and _graph_task() == -1:
+            self.phase, self.layer, self._depth = self._outside
+            self._outside = None
+
     def tick(self) -> None:
         """An op is about to run."""
         if _graph_task() == -1:
-            if self._outside is not None:
-                self.phase, self.layer, self._depth = self._outside
-                self._outside = None
+            self._settle()
             return
         if self._outside is None:
             self._outside = (self.phase, self.layer, self._depth)

@@ -2,11 +2,12 @@
 
 Models look at small tensors: position ids, masks, lengths, ``.item()``, ``if mask.all()``. A `meta` tensor has no
 values, so the ledger keeps a real one beside each small tensor all of whose inputs are known, runs the op on both, and
-answers from the real one. A tensor that is the same everywhere (``isnan`` of finite data) is known whatever its size,
-as a single value expanded.
+answers from the real one. A tensor that is the same everywhere (``isnan`` of finite data, ``ones``) is known whatever
+its size, as a single value expanded.
 
 A known value is an attribute of its tensor and dies with it. Tensors that share memory share one `Cell`, so that
-writing something unknown through one of them makes all of them unknown.
+writing something unknown through one of them makes all of them unknown. Values can be assumed rather than known: the
+cell says in which words, and they are shown once a decision relies on them.
 """
 
 from __future__ import annotations
@@ -17,23 +18,29 @@ import torch
 
 INTEGER_ELEMENTS = 2**18
 """Integer and boolean tensors are known up to this many elements: the mask of 512 × 512 positions."""
+ASSUMED_ELEMENTS = 2**22
+"""Assumed ones up to this many: which of 8 experts each of 64 Ki tokens goes to, twice, one-hot."""
 FLOAT_ELEMENTS = 2**10
-"""Floating ones up to this many: scales, rotary frequencies."""
+"""Floating ones up to this many: scales, rotary frequencies, the boxes of a few images."""
 
 _ATTRIBUTE = "_memsize_known"
 
 
 class Cell:
-    """Whether the values in one piece of memory are still known."""
+    """Whether the values in one piece of memory are still known, and what was assumed to know them."""
 
-    __slots__ = ("valid",)
+    __slots__ = ("assumed", "valid")
 
-    def __init__(self) -> None:
+    def __init__(self, assumed: str | None = None) -> None:
+        self.assumed = assumed
         self.valid = True
 
 
-def remember(tensor: torch.Tensor, value: torch.Tensor, cell: Cell | None = None) -> torch.Tensor:
-    """Keep `value` (a real tensor of the same shape) beside the meta `tensor`, which is returned."""
+def remember(tensor: torch.Tensor, value: torch.Tensor | None, cell: Cell | None = None) -> torch.Tensor:
+    """Keep `value` (a real tensor of the same shape) beside the meta `tensor`, which is returned.
+
+    None says that `tensor` shares the memory of `cell` and that its own part of it is not known.
+    """
     tensor.__dict__[_ATTRIBUTE] = (value, cell or Cell())
     return tensor
 
@@ -43,7 +50,12 @@ def known(tensor: torch.Tensor) -> torch.Tensor | None:
     if not tensor.is_meta:
         return tensor
     entry = tensor.__dict__.get(_ATTRIBUTE)
-    return entry[0] if entry is not None and entry[1].valid else None
+    if entry is None or not entry[1].valid:
+        return None
+    value: torch.Tensor | None = entry[0]
+    if value is None or value.shape != tensor.shape:
+        return None  # its data was replaced or resized
+    return value if value.dtype is tensor.dtype else value.to(tensor.dtype)
 
 
 def cell_of(tensor: torch.Tensor) -> Cell | None:
@@ -58,9 +70,10 @@ def is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= limit
 
 
-def uniform(tensor: torch.Tensor, value: Any) -> torch.Tensor:
+def uniform(tensor: torch.Tensor, value: Any, assumed: str | None = None) -> torch.Tensor:
     """Keep beside `tensor` that each of its elements is `value`; costs no memory whatever the size."""
-    return remember(tensor, torch.full((), value, dtype=tensor.dtype, device="cpu").expand(tensor.shape))
+    real = torch.full((), value, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+    return remember(tensor, real, Cell(assumed))
 
 
 def is_uniform(value: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,17 +40,28 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
     index: int
 
 
+class Workspaces(NamedTuple):
+    """Bytes that a GPU's libraries take from the allocator: cuBLAS per thread that multiplies matrices (the forward's,
+    and autograd's own), and cuBLASLt during each product with a bias, where it does not share cuBLAS's."""
+
+    blas: int = 0
+    lt: int = 0
+
+
+_NO_WORKSPACES = Workspaces()
+
+
 class Ledger(Answers):
     """Events of one run, each with the phase and layer that the `clock` shows.
 
-    `device` is where the run's tensors live: ``"meta"``, or ``"cpu"`` for a run that really computes. `workspace` is
-    what cuBLAS takes for each thread that multiplies matrices (0: no GPU is meant): the forward's, and autograd's own.
+    `device` is where the run's tensors live: ``"meta"``, or ``"cpu"`` for a run that really computes. `workspaces` are
+    those of the GPU that is meant, if one is.
     """
 
-    def __init__(self, device: str = "meta", workspace: int = 0) -> None:
+    def __init__(self, device: str = "meta", workspaces: Workspaces = _NO_WORKSPACES) -> None:
         super().__init__(device)
         self.clock = Clock()
-        self.workspace = workspace
+        self.workspaces = workspaces
         self.last_op = ""
         self.events: list[Event] = []
         self.live: dict[int, _StorageRef] = {}
@@ -74,7 +85,7 @@ class Ledger(Answers):
             return self.values.carry(args[0], func(*args))
         self.clock.tick()
         self.last_op = op = func._overloadpacket.__name__
-        if self.workspace and func in _MULTIPLIES:
+        if self.workspaces.blas and func in _MULTIPLIES:
             self._take_workspace(op)
         self._mark_read(args)
         result = self.answer(func, args, kwargs or {})
@@ -84,6 +95,8 @@ class Ledger(Answers):
             for item in result:
                 if isinstance(item, torch.Tensor):
                     self._note(item, op)
+        if self.workspaces.lt and func is _aten.addmm.default:
+            self._borrow(self.workspaces.lt, op)
         return result
 
     def _mark_read(self, args: Iterable[Any]) -> None:
@@ -101,7 +114,13 @@ class Ledger(Answers):
         """A thread's first matrix product makes a cuBLAS handle with its workspace, kept from then on."""
         if self.clock.backward not in self._handles:
             self._handles.add(self.clock.backward)
-            self._open("workspace", self.workspace, op, torch.uint8, (self.workspace,))
+            size = self.workspaces.blas
+            self._open("workspace", size, op, torch.uint8, (size,))
+
+    def _borrow(self, size: int, op: str) -> None:
+        """A workspace that an op takes and gives back."""
+        index = self._open("workspace", size, op, torch.uint8, (size,))
+        self.events.append(Event(index, -size, self.clock.phase, self.clock.layer, op))
 
     # -- what others tell it ------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from memsize.stored import pieces, stored_tensors
 from memsize.tracing.calls import Calls, Seen
 from memsize.tracing.failure import explain
 from memsize.tracing.feed import Call, input_tensors
-from memsize.tracing.ledger import Ledger
+from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.nest import tensors_in
 from memsize.tracing.quiet import undisturbed
 
@@ -29,7 +29,7 @@ class Setup:
     `semantics` is open during the whole run and may tell the ledger of cast copies, `autocast` during forwards and
     losses. `rewrite` says how the scenario stores the twin's tensors where that is not how the twin itself holds them,
     and `sizes` what such parameters take, by name. `masters` asks for float32 master weights in the optimizer,
-    `workspace` for cuBLAS workspaces of that many bytes.
+    `scaled` for a GradScaler; `workspaces` are those of the GPU that is meant.
     """
 
     model: str
@@ -45,7 +45,7 @@ class Setup:
     sizes: Mapping[str, int] = field(default_factory=dict)
     masters: bool = False
     scaled: bool = False
-    workspace: int = 0
+    workspaces: Workspaces = field(default_factory=Workspaces)
     notes: tuple[str, ...] = ()
 
 
@@ -84,7 +84,7 @@ class Run:
             if any(is_lazy(tensor) for tensor in (*setup.twin.parameters(), *setup.twin.buffers())):
                 _give_shapes(setup)
         self.tensors = stored_tensors(setup.twin)
-        self.ledger = Ledger(setup.device, setup.workspace)
+        self.ledger = Ledger(setup.device, setup.workspaces)
         self.calls = Calls(setup.twin, self.ledger)
         self._notes: list[str] = []
         if enter:
@@ -92,7 +92,9 @@ class Run:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While open, everything that runs is written down; a failure becomes a `ForwardError` with what ran before it."""
+        """While open, everything that runs is written down; a failure becomes a `ForwardError` with what ran before
+        it.
+        """
         hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, lambda tensor: tensor)
         with undisturbed(), ExitStack() as regions:
             try:
@@ -135,20 +137,26 @@ class Run:
         return trace
 
     def _enter_inputs(self) -> None:
-        twin, ledger = self.setup.twin, self.ledger
-        for name, parameter in twin.named_parameters():
-            if not is_lazy(parameter):
-                for _, piece in pieces(parameter):
-                    ledger.enter(piece, "parameter", size=self.setup.sizes.get(name))
-        for buffer in twin.buffers():
-            if not is_lazy(buffer):
-                for _, piece in pieces(buffer):
-                    ledger.enter(piece, "buffer")
+        ledger, sizes = self.ledger, self.setup.sizes
+        for index, seen in enumerate(self.calls.seen):
+            ledger.clock.layer = index
+            for name, parameter in seen.module._parameters.items():
+                if parameter is not None and not is_lazy(parameter):
+                    size = sizes.get(f"{seen.path}.{name}" if seen.path else name)
+                    for _, piece in pieces(parameter):
+                        ledger.enter(piece, "parameter", size=size)
+            for buffer in seen.module._buffers.values():
+                if buffer is not None and not is_lazy(buffer):
+                    for _, piece in pieces(buffer):
+                        ledger.enter(piece, "buffer")
+        ledger.clock.layer = -1
         for tensor in tensors_in(self.setup.call):
             ledger.enter(tensor, "input")
 
     def _with_use(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors with what the run showed of them: whether an op read them, whether a gradient reaches them."""
+        """The stored tensors with what the run showed of them: whether an op read them, whether a gradient reaches
+        them.
+        """
         twin, ledger = self.setup.twin, self.ledger
         held: dict[str, torch.Tensor] = dict(twin.named_parameters(remove_duplicate=False))
         held |= dict(twin.named_buffers(remove_duplicate=False))

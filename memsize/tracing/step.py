@@ -89,7 +89,7 @@ class _Loop:
         self.optimizer = make_optimizer(training.optimizer, self._updated())
         self.losses = Losses(training.loss, self.ledger)
         scaled = run.setup.scaled if training.scaler is None else training.scaler
-        self.scaler = torch.amp.GradScaler("cuda") if scaled else None  # type: ignore[attr-defined]
+        self.scaler = torch.amp.GradScaler("cuda") if scaled else None
         self.average = _copies(self.parameters, self.ledger, "optimizer state") if training.ema else []
 
     def __call__(self) -> None:
@@ -122,7 +122,7 @@ class _Loop:
                     loss = loss / self.training.accumulate
         # A loop usually lets go of the output only when the next one arrives: so it is here.
         self.output = output
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _step(self) -> None:
         if self.masters is not None:

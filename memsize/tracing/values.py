@@ -1,25 +1,39 @@
 """Runs ops where values matter: keeps known values up to date, answers `.item()`, and computes what `meta` cannot.
 
-What has to be taken for granted is written into `assumptions`, what a reader should know into `notes`; both are shown.
+What had to be taken for granted is in `assumptions` once a decision relied on it, what a reader should know in
+`notes`; both are shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from memsize.semantics import suspended
-from memsize.tracing.known import cell_of, is_small, is_uniform, known, remember, uniform
+from memsize.tracing.assumptions import (
+    COPIED,
+    EQUAL,
+    FINITE,
+    NUMBER,
+    RANDOM,
+    assumed_of,
+    spread_evenly,
+    with_infinity,
+)
+from memsize.tracing.known import ASSUMED_ELEMENTS, Cell, cell_of, is_small, is_uniform, known, remember, uniform
 from memsize.tracing.nest import map_tensors, tensors_in
+from memsize.tracing.opinfo import OpInfo
+from memsize.tracing.selection import selections
 
 _aten = torch.ops.aten
 _ITEM = _aten._local_scalar_dense.default
 _TO = _aten._to_copy.default
-_EQUAL = _aten.equal.default
-_FINITE = {_aten.isnan.default: False, _aten.isinf.default: False, _aten.isposinf.default: False}
-_FINITE |= {_aten.isneginf.default: False}
+_COMPARED = (_aten.equal.default, _aten.allclose.default)
+_DRAW = _aten.rand.default
+_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _HOST_LIMIT = 2**31
 """Bytes of stand-in arguments that an op without a meta kernel may take on the CPU."""
 
@@ -28,47 +42,48 @@ class UnknownValueError(RuntimeError):
     """The model's control flow or an output's shape depends on a value that only real data has."""
 
 
-class _Op:
-    """What one overload does to its arguments; looked up once per overload."""
-
-    __slots__ = ("aliases", "dynamic", "mutates", "pointwise")
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        self.mutates = schema.is_mutable
-        self.aliases = not self.mutates and any(r.alias_info is not None for r in schema.returns)
-        self.pointwise = torch.Tag.pointwise in func.tags
-        self.dynamic = torch.Tag.dynamic_output_shape in func.tags
-
-
 class Values:
     """The known values of one run. Everything it learns is on the tensors themselves."""
 
     def __init__(self) -> None:
         self.assumptions: dict[str, None] = {}
         self.notes: dict[str, None] = {}
-        self._ops: dict[Any, _Op] = {}
+        self._ops: dict[Any, OpInfo] = {}
+        self._special: dict[Any, Callable[..., Any]] = {
+            _ITEM: lambda tensor: self._item(tensor),
+            _TO: self._to,
+            _DRAW: self._draw,
+            **dict.fromkeys(_COMPARED, self._compare),
+        }
+        self._selections = selections()
 
     def carry(self, source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """`result` is `source` under another name: what is known of one is known of the other."""
         cell = cell_of(source)
-        value = None if cell is None else known(source)
-        return result if value is None else remember(result, value, cell)
+        return result if cell is None else remember(result, known(source), cell)
+
+    def rely(self, assumption: str | None) -> None:
+        """A decision of the model's rests on `assumption`."""
+        if assumption is not None:
+            self.assumptions[assumption] = None
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result on `meta`, by PyTorch's own kernel or, where it has none, by one run on the CPU."""
-        if func is _ITEM:
-            return self._item(args[0])
-        if func is _EQUAL:
-            return self._equal(args[0], args[1])
-        if func is _TO and _leaves_meta(args[0], kwargs):
-            return self._to_host(args[0], kwargs)
+        special = self._special.get(func)
+        result = NotImplemented if special is None else special(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        op = self._ops.get(func) or self._learn(func)
+        if op.name in self._selections and args[0].is_meta:
+            result = self._selections[op.name](self.rely, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
         try:
             # Below autograd autocast has had its say: a kernel written in Python must not be cast again.
             with suspended():
                 return func(*args, **kwargs)
         except NotImplementedError:
-            return self._on_cpu(func, args, kwargs)
+            return self._on_cpu(func, op, args, kwargs)
         except RuntimeError as error:
             if not _mixes_devices(args, kwargs):
                 raise
@@ -76,103 +91,160 @@ class Values:
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Keep the values of `result` beside it when they follow from known ones."""
-        first = result[0] if isinstance(result, (tuple, list)) and result else result
-        op = self._ops.get(func)
-        if op is None:
-            op = self._ops[func] = _Op(func)
-        if not isinstance(first, torch.Tensor) or first.device.type != "meta":
-            if op.mutates:
-                self._forget(args)
-            return
+        op = self._ops.get(func) or self._learn(func)
         if op.mutates:
-            self._follow_write(func, args, kwargs)
-        elif not first.numel():
+            self._follow_write(func, op, args, kwargs)
             return
-        elif func in _FINITE:
-            self._assume_finite(func, args, first)
-        elif is_small(first) or first.dtype is torch.bool:
-            self._follow_new(func, op, args, kwargs, result)
+        if op.empty:
+            _follow_empty(result)
+            return
+        lead = args[0] if args else None
+        if isinstance(lead, torch.Tensor) and known(lead) is None:  # as nearly always
+            self._follow_unknown(op, args, kwargs, result)
+        else:
+            self._follow_known(func, op, args, kwargs, result)
+
+    def _learn(self, func: Any) -> OpInfo:
+        info = self._ops[func] = OpInfo(func)
+        return info
 
     # -- known values -------------------------------------------------------------------------------------------------
 
-    def _follow_new(self, func: Any, op: _Op, args: Any, kwargs: Any, result: Any) -> None:
+    def _follow_known(self, func: Any, op: OpInfo, args: Any, kwargs: Any, result: Any) -> None:
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(first, torch.Tensor) or not first.is_meta:
+            return
         real = _real_arguments(args, kwargs)
         if real is None:
+            self._follow_unknown(op, args, kwargs, result)
             return
-        first = result[0] if isinstance(result, (tuple, list)) else result
-        if not is_small(first):
-            if op.pointwise and all(is_uniform(value) for value in tensors_in(real)):
-                scalars = map_tensors(lambda value: value.as_strided((), ()), real)
-                remember(first, func(*scalars[0], **scalars[1]).expand(first.shape))
-            return
-        if any(value.numel() > 2**20 and not is_uniform(value) for value in tensors_in(real)):
-            return
-        if all(is_uniform(value) for value in tensors_in(real)) and any(v.numel() > 2**20 for v in tensors_in(real)):
-            # any() or all() of a value that is the same everywhere.
-            real = map_tensors(lambda value: value.as_strided((1,) * value.dim(), (0,) * value.dim()), real)
-            if first.numel() != 1:
-                return
-        values = func(*real[0], **real[1])
-        cell = cell_of(args[0]) if op.aliases and args and isinstance(args[0], torch.Tensor) else None
-        for tensor, value in zip(tensors_in(result), tensors_in(values), strict=False):
+        cell = self._cell(op, args, kwargs)
+        computed = self._computed(func, op, real, first, cell)
+        values = () if computed is None else tensors_in(computed)
+        for tensor, value in zip(tensors_in(result), values, strict=False):
             if tensor.is_meta and tensor.shape == value.shape:
                 remember(tensor, value, cell)
+        if computed is None and op.aliases:
+            _share_cells(args[0], result)
 
-    def _follow_write(self, func: Any, args: Any, kwargs: Any) -> None:
-        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if target is None or cell_of(target) is None:
-            self._forget(args)
+    def _cell(self, op: OpInfo, args: Any, kwargs: Any) -> Cell:
+        """That of the memory which the result shares, or a new one that assumes what the arguments do."""
+        lead = args[0] if args else None
+        shared = cell_of(lead) if op.aliases and isinstance(lead, torch.Tensor) else None
+        if shared is not None:
+            return shared
+        return Cell(_assumed_by(args, kwargs) or (RANDOM if op.random else None))
+
+    def _computed(self, func: Any, op: OpInfo, real: Any, first: torch.Tensor, cell: Cell) -> Any:
+        """The op's result on real values, None where that isn't worth having or can't be had."""
+        if op.placed_by_strides and not real[0][0].is_contiguous():
+            return None
+        values = list(tensors_in(real))
+        wanted = is_small(first) or (bool(cell.assumed) and _is_whole(first) and first.numel() <= ASSUMED_ELEMENTS)
+        with suppress(Exception):  # whatever the CPU's kernel can't do with these values, they are unknown then
+            if wanted and all(value.numel() <= ASSUMED_ELEMENTS for value in values):
+                return func(*real[0], **real[1])
+            if all(is_uniform(value) and value.numel() for value in values):
+                return _computed_once(func, op, real, first)
+        return None
+
+    def _follow_unknown(self, op: OpInfo, args: Any, kwargs: Any, result: Any) -> None:
+        """What can be known of a result although an argument is not."""
+        if op.aliases:
+            _share_cells(args[0], result)
+        elif op.informative:
+            self._inform(op, args, kwargs, result)
+
+    def _inform(self, op: OpInfo, args: Any, kwargs: Any, result: Any) -> None:
+        if op.choice is not None:
+            indices = result[op.choice[0]] if isinstance(result, (tuple, list)) else result
+            spread_evenly(indices, *op.choices(args, kwargs))
+        elif not isinstance(result, torch.Tensor) or not result.is_meta:
+            return
+        elif op.fill is not None:
+            number = op.filled_with(args, kwargs)
+            dense = torch.full(result.shape, number, dtype=result.dtype, device="cpu") if is_small(result) else None
+            uniform(result, number) if dense is None else remember(result, dense)
+        elif op.finite is not None:
+            uniform(result, op.finite, FINITE)
+        elif op.comparison is not None and args[0].is_floating_point():
+            same = len(args) == 2 and args[1] is args[0]
+            answer = op.comparison in ("eq", "le", "ge") if same else with_infinity(op.comparison, args[1])
+            if answer is not None:
+                uniform(result, answer, FINITE)
+
+    def _follow_write(self, func: Any, op: OpInfo, args: Any, kwargs: Any) -> None:
+        """A write of known values into known ones is made on both; any other makes what is written unknown."""
+        if func is _UNSCALE:
+            # GradScaler's check writes only where it meets an infinity.
+            for cell in filter(None, map(cell_of, args[1:2])):
+                cell.assumed = FINITE
+            return
+        targets = [(tensor, cell) for tensor in op.targets(args, kwargs) if (cell := cell_of(tensor)) is not None]
+        if not targets:
             return
         real = _real_arguments(args, kwargs)
-        if real is None or (is_uniform(real[0][0]) and target.numel() > 1):
-            self._forget(args)
-        else:
-            func(*real[0], **real[1])
-
-    def _forget(self, args: Any) -> None:
-        """Something unknown was written: the first argument's memory is no longer known."""
-        for item in args[:1]:
-            for tensor in tensors_in(item):
-                cell = cell_of(tensor)
-                if cell is not None:
-                    cell.valid = False
-
-    def _assume_finite(self, func: Any, args: Any, result: torch.Tensor) -> None:
-        self.assumptions["every value is finite (isnan and isinf answer no)"] = None
-        uniform(result, _FINITE[func])
+        if real is not None and all(_is_writable(tensor) for tensor, _ in targets):
+            assumed = _assumed_by(args, kwargs) or (RANDOM if op.random else None)
+            with suppress(Exception):  # the values end here; the op itself has been answered
+                func(*real[0], **real[1])
+                for _, cell in targets:
+                    cell.assumed = cell.assumed or assumed
+                return
+        for _, cell in targets:
+            cell.valid = False
 
     # -- questions about values ---------------------------------------------------------------------------------------
 
     def _item(self, tensor: torch.Tensor) -> Any:
         value = known(tensor)
         if value is not None:
+            self.rely(assumed_of([cell_of(tensor)]) if tensor.is_meta else None)
             return value.item()
         if tensor.is_floating_point():
-            self.assumptions["a number read out of an activation (.item()) is taken to be 1.0"] = None
+            self.rely(NUMBER)
             return 1.0
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise UnknownValueError(
             f"the model reads a value that depends on the data out of a {dtype} tensor (bool(), int() or .item())"
         )
 
-    def _equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+    def _compare(self, a: torch.Tensor, b: torch.Tensor, *options: Any, **more: Any) -> bool:
         left, right = known(a), known(b)
+        if a.shape != b.shape and not (options or more):
+            return False
         if left is None or right is None:
-            raise UnknownValueError("the model compares two tensors whose values depend on the data (torch.equal)")
-        return torch.equal(left, right)
+            self.rely(EQUAL)
+            return True
+        self.rely(_assumed_by((a, b), {}))
+        return torch.allclose(left, right, *options, **more) if options or more else torch.equal(left, right)
 
-    def _to_host(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    def _draw(self, size: list[int], **options: Any) -> Any:
+        """One random number alone is a decision (skip this layer?): it falls in the middle of its range."""
+        if any(each != 1 for each in size):
+            return NotImplemented
+        dtype = options.get("dtype") or torch.get_default_dtype()
+        middle = torch.full(size, 0.5, dtype=dtype, device="cpu")
+        device = options.get("device")
+        return _moved(middle) if device is not None and device.type == "meta" else middle
+
+    def _to(self, tensor: torch.Tensor, **options: Any) -> Any:
+        """A copy to the CPU, where numbers are real."""
+        device = options.get("device")
+        if not tensor.is_meta or device is None or device.type != "cpu":
+            return NotImplemented
         value = known(tensor)
         if value is None:
-            self.assumptions["values that the model copies to the CPU are taken to be zero"] = None
-            value = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-        dtype = kwargs.get("dtype")
+            self.rely(COPIED)
+            value = torch.full(tensor.shape, _plausible(tensor.dtype), dtype=tensor.dtype, device="cpu")
+        else:
+            self.rely(assumed_of([cell_of(tensor)]))
+        dtype = options.get("dtype")
         return value.to(dtype) if dtype is not None and dtype is not value.dtype else value.clone()
 
     # -- what meta cannot do ------------------------------------------------------------------------------------------
 
-    def _on_cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
-        op = self._ops.setdefault(func, _Op(func))
+    def _on_cpu(self, func: Any, op: OpInfo, args: Any, kwargs: Any) -> Any:
         tensors = list(tensors_in((args, kwargs)))
         self._check_possible(func, op, tensors)
         if sum(t.numel() * t.element_size() for t in tensors if t.is_meta) > _HOST_LIMIT:
@@ -185,10 +257,11 @@ class Values:
         ] = None
         return map_tensors(_moved, result)
 
-    def _check_possible(self, func: Any, op: _Op, tensors: list[torch.Tensor]) -> None:
+    def _check_possible(self, func: Any, op: OpInfo, tensors: list[torch.Tensor]) -> None:
         decides = [t for t in tensors if op.dynamic and (len(tensors) == 1 or not t.is_floating_point())]
         if any(known(t) is None for t in decides):
             raise UnknownValueError(f"the output shape of {func._overloadpacket} depends on the data")
+        self.rely(assumed_of([cell_of(t) for t in decides if t.is_meta]))
 
     def _with_host_tensors_moved(self, func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
         moved = map_tensors(lambda t: t if t.is_meta else _moved(t), (args, kwargs))
@@ -200,6 +273,53 @@ class Values:
             None
         )
         return result
+
+
+def _follow_empty(result: torch.Tensor) -> None:
+    """Memory that nothing was written to reads as zeros: what a model makes of it must not change between runs."""
+    if result.is_meta and result.numel() and is_small(result):
+        remember(result, torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
+
+
+def _assumed_by(args: Any, kwargs: Any) -> str | None:
+    return assumed_of([cell_of(tensor) for tensor in tensors_in((args, kwargs) if kwargs else args) if tensor.is_meta])
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Whether what is known of `tensor` is memory of its own, so that it can follow a write."""
+    value = tensor.__dict__["_memsize_known"][0] if tensor.is_meta else tensor
+    return known(tensor) is value and (value.numel() <= 1 or not is_uniform(value))
+
+
+def _share_cells(source: Any, result: Any) -> None:
+    """Views whose values are not known still share the memory of `source`."""
+    cell = cell_of(source) if isinstance(source, torch.Tensor) and source.is_meta else None
+    if cell is not None:
+        for tensor in tensors_in(result):
+            if tensor.is_meta:
+                remember(tensor, None, cell)
+
+
+def _computed_once(func: Any, op: OpInfo, real: Any, first: torch.Tensor) -> torch.Tensor | None:
+    """The result of an op all of whose arguments are the same everywhere, where it is too."""
+    if op.fill is not None:
+        value = torch.full((), op.filled_with(*real), dtype=first.dtype, device="cpu")
+    elif op.pointwise:
+        scalars = map_tensors(lambda value: value.as_strided((), ()), real)
+        value = func(*scalars[0], **scalars[1])
+    elif op.preserving or (op.aliases and real[0][0].dtype is first.dtype):
+        value = real[0][0].as_strided((), ()).to(first.dtype)
+    else:
+        return None
+    return value.expand(first.shape)
+
+
+def _plausible(dtype: torch.dtype) -> Any:
+    return 1.0 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,11 +364,6 @@ def _real_flat(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         real.append(value)
     count = len(args)
     return tuple(real[:count]), dict(zip(kwargs, real[count:], strict=True))
-
-
-def _leaves_meta(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return tensor.is_meta and isinstance(device, torch.device) and device.type == "cpu"
 
 
 def _mixes_devices(args: Any, kwargs: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from memsize.tracing.shapes.registry import shape_rule
 from memsize.tracing.shapes.strides import Shape, broadcast
-from memsize.tracing.shapes.tensors import are_alike, are_plain, empty
+from memsize.tracing.shapes.tensors import are_alike, are_plain, empty, strided
 
 
 def product(one: Shape, other: Shape) -> tuple[int, ...] | None:
@@ -111,3 +111,35 @@ def _with_ones(shape: Shape, dims: list[int]) -> list[int]:
     for dim in dims:
         sizes.insert(dim, 1)
     return sizes
+
+
+_GROUPED = (torch.float32, torch.float16, torch.bfloat16)
+_ROW_BYTES = 16
+"""Every row of a grouped product begins on a multiple of these, for the GPU's tensor memory accelerator."""
+
+
+@shape_rule("aten::_grouped_mm")
+def _grouped_mm(one: Any, other: Any, offsets: Any = None, bias: Any = None, dtype: torch.dtype | None = None) -> Any:
+    """A product for each expert (cuda/GroupedBlas.cpp, GroupedMMUtils.h). PyTorch's `meta` kernel takes bfloat16 only."""
+    if not are_plain(one, other, offsets, bias) or not are_alike(one, other) or one.dtype not in _GROUPED:
+        return NotImplemented
+    shape = grouped_product(one.shape, other.shape, None if offsets is None else offsets.shape[0])
+    if shape is None:
+        return NotImplemented
+    dtype = dtype or one.dtype
+    alignment = _ROW_BYTES // dtype.itemsize
+    row = -(-shape[-1] // alignment) * alignment
+    return strided(shape, (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1), dtype)
+
+
+def grouped_product(one: Shape, other: Shape, groups: int | None) -> tuple[int, ...] | None:
+    """The shape of a grouped product. Where an operand has no dimension for the groups, its rows, columns or the inner
+    dimension are cut into `groups`; None for operands that don't fit."""
+    ranks = len(one), len(other)
+    if ranks == (2, 2):
+        return None if groups is None or one[1] != other[0] else (groups, one[0], other[1])
+    if one[-1] != other[-2] or not set(ranks) <= {2, 3}:
+        return None
+    if ranks == (3, 3):
+        return (one[0], one[1], other[2]) if one[0] == other[0] and groups is None else None
+    return None if groups is None else (one[-2], other[-1])

@@ -1,0 +1,181 @@
+"""A checkpoint against a model: which tensors the model lacks, which the file lacks, which differ in shape or dtype.
+
+Names are compared after the change that makes most of them meet: a prefix dropped (``module.`` of DataParallel,
+``_orig_mod.`` of torch.compile, the key that the weights stand under), or one added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from memsize.checkpoint.anatomy import Anatomy
+from memsize.checkpoint.record import Tensor
+from memsize.record import TensorSpec
+
+Problem = Literal["missing", "unexpected", "wrong shape", "wrong dtype"]
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+"""Steps that a wrapper puts into the names of what it wraps: compile, FSDP, checkpointing, DataParallel."""
+_DEEPEST_PREFIX = 4
+
+
+class Expected(NamedTuple):
+    """One tensor of the model. `tied` names the earlier one that shares its memory."""
+
+    spec: TensorSpec
+    tied: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that is not as the model wants it; `file` and `model` are what each has."""
+
+    name: str
+    problem: Problem
+    file: TensorSpec | None
+    model: TensorSpec | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How a file fits a model. `dropped` and `added` are the prefixes that were, so that names meet; `wrappers` the
+    steps that were left out of names; `left_out` the tied tensors that the file leaves out, as safetensors does.
+    """
+
+    model: str
+    matching: int
+    differences: tuple[Difference, ...]
+    dropped: str = ""
+    added: str = ""
+    wrappers: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def count(self, problem: Problem) -> int:
+        """How many tensors have that problem."""
+        return sum(difference.problem == problem for difference in self.differences)
+
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """A change of names."""
+
+    dropped: str = ""
+    added: str = ""
+    wrappers: tuple[str, ...] = ()
+
+    def of(self, name: str) -> str | None:
+        """The name as the model would have it; None for one outside the prefix."""
+        if not name.startswith(self.dropped):
+            return None
+        name = name[len(self.dropped) :]
+        if self.wrappers:
+            name = _without(self.wrappers, name)
+        return self.added + name
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How much it changes: of several that fit equally well the plainest is meant."""
+        return len(self.wrappers), len(self.dropped) + len(self.added)
+
+
+def compared(anatomy: Anatomy, expected: Mapping[str, Expected], model: str) -> Match:
+    """How the model part of a checkpoint fits the tensors that a model expects, by name."""
+    candidates = anatomy.of("model") or anatomy.of("EMA") or list(anatomy.contents.tensors)
+    tensors = {tensor.name: tensor for tensor in candidates if tensor.wrapper is None}
+    naming = _naming(tuple(tensors), expected)
+    named = {other: tensor for name, tensor in tensors.items() if (other := naming.of(name)) is not None}
+    root = _root(naming.dropped, candidates)
+    outside = {
+        name: tensor for name, tensor in tensors.items() if naming.of(name) is None and tensor.keys[: len(root)] == root
+    }
+    differences: list[Difference] = []
+    left_out: list[str] = []
+    matching = 0
+    for name, wanted in expected.items():
+        tensor = named.get(name)
+        if tensor is None and wanted.tied in named:
+            left_out.append(name)
+        elif tensor is None:
+            differences.append(Difference(name, "missing", None, wanted.spec, 0))
+        elif tensor.spec.shape != wanted.spec.shape:
+            differences.append(Difference(name, "wrong shape", tensor.spec, wanted.spec, tensor.bytes))
+        elif tensor.spec.dtype != wanted.spec.dtype:
+            differences.append(Difference(name, "wrong dtype", tensor.spec, wanted.spec, tensor.bytes))
+        else:
+            matching += 1
+    extra = [(name, tensor) for name, tensor in named.items() if name not in expected] + list(outside.items())
+    differences += [Difference(name, "unexpected", tensor.spec, None, tensor.bytes) for name, tensor in extra]
+    return Match(
+        model, matching, tuple(differences), naming.dropped, naming.added, naming.wrappers, tuple(left_out)
+    )
+
+
+def _naming(names: Sequence[str], expected: Mapping[str, Expected]) -> _Naming:
+    """The change of names under which most tensors of the file are the model's."""
+    wanted = set(expected)
+    infixes = tuple(wrapper for wrapper in _WRAPPERS if any(f".{wrapper}." in f".{name}" for name in names))
+    options = [_Naming()]
+    for wrappers in ((), infixes) if infixes else ((),):
+        cleaned = [_without(wrappers, name) for name in names] if wrappers else names
+        options.append(_Naming(wrappers=wrappers))
+        options += [_Naming(prefix, "", wrappers) for prefix in _prefixes(names)]
+        if not wrappers or cleaned != list(names):
+            options += [_Naming("", prefix, wrappers) for prefix in _prefixes(tuple(expected))]
+    scored = [(_score(option, names, wanted), option) for option in options]
+    best = max(score for score, _ in scored)
+    return min((option for score, option in scored if score == best), key=lambda option: option.size)
+
+
+def _score(naming: _Naming, names: Sequence[str], wanted: set[str]) -> int:
+    return sum(naming.of(name) in wanted for name in names)
+
+
+def _prefixes(names: Sequence[str]) -> list[str]:
+    """The prefixes, in whole steps, that the most names have."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        steps = name.split(".")[:-1][:_DEEPEST_PREFIX]
+        counts.update(".".join(steps[:length]) + "." for length in range(1, len(steps) + 1))
+    return [prefix for prefix, _ in counts.most_common(16)]
+
+
+def _without(wrappers: Sequence[str], name: str) -> str:
+    pattern = "|".join(map(re.escape, wrappers))
+    return re.sub(rf"(?<![^.])(?:{pattern})\.", "", name)
+
+
+def _root(prefix: str, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    """The key under which the tensors with this prefix stand: others below it are unexpected, those beside it not."""
+    first = next((tensor for tensor in tensors if tensor.name.startswith(prefix)), None)
+    return first.keys[:1] if first and len(first.keys) > 1 else ()
+
+
+def expected_of(target: str, arguments: Mapping[str, object] | None = None) -> tuple[str, dict[str, Expected]]:
+    """The name of a target's model, and the tensors of its ``state_dict()``. Builds it without its weights' memory."""
+    from memsize.loading import load
+
+    loaded = load(target, arguments or {})
+    with loaded.importable():
+        return loaded.name, expected_from(loaded.module)
+
+
+def expected_from(module: object) -> dict[str, Expected]:
+    """The tensors of a module's ``state_dict()``, with what is tied."""
+    import torch
+
+    from memsize.stored import storage_key
+
+    first: dict[object, str] = {}
+    expected: dict[str, Expected] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():  # type: ignore[attr-defined]
+        if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+            key = (storage_key(tensor), tuple(tensor.shape)) if tensor.numel() else (name, ())
+            spec = TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            expected[name] = Expected(spec, first.get(key))
+            first.setdefault(key, name)
+    return expected

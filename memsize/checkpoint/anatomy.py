@@ -1,0 +1,225 @@
+"""The parts of a checkpoint: the model, its EMA copy, the optimizer's state, and what else a training run saves.
+
+A part is recognised by what a dictionary holds (an optimizer's has ``state`` and ``param_groups``) and else by the keys
+that people give it. A file of names alone (safetensors, GGUF, a bare ``state_dict``) is a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from memsize.checkpoint.dtypes import BITS, is_float
+from memsize.checkpoint.record import Contents, PartKind, Tensor
+
+KINDS: tuple[PartKind, ...] = ("model", "EMA", "optimizer", "scheduler", "other")
+MOST_ROWS = 30
+"""How many rows of modules are shown unasked."""
+DEEPEST = 8
+
+_NAMES: tuple[tuple[PartKind, re.Pattern[str]], ...] = (
+    ("EMA", re.compile(r"(^|[_.-])(ema|swa|polyak|shadow(_params)?|averaged?)(\d*[_.-]|\d*$)")),
+    ("optimizer", re.compile(r"optim|(^|_)opt(_|$)|^adam|^sgd")),
+    ("scheduler", re.compile(r"sched|(^|_)lr(_|$)")),
+    (
+        "other",
+        re.compile(
+            r"scaler|(^|_)amp(_|$)|(^|_)rng|random|callback|^loops?$|hyper|config|args|hparams|metric|loss|history|epoch"
+            r"|(^|_)steps?$|^best|stats?$|statistics"
+        ),
+    ),
+    (
+        "model",
+        re.compile(
+            r"model|state_dict|(^|_)net(work)?(_?[a-z])?$|^module|weights?$|^params|generator|discriminator|encoder|decoder"
+            r"|backbone|teacher|student|critic|actor|policy|^vae$|^unet$|^head$|classifier|^[gd]$"
+        ),
+    ),
+)
+_FLAT_EMA = re.compile(r"^(model_ema|ema|ema_model|module_ema)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor belongs: the kind of its part, and how many of its keys name the part itself."""
+
+    kind: PartKind
+    root: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors taken together: a part, a dtype, a module. `bytes` is what they need, shared ones once; `unneeded` what
+    is saved along with them although no tensor covers it.
+    """
+
+    kind: PartKind
+    name: str
+    tensors: int
+    elements: int
+    bytes: int
+    unneeded: int
+    dtypes: tuple[str, ...]
+
+
+class Anatomy:
+    """`contents` taken apart."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Where each tensor belongs, in their order."""
+        marks = {mark.keys: mark.kind for mark in self.contents.marks}
+        containers = {tensor.keys[:-1] for tensor in self.contents.tensors}
+        heads = {keys[0] for keys in containers if keys}
+        named = any(_kind_of(head) == "model" for head in heads)
+        memo: dict[tuple[str, ...], Place] = {}
+        places = []
+        for tensor in self.contents.tensors:
+            inner = tensor.keys[:-1]
+            if not inner:
+                places.append(_bare(tensor, heads, marks))
+                continue
+            if inner not in memo:
+                memo[inner] = _place(inner, marks, named, tensor.wrapper)
+            places.append(memo[inner])
+        return tuple(places)
+
+    def of(self, kind: PartKind) -> list[Tensor]:
+        """The tensors of one kind of part."""
+        pairs = zip(self.contents.tensors, self.places, strict=True)
+        return [tensor for tensor, place in pairs if place.kind == kind]
+
+    @cached_property
+    def parts(self) -> tuple[Group, ...]:
+        """One group for each kind of part that there is, named by the keys it stands under."""
+        found: dict[PartKind, list[Tensor]] = {}
+        roots: dict[PartKind, dict[str, None]] = {}
+        for tensor, place in zip(self.contents.tensors, self.places, strict=True):
+            found.setdefault(place.kind, []).append(tensor)
+            roots.setdefault(place.kind, {}).setdefault(".".join(tensor.keys[: place.root]))
+        return tuple(_group(kind, _listed(roots[kind]), found[kind]) for kind in KINDS if kind in found)
+
+    @cached_property
+    def dtypes(self) -> tuple[Group, ...]:
+        """One group for each dtype, the largest first."""
+        found: dict[str, list[Tensor]] = {}
+        for tensor in self.contents.tensors:
+            found.setdefault(tensor.spec.dtype, []).append(tensor)
+        groups = [_group("model", dtype, tensors) for dtype, tensors in found.items()]
+        return tuple(sorted(groups, key=lambda group: -group.bytes))
+
+    def modules(self, depth: int | None) -> tuple[Group, ...]:
+        """One group for each module down to `depth` below its part (None: each tensor), in the order of the file."""
+        found: dict[tuple[PartKind, str], list[Tensor]] = {}
+        for tensor, place, steps in zip(self.contents.tensors, self.places, self._steps, strict=True):
+            shown = steps if depth is None else steps[:depth]
+            root = ".".join(tensor.keys[: place.root])
+            name = ".".join([root, *shown] if root else shown)
+            found.setdefault((place.kind, name), []).append(tensor)
+        groups = [_group(kind, name, tensors) for (kind, name), tensors in found.items()]
+        return tuple(sorted(groups, key=lambda group: KINDS.index(group.kind)))
+
+    @cached_property
+    def fitting_depth(self) -> int:
+        """The depth down to which the modules are few enough to be read."""
+        for depth in range(DEEPEST, 1, -1):
+            if len(self.modules(depth)) <= MOST_ROWS:
+                return depth if len(self.modules(depth)) > len(self.modules(depth - 1)) else self._shallower(depth)
+        return 1
+
+    def _shallower(self, depth: int) -> int:
+        """The least depth that shows as much as `depth` does."""
+        rows = len(self.modules(depth))
+        while depth > 1 and len(self.modules(depth - 1)) == rows:
+            depth -= 1
+        return depth
+
+    @cached_property
+    def _steps(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each tensor below its part. An optimizer's are gathered by what they are, not by parameter."""
+        steps = []
+        for tensor, place in zip(self.contents.tensors, self.places, strict=True):
+            inner = tensor.keys[place.root :]
+            if place.kind == "optimizer" and len(inner) > 2 and inner[0] == "state":
+                steps.append((".".join(("state", "*", *inner[2:])),))
+            else:
+                steps.append(tuple(".".join(inner).split(".")))
+        return tuple(steps)
+
+    @cached_property
+    def unowned(self) -> int:
+        """Bytes of storages that no tensor names at all."""
+        named = {tensor.storage for tensor in self.contents.tensors}
+        return sum(s.bytes for index, s in enumerate(self.contents.storages) if index not in named)
+
+    @cached_property
+    def unneeded(self) -> int:
+        """Bytes of storages that no tensor covers, although one names the storage."""
+        return sum(tensor.unneeded for tensor in self.contents.tensors)
+
+
+def halved(tensors: Iterable[Tensor]) -> int:
+    """The bytes of `tensors` with every float32 and float64 in two bytes an element; what takes fewer stays."""
+    return sum(
+        tensor.bytes * 16 // BITS[tensor.spec.dtype]
+        if is_float(tensor.spec.dtype) and BITS[tensor.spec.dtype] > 16
+        else tensor.bytes
+        for tensor in tensors
+    )
+
+
+def _group(kind: PartKind, name: str, tensors: Sequence[Tensor]) -> Group:
+    own = [tensor for tensor in tensors if tensor.shared_with is None]
+    return Group(
+        kind=kind,
+        name=name,
+        tensors=len(tensors),
+        elements=sum(tensor.elements for tensor in own),
+        bytes=sum(tensor.bytes for tensor in tensors),
+        unneeded=sum(tensor.unneeded for tensor in tensors),
+        dtypes=tuple(dict.fromkeys(tensor.spec.dtype for tensor in tensors)),
+    )
+
+
+def _listed(roots: Iterable[str]) -> str:
+    names = [root for root in roots if root]
+    return ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+
+
+def _kind_of(key: str) -> PartKind | None:
+    lowered = key.lower()
+    return next((kind for kind, pattern in _NAMES if pattern.search(lowered)), None)
+
+
+def _bare(tensor: Tensor, heads: set[str], marks: Mapping[tuple[str, ...], PartKind]) -> Place:
+    """A tensor that stands at the top: of a model's own names, or beside the dictionaries of a training checkpoint."""
+    if () in marks:
+        return Place(marks[()], 0)
+    head, dot, _ = tensor.name.partition(".")
+    if dot and _FLAT_EMA.match(head):
+        return Place("EMA", 0)
+    beside = bool(heads) and not dot
+    return Place("other" if beside else "model", 0)
+
+
+def _place(keys: tuple[str, ...], marks: Mapping[tuple[str, ...], PartKind], named: bool, wrapper: str | None) -> Place:
+    """Where what stands under `keys` belongs. `named`: some part of the file is called a model."""
+    for length in range(len(keys), -1, -1):
+        if keys[:length] in marks:
+            return Place(marks[keys[:length]], length)
+    kinds = [_kind_of(key) for key in keys[:2]]
+    for length, kind in enumerate(kinds, 1):
+        if kind not in (None, "model"):
+            return Place(kind, length)  # type: ignore[arg-type]
+    if kinds[0] == "model":
+        return Place("model", 1)
+    if "model" in kinds:
+        return Place("model", 2)
+    if wrapper == "numpy array" or named or (len(keys) > 1 and keys[1].isdecimal()):
+        return Place("other", 1)
+    return Place("model", 1)

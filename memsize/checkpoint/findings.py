@@ -1,0 +1,353 @@
+"""Rules about checkpoints: what makes a file larger than what it is for, and what is odd about it.
+
+A rule's codes are stable: scripts and tests name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from memsize.checkpoint.against import Match
+from memsize.checkpoint.anatomy import Anatomy, halved
+from memsize.checkpoint.dtypes import is_float
+from memsize.checkpoint.record import Tensor
+from memsize.findings.finding import Finding
+from memsize.units import Bytes
+
+NOTEWORTHY = 0.01
+"""The share of a file below which something that does no harm is not worth a sentence."""
+
+_GGML_NAMES = ("Q", "IQ", "TQ", "MXFP", "NVFP")
+
+
+class Evidence(NamedTuple):
+    """What the rules look at."""
+
+    anatomy: Anatomy
+    match: Match | None
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return self.anatomy.contents.size
+
+    def share(self, count: int) -> str:
+        """`count` bytes as a percentage of the files."""
+        return f"{count / self.size:.0%}" if self.size else "0%"
+
+    def matters(self, count: int) -> bool:
+        """Whether `count` bytes are worth a sentence."""
+        return count > 0 and count >= NOTEWORTHY * self.size
+
+
+Rule = Callable[[Evidence], Iterator[Finding]]
+
+
+def findings(anatomy: Anatomy, match: Match | None = None) -> tuple[Finding, ...]:
+    """Everything that the rules find, most important first."""
+    evidence = Evidence(anatomy, match)
+    return tuple(finding for rule in RULES for finding in rule(evidence))
+
+
+def _names(tensors: list[Tensor]) -> tuple[str, ...]:
+    return tuple(tensor.name for tensor in tensors)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.bytes for tensor in tensors)
+
+
+def fits_the_model(evidence: Evidence) -> Iterator[Finding]:
+    """Whether ``load_state_dict`` would take the file, and what it would complain about."""
+    match = evidence.match
+    if match is None:
+        return
+    values: dict[str, object] = {"model": match.model, "matching": match.matching}
+    if not match.differences:
+        yield Finding(
+            "model-matches", None, (), "All {matching} tensors of {model} are in the file as the model has them.", values
+        )
+    else:
+        problems = ("missing", "unexpected", "wrong shape", "wrong dtype")
+        counts = ((problem, match.count(problem)) for problem in problems)  # type: ignore[arg-type]
+        values["problems"] = ", ".join(f"{count:,} {problem}" for problem, count in counts if count)
+        names = tuple(difference.name for difference in match.differences)
+        text = "Against {model}: {matching} tensors match; {problems}."
+        yield Finding("model-differs", None, names, text, values)
+    if match.left_out:
+        text = "The file leaves out {names}, which the model ties to tensors that are there."
+        yield Finding("tied-left-out", None, match.left_out, text, {"names": match.left_out})
+
+
+def names_changed(evidence: Evidence) -> Iterator[Finding]:
+    """Which change of names made the file's tensors meet the model's."""
+    match = evidence.match
+    if match is None or not (match.dropped or match.added or match.wrappers):
+        return
+    changes = [
+        f"the prefix {match.dropped!r} dropped" if match.dropped else "",
+        f"the prefix {match.added!r} added" if match.added else "",
+        f"the steps {', '.join(map(repr, match.wrappers))} left out" if match.wrappers else "",
+    ]
+    yield Finding(
+        "names-changed",
+        None,
+        (),
+        "Names were compared with {changes}; load_state_dict needs the same change.",
+        {"changes": " and ".join(change for change in changes if change)},
+    )
+
+
+def index_disagrees(evidence: Evidence) -> Iterator[Finding]:
+    """Tensors that an index promises and no file has."""
+    missing = evidence.anatomy.contents.missing
+    if missing:
+        text = "The index promises {count} tensors that no file has: {names}."
+        yield Finding("missing-tensors", None, missing, text, {"count": len(missing), "names": missing})
+
+
+def optimizer(evidence: Evidence) -> Iterator[Finding]:
+    """The optimizer's state, which only resuming a training needs."""
+    held = evidence.anatomy.of("optimizer")
+    size, model = _bytes(held), _bytes(evidence.anatomy.of("model"))
+    if evidence.matters(size):
+        yield Finding(
+            "optimizer-dominates" if size >= model else "optimizer-state",
+            size,
+            (),
+            "The optimizer's state takes {bytes}, {share} of the file"
+            + (", {times} times the model's own weights" if size >= 2 * model > 0 else "")
+            + ". Only resuming the training needs it.",
+            {"bytes": Bytes(size), "share": evidence.share(size), "times": f"{size / model:.1f}" if model else ""},
+        )
+
+
+def ema(evidence: Evidence) -> Iterator[Finding]:
+    """A second, averaged copy of the weights."""
+    copies, model = evidence.anatomy.of("EMA"), evidence.anatomy.of("model")
+    size = _bytes(copies)
+    if model and evidence.matters(size):
+        yield Finding(
+            "duplicate-weights-ema",
+            size,
+            (),
+            "The weights are there twice: an EMA copy takes {bytes}, {share} of the file, beside the {model} of the "
+            "model. Inference needs one of them.",
+            {"bytes": Bytes(size), "share": evidence.share(size), "model": Bytes(_bytes(model))},
+        )
+
+
+def views(evidence: Evidence) -> Iterator[Finding]:
+    """Tensors that were saved as views: torch.save writes the whole storage behind each."""
+    wide = sorted((t for t in evidence.anatomy.contents.tensors if t.unneeded), key=lambda t: -t.unneeded)
+    size = sum(tensor.unneeded for tensor in wide)
+    if evidence.matters(size) or size >= 2**20:
+        yield Finding(
+            "view-keeps-whole-storage",
+            size,
+            _names(wide),
+            "{names}: {few} of a larger tensor, and torch.save wrote all of that. {bytes}, {share} of the file, belong "
+            "to no tensor in it; saving tensor.clone() instead of the view drops them.",
+            {
+                "names": _names(wide),
+                "few": "a view" if len(wide) == 1 else "views",
+                "bytes": Bytes(size),
+                "share": evidence.share(size),
+            },
+        )
+
+
+def orphans(evidence: Evidence) -> Iterator[Finding]:
+    """Storages that no tensor names, and bytes that belong to no record."""
+    size = evidence.anatomy.unowned
+    if size:
+        text = "{bytes} of tensor data are named by no tensor."
+        yield Finding("unnamed-storage", size, (), text, {"bytes": Bytes(size)})
+    rest = sum(file.bytes_for("unclaimed") for file in evidence.anatomy.contents.files)
+    if rest:
+        text = "{bytes} belong to nothing that the format knows of: data that was appended, or left from an older write."
+        yield Finding("unclaimed-bytes", rest, (), text, {"bytes": Bytes(rest)})
+
+
+def doubles(evidence: Evidence) -> Iterator[Finding]:
+    """float64 tensors, which are seldom meant."""
+    wide = [tensor for tensor in evidence.anatomy.contents.tensors if tensor.spec.dtype == "float64"]
+    size = _bytes(wide)
+    if evidence.matters(size):
+        yield Finding(
+            "float64-tensors",
+            size,
+            _names(wide),
+            "{names}: float64, {bytes} in all; float32 would take half.",
+            {"names": _names(wide), "bytes": Bytes(size)},
+        )
+
+
+def could_be_half(evidence: Evidence) -> Iterator[Finding]:
+    """Weights in float32 that inference rarely needs to be."""
+    held = [tensor for tensor in evidence.anatomy.of("model") if tensor.spec.dtype == "float32"]
+    size = _bytes(held)
+    if size and size >= _bytes(evidence.anatomy.of("model")) / 2 and evidence.matters(size):
+        yield Finding(
+            "fp32-could-be-half",
+            size // 2,
+            (),
+            "The model's float32 weights take {bytes}; in float16 or bfloat16 they take {half}.",
+            {"bytes": Bytes(size), "half": Bytes(halved(held))},
+        )
+
+
+def mixed(evidence: Evidence) -> Iterator[Finding]:
+    """Only part of the model's weights was converted."""
+    floats: dict[str, list[Tensor]] = {}
+    for tensor in evidence.anatomy.of("model"):
+        if is_float(tensor.spec.dtype) and tensor.bytes:
+            floats.setdefault(tensor.spec.dtype, []).append(tensor)
+    if len(floats) < 2 or any(_is_block(tensor) for tensor in evidence.anatomy.of("model")):
+        return
+    fewest = min(floats, key=lambda dtype: _bytes(floats[dtype]))
+    shares = ", ".join(f"{dtype} {{{dtype}}}" for dtype in floats)
+    yield Finding(
+        "mixed-dtypes",
+        _bytes(floats[fewest]),
+        _names(floats[fewest]),
+        f"The model's weights are in several dtypes: {shares}. In {fewest}: {{names}}.",
+        {"names": _names(floats[fewest])} | {dtype: Bytes(_bytes(tensors)) for dtype, tensors in floats.items()},
+    )
+
+
+def _is_block(tensor: Tensor) -> bool:
+    return tensor.spec.dtype.startswith(_GGML_NAMES)
+
+
+def blocks(evidence: Evidence) -> Iterator[Finding]:
+    """What quantization in blocks comes to, per weight."""
+    held = evidence.anatomy.contents.tensors
+    if not any(map(_is_block, held)):
+        return
+    size, elements = _bytes(list(held)), sum(tensor.elements for tensor in held)
+    yield Finding(
+        "bits-per-weight",
+        size,
+        (),
+        "{elements} weights take {bits} bits each on average, scales included: {bytes} where float16 would take {half}.",
+        {
+            "elements": elements,
+            "bits": f"{8 * size / elements:.2f}",
+            "bytes": Bytes(size),
+            "half": Bytes(2 * elements),
+        },
+    )
+
+
+def shared(evidence: Evidence) -> Iterator[Finding]:
+    """Tensors that share memory and are stored once."""
+    ties = [tensor for tensor in evidence.anatomy.contents.tensors if tensor.shared_with]
+    if ties:
+        yield Finding(
+            "shared-storage",
+            None,
+            _names(ties),
+            "{names} {share} storage with {owners}: what is shared is stored and counted once.",
+            {
+                "names": _names(ties),
+                "share": "shares" if len(ties) == 1 else "share",
+                "owners": tuple(dict.fromkeys(tensor.shared_with for tensor in ties)),
+            },
+        )
+
+
+def prefixed(evidence: Evidence) -> Iterator[Finding]:
+    """Names that all begin as a wrapper's do."""
+    if evidence.match is not None:
+        return
+    for kind in ("model", "EMA"):
+        pairs = zip(evidence.anatomy.contents.tensors, evidence.anatomy.places, strict=True)
+        names = [".".join(tensor.keys[place.root :]) for tensor, place in pairs if place.kind == kind]
+        for prefix, wrapper in _PREFIXES.items():
+            if names and all(name.startswith(prefix) for name in names):
+                yield Finding(
+                    "module-prefix",
+                    None,
+                    (),
+                    "Every name of the {kind} begins with {prefix}, as {wrapper} leaves it: the plain model's "
+                    "load_state_dict does not find them until the prefix is dropped.",
+                    {"kind": kind, "prefix": repr(prefix), "wrapper": wrapper},
+                )
+
+
+_PREFIXES = {
+    "module.": "DataParallel",
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FSDP",
+    "module._orig_mod.": "DataParallel around torch.compile",
+}
+
+
+def pickled_code(evidence: Evidence) -> Iterator[Finding]:
+    """Classes that only an unrestricted load would build."""
+    contents = evidence.anatomy.contents
+    if contents.module:
+        yield Finding(
+            "whole-model-pickled",
+            None,
+            (),
+            "The file holds a pickled {module}, not its state_dict: it can only be loaded where the model's code can "
+            "be imported just as it was.",
+            {"module": contents.module},
+        )
+    if contents.classes:
+        yield Finding(
+            "code-in-pickle",
+            None,
+            contents.classes,
+            "Its pickle names {count} classes or functions beside tensors: {names}. torch.load(weights_only=True) "
+            "refuses it unless they are allowed; weights_only=False would import and call them.",
+            {"count": len(contents.classes), "names": contents.classes},
+        )
+
+
+def overhead(evidence: Evidence) -> Iterator[Finding]:
+    """A file that is mostly not tensor data."""
+    uses = ("padding", "headers", "pickle")
+    files = evidence.anatomy.contents.files
+    size = sum(file.bytes_for(use) for file in files for use in uses)  # type: ignore[arg-type]
+    count = len(evidence.anatomy.contents.tensors)
+    if size >= 0.1 * evidence.size and size >= 2**16:
+        yield Finding(
+            "overhead",
+            size,
+            (),
+            "Padding, headers and pickled objects take {bytes}, {share} of the file: it has {count} tensors, many of "
+            "them small.",
+            {"bytes": Bytes(size), "share": evidence.share(size), "count": count},
+        )
+
+
+def compressed(evidence: Evidence) -> Iterator[Finding]:
+    """Records that a general-purpose tool compressed."""
+    size = evidence.anatomy.contents.compressed
+    if size > 0:
+        text = "Its records are compressed, by {bytes}: in memory the tensors take that much more, and mmap cannot be used."
+        yield Finding("compressed-records", size, (), text, {"bytes": Bytes(size)})
+
+
+RULES: tuple[Rule, ...] = (
+    fits_the_model,
+    names_changed,
+    index_disagrees,
+    optimizer,
+    ema,
+    views,
+    orphans,
+    doubles,
+    could_be_half,
+    mixed,
+    blocks,
+    prefixed,
+    shared,
+    pickled_code,
+    compressed,
+    overhead,
+)

@@ -1,0 +1,130 @@
+"""A checkpoint in several files: by its ``index.json``, by the numbers in their names, or by the folder they are in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memsize.checkpoint.record import Contents, Storage, Tensor
+from memsize.checkpoint.source import opened
+from memsize.checkpoint.texts import printable
+from memsize.errors import CheckpointError
+
+ReadFile = Callable[[Path], Contents]
+
+LONGEST_INDEX = 256 * 2**20
+SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
+_INDEX = (".safetensors.index.json", ".bin.index.json", ".index.json")
+_NUMBERED = re.compile(r"(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
+_ASIDE = ("training_args.bin", "scheduler.pt", "scaler.pt")
+"""Small files that the Trainer of transformers writes beside a model: not the model."""
+
+
+def read_folder(folder: Path, read_file: ReadFile) -> Contents:
+    """The checkpoint in `folder`: by its index, by its numbered files, or the only one there."""
+    names = sorted(path.name for path in folder.iterdir())
+    for ending in _INDEX:
+        indexes = [name for name in names if name.endswith(ending)]
+        if indexes:
+            note = _beside(names, indexes[0])
+            return _noted(read_index(folder / indexes[0], read_file), folder.name, note)
+    for suffix in SUFFIXES:
+        files = [name for name in names if name.endswith(suffix) and name not in _ASIDE]
+        if files:
+            return _few(folder, files, read_file)
+    raise CheckpointError(f"{folder} holds no checkpoint: no file ends in {', '.join(SUFFIXES)}")
+
+
+def _few(folder: Path, files: Sequence[str], read_file: ReadFile) -> Contents:
+    if len(files) == 1:
+        return replace(read_file(folder / files[0]), path=f"{folder.name}/{files[0]}")
+    matches = [match for name in files if (match := _NUMBERED.fullmatch(name))]
+    stems = {(match["stem"], match["count"]) for match in matches}
+    if len(matches) != len(files) or len(stems) != 1:
+        shown = ", ".join(files[:6]) + (" …" if len(files) > 6 else "")
+        raise CheckpointError(f"{folder} holds several checkpoints: name one of {shown}")
+    count = int(matches[0]["count"])
+    if len(files) != count:
+        raise CheckpointError(f"{folder} holds {len(files)} of the {count} files of {matches[0]['stem']}")
+    return joined(folder.name, [read_file(folder / name) for name in files])
+
+
+def read_index(path: Path, read_file: ReadFile) -> Contents:
+    """The checkpoint whose ``weight_map`` says which file has which tensor."""
+    index = _parsed(path)
+    wanted = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):
+        raise CheckpointError(f"{path.name} is not an index of a checkpoint: it has no weight_map of names to files")
+    files = sorted(set(wanted.values()))
+    for name in files:
+        if Path(name).name != name:
+            raise CheckpointError(f"{path.name} names a file in another folder, {printable(name, 80)!r}")
+        if not (path.parent / name).is_file():
+            absent = sum(not (path.parent / other).is_file() for other in files)
+            raise CheckpointError(f"{path.name}: {absent} of its {len(files)} files are missing, such as {name}")
+    contents = joined(path.name, [read_file(path.parent / name) for name in files])
+    return _compared(contents, index, wanted)
+
+
+def _parsed(path: Path) -> Any:
+    with opened(path) as source:
+        if source.size > LONGEST_INDEX:
+            raise CheckpointError(f"{path.name} has {source.size:,} bytes, too many for an index")
+        try:
+            return json.loads(source.read(0, source.size, "the index"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path.name} is not JSON ({error})") from error
+
+
+def _compared(contents: Contents, index: dict[str, Any], wanted: dict[str, str]) -> Contents:
+    """`contents` with what the index says otherwise."""
+    held = {tensor.name for tensor in contents.tensors}
+    missing = tuple(printable(name) for name in wanted if printable(name) not in held)
+    extra = [name for name in held if name not in wanted]
+    notes = list(contents.notes)
+    if extra:
+        notes.append(f"The index leaves out {len(extra):,} tensors that the files hold, such as {min(extra)}.")
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    stored = sum(storage.bytes for storage in contents.storages)
+    if isinstance(total, int) and total != stored:
+        notes.append(f"The index says that the tensors take {total:,} bytes; they take {stored:,}.")
+    return replace(contents, missing=missing, notes=tuple(notes))
+
+
+def joined(name: str, parts: Iterable[Contents]) -> Contents:
+    """Several files as one checkpoint."""
+    contents = list(parts)
+    storages: list[Storage] = []
+    tensors: list[Tensor] = []
+    for number, part in enumerate(contents):
+        base = len(storages)
+        storages += [replace(storage, file=number) for storage in part.storages]
+        tensors += [t if t.storage is None else replace(t, storage=t.storage + base) for t in part.tensors]
+    formats = tuple(dict.fromkeys(part.format for part in contents))
+    values = dict(pair for part in reversed(contents) for pair in part.values)
+    return Contents(
+        path=name,
+        format=" and ".join(formats),
+        files=tuple(file for part in contents for file in part.files),
+        storages=tuple(storages),
+        tensors=tuple(tensors),
+        values=tuple(values.items()),
+        marks=tuple(mark for part in contents for mark in part.marks),
+        classes=tuple(dict.fromkeys(name for part in contents for name in part.classes)),
+        notes=tuple(note for part in contents for note in part.notes),
+    )
+
+
+def _beside(names: Sequence[str], index: str) -> str | None:
+    """That another set stands in the same folder, when one does."""
+    others = [name for name in names if name.endswith(_INDEX[:2]) and name != index]
+    return f"The folder also has {others[0]}, which is not read here." if others else None
+
+
+def _noted(contents: Contents, name: str, note: str | None) -> Contents:
+    return replace(contents, path=name or contents.path, notes=(*contents.notes, *([note] if note else [])))

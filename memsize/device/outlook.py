@@ -1,0 +1,113 @@
+"""What a GPU would show of a trace: its peaks in the allocator's terms, and what is alive there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memsize.device.allocator import Replay, replay
+from memsize.device.config import AllocatorConfig
+from memsize.device.context import Interval, context
+from memsize.device.workspace import cudnn_workspace
+from memsize.folds import alive
+from memsize.record import Role, Storage, Trace
+
+_CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "cudnn_convolution"})
+
+
+class Living(NamedTuple):
+    """One storage at the peak, the layer and the phase that it was made in."""
+
+    bytes: int
+    role: Role
+    layer: str | None
+    op: str
+    phase: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The peak of one run on a GPU, in bytes.
+
+    `requested` is what tensors ask for, `allocated` the blocks that the caching allocator hands out for it, `reserved`
+    its segments, each at its own peak; `device` is what `nvidia-smi` would show, an interval, since the CUDA context
+    and cuDNN's workspaces cannot be derived offline. `roles` add up to `requested`; `storages` are the largest ones
+    alive at that moment, which falls in `peak_phase` of step `peak_step` (0: the run has no steps) and in
+    `peak_layer`. `fragmentation` is the part of `reserved` at its peak that no block uses.
+    """
+
+    requested: int
+    allocated: int
+    reserved: int
+    device: Interval
+    fragmentation: float
+    peak_phase: str
+    peak_step: int
+    peak_layer: str
+    peak_op: str
+    roles: Mapping[Role, int]
+    storages: tuple[Living, ...]
+
+
+def outlook(
+    trace: Trace, *, config: AllocatorConfig | None = None, cuda: str | None = None, largest: int = 20
+) -> Outlook:
+    """What a GPU would show of `trace`, whose allocator is set by `config` and whose context follows CUDA `cuda`."""
+    replayed = replay(_pairs(trace), config or AllocatorConfig())
+    index = replayed.requested.event
+    living = alive(trace, index)
+    event = trace.events[index] if index >= 0 else None
+    phase, step = _phase(trace, event.phase) if event else ("", 0)
+    return Outlook(
+        requested=replayed.requested.bytes,
+        allocated=replayed.allocated.bytes,
+        reserved=replayed.reserved.bytes,
+        device=_device(trace, replayed, context(cuda)),
+        fragmentation=replayed.fragmentation,
+        peak_phase=phase,
+        peak_step=step,
+        peak_layer=trace.layers[event.layer].path if event and event.layer >= 0 else "",
+        peak_op=event.op if event else "",
+        roles=_roles(trace, living),
+        storages=_largest(trace, living, largest),
+    )
+
+
+def _pairs(trace: Trace) -> list[tuple[int, int]]:
+    return [(event.storage, event.delta) for event in trace.events]
+
+
+def _device(trace: Trace, replayed: Replay, outside: Interval) -> Interval:
+    """Reserved and what is outside the allocator; a convolutional net's upper bound has room for cuDNN's workspace."""
+    operands = [trace.storages[e.storage].bytes for e in trace.events if e.delta > 0 and e.op in _CONVOLUTIONS]
+    workspace = cudnn_workspace(max(operands, default=0))
+    reserved = replayed.reserved.bytes
+    return Interval(reserved + outside.low + workspace.low, reserved + outside.high + workspace.high)
+
+
+def _phase(trace: Trace, phase: int) -> tuple[str, int]:
+    """A phase's name and step: the record writes ``"backward 2"``."""
+    name, _, step = trace.phases[phase].rpartition(" ")
+    return (name, int(step)) if step.isdecimal() and name else (trace.phases[phase], 0)
+
+
+def _roles(trace: Trace, living: Mapping[int, int]) -> dict[Role, int]:
+    roles: dict[Role, int] = {}
+    for storage, size in living.items():
+        role = trace.storages[storage].role
+        roles[role] = roles.get(role, 0) + size
+    return dict(sorted(roles.items(), key=lambda item: -item[1]))
+
+
+def _largest(trace: Trace, living: Mapping[int, int], count: int) -> tuple[Living, ...]:
+    born = {event.storage: event.phase for event in trace.events if event.delta > 0}
+    ordered: Iterable[int] = sorted(living, key=lambda storage: (-living[storage], storage))
+    return tuple(_living(trace, trace.storages[i], living[i], born[i]) for i in list(ordered)[:count])
+
+
+def _living(trace: Trace, storage: Storage, size: int, phase: int) -> Living:
+    layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
+    return Living(size, storage.role, layer, storage.op, trace.phases[phase], storage.dtype, storage.shape)

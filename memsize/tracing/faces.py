@@ -1,0 +1,169 @@
+"""What PyTorch does in its Python face, before any op is dispatched: numbers from Python lists, devices by name.
+
+``torch.tensor([1, 2], device=x.device)`` and ``x[:, [0, -1]]`` make their tensor below the dispatcher, where a mode
+sees nothing: on `meta` the numbers would be lost. ``x.cuda()`` and ``device="cuda"`` ask for a device that a machine
+without a GPU refuses and that a machine with one would really allocate on: during a run they mean where the run's
+tensors live. The stand-ins answer only the threads in which a run is under way.
+
+Known limits: names that a module imported from torch itself (``from torch import zeros``) are not seen, nor are
+``torch.cuda.FloatTensor`` and generators of a CUDA device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._device import _device_constructors
+
+from memsize.semantics.substitution import Function, Substitution, Substitutions
+
+_META = torch.device("meta")
+_FACTORIES = """
+    arange empty empty_like empty_strided eye full full_like linspace logspace normal ones ones_like rand rand_like
+    randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
+    hann_window hamming_window blackman_window bartlett_window kaiser_window sparse_coo_tensor"""
+_METHODS = "new_empty new_full new_ones new_zeros new_empty_strided"
+
+
+class _Thread(threading.local):
+    runs = 0
+
+
+_thread = _Thread()
+
+
+def enter() -> None:
+    """From here on this thread's run is under way."""
+    _faces.enter()
+    _thread.runs += 1
+
+
+def leave() -> None:
+    """The run that `enter` announced is over."""
+    _thread.runs -= 1
+    _faces.leave()
+
+
+def _substitutions() -> tuple[Substitution, ...]:
+    # PyTorch keeps a table of its factories by identity, made when it is first asked for: not while they are replaced.
+    _device_constructors()
+    made = [(torch, "tensor"), (torch, "as_tensor"), (torch, "asarray")]
+    placed = [(torch, name) for name in _FACTORIES.split()] + [(Tensor, name) for name in _METHODS.split()]
+    return (
+        *(Substitution(owner, name, _from_numbers) for owner, name in made),
+        *(Substitution(owner, name, _placed) for owner, name in placed),
+        Substitution(Tensor, "new_tensor", _new_tensor),
+        Substitution(Tensor, "__getitem__", _indexed),
+        Substitution(Tensor, "__setitem__", _indexed),
+        Substitution(Tensor, "to", _moved),
+        Substitution(Tensor, "cuda", _moved_to_cuda),
+        Substitution(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
+        Substitution(torch.cuda, "current_device", lambda _: lambda: 0),
+    )
+
+
+def _names_cuda(device: Any) -> bool:
+    """Whether `device` is a CUDA device, by name, as an object or by its number."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return device.startswith("cuda") if isinstance(device, str) else type(device) is int
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and (_names_cuda(device) or torch.device(device).type == "meta")
+
+
+# -- numbers from Python ----------------------------------------------------------------------------------------------
+
+
+def _from_numbers(original: Function) -> Function:
+    """``torch.tensor`` and its like: made on the CPU, where numbers are real, and moved from there."""
+
+    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, Tensor) or not _is_meta(kwargs.get("device")):
+            return original(data, *args, **_on_meta(kwargs))
+        return _moved_from_cpu(original, data, args, kwargs)
+
+    return made
+
+
+def _new_tensor(original: Function) -> Function:
+    def made(tensor: Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, Tensor) or not _is_meta(kwargs.get("device") or tensor.device):
+            return original(tensor, data, *args, **_on_meta(kwargs))
+        return _moved_from_cpu(torch.tensor, data, args, {"dtype": tensor.dtype} | kwargs)
+
+    return made
+
+
+def _moved_from_cpu(make: Function, data: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    wants = kwargs.get("requires_grad", False)
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad")}
+    moved: Tensor = make(_numbers(data), *args, **kwargs).to(_META)
+    return moved.requires_grad_() if wants else moved
+
+
+def _numbers(data: Any) -> Any:
+    """`data` with its tensors' own numbers: PyTorch would read them below the dispatcher too."""
+    if isinstance(data, Tensor):
+        return data.tolist() if data.is_meta else data
+    return type(data)(map(_numbers, data)) if type(data) in (list, tuple) else data
+
+
+def _indexed(original: Function) -> Function:
+    def indexed(tensor: Tensor, index: Any, *value: Any) -> Any:
+        if tensor.is_meta:
+            if type(index) is list:
+                index = _index(index)
+            elif type(index) is tuple and any(type(each) is list for each in index):
+                index = tuple(_index(each) if type(each) is list else each for each in index)
+        return original(tensor, index, *value)
+
+    return indexed
+
+
+def _index(numbers: list[Any]) -> Any:
+    plain = numbers and all(isinstance(number, (int, bool)) for number in numbers)
+    return torch.tensor(numbers, device=_META) if plain else numbers
+
+
+# -- devices by name --------------------------------------------------------------------------------------------------
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    device = kwargs.get("device")
+    return kwargs | {"device": _META} if device is not None and _names_cuda(device) else kwargs
+
+
+def _placed(original: Function) -> Function:
+    """A function that takes its device by keyword only."""
+
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **(_on_meta(kwargs) if "device" in kwargs else kwargs))
+
+    return placed
+
+
+def _moved(original: Function) -> Function:
+    """``x.to(device)``, the device in front or by keyword."""
+
+    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and not isinstance(args[0], (torch.dtype, Tensor)) and _names_cuda(args[0]):
+            args = (_META, *args[1:])
+        return original(tensor, *args, **(_on_meta(kwargs) if "device" in kwargs else kwargs))
+
+    return moved
+
+
+def _moved_to_cuda(_: Function) -> Function:
+    def moved(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tensor.to(_META)
+
+    return moved
+
+
+_faces = Substitutions(_substitutions, lambda: _thread.runs > 0)

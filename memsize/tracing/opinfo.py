@@ -1,0 +1,139 @@
+"""What each op does to values: read once from its schema, its tags and the tables here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_FILLS: dict[str, Any] = {
+    **dict.fromkeys(("aten::zeros", "aten::zeros_like", "aten::new_zeros"), 0),
+    **dict.fromkeys(("aten::ones", "aten::ones_like", "aten::new_ones"), 1),
+    **dict.fromkeys(("aten::full", "aten::full_like"), "fill_value"),
+    "aten::new_full": "fill_value",
+}
+"""Ops that write one number everywhere: the number, or the argument that has it."""
+
+_EMPTY = frozenset(
+    f"aten::{name}" for name in "empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split()
+)
+_PLACED_BY_STRIDES = frozenset({"aten::as_strided", "aten::_reshape_alias"})
+
+_PRESERVING = frozenset(
+    f"aten::{name}"
+    for name in """
+    _to_copy clone repeat repeat_interleave index gather index_select roll flip rot90 take take_along_dim all any amax
+    amin max min mean upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
+    adaptive_avg_pool2d _adaptive_avg_pool2d max_pool2d_with_indices""".split()
+)
+"""Ops whose result is everywhere what their first argument is everywhere."""
+
+_FINITE = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+_CHOICES: dict[str, tuple[int, int | None, bool]] = {
+    "aten::topk": (1, 2, True),
+    "aten::sort": (1, 1, True),
+    "aten::sort.stable": (1, None, True),
+    "aten::argsort": (0, 1, True),
+    "aten::argsort.stable": (0, None, True),
+    "aten::argmax": (0, 1, False),
+    "aten::argmin": (0, 1, False),
+    "aten::max.dim": (1, 1, False),
+    "aten::min.dim": (1, 1, False),
+    "aten::median.dim": (1, 1, False),
+    "aten::mode": (1, 1, False),
+    "aten::kthvalue": (1, 2, False),
+    "aten::multinomial": (0, None, True),
+}
+"""Ops that choose by value: which result has the indices, which argument the dimension, whether they choose several."""
+
+_FLATTENING = frozenset({"aten::argmax", "aten::argmin"})
+
+
+class OpInfo:
+    """What one overload does to its arguments and what is known of its results."""
+
+    __slots__ = (
+        "aliases",
+        "choice",
+        "comparison",
+        "dynamic",
+        "empty",
+        "fill",
+        "finite",
+        "informative",
+        "mutates",
+        "name",
+        "placed_by_strides",
+        "pointwise",
+        "preserving",
+        "random",
+        "written",
+    )
+
+    def __init__(self, func: Any) -> None:
+        schema, tags = func._schema, func.tags
+        self.name: str = func.name()
+        packet = self.name.partition(".")[0]
+        short = packet.removeprefix("aten::")
+        self.mutates: bool = schema.is_mutable
+        self.written = tuple((p, a.name) for p, a in enumerate(schema.arguments) if _is_written(a))
+        self.aliases = not self.mutates and any(result.alias_info is not None for result in schema.returns)
+        self.pointwise = torch.Tag.pointwise in tags
+        self.dynamic = torch.Tag.dynamic_output_shape in tags
+        self.random = torch.Tag.nondeterministic_seeded in tags
+        self.preserving = packet in _PRESERVING
+        self.placed_by_strides = packet in _PLACED_BY_STRIDES
+        self.empty = packet in _EMPTY
+        self.fill = _fill_of(schema, packet)
+        self.finite = _FINITE.get(short)
+        self.comparison = short if short in _COMPARISONS and packet.startswith("aten::") else None
+        self.choice = _CHOICES.get(self.name)
+        self.informative = (
+            self.fill is not None
+            or self.finite is not None
+            or self.comparison is not None
+            or self.choice is not None
+        )
+        """Whether results can be known although the first argument isn't."""
+
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+        """The tensors that a call writes into."""
+        for position, name in self.written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, (list, tuple)):
+                yield from (item for item in value if isinstance(item, torch.Tensor))
+
+    def filled_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The number that the call writes everywhere."""
+        if not isinstance(self.fill, tuple):
+            return self.fill
+        position, name = self.fill
+        return args[position] if position < len(args) else kwargs[name]
+
+    def choices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, int]:
+        """Along which dimension a call chooses indices (None: one for each row), and among how many."""
+        assert self.choice is not None
+        _, position, several = self.choice
+        tensor = args[0]
+        missing = None if self.name in _FLATTENING else -1
+        dim = kwargs.get("dim", args[position] if position is not None and position < len(args) else missing)
+        if dim is None:
+            return None, tensor.numel()
+        return dim if several else None, tensor.shape[dim] if tensor.dim() else 1
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _fill_of(schema: Any, packet: str) -> Any:
+    value = _FILLS.get(packet)
+    if not isinstance(value, str):
+        return value
+    return next(((p, value) for p, argument in enumerate(schema.arguments) if argument.name == value), None)

@@ -1,0 +1,436 @@
+"""Training steps: the same events as a real run on the CPU, phases, roles, and the laws that every trace obeys."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import memsize
+from memsize.device import replay
+from memsize.folds import alive, live_bytes, peak
+from memsize.record import Trace
+from memsize.tracing.feed import feed_from_data
+from memsize.tracing.run import Setup
+from memsize.tracing.shadow import shadow
+from memsize.tracing.step import run_own_step, run_training
+from memsize.training import Training
+from tests import models
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.second = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.first, x, use_reentrant=False)
+        x = checkpoint(self.second, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * 2 * x
+
+
+class Custom(nn.Module):
+    """A function with a backward of its own, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 32)
+        self.b = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Squared.apply(self.a(x)))
+
+
+class TwoHeads(nn.Module):
+    """Two outputs, so two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.left = nn.Linear(16, 3)
+        self.right = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.body(x))
+        return self.left(x), self.right(x)
+
+
+class Experts(nn.Module):
+    """A dense mixture: every expert sees every token, weighted by a softmax gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(self.gate(x), -1)
+        outputs = torch.stack([expert(x) for expert in self.experts], -1)
+        return (outputs * weights.unsqueeze(-2)).sum(-1)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block in plain ops."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        scores = torch.softmax(q @ k.transpose(-1, -2) / 8, -1)
+        x = x + self.out((scores @ v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
+
+
+def unet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.SiLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=2),
+        nn.Conv2d(16, 4, 3, padding=1),
+    )
+
+
+ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Linear(8, 3), lambda: torch.randn(4, 8)),
+    "perceptron": (
+        lambda: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
+        lambda: torch.randn(4, 64),
+    ),
+    "deep": (lambda: nn.Sequential(*[nn.Linear(32, 32) for _ in range(12)]), lambda: torch.randn(4, 32)),
+    "no bias": (lambda: nn.Sequential(nn.Linear(32, 8, bias=False), nn.Sigmoid()), lambda: torch.randn(4, 32)),
+    "tanh": (lambda: nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4)), lambda: torch.randn(4, 32)),
+    "silu": (lambda: nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 4)), lambda: torch.randn(4, 32)),
+    "in place": (lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(True), nn.Linear(64, 4)), lambda: torch.randn(4, 32)),
+    "leaky": (
+        lambda: nn.Sequential(nn.Linear(9, 9), nn.LeakyReLU(0.1), nn.ELU(), nn.Softplus()),
+        lambda: torch.randn(4, 9),
+    ),
+    "dropout-free mlp with norm": (
+        lambda: nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4)),
+        lambda: torch.randn(4, 32),
+    ),
+    "batch norm 1d": (
+        lambda: nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4)),
+        lambda: torch.randn(4, 32),
+    ),
+    "conv": (models.Reused, lambda: torch.randn(2, 16, 8, 8)),
+    "conv norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        lambda: torch.randn(2, 3, 9, 9),
+    ),
+    "strided": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 1)), lambda: torch.randn(2, 3, 9, 9)),
+    "grouped": (
+        lambda: nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 4, 1)),
+        lambda: torch.randn(2, 8, 9, 9),
+    ),
+    "transposed": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 3, 3)),
+        lambda: torch.randn(2, 3, 9, 9),
+    ),
+    "conv 1d": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.ReLU(), nn.AvgPool1d(2)), lambda: torch.randn(2, 4, 16)),
+    "conv 3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.ReLU()), lambda: torch.randn(1, 2, 6, 6, 6)),
+    "pooled": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.AvgPool2d(2)),
+        lambda: torch.randn(2, 3, 14, 14),
+    ),
+    "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)), lambda: torch.randn(2, 3, 9, 9)),
+    "instance norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True)),
+        lambda: torch.randn(2, 3, 9, 9),
+    ),
+    "unet": (unet, lambda: torch.randn(2, 3, 8, 8)),
+    "padded": (lambda: nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(3, 4, 3)), lambda: torch.randn(2, 3, 8, 8)),
+    "residual": (models.Residual, lambda: torch.randn(2, 4, 8, 8)),
+    "tied": (models.Tied, lambda: torch.randint(0, 1065, (2, 16))),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 4)), lambda: torch.randint(0, 50, (2, 7))),
+    "unused": (models.Unused, lambda: torch.randn(3, 100)),
+    "direct": (models.Direct, lambda: torch.randn(1, 197, 768)),
+    "detached": (models.Detached, lambda: torch.randn(2, 10)),
+    "frozen": (
+        lambda: _frozen(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))),
+        lambda: torch.randn(2, 16),
+    ),
+    "checkpointed": (Checkpointed, lambda: torch.randn(4, 32)),
+    "custom function": (Custom, lambda: torch.randn(4, 16)),
+    "two heads": (TwoHeads, lambda: torch.randn(4, 16)),
+    "experts": (Experts, lambda: torch.randn(4, 16)),
+    "block": (Block, lambda: torch.randn(2, 6, 32)),
+    "two blocks": (lambda: nn.Sequential(Block(), Block()), lambda: torch.randn(2, 6, 32)),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True),
+        lambda: torch.randn(2, 6, 32),
+    ),
+    "attention": (models.Attention, lambda: torch.randn(2, 7, 64)),
+    "cell": (lambda: _Unrolled(), lambda: torch.randn(2, 5, 16)),
+    "looking": (models.Looking, lambda: torch.randn(2, 10)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 8)), lambda: torch.randn(2, 16)),
+}
+
+
+class _Unrolled(nn.Module):
+    """An LSTM cell over five steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = x.new_zeros(x.shape[0], 8)
+        for step in x.unbind(1):
+            h, c = self.cell(step, (h, c))
+        return h
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    model[0].requires_grad_(False)  # type: ignore[index,operator]
+    return model
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, foreach=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_onednn() -> Iterator[None]:
+    """oneDNN's kernels and the CPU's own flash attention are the CPU's affair."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch._C._set_mkldnn_enabled(enabled)
+
+
+def stepped(model: nn.Module, value: Tensor, optimizer: Any, device: str) -> Trace:
+    """Two training steps without CUDA's semantics, on `meta` or really computed."""
+    if device == "meta":
+        twin, call = shadow(model), feed_from_data(value).call()
+    else:
+        twin, call = copy.deepcopy(model), ((value,), {})
+    setup = Setup(type(model).__name__, "as-given", twin, call, True, device=device)
+    return run_training(setup, Training(optimizer, "mean", steps=2))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ZOO)
+def test_planned_and_real_steps_write_the_same_events(name: str, optimizer: str) -> None:
+    build, make = ZOO[name]
+    torch.manual_seed(0)
+    model, value = build(), make()
+    planned = stepped(model, value, OPTIMIZERS[optimizer], "meta")
+    real = stepped(model, value, OPTIMIZERS[optimizer], "cpu")
+    assert lifetimes(planned) == lifetimes(real)
+
+
+def lifetimes(trace: Trace) -> list[tuple[int, str, int]]:
+    """Every event as bytes, phase and layer, in order, without the optimizer's step counters.
+
+    They are host tensors of 4 bytes; only a run whose device is the CPU takes them for the device's.
+    """
+    counters = {
+        event.storage
+        for event in trace.events
+        if trace.storages[event.storage].bytes == 4 and trace.phases[event.phase].startswith("optimizer")
+    }
+    return [
+        (event.delta, trace.phases[event.phase], event.layer) for event in trace.events if event.storage not in counters
+    ]
+
+
+@pytest.mark.parametrize("name", ["perceptron", "conv norm", "block", "checkpointed"])
+def test_laws(name: str) -> None:
+    build, make = ZOO[name]
+    trace = stepped(build(), make(), "adamw", "meta")
+    live = live_bytes(trace.events)
+    assert min(live) >= 0
+    for index in range(0, len(live), 7):
+        assert sum(alive(trace, index).values()) == live[index]
+    found = peak(trace)
+    assert sum(found.roles.values()) == found.bytes == max(live)
+    shown = replay([(event.storage, event.delta) for event in trace.events])
+    assert found.bytes == shown.requested.bytes <= shown.allocated.bytes <= shown.reserved.bytes
+    again = stepped(build(), make(), "adamw", "meta")
+    assert again.events == trace.events
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.sampled_from(["linear", "perceptron", "block"]))
+@settings(max_examples=15)
+def test_the_peak_grows_with_the_batch(a: int, b: int, name: str) -> None:
+    build, make = ZOO[name]
+    model = build()
+    small, large = sorted((a, b))
+    shape = make().shape[1:]
+    peaks = [memsize.trace(model, torch.zeros(batch, *shape), optimizer="sgd").peak for batch in (small, large)]
+    assert peaks[0].requested <= peaks[1].requested
+    assert peaks[0].allocated <= peaks[1].allocated
+
+
+def test_phases_and_layers_of_a_step() -> None:
+    trace = memsize.trace(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (8,), steps=2).trace
+    assert trace.phases[:6] == ("setup", "zero_grad 1", "forward 1", "loss 1", "backward 1", "optimizer 1")
+    gradients = [(s.layer, s.bytes) for s in trace.storages if s.role == "gradient"]
+    # Layer 1 is "0" (8·16·4 = 512 and 16·4 = 64), layer 3 is "2" (16·4·4 = 256 and 16); both steps make them.
+    assert sorted(gradients) == sorted([(1, 512), (1, 64), (3, 256), (3, 16)] * 2)
+
+
+def test_optimizer_state_and_its_temporaries() -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False))
+    size = 4_000_000
+    for optimizer, state, extra in [
+        ("sgd", 0, 0),
+        ("sgd-momentum", size, 0),
+        ("adam", 2 * size, size),
+        ("adamw", 2 * size, size),
+        ("rmsprop", size, size),
+        ("adagrad", size, 2 * size),
+        # Without capturable, NAdam divides straight into the parameters: one temporary, as Adam.
+        ("nadam", 2 * size, size),
+    ]:
+        step = memsize.trace(model, (1000,), optimizer=optimizer)
+        trace = step.trace
+        states = sum(s.bytes for s in trace.storages if s.role == "optimizer state" and s.bytes > 8)
+        assert states == state, optimizer
+        update = [index for index, event in enumerate(trace.events) if trace.phases[event.phase] == "optimizer 2"]
+        high = max((_temporaries(trace, index) for index in update), default=0)
+        assert high // size == extra // size, optimizer
+
+
+def _temporaries(trace: Trace, index: int) -> int:
+    held = alive(trace, index)
+    return sum(size for storage, size in held.items() if trace.storages[storage].role == "temporary")
+
+
+def test_fused_adamw_needs_no_temporaries_and_counts_steps_on_the_gpu() -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False))
+    plain, fused = (memsize.trace(model, (1000,), optimizer=name).peak for name in ("adamw", "adamw:fused"))
+    assert plain.requested - fused.requested > 3_900_000
+
+
+def test_gradient_accumulation_keeps_the_peak_and_repeats_the_backward() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    once, twice = (memsize.trace(model, (64,), accumulate=count, steps=1).trace for count in (1, 2))
+    backwards = [sum(event.op == "mm" and event.delta > 0 for event in trace.events) for trace in (once, twice)]
+    assert backwards[1] > backwards[0]
+
+
+def test_ema_and_set_to_none() -> None:
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    size = 512 * 512 * 4
+    plain = memsize.trace(model, (512,), optimizer="sgd").peak
+    averaged = memsize.trace(model, (512,), optimizer="sgd", ema=True).peak
+    assert averaged.roles["optimizer state"] - plain.roles.get("optimizer state", 0) == size
+    zeroed = memsize.trace(model, (512,), optimizer="sgd", set_to_none=False)
+    assert zeroed.peak.requested >= plain.requested
+
+
+def test_apex_o2_keeps_masters_and_their_gradients() -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False))
+    peak = memsize.trace(model, (1000,), scenario="apex-O2", optimizer="adam").peak
+    elements = 1_000_000
+    # Per parameter: 2 stored, 4 master, 8 Adam, 2 gradient and 4 master gradient while stepping.
+    assert peak.roles["parameter"] == 2 * elements
+    assert peak.roles["master weight"] == 4 * elements
+    assert peak.roles["optimizer state"] // elements == 8
+    assert peak.roles["gradient"] == 6 * elements
+
+
+def test_a_loop_of_ones_own() -> None:
+    def loop(model: nn.Module) -> Callable[..., None]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cuda")
+
+        def body(x: Tensor) -> None:
+            optimizer.zero_grad()
+            for half in x.chunk(2):
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = model(half).float().square().mean()
+                scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+        return body
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    step = memsize.trace(model, torch.zeros(8, 64), step=loop, steps=2)
+    assert {"forward 1", "backward 1", "optimizer 1", "optimizer 2"} <= set(step.trace.phases)
+    roles = {storage.role for storage in step.trace.storages}
+    assert {"cast copy", "gradient", "optimizer state", "activation"} <= roles
+    assert step.peak.roles["optimizer state"] // 8 >= sum(p.numel() for p in model.parameters())
+
+
+def test_a_failing_backward_names_the_layer() -> None:
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise ValueError("no gradient today")
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Broken.apply(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Inner())
+    with pytest.raises(memsize.ForwardError, match="no gradient today"):
+        memsize.trace(model, (4,))
+
+
+def test_a_trace_reads_back_from_its_json() -> None:
+    step = memsize.trace(models.Small(), (3, 32, 32), batch_size=2)
+    assert memsize.StepTrace.from_json(step.to_json()).trace == step.trace
+
+
+def test_what_was_patched_is_as_before() -> None:
+    from torch.optim import optimizer as module
+
+    before = module._get_foreach_kernels_supported_devices, len(module._global_optimizer_pre_hooks)
+    with pytest.raises(memsize.MemsizeError):
+        memsize.trace(models.Forgetful(), (10,))
+    memsize.trace(models.Reused(), (16, 8, 8))
+    assert before == (module._get_foreach_kernels_supported_devices, len(module._global_optimizer_pre_hooks))
+
+
+def test_own_step_without_an_optimizer_is_a_run_like_any_other() -> None:
+    setup = Setup("m", "fp32", shadow(nn.Linear(4, 4)), feed_from_data(torch.zeros(2, 4)).call(), True)
+
+    def loop(model: nn.Module) -> Callable[..., None]:
+        return lambda x: model(x).sum().backward()
+
+    trace = run_own_step(setup, loop, 2)
+    assert [phase for phase in trace.phases if phase.startswith("backward")] == ["backward 1", "backward 2"]
