@@ -10,16 +10,25 @@
 Importing memsize does not import torch; the first report does.
 """
 
-from memsize.api import compare, report, trace
+from memsize.api import compare, read_checkpoint, report, trace
 from memsize.comparison import Comparison
 from memsize.document import Report
-from memsize.errors import ForwardError, InputError, MemsizeError, OutputError, ScenarioError, TargetError
+from memsize.errors import (
+    CheckpointError,
+    ForwardError,
+    InputError,
+    MemsizeError,
+    OutputError,
+    ScenarioError,
+    TargetError,
+)
 from memsize.steptrace import StepTrace
 from memsize.training import Training
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Comparison",
     "ForwardError",
     "InputError",
@@ -31,6 +40,7 @@ __all__ = [
     "TargetError",
     "Training",
     "compare",
+    "read_checkpoint",
     "report",
     "trace",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ from memsize.training import Training
 if TYPE_CHECKING:
     from torch import nn
 
+    from memsize.checkpoint.document import CheckpointReport
     from memsize.comparison import Comparison
     from memsize.device import AllocatorConfig
     from memsize.steptrace import StepTrace
@@ -89,8 +91,8 @@ def trace(
 
     `inputs` is a size without the batch dimension, text as on the command line or several of either, with `batch_size`;
     or real inputs with their batch dimension: a tensor, a tuple of tensors, a mapping. `optimizer` is a name
-    (``"adamw"``, ``"adamw:fused"``, ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None for one
-    inference without gradients; `loss` a name of `memsize.training.LOSSES`, a function of the output, or None for the
+    (``"adamw"``, ``"adamw:fused"``, ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None for
+    one inference without gradients; `loss` a name of `memsize.training.LOSSES`, a function of the output, or None for the
     one that the output suggests. `step` replaces all of that by the user's own loop: ``step(model)`` is called once
     with the twin and returns the body, which is called `steps` times with the inputs. `gpu` names the card that is
     meant and `config` the allocator's settings, as `PYTORCH_CUDA_ALLOC_CONF` writes them.
@@ -132,6 +134,31 @@ def compare(before: Any, after: Any, input_size: InputSize | None = None, **opti
     from memsize.comparison import compare_traces
 
     return compare_traces(_as_trace(before, input_size, options), _as_trace(after, input_size, options))
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    against: nn.Module | str | None = None,
+    arguments: Mapping[str, object] | None = None,
+) -> CheckpointReport:
+    """What a checkpoint weighs and why: a file, an index of several, or a folder. Only its headers are read.
+
+    `against` is a module, or a target built with `arguments`, whose tensors the file is compared with.
+
+    Raises `CheckpointError` for what is not a checkpoint, is damaged, or names what runs code when it is loaded; and
+    `TargetError` for the target.
+    """
+    from memsize.checkpoint import read
+    from memsize.checkpoint.document import CheckpointReport
+
+    found = CheckpointReport(read(path))
+    if against is None:
+        return found
+    from memsize.checkpoint.against import compared, expected_from
+
+    with _loaded(against, arguments or {}, lambda _: None) as (name, model, _):
+        return CheckpointReport(found.contents, compared(found.anatomy, expected_from(model), name))
 
 
 def _as_trace(subject: Any, input_size: InputSize | None, options: dict[str, Any]) -> Trace:
@@ -202,4 +229,4 @@ def _specs(input_size: InputSize | None) -> tuple[InputSpec, ...]:
     return tuple(parse_input(text) for text in texts)
 
 
-__all__ = ["SCENARIOS", "compare", "report", "trace"]
+__all__ = ["SCENARIOS", "compare", "read_checkpoint", "report", "trace"]

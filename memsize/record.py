@@ -124,6 +124,24 @@ class StoredTensor:
     differentiable: bool | None = None
     """Whether a gradient can reach it from the model's output; None when no run was completed."""
 
+    def seen(self, used: bool, differentiable: bool) -> StoredTensor:
+        """The same tensor with what a run showed of it. Every run says so of every tensor: `replace` is too slow."""
+        return StoredTensor(
+            self.name,
+            self.kind,
+            self.layer,
+            self.spec,
+            self.elements,
+            self.bytes,
+            self.reported_bytes,
+            self.trainable,
+            self.tied_to,
+            self.wrapper,
+            self.parts,
+            used,
+            differentiable,
+        )
+
 
 class Storage(NamedTuple):
     """One block of memory of the run. `layer` and `saved_by` index `Trace.layers`; -1 is none."""

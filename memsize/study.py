@@ -26,7 +26,8 @@ from memsize.scenario import SCENARIOS, Scenario
 from memsize.summaries import torchinfo_reading
 from memsize.tracing.feed import Feed
 from memsize.tracing.ledger import Workspaces
-from memsize.tracing.run import Setup, run_forward, run_inference
+from memsize.tracing.quiet import collector_paused
+from memsize.tracing.run import Setup, kept_for_backward, run_forward, run_inference
 from memsize.tracing.shadow import shadow
 from memsize.tracing.step import run_own_step, run_training
 from memsize.training import Training
@@ -56,15 +57,19 @@ class Study:
         self.trained = trained
         self.peaks = gpu is not None or trained is not None
         self._untrained: dict[str, str] = {}
-        self._traces: dict[tuple[str, int], Trace] = {}
+        self._traces: dict[str, Trace] = {}
         self._left: dict[str, dict[str, str]] = {}
 
     def report(self, asked: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
         """The report over the scenarios `asked`; `default` leaves out `as-given` where it is what fp32 is."""
+        with collector_paused():
+            return self._report(asked, default, notes)
+
+    def _report(self, asked: Sequence[Scenario], default: bool, notes: Sequence[str]) -> Report:
         given = self.trace(SCENARIOS["as-given"])
         as_fp32 = is_float32(given)
         if as_fp32:
-            self._traces["fp32", self.feed.batch_size] = replace(given, scenario="fp32")
+            self._traces["fp32"] = replace(given, scenario="fp32")
         shown = [s for s in asked if not (default and as_fp32 and s.name == "as-given")]
         results = tuple(self.result(scenario) for scenario in shown)
         baseline = self.result(SCENARIOS["fp32"])
@@ -116,13 +121,19 @@ class Study:
         kind = self.trained.optimizer
         return kind if isinstance(kind, str) else getattr(kind, "__name__", "the given optimizer")
 
-    def trace(self, scenario: Scenario, batch_size: int | None = None) -> Trace:
+    def trace(self, scenario: Scenario) -> Trace:
         """The run under a scenario; raises `ScenarioError` or `ForwardError` when there can be none."""
-        batch = batch_size or self.feed.batch_size
-        if (scenario.name, batch) not in self._traces:
-            self.say(f"{scenario.name}, batch {batch}")
-            self._traces[scenario.name, batch] = self._run(scenario, batch)
-        return self._traces[scenario.name, batch]
+        if scenario.name not in self._traces:
+            self.say(scenario.name)
+            self._traces[scenario.name] = self._run(scenario)
+        return self._traces[scenario.name]
+
+    def _kept(self, scenario: Scenario, batch: int) -> int:
+        """What a forward keeps for backward at a batch size."""
+        if batch == self.feed.batch_size:
+            return totals(self.trace(scenario)).saved_bytes
+        self.say(f"{scenario.name}, batch {batch}")
+        return kept_for_backward(self._prepared(scenario, batch))
 
     def run(self, scenario: Scenario, step: Callable[..., Any] | None, steps: int) -> Trace:
         """One run for its own sake: the user's own loop, training steps, or an inference where none are asked for."""
@@ -131,8 +142,9 @@ class Study:
             return run_own_step(setup, step, steps)
         return run_inference(setup) if self.trained is None else run_training(setup, self.trained)
 
-    def _run(self, scenario: Scenario, batch: int) -> Trace:
-        if self.trained is not None and batch == self.feed.batch_size:
+    def _run(self, scenario: Scenario) -> Trace:
+        batch = self.feed.batch_size
+        if self.trained is not None:
             try:
                 return run_training(self._prepared(scenario, batch), self.trained)
             except (ForwardError, InputError) as error:
@@ -185,8 +197,7 @@ class Study:
             return None
 
         def kept(batch: int) -> tuple[int, int]:
-            ours, others = (totals(self.trace(SCENARIOS[name], batch)) for name in ("fp32", amp))
-            return ours.saved_bytes, others.saved_bytes
+            return self._kept(SCENARIOS["fp32"], batch), self._kept(SCENARIOS[amp], batch)
 
         try:
             return find_crossover(kept, self.feed.batch_size)

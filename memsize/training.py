@@ -35,8 +35,8 @@ class Training:
 
     `optimizer` is a name of `OPTIMIZERS` with options after a colon (``"adamw:fused"``, ``"sgd:momentum=0.9"``), or a
     function from parameters to an optimizer. `loss` is a name of `LOSSES`, a function of the model's output, or None
-    for the one that the output suggests. `steps` steps are run: state is created in the first, so that the second is the
-    first ordinary one. `accumulate` forwards and backwards are made per step. `set_to_none` is `zero_grad`'s. `ema`
+    for the one that the output suggests. `steps` steps are run: state is created in the first, so that the second is
+    the first ordinary one. `accumulate` forwards and backwards are made per step. `set_to_none` is `zero_grad`'s. `ema`
     keeps an averaged copy of the parameters. `scaler` uses a GradScaler (None: under float16 autocast).
     """
 

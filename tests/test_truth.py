@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,14 +90,14 @@ def predicted(row: dict[str, str]) -> float:
 
 
 @pytest.fixture(scope="module")
-def errors() -> Iterator[list[tuple[float, float]]]:
+def errors() -> list[tuple[float, float]]:
     """Absolute (MiB) and relative error of every row."""
     if not A100.exists():
         pytest.skip("the A100 measurements are not here")
     with A100.open() as lines:
         rows = list(csv.DictReader(lines))
     found = [(abs(predicted(row) - float(row["device_mib"])), float(row["device_mib"])) for row in rows]
-    yield [(error, error / measured) for error, measured in found]
+    return [(error, error / measured) for error, measured in found]
 
 
 def test_a100_perceptrons(errors: list[tuple[float, float]]) -> None:

@@ -18,6 +18,9 @@ from memsize.record import TensorSpec
 
 Problem = Literal["missing", "unexpected", "wrong shape", "wrong dtype"]
 
+PROBLEMS: tuple[Problem, ...] = ("missing", "wrong shape", "wrong dtype", "unexpected")
+"""The most serious first."""
+
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 """Steps that a wrapper puts into the names of what it wraps: compile, FSDP, checkpointing, DataParallel."""
 _DEEPEST_PREFIX = 4
@@ -110,9 +113,7 @@ def compared(anatomy: Anatomy, expected: Mapping[str, Expected], model: str) -> 
             matching += 1
     extra = [(name, tensor) for name, tensor in named.items() if name not in expected] + list(outside.items())
     differences += [Difference(name, "unexpected", tensor.spec, None, tensor.bytes) for name, tensor in extra]
-    return Match(
-        model, matching, tuple(differences), naming.dropped, naming.added, naming.wrappers, tuple(left_out)
-    )
+    return Match(model, matching, tuple(differences), naming.dropped, naming.added, naming.wrappers, tuple(left_out))
 
 
 def _naming(names: Sequence[str], expected: Mapping[str, Expected]) -> _Naming:
@@ -153,15 +154,6 @@ def _root(prefix: str, tensors: Sequence[Tensor]) -> tuple[str, ...]:
     """The key under which the tensors with this prefix stand: others below it are unexpected, those beside it not."""
     first = next((tensor for tensor in tensors if tensor.name.startswith(prefix)), None)
     return first.keys[:1] if first and len(first.keys) > 1 else ()
-
-
-def expected_of(target: str, arguments: Mapping[str, object] | None = None) -> tuple[str, dict[str, Expected]]:
-    """The name of a target's model, and the tensors of its ``state_dict()``. Builds it without its weights' memory."""
-    from memsize.loading import load
-
-    loaded = load(target, arguments or {})
-    with loaded.importable():
-        return loaded.name, expected_from(loaded.module)
 
 
 def expected_from(module: object) -> dict[str, Expected]:

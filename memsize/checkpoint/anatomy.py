@@ -142,7 +142,7 @@ class Anatomy:
     @cached_property
     def _steps(self) -> tuple[tuple[str, ...], ...]:
         """The names of each tensor below its part. An optimizer's are gathered by what they are, not by parameter."""
-        steps = []
+        steps: list[tuple[str, ...]] = []
         for tensor, place in zip(self.contents.tensors, self.places, strict=True):
             inner = tensor.keys[place.root :]
             if place.kind == "optimizer" and len(inner) > 2 and inner[0] == "state":
@@ -214,8 +214,8 @@ def _place(keys: tuple[str, ...], marks: Mapping[tuple[str, ...], PartKind], nam
             return Place(marks[keys[:length]], length)
     kinds = [_kind_of(key) for key in keys[:2]]
     for length, kind in enumerate(kinds, 1):
-        if kind not in (None, "model"):
-            return Place(kind, length)  # type: ignore[arg-type]
+        if kind is not None and kind != "model":
+            return Place(kind, length)
     if kinds[0] == "model":
         return Place("model", 1)
     if "model" in kinds:

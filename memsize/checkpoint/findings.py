@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from memsize.checkpoint.against import Match
+from memsize.checkpoint.against import PROBLEMS, Match
 from memsize.checkpoint.anatomy import Anatomy, halved
 from memsize.checkpoint.dtypes import is_float
 from memsize.checkpoint.record import Tensor
@@ -66,11 +66,14 @@ def fits_the_model(evidence: Evidence) -> Iterator[Finding]:
     values: dict[str, object] = {"model": match.model, "matching": match.matching}
     if not match.differences:
         yield Finding(
-            "model-matches", None, (), "All {matching} tensors of {model} are in the file as the model has them.", values
+            "model-matches",
+            None,
+            (),
+            "All {matching} tensors of {model} are in the file as the model has them.",
+            values,
         )
     else:
-        problems = ("missing", "unexpected", "wrong shape", "wrong dtype")
-        counts = ((problem, match.count(problem)) for problem in problems)  # type: ignore[arg-type]
+        counts = ((problem, match.count(problem)) for problem in PROBLEMS)
         values["problems"] = ", ".join(f"{count:,} {problem}" for problem, count in counts if count)
         names = tuple(difference.name for difference in match.differences)
         text = "Against {model}: {matching} tensors match; {problems}."
@@ -166,7 +169,9 @@ def orphans(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("unnamed-storage", size, (), text, {"bytes": Bytes(size)})
     rest = sum(file.bytes_for("unclaimed") for file in evidence.anatomy.contents.files)
     if rest:
-        text = "{bytes} belong to nothing that the format knows of: data that was appended, or left from an older write."
+        text = (
+            "{bytes} belong to nothing that the format knows of: data that was appended, or left from an older write."
+        )
         yield Finding("unclaimed-bytes", rest, (), text, {"bytes": Bytes(rest)})
 
 
@@ -310,9 +315,8 @@ def pickled_code(evidence: Evidence) -> Iterator[Finding]:
 
 def overhead(evidence: Evidence) -> Iterator[Finding]:
     """A file that is mostly not tensor data."""
-    uses = ("padding", "headers", "pickle")
     files = evidence.anatomy.contents.files
-    size = sum(file.bytes_for(use) for file in files for use in uses)  # type: ignore[arg-type]
+    size = sum(file.bytes_for("padding") + file.bytes_for("headers") + file.bytes_for("pickle") for file in files)
     count = len(evidence.anatomy.contents.tensors)
     if size >= 0.1 * evidence.size and size >= 2**16:
         yield Finding(

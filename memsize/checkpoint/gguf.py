@@ -126,12 +126,12 @@ def read(source: Source) -> Contents:
     claims.claim(header.metadata_end, header.end - header.metadata_end, "headers")
     pieces, storages = _laid_out(source, header, data, claims)
     claims.pad_gaps(header.end, min(_last(storages, data, alignment), source.size))
-    tensors, storages = given_out(pieces, storages)
+    tensors, kept = given_out(pieces, storages)
     order = ", big-endian" if header.big_endian else ""
     name = f"{FORMAT} v{header.version}{order}"
     record = FileRecord(source.name, name, source.size, claims.sums(), len(tensors))
     values = tuple((key, str(value)) for key, value in header.values.items())
-    return Contents(source.name, name, (record,), tuple(storages), tensors, values=values)
+    return Contents(source.name, name, (record,), kept, tensors, values=values)
 
 
 def _laid_out(source: Source, header: _Header, data: int, claims: Claims) -> tuple[list[Piece], list[Storage]]:
@@ -171,7 +171,9 @@ def _measured(source: Source, tensor: _Described) -> tuple[TensorSpec, int, int]
     elements = math.prod(tensor.shape)
     row = tensor.shape[0] if tensor.shape else 1
     if row % block.elements:
-        raise source.damaged(f"{tensor.name!r} has rows of {row:,}, which {block.name} cannot cut into {block.elements}")
+        raise source.damaged(
+            f"{tensor.name!r} has rows of {row:,}, which {block.name} cannot cut into {block.elements}"
+        )
     return TensorSpec(block.name, tensor.shape[::-1]), elements, elements // block.elements * block.bytes
 
 
@@ -232,4 +234,3 @@ def _array(cursor: _Cursor) -> str:
         return ", ".join(cursor.string() for _ in range(count))
     cursor.skip_strings(count)
     return f"{count:,} strings"
-

@@ -5,9 +5,9 @@ and keeps them as values, so that no name is dangerous to memsize itself. The po
 
 * **known** names are those that ``torch.load(weights_only=True)`` allows, and a few containers of Python: their meaning
   is built in (`memsize.checkpoint.rebuild`).
-* **opaque** names are all others: an ``argparse.Namespace``, a class of the user's. What they were given is searched for
-  tensors, and their names are reported, since ``weights_only`` refuses the file and plain ``torch.load`` would import
-  and call them.
+* **opaque** names are all others: an ``argparse.Namespace``, a class of the user's. What they were given is searched
+  for tensors, and their names are reported, since ``weights_only`` refuses the file and plain ``torch.load`` would
+  import and call them.
 * **refused** names are those that a file has no honest reason to call: they run commands or code, open files or
   connections, load further code or pickles, or reach into other objects (`getattr`). A file that mentions one is not
   analysed at all, and the error names it. weights_only's own blocklist (``sys``, ``os``, ``posix``, ``nt``) is part of
@@ -23,34 +23,35 @@ from memsize.checkpoint.dtypes import STORAGES, torch_dtype
 
 _MODULES = frozenset(
     """
-    _aix_support _ctypes _imp _osx_support _pickle _posixsubprocess _pyrepl _socket _winapi aiohttp antigravity asyncio
-    bdb cPickle cProfile codeop ctypes distutils ensurepip ftplib http httpx idlelib imaplib imp importlib lib2to3 marshal
-    multiprocessing nntplib nt os paramiko pdb pexpect pickle pip pkgutil poplib popen2 posix posixsubprocess pty
-    py_compile pydoc requests runpy setuptools shutil smtplib socket socketserver subprocess sys sysconfig telnetlib
-    timeit urllib urllib2 urllib3 venv webbrowser wsgiref xmlrpc zipapp zipimport
+    _aix_support _ctypes _imp _osx_support _pickle _posixsubprocess _pyrepl _socket _winapi aiohttp antigravity
+    asyncio bdb cPickle cProfile codeop ctypes distutils ensurepip ftplib http httpx idlelib imaplib imp
+    importlib lib2to3 marshal multiprocessing nntplib nt os paramiko pdb pexpect pickle pip pkgutil poplib
+    popen2 posix posixsubprocess pty py_compile pydoc requests runpy setuptools shutil smtplib socket
+    socketserver subprocess sys sysconfig telnetlib timeit urllib urllib2 urllib3 venv webbrowser wsgiref xmlrpc
+    zipapp zipimport
     """.split()
 )
 """Modules that nothing in a checkpoint has a reason to name, and that no one calls a module of their own."""
 
 _BUILTINS = frozenset(
     """
-    __build_class__ __import__ __loader__ apply breakpoint compile delattr eval exec execfile file filter getattr globals
-    input locals map open raw_input reduce reload setattr vars
+    __build_class__ __import__ __loader__ apply breakpoint compile delattr eval exec execfile file filter
+    getattr globals input locals map open raw_input reduce reload setattr vars
     """.split()
 )
 
 _NAMES = frozenset(
     """
-    _codecs.lookup _codecs.register _io.FileIO _io.open _io.open_code code.InteractiveConsole code.InteractiveInterpreter
-    code.interact codecs.lookup codecs.open codecs.register commands.getoutput commands.getstatusoutput
-    concurrent.futures.ProcessPoolExecutor doctest.debug doctest.debug_script functools.partialmethod functools.reduce
-    io.FileIO io.open io.open_code joblib.load linecache.getlines logging.FileHandler logging.config.dictConfig
-    logging.config.fileConfig logging.config.listen numpy.fromfile numpy.lib.npyio.load numpy.load numpy.loadtxt
-    numpy.memmap numpy.save operator.attrgetter operator.call operator.methodcaller pandas.eval pandas.read_pickle
-    platform.popen profile.Profile profile.run profile.runctx shelve.open sqlite3.connect tempfile.mktemp
-    threading.Thread threading.Timer torch.compile torch.load torch.save torch.serialization.load
-    torch.storage._load_from_bytes trace.Trace types.CodeType types.FunctionType types.LambdaType types.MethodType
-    zipfile.PyZipFile
+    _codecs.lookup _codecs.register _io.FileIO _io.open _io.open_code code.InteractiveConsole
+    code.InteractiveInterpreter code.interact codecs.lookup codecs.open codecs.register commands.getoutput
+    commands.getstatusoutput concurrent.futures.ProcessPoolExecutor doctest.debug doctest.debug_script
+    functools.partialmethod functools.reduce io.FileIO io.open io.open_code joblib.load linecache.getlines
+    logging.FileHandler logging.config.dictConfig logging.config.fileConfig logging.config.listen numpy.fromfile
+    numpy.lib.npyio.load numpy.load numpy.loadtxt numpy.memmap numpy.save operator.attrgetter operator.call
+    operator.methodcaller pandas.eval pandas.read_pickle platform.popen profile.Profile profile.run
+    profile.runctx shelve.open sqlite3.connect tempfile.mktemp threading.Thread threading.Timer torch.compile
+    torch.load torch.save torch.serialization.load torch.storage._load_from_bytes trace.Trace types.CodeType
+    types.FunctionType types.LambdaType types.MethodType zipfile.PyZipFile
     """.split()
 )
 
@@ -80,16 +81,16 @@ _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg", "exceptions": "bui
 
 _ALLOWED = frozenset(
     """
-    collections.OrderedDict collections.Counter torch.nn.parameter.Parameter torch.serialization._get_layout torch.Size
-    torch.Tensor torch.device _codecs.encode builtins.bytearray builtins.set builtins.complex
-    torch._tensor._rebuild_from_type_v2 torch.per_tensor_affine torch.per_tensor_symmetric torch.per_channel_affine
-    torch.per_channel_symmetric torch.per_channel_affine_float_qparams torch.storage.UntypedStorage
-    torch.storage.TypedStorage
-    torch._utils._rebuild_parameter torch._utils._rebuild_parameter_with_state torch._utils._rebuild_qtensor
-    torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3
-    torch._utils._rebuild_sparse_tensor torch._utils._rebuild_meta_tensor_no_storage
-    torch._utils._rebuild_nested_tensor torch._utils._rebuild_wrapper_subclass
-    torch._utils._rebuild_device_tensor_from_numpy torch._utils._rebuild_device_tensor_from_cpu_tensor
+    collections.OrderedDict collections.Counter torch.nn.parameter.Parameter torch.serialization._get_layout
+    torch.Size torch.Tensor torch.device _codecs.encode builtins.bytearray builtins.set builtins.complex
+    torch._tensor._rebuild_from_type_v2 torch.per_tensor_affine torch.per_tensor_symmetric
+    torch.per_channel_affine torch.per_channel_symmetric torch.per_channel_affine_float_qparams
+    torch.storage.UntypedStorage torch.storage.TypedStorage torch._utils._rebuild_parameter
+    torch._utils._rebuild_parameter_with_state torch._utils._rebuild_qtensor torch._utils._rebuild_tensor
+    torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 torch._utils._rebuild_sparse_tensor
+    torch._utils._rebuild_meta_tensor_no_storage torch._utils._rebuild_nested_tensor
+    torch._utils._rebuild_wrapper_subclass torch._utils._rebuild_device_tensor_from_numpy
+    torch._utils._rebuild_device_tensor_from_cpu_tensor
     """.split()
 )
 """What ``weights_only`` allows (`torch._weights_only_unpickler._get_allowed_globals`), dtypes and storages apart."""

@@ -57,12 +57,14 @@ def _strided(
 
 def _tensor(args: Args) -> TensorValue:
     """``_rebuild_tensor(storage, offset, size, stride)`` and ``_v2``, which adds requires_grad and hooks."""
-    return _strided(*args[:4], trainable=args[4] if len(args) > 4 else None)
+    storage, offset, size, stride = args[:4]
+    return _strided(storage, offset, size, stride, None, args[4] if len(args) > 4 else None)
 
 
 def _tensor_v3(args: Args) -> TensorValue:
     """``_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype)``, of an untyped storage."""
-    return _strided(*args[:4], dtype=dtype_of(args[6]), trainable=args[4])
+    storage, offset, size, stride, trainable, _, dtype = args[:7]
+    return _strided(storage, offset, size, stride, dtype_of(dtype), trainable)
 
 
 def _meta(args: Args) -> TensorValue:

@@ -42,7 +42,8 @@ def read(source: Source) -> Contents:
     """What the file at `source` holds, from its header alone."""
     header, base = _header(source)
     metadata = header.pop(_METADATA, None)
-    pieces, storages = [], []
+    pieces: list[Piece] = []
+    storages: list[Storage] = []
     claims = Claims(source.size)
     claims.claim(0, base, "headers")
     for name, value in header.items():
@@ -67,7 +68,7 @@ def _header(source: Source) -> tuple[dict[str, Any], int]:
         raise source.damaged(f"its header holds about {marks:,} values, more than memsize reads ({MOST_VALUES:,})")
     try:
         header = json.loads(text, object_pairs_hook=_without_doubles)
-    except _DoubleName as error:
+    except _DoubleNameError as error:
         raise source.damaged(f"its header names {printable(str(error))!r} twice") from None
     except (ValueError, RecursionError) as error:
         raise source.damaged(f"its header is not JSON ({error})") from error
@@ -76,7 +77,7 @@ def _header(source: Source) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-class _DoubleName(Exception):
+class _DoubleNameError(Exception):
     """A name that a JSON object has twice."""
 
 
@@ -84,7 +85,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
         seen: set[str] = set()
-        raise _DoubleName(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
+        raise _DoubleNameError(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
     return entries
 
 

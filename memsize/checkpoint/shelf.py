@@ -77,7 +77,9 @@ class Shelf:
         return [(storage.offset, storage.file_bytes) for storage in storages if storage.offset is not None]
 
 
-def assembled(source: Source, format: str, claims: Claims, shelf: Shelf, found: Holdings, mentioned: list[str]) -> Contents:
+def assembled(
+    source: Source, format: str, claims: Claims, shelf: Shelf, found: Holdings, mentioned: list[str]
+) -> Contents:
     """The record of one PyTorch file. Raises `CheckpointError` when a tensor reaches beyond its storage."""
     for piece in found.pieces:
         if piece.storage is not None and piece.start + piece.span > shelf.storages[piece.storage].bytes:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import click
 
+from memsize.cli.checkpoint import checkpoint
 from memsize.cli.report import report
 from memsize.cli.session import Session
 from memsize.errors import MemsizeError
@@ -36,6 +37,7 @@ def memsize(context: click.Context) -> None:
 
 
 memsize.add_command(report)
+memsize.add_command(checkpoint)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import click
 
+from memsize.cli.options import output_options, parse_unit
 from memsize.cli.output import destination
 from memsize.cli.progress import Progress
-from memsize.cli.session import Session
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.device.cards import card
 from memsize.document import Report
@@ -22,16 +22,9 @@ from memsize.inputs import parse_inputs
 from memsize.loading.target import parse_target
 from memsize.nearest import suggestion
 from memsize.record import Failure
-from memsize.render import COLUMNS, FORMATS, render
+from memsize.render import COLUMNS, render
 from memsize.scenario import DEFAULT, SCENARIOS, select
 from memsize.training import LOSSES, Training
-from memsize.units import DECIMAL, UNITS
-
-
-def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
-    session = context.find_object(Session)
-    if session is not None:
-        session.debug = debug
 
 
 @click.command(
@@ -105,39 +98,7 @@ def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
     "--depth", type=click.IntRange(min=0), metavar="N", help="Show layers down to this depth; deeper ones are added up."
 )
 @click.option("--columns", metavar="NAMES", help="Columns of the layer table, separated by commas.")
-@click.option(
-    "-u",
-    "--units",
-    "unit",
-    default="MiB",
-    show_default=True,
-    metavar="UNIT",
-    help="Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB.",
-)
-@click.option(
-    "-f",
-    "--format",
-    "format",
-    metavar="FORMAT",
-    help=f"One of {', '.join(FORMATS)}. [default: by the suffix of -o, else text]",
-)
-@click.option(
-    "-o",
-    "--output",
-    "file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write to this file, in the format of its suffix.",
-)
-@click.option("--force", is_flag=True, help="Overwrite the file if it exists.")
-@click.option(
-    "--debug",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_set_debug,
-    help="Show the traceback of an error.",
-)
+@output_options
 def report(
     target: str,
     inputs: tuple[str, ...],
@@ -168,7 +129,7 @@ def report(
     specs, values = parse_inputs(inputs), parse_arguments(arguments)
     select(scenarios)
     training = Training(train, loss, steps, accumulate, ema=ema) if train else None
-    where, chosen, unit = destination(file, format, force), _columns(columns), _unit(unit)
+    where, chosen, unit = destination(file, format, force), _columns(columns), parse_unit(unit)
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
@@ -251,12 +212,3 @@ def _columns(text: str | None) -> tuple[str, ...] | None:
         if name not in COLUMNS:
             raise OutputError(f"no column {name!r}: {suggestion(name, COLUMNS)}")
     return names
-
-
-def _unit(text: str) -> str:
-    """The unit called `text`, in any case: mib and MIB are MiB."""
-    known = (*UNITS, *DECIMAL)
-    found = text if text in known else next((unit for unit in known if unit.lower() == text.lower()), None)
-    if found is None:
-        raise OutputError(f"no unit {text!r}: {suggestion(text, known)}")
-    return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -90,11 +91,14 @@ def autocast_region(dtype: torch.dtype) -> torch.autocast:
     return torch.autocast("cuda", dtype=dtype)
 
 
-def kernels() -> Mapping[str, Kernel]:
-    """The kernel of every operator that both the installed torch and the table know."""
+def kernels(beneath: Mapping[str, Kernel] = MappingProxyType({})) -> Mapping[str, Kernel]:
+    """The kernel of every operator that both the installed torch and the table know.
+
+    After its casts it calls the operator, or the kernel `beneath` it where there is one.
+    """
     wrapped = (name.removeprefix("aten::") for name in wrapped_operators())
     known = ((name, POLICIES[name]) for name in wrapped if name in POLICIES)
-    return {name: _KERNELS[policy](name) for name, policy in known if policy in _KERNELS}
+    return {name: _KERNELS[policy](name, beneath.get(name)) for name, policy in known if policy in _KERNELS}
 
 
 def active() -> Semantics | None:
@@ -142,7 +146,9 @@ def _is_eligible(tensor: Tensor, semantics: Semantics) -> bool:
 
 
 def _is_cached(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf and _is_cache_enabled() and not tensor._is_view()
+    """Whether PyTorch would keep the copy: of leaves that want a gradient, and never in inference mode."""
+    is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+    return is_weight and _is_cache_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -151,28 +157,30 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _cached_copy(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
-    """The one copy of a weight in this region. As in PyTorch, the dtype is not part of the cache's key."""
+    """The one copy of a weight in this region. As in PyTorch, the dtype is not part of the cache's key, and a copy made
+    under `no_grad` passes gradients on to whoever uses it later."""
     known = semantics.copies.get(id(tensor))
     if known is not None and known[0]() is tensor:
         return known[1]
-    copy = tensor.to(dtype)
+    with torch.enable_grad():
+        copy = tensor.to(dtype)
     semantics.copies[id(tensor)] = (weakref.ref(tensor), copy)
     if semantics.observer is not None:
         semantics.observer(tensor, copy)
     return copy
 
 
-def _lower_precision(name: str) -> Kernel:
-    return _casting(name, _lower_dtype)
+def _lower_precision(name: str, beneath: Kernel | None) -> Kernel:
+    return _casting(name, beneath, _lower_dtype)
 
 
-def _float32(name: str) -> Kernel:
-    return _casting(name, lambda _: torch.float32)
+def _float32(name: str, beneath: Kernel | None) -> Kernel:
+    return _casting(name, beneath, lambda _: torch.float32)
 
 
-def _casting(name: str, dtype_of: Callable[[str], torch.dtype]) -> Kernel:
+def _casting(name: str, beneath: Kernel | None, dtype_of: Callable[[str], torch.dtype]) -> Kernel:
     """A kernel that casts every argument to the dtype that `dtype_of` gives for the device."""
-    call: Any = None
+    call: Any = beneath
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal call
@@ -192,8 +200,8 @@ def _casting(name: str, dtype_of: Callable[[str], torch.dtype]) -> Kernel:
     return kernel
 
 
-def _promote(name: str) -> Kernel:
-    call: Any = None
+def _promote(name: str, beneath: Kernel | None) -> Kernel:
+    call: Any = beneath
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal call
@@ -227,9 +235,9 @@ def _widest(values: Sequence[Any], lower: torch.dtype, semantics: Semantics) -> 
     return widest
 
 
-def _float32_output(name: str) -> Kernel:
+def _float32_output(name: str, beneath: Kernel | None) -> Kernel:
     """A kernel that asks for a float32 result, where the first argument is eligible and the caller named no dtype."""
-    call: Any = None
+    call: Any = beneath
     position = _POSITIONAL_DTYPE.get(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -250,9 +258,9 @@ def _float32_output(name: str) -> Kernel:
     return kernel
 
 
-def _float32_appended(name: str) -> Kernel:
+def _float32_appended(name: str, beneath: Kernel | None) -> Kernel:
     """A kernel that calls the overload with a dtype: float32, or the first argument's own where it is not eligible."""
-    plain: Any = None
+    plain: Any = beneath
     typed: Any = None
     defaults = _NORM_DEFAULTS[name]
 
@@ -272,8 +280,8 @@ def _float32_appended(name: str) -> Kernel:
     return kernel
 
 
-def _refused(name: str) -> Kernel:
-    call: Any = None
+def _refused(name: str, beneath: Kernel | None) -> Kernel:
+    call: Any = beneath
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal call
@@ -292,7 +300,7 @@ def _refused(name: str) -> Kernel:
     return kernel
 
 
-_KERNELS: dict[Policy, Callable[[str], Kernel]] = {
+_KERNELS: dict[Policy, Callable[[str, Kernel | None], Kernel]] = {
     "lower precision": _lower_precision,
     "float32": _float32,
     "float32 output": _float32_output,

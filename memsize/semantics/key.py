@@ -132,10 +132,11 @@ def _register_once() -> None:
 
 
 def _kernels() -> Mapping[str, Kernel]:
-    """Every kernel by operator name. Attention's own comes with autocast's cast inside it."""
-    from memsize.semantics import attention, autocast, dropout
+    """Every kernel by operator name. What autocast wraps is decided on after its casts; attention does both itself."""
+    from memsize.semantics import attention, autocast, dropout, norms, rnn, softmax
 
-    return {**autocast.kernels(), **attention.kernels(), **dropout.kernels()}
+    decided = {**dropout.kernels(), **norms.kernels(), **rnn.kernels(), **softmax.kernels()}
+    return {**decided, **autocast.kernels(decided), **attention.kernels()}
 
 
 def _registered(kernels: Mapping[str, Kernel]) -> list[Any]:

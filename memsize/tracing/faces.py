@@ -12,7 +12,6 @@ Known limits: names that a module imported from torch itself (``from torch impor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch

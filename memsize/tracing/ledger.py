@@ -190,6 +190,10 @@ class Ledger(Answers):
                 self._roles[index] = "activation"
         return tensor
 
+    def kept(self, alive: Set[int]) -> int:
+        """Bytes of those storages among `alive` that are kept for backward."""
+        return sum(self._bytes[index] for index in alive if self._saved_by[index] >= 0)
+
     @property
     def count(self) -> int:
         """How many storages have appeared so far: storages with this index or above are newer than now."""

@@ -13,18 +13,31 @@ import torch
 
 
 @contextmanager
+def collector_paused() -> Iterator[None]:
+    """Storages end when their last reference does, never when the collector happens to come by.
+
+    Every run then writes the same events, and many runs in a row do not pay for scanning each other's records.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
 def undisturbed() -> Iterator[None]:
     """Everything global that a forward may move is put back after, also after an error.
 
-    The collector pauses, so that storages end when their last reference does and every run writes the same events.
     A model's own warnings are about real data or real devices; they would only puzzle here.
     """
     numpy = sys.modules.get("numpy")
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-    grad, collecting = torch.is_grad_enabled(), gc.isenabled()
-    gc.disable()
+    grad = torch.is_grad_enabled()
     try:
-        with warnings.catch_warnings():
+        with collector_paused(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -33,5 +46,3 @@ def undisturbed() -> Iterator[None]:
         random.setstate(states[1])
         if numpy:
             numpy.random.set_state(states[2])
-        if collecting:
-            gc.enable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,6 +68,14 @@ def run_inference(setup: Setup) -> Trace:
     return run.trace()
 
 
+def kept_for_backward(setup: Setup) -> int:
+    """Bytes that one forward keeps for backward, parameters apart: all that the search for a batch size asks."""
+    run = Run(setup, tables=False)
+    with run.recording(), torch.enable_grad(), setup.autocast():
+        run.result = setup.twin(*setup.call[0], **setup.call[1])
+    return run.ledger.kept(run.calls.kept)
+
+
 def stored_only(name: str, model: nn.Module) -> Trace:
     """What `model` stores, as a trace without a run: layers and tensors, no calls, no outputs, no events."""
     return Run(Setup(name, "as-given", model, ((), {}), model.training), enter=False).trace()
@@ -76,14 +84,14 @@ def stored_only(name: str, model: nn.Module) -> Trace:
 class Run:
     """One twin, its ledger and its calls: opened once with `recording`, then read as a `trace`."""
 
-    def __init__(self, setup: Setup, enter: bool = True) -> None:
+    def __init__(self, setup: Setup, enter: bool = True, tables: bool = True) -> None:
         self.setup = setup
         self.result: Any = None
         if enter:
             setup.twin.train(setup.training)
             if any(is_lazy(tensor) for tensor in (*setup.twin.parameters(), *setup.twin.buffers())):
                 _give_shapes(setup)
-        self.tensors = stored_tensors(setup.twin)
+        self.tensors = stored_tensors(setup.twin) if tables else ()
         self.ledger = Ledger(setup.device, setup.workspaces)
         self.calls = Calls(setup.twin, self.ledger)
         self._notes: list[str] = []
@@ -166,7 +174,7 @@ class Run:
             if source is None:
                 return tensor
             used = not ledger.addresses(source).isdisjoint(ledger.read)
-            return replace(tensor, used=used, differentiable=id(source) in self.calls.reached)
+            return tensor.seen(used, id(source) in self.calls.reached)
 
         return tuple(map(seen, self.tensors))
 

@@ -1,0 +1,75 @@
+"""`memsize checkpoint`: what a file weighs, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import click
+
+from memsize.cli.options import output_options, parse_unit
+from memsize.cli.output import destination
+from memsize.cli.progress import Progress
+from memsize.cli.report import parse_arguments
+from memsize.errors import InputError
+from memsize.loading.target import parse_target
+
+
+@click.command(
+    short_help="What a checkpoint file weighs, and why.",
+    epilog="""\b
+    Examples:
+      memsize checkpoint last.ckpt
+      memsize checkpoint model.safetensors.index.json --depth 3
+      memsize checkpoint llama-Q4_K_M.gguf --units GiB
+      memsize checkpoint last.ckpt --against model.py:Net --arg width=64
+      memsize checkpoint last.ckpt -o last.html
+    """,
+)
+@click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
+@click.option(
+    "--against",
+    "target",
+    metavar="TARGET",
+    help="Compare with the tensors of this model: model.py:Net, as memsize report takes it.",
+)
+@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of that model's constructor.")
+@click.option(
+    "--depth",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Show modules down to this depth below their part. [default: as deep as it fits]",
+)
+@output_options
+def checkpoint(
+    path: Path,
+    target: str | None,
+    arguments: tuple[str, ...],
+    depth: int | None,
+    unit: str,
+    format: str | None,
+    file: Path | None,
+    force: bool,
+) -> None:
+    """What FILE weighs, and why: parts, dtypes, modules, and every byte that is no tensor's.
+
+    FILE is what torch.save writes (.pt, .pth, .bin, .ckpt), safetensors, GGUF, an index.json of several files, or a
+    folder with one of these. Only headers are read, and nothing that a pickle names is run.
+    """
+    from memsize.checkpoint.formats import render
+
+    values = parse_arguments(arguments)
+    if target is None and values:
+        raise InputError("--arg is for the model of --against: name one")
+    if target is not None:
+        parse_target(target)
+    where, unit = destination(file, format, force), parse_unit(unit)
+
+    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+        from memsize import api
+
+        progress(f"reading {path}")
+        found = api.read_checkpoint(path, against=target, arguments=values)
+        text = render(found, where.format, unit=unit, depth=depth, width=where.width)
+    where.write(text)

@@ -1,0 +1,260 @@
+"""What is alive after each event of a run: bytes by role, the phase and the layer, and what the allocator holds.
+
+Everything is read off a `Trace` and its replay through the caching allocator. Events stand in for time: a run on tensors
+that hold no numbers has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import Any, Final, NamedTuple, get_args
+
+from memsize.device import AllocatorConfig, replay
+from memsize.errors import InputError
+from memsize.record import Event, Role, Trace
+
+SCHEMA: Final = "memsize.timeline/1"
+
+ROLES: Final[tuple[Role, ...]] = (
+    "parameter",
+    "buffer",
+    "master weight",
+    "optimizer state",
+    "workspace",
+    "gradient",
+    "input",
+    "activation",
+    "cast copy",
+    "output",
+    "temporary",
+)
+"""The order in which roles are stacked: what stays longest first."""
+assert set(ROLES) == set(get_args(Role))
+
+
+class Phase(NamedTuple):
+    """The events from `start` up to `stop`, which happen in one phase of a step (0: the run has no steps)."""
+
+    name: str
+    step: int
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.step}" if self.step else self.name
+
+
+class Stretch(NamedTuple):
+    """The events from `start` up to `stop`, which happen in one layer (None: outside the model)."""
+
+    layer: str | None
+    start: int
+    stop: int
+
+
+class Summit(NamedTuple):
+    """The moment of most live bytes: after which event (-1: before any), where that happens, and what is alive by role."""
+
+    event: int
+    bytes: int
+    layer: str | None
+    op: str
+    roles: Mapping[Role, int]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One value per event in each of its columns; `live` has a column for each role that occurs, in order of `ROLES`.
+
+    `layer` indexes `layers`, the paths of modules; -1 is outside the model. `delta` is what the event itself changes.
+    `allocated` and `reserved` are the caching allocator's blocks and segments. Phases follow each other without a gap.
+    """
+
+    model: str
+    scenario: str
+    layers: tuple[str, ...]
+    phases: tuple[Phase, ...]
+    op: tuple[str, ...]
+    layer: tuple[int, ...]
+    delta: tuple[int, ...]
+    live: Mapping[Role, tuple[int, ...]]
+    allocated: tuple[int, ...]
+    reserved: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.delta)
+
+    @cached_property
+    def total(self) -> tuple[int, ...]:
+        """All live bytes after each event."""
+        return tuple(accumulate(self.delta))
+
+    @cached_property
+    def peak(self) -> Summit:
+        """The first moment of most live bytes."""
+        return self.summit(0, len(self))
+
+    def summit(self, start: int, stop: int) -> Summit:
+        """The first moment of most live bytes from just before event `start` up to event `stop`."""
+        first = max(start - 1, 0)
+        if first >= stop:
+            return Summit(-1, 0, None, "", {})
+        return self.moment(max(range(first, stop), key=self.total.__getitem__))
+
+    def moment(self, event: int) -> Summit:
+        """What is alive after `event`."""
+        roles = {role: column[event] for role, column in self.live.items() if column[event]}
+        return Summit(event, self.total[event], self._path(event), self.op[event], roles)
+
+    def phase_at(self, event: int) -> Phase:
+        """The phase that `event` happens in."""
+        return next(phase for phase in self.phases if event < phase.stop)
+
+    def before(self, event: int) -> int:
+        """The live bytes before `event`."""
+        return self.total[event - 1] if event else 0
+
+    def columns(self, count: int) -> list[int]:
+        """At most `count` events that stand for all: of each equal stretch the one with most live bytes."""
+        events = len(self)
+        bounds = [place * events // count for place in range(count + 1)] if events > count else range(events + 1)
+        return [
+            max(range(start, stop), key=self.total.__getitem__)
+            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+
+    def stretches(self, most: int) -> tuple[Stretch, ...]:
+        """Which layer runs when, as deep into the model as `most` stretches can tell."""
+        depth = max((path.count(".") + 1 for path in self.layers if path), default=0)
+        while (found := self._stretches(depth)) and len(found) > most and depth > 0:
+            depth -= 1
+        return found
+
+    def _stretches(self, depth: int) -> tuple[Stretch, ...]:
+        cut: list[str | None] = [".".join(path.split(".")[:depth]) for path in self.layers]
+        cut.append(None)
+        found, start = [], 0
+        for path, events in groupby(self.layer, key=cut.__getitem__):
+            stop = start + sum(1 for _ in events)
+            found.append(Stretch(path, start, stop))
+            start = stop
+        return tuple(found)
+
+    def _path(self, event: int) -> str | None:
+        index = self.layer[event]
+        return self.layers[index] if index >= 0 else None
+
+
+def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:
+    """The timeline of `trace`, with the caching allocator set by `config`."""
+    events, storages = trace.events, trace.storages
+    replayed = replay(((event.storage, event.delta) for event in events), config or AllocatorConfig(), timeline=True)
+    levels = replayed.timeline
+    assert levels is not None
+    delta = tuple(event.delta for event in events)
+    role = [storages[event.storage].role for event in events]
+    occurring = set(role)
+    return Timeline(
+        model=trace.model,
+        scenario=trace.scenario,
+        layers=tuple(layer.path for layer in trace.layers),
+        phases=tuple(phases(trace)),
+        op=tuple(event.op for event in events),
+        layer=tuple(event.layer for event in events),
+        delta=delta,
+        live={name: tuple(_column(name, role, delta)) for name in ROLES if name in occurring},
+        allocated=tuple(levels.allocated.tolist()),
+        reserved=tuple(levels.reserved.tolist()),
+    )
+
+
+def _column(name: Role, role: Sequence[Role], delta: Sequence[int]) -> Iterator[int]:
+    return accumulate(change if of == name else 0 for of, change in zip(role, delta, strict=True))
+
+
+def phases(trace: Trace) -> Iterator[Phase]:
+    """Runs of events of the same phase.
+
+    What happens outside every phase between two of them (the seed of a backward, say) belongs to the later one.
+    """
+    start = stop = 0
+    for index, events in groupby(trace.events, key=_phase_of):
+        stop += sum(1 for _ in events)
+        outside = index == 0 and start > 0
+        if not outside or stop == len(trace.events):
+            name, step = split_phase(trace.phases[index])
+            yield Phase(name, step, start, stop)
+            start = stop
+
+
+def _phase_of(event: Event) -> int:
+    return event.phase
+
+
+def split_phase(text: str) -> tuple[str, int]:
+    """A phase's name and step, which the record writes as ``"backward 2"``."""
+    name, _, step = text.rpartition(" ")
+    return (name, int(step)) if step.isdecimal() and name else (text, 0)
+
+
+class Course(NamedTuple):
+    """How a phase runs: the bytes it starts with and its highest moment. Steps that run alike are one course."""
+
+    name: str
+    steps: tuple[int, ...]
+    before: int
+    summit: Summit
+
+
+def courses(found: Timeline) -> tuple[Course, ...]:
+    """The phases of a run in order; one that comes again just so, in another step, is told once."""
+    told: dict[object, Course] = {}
+    for phase in found.phases:
+        before, summit = found.before(phase.start), found.summit(phase.start, phase.stop)
+        key = (phase.name, before, *summit[1:4], tuple(summit.roles.items()))
+        known = told.get(key)
+        steps = (phase.step,) if known is None else tuple(dict.fromkeys((*known.steps, phase.step)))
+        told[key] = Course(phase.name, steps, before, summit) if known is None else known._replace(steps=steps)
+    return tuple(told.values())
+
+
+def to_data(found: Timeline) -> dict[str, Any]:
+    """The timeline as data that JSON can hold; `from_data` reads it back.
+
+    `peak` is there for readers who look for nothing else.
+    """
+    columns = asdict(found) | {"phases": [phase._asdict() for phase in found.phases]}
+    peak = found.peak._asdict() | {"phase": str(found.phase_at(found.peak.event)) if len(found) else None}
+    return {"schema": SCHEMA, "model": found.model, "scenario": found.scenario, "peak": peak, **columns}
+
+
+def from_data(data: object) -> Timeline:
+    """The timeline that `to_data` wrote; raises `InputError` when it is none of this version."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"not a memsize timeline: expected schema {SCHEMA!r}, found {found!r}")
+    try:
+        return Timeline(**{name: _READERS[name](data[name]) for name in _READERS})
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"not a memsize timeline: {error!r}") from error
+
+
+def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(int, values))
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "model": str,
+    "scenario": str,
+    "layers": tuple,
+    "phases": lambda items: tuple(Phase(**item) for item in items),
+    "op": tuple,
+    "layer": _numbers,
+    "delta": _numbers,
+    "live": lambda roles: {role: _numbers(roles[role]) for role in ROLES if role in roles},
+    "allocated": _numbers,
+    "reserved": _numbers,
+}
