@@ -130,6 +130,8 @@ def compare(before: Any, after: Any, input_size: InputSize | None = None, **opti
 
     `before` and `after` are modules, targets, traces or reports. Modules and targets are run when an input is given
     (`input_size` and `options` as in `report`); without one only what they store is compared.
+
+    Raises `MemsizeError` for anything else, and what `report` raises.
     """
     from memsize.comparison import compare_traces
 

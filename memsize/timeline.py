@@ -7,10 +7,10 @@ that hold no numbers has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple
 
 from memsize.device import AllocatorConfig, replay
 from memsize.errors import InputError
@@ -32,7 +32,6 @@ ROLES: Final[tuple[Role, ...]] = (
     "temporary",
 )
 """The order in which roles are stacked: what stays longest first."""
-assert set(ROLES) == set(get_args(Role))
 
 
 class Phase(NamedTuple):
@@ -83,6 +82,9 @@ class Timeline:
     live: Mapping[Role, tuple[int, ...]]
     allocated: tuple[int, ...]
     reserved: tuple[int, ...]
+    assumptions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was taken for granted, and how the run was made: as the trace says."""
 
     def __len__(self) -> int:
         return len(self.delta)
@@ -96,6 +98,12 @@ class Timeline:
     def peak(self) -> Summit:
         """The first moment of most live bytes."""
         return self.summit(0, len(self))
+
+    @property
+    def steps(self) -> tuple[Phase, ...]:
+        """The steps, each with all its events; none in a run without steps."""
+        runs = [(step, list(phases)) for step, phases in groupby(self.phases, key=lambda phase: phase.step)]
+        return tuple(Phase("step", step, phases[0].start, phases[-1].stop) for step, phases in runs if step)
 
     def summit(self, start: int, stop: int) -> Summit:
         """The first moment of most live bytes from just before event `start` up to event `stop`."""
@@ -133,6 +141,22 @@ class Timeline:
             depth -= 1
         return found
 
+    def table(self) -> dict[str, tuple[Any, ...]]:
+        """The timeline as named columns for a file or a data frame: one value per event, None outside the model."""
+        spans = [(phase, phase.stop - phase.start) for phase in self.phases]
+        return {
+            "event": tuple(range(len(self))),
+            "phase": tuple(phase.name for phase, count in spans for _ in range(count)),
+            "step": tuple(phase.step or None for phase, count in spans for _ in range(count)),
+            "layer": tuple(self._path(event) for event in range(len(self))),
+            "op": self.op,
+            "delta": self.delta,
+            "live": self.total,
+            **{role.replace(" ", "_"): column for role, column in self.live.items()},
+            "allocated": self.allocated,
+            "reserved": self.reserved,
+        }
+
     def _stretches(self, depth: int) -> tuple[Stretch, ...]:
         cut: list[str | None] = [".".join(path.split(".")[:depth]) for path in self.layers]
         cut.append(None)
@@ -168,6 +192,8 @@ def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:
         live={name: tuple(_column(name, role, delta)) for name in ROLES if name in occurring},
         allocated=tuple(levels.allocated.tolist()),
         reserved=tuple(levels.reserved.tolist()),
+        assumptions=trace.assumptions,
+        notes=trace.notes,
     )
 
 
@@ -201,24 +227,39 @@ def split_phase(text: str) -> tuple[str, int]:
 
 
 class Course(NamedTuple):
-    """How a phase runs: the bytes it starts with and its highest moment. Steps that run alike are one course."""
+    """How a phase runs: the bytes it starts with and its highest moment. Steps that run alike are one course.
+
+    A phase that only frees is highest before its first event: then no layer or op of its own is at its summit.
+    """
 
     name: str
     steps: tuple[int, ...]
     before: int
     summit: Summit
+    allocated: int
+    reserved: int
 
 
 def courses(found: Timeline) -> tuple[Course, ...]:
     """The phases of a run in order; one that comes again just so, in another step, is told once."""
     told: dict[object, Course] = {}
     for phase in found.phases:
-        before, summit = found.before(phase.start), found.summit(phase.start, phase.stop)
-        key = (phase.name, before, *summit[1:4], tuple(summit.roles.items()))
+        course = _course(found, phase)
+        # The same but for the step and for where in the run it is.
+        summit = course.summit
+        key = (course.name, course.before, course.allocated, course.reserved, summit[1:4], *summit.roles.items())
         known = told.get(key)
-        steps = (phase.step,) if known is None else tuple(dict.fromkeys((*known.steps, phase.step)))
-        told[key] = Course(phase.name, steps, before, summit) if known is None else known._replace(steps=steps)
+        steps = course.steps if known is None else tuple(dict.fromkeys((*known.steps, phase.step)))
+        told[key] = course if known is None else known._replace(steps=steps)
     return tuple(told.values())
+
+
+def _course(found: Timeline, phase: Phase) -> Course:
+    summit = found.summit(phase.start, phase.stop)
+    levels = found.allocated[summit.event], found.reserved[summit.event]
+    if summit.event < phase.start:
+        summit = summit._replace(layer=None, op="")
+    return Course(phase.name, (phase.step,), found.before(phase.start), summit, *levels)
 
 
 def to_data(found: Timeline) -> dict[str, Any]:
@@ -226,9 +267,9 @@ def to_data(found: Timeline) -> dict[str, Any]:
 
     `peak` is there for readers who look for nothing else.
     """
-    columns = asdict(found) | {"phases": [phase._asdict() for phase in found.phases]}
+    columns = {field.name: getattr(found, field.name) for field in fields(found)}
     peak = found.peak._asdict() | {"phase": str(found.phase_at(found.peak.event)) if len(found) else None}
-    return {"schema": SCHEMA, "model": found.model, "scenario": found.scenario, "peak": peak, **columns}
+    return {"schema": SCHEMA, "peak": peak, **columns, "phases": [phase._asdict() for phase in found.phases]}
 
 
 def from_data(data: object) -> Timeline:
@@ -257,4 +298,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "live": lambda roles: {role: _numbers(roles[role]) for role in ROLES if role in roles},
     "allocated": _numbers,
     "reserved": _numbers,
+    "assumptions": tuple,
+    "notes": tuple,
 }

@@ -70,6 +70,7 @@ SAMPLES: dict[str, Callable[[Maker], Any]] = {
     "mm": lambda t: aten.mm.default(t(2, 3), t(3, 4)),
     "mv": lambda t: aten.mv.default(t(2, 3), t(3)),
     "linalg_vecdot": lambda t: aten.linalg_vecdot.default(t(2, 3), t(2, 3)),
+    "linalg_matrix_sqrth": lambda t: aten.linalg_matrix_sqrth.default(t(3, 3)),
     "linear": lambda t: aten.linear.default(t(2, 3), t(4, 3), t(4)),
     "addbmm": lambda t: aten.addbmm.default(t(2, 4), t(5, 2, 3), t(5, 3, 4)),
     "baddbmm": lambda t: aten.baddbmm.default(t(5, 2, 4), t(5, 2, 3), t(5, 3, 4)),
@@ -78,6 +79,7 @@ SAMPLES: dict[str, Callable[[Maker], Any]] = {
     "linalg_multi_dot": lambda t: aten.linalg_multi_dot.default([t(2, 3), t(3, 4), t(4, 5)]),
     "lstm_cell": lambda t: aten.lstm_cell.default(t(2, 3), [t(2, 4), t(2, 4)], t(16, 3), t(16, 4), t(16), t(16)),
     "gru_cell": lambda t: aten.gru_cell.default(t(2, 3), t(2, 4), t(12, 3), t(12, 4), t(12), t(12)),
+    "_thnn_fused_lstm_cell": lambda t: aten._thnn_fused_lstm_cell.default(t(2, 16), t(2, 16), t(2, 4), t(16), t(16)),
     "rnn_tanh_cell": lambda t: aten.rnn_tanh_cell.default(t(2, 3), t(2, 4), t(4, 3), t(4, 4), t(4), t(4)),
     "rnn_relu_cell": lambda t: aten.rnn_relu_cell.default(t(2, 3), t(2, 4), t(4, 3), t(4, 4), t(4), t(4)),
     "_scaled_dot_product_flash_attention": lambda t: aten._scaled_dot_product_flash_attention.default(
@@ -147,14 +149,18 @@ SAMPLES: dict[str, Callable[[Maker], Any]] = {
 UNSAMPLED = {
     "cudnn_convolution": "has no kernel for meta tensors",
     "cudnn_convolution_transpose": "has no kernel for meta tensors",
-    "_thnn_fused_lstm_cell": "runs on workspaces that only a GPU makes",
-    "_thnn_fused_gru_cell": "runs on workspaces that only a GPU makes",
-    "_cudnn_rnn": "needs a flat weight buffer",
+    "_thnn_fused_gru_cell": "has no kernel for meta tensors",
+    "_cudnn_rnn": "needs a flat weight buffer: see test_rnn_semantics",
+    # 2.11 has these; named dimensions are for real tensors only.
+    **{
+        name: "names a dimension"
+        for name in """cumprod.dimname cumsum.dimname log_softmax.Dimname norm.names_ScalarOpt_dim prod.dim_Dimname
+            softmax.Dimname sum.dim_DimnameList""".split()
+    },
 }
-NO_ORACLE = {
-    "grid_sampler": "asks cuDNN for the device, which a CPU build lacks",
-    "gru_cell": "is a fused kernel on CUDA, without a rule for fake tensors",
-}
+NO_ORACLE = {"gru_cell": "is a fused kernel on CUDA, without a rule for fake tensors"}
+if torch.version.cuda is None:
+    NO_ORACLE["grid_sampler"] = "asks cuDNN for the device, which a CPU build lacks"
 COMPOSITES: dict[str, Callable[[Maker], Any]] = {
     "cross_entropy": lambda t: F.cross_entropy(t(4, 3), t.index(4)),
     "cross_entropy with probabilities": lambda t: F.cross_entropy(t(4, 3), t(4, 3), label_smoothing=0.1),
@@ -218,6 +224,11 @@ def real_autocast(dtype: torch.dtype) -> Iterator[None]:
         torch.set_autocast_dtype("cuda", before[1])
 
 
+def refused_on_cuda_only(name: str, theirs: tuple[str, ...]) -> bool:
+    """A row-wise norm of two dtypes: CUDA's kernel refuses it, `meta` tensors and fake ones before 2.14 let it pass."""
+    return theirs == ("raises",) and name in ("layer_norm", "native_layer_norm")
+
+
 def patterns(lower: torch.dtype) -> list[tuple[torch.dtype, ...]]:
     other = LOWER[1 - LOWER.index(lower)]
     full, double = torch.float32, torch.float64
@@ -244,15 +255,16 @@ def test_operator_casts_as_in_pytorch(fake_cuda: Any, name: str, lower: torch.dt
         pytest.skip(f"{name} {UNSAMPLED.get(name) or NO_ORACLE[name]}")
     for dtypes in patterns(lower):
         theirs, ours = both(fake_cuda, SAMPLES[name], lower, dtypes)
-        assert ours == theirs, dtypes
+        assert ours == theirs or refused_on_cuda_only(name, theirs), dtypes
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # rms_norm, which 2.11 does not cast
 @pytest.mark.parametrize("lower", LOWER, ids=str)
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_composite_casts_as_in_pytorch(fake_cuda: Any, name: str, lower: torch.dtype) -> None:
     for dtypes in patterns(lower):
         theirs, ours = both(fake_cuda, COMPOSITES[name], lower, dtypes)
-        assert ours == theirs, dtypes
+        assert ours == theirs or refused_on_cuda_only(name, theirs), dtypes
 
 
 @pytest.mark.parametrize("lower", LOWER, ids=str)
@@ -268,14 +280,16 @@ def test_operators_without_an_oracle(lower: torch.dtype) -> None:
 def test_samples_run() -> None:
     """An oracle that only ever raises proves nothing."""
     with torch.no_grad(), cuda_semantics(), autocast_region(torch.float16):
-        made = {name: outcome(sample, Maker("meta", (torch.float32,))) for name, sample in SAMPLES.items()}
-    assert {name for name, dtypes in made.items() if dtypes == ("raises",)} == {"binary_cross_entropy"}
+        made = {name: outcome(SAMPLES[name], Maker("meta", (torch.float32,))) for name in wrapped_here() if name in SAMPLES}
+    raising = {name for name, dtypes in made.items() if dtypes == ("raises",)}
+    # `convolution` has a meta kernel on every version, the older name for it only from 2.12 on.
+    assert raising - {"_convolution", "_convolution.deprecated"} == {"binary_cross_entropy"}
 
 
 def test_every_wrapped_operator_is_known_and_sampled() -> None:
     assert unknown_operators() == ()
     assert set(wrapped_here()) <= set(SAMPLES) | set(UNSAMPLED)
-    assert set(autocast.kernels()) == set(wrapped_here()) - {"_cudnn_rnn"}
+    assert set(autocast.kernels()) == set(wrapped_here()) - {"_cudnn_rnn"}  # memsize.semantics.rnn casts for it
 
 
 def test_an_operator_outside_the_table_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """The README does what it says: its commands and examples run and print what it shows, and it leaves nothing out.
 
-Commands of ``console`` blocks run in a terminal of 100 columns, ``python`` blocks in one interpreter in their order, all
-in a folder that holds `notebooks/model.py`. What they print must be the text shown below them, line by line; a line
-``…`` stands for any number of lines. ``sh`` blocks (installation, make) are not run.
+Commands of ``console`` blocks run in a terminal of 100 columns, ``python`` blocks in one interpreter in their order.
+``text`` blocks show what they print. All run in a folder that holds `notebooks/model.py` and a checkpoint, `last.pt`.
+What they print must be what is shown, line by line; a line ``…`` stands for any number of lines. ``sh`` blocks
+(installation, make) are not run.
 
 `MEMSIZE_GOLDEN=write pytest tests/test_readme.py` writes what is printed into the README; read the difference.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from memsize import cli
 from memsize.document import Report
@@ -29,6 +31,7 @@ from memsize.record import Trace
 from memsize.scenario import DEFAULT, SCENARIOS
 from memsize.sections import COLUMNS, layer_table
 from tests.conftest import ROOT
+from tests.models import Toy
 
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -66,6 +69,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[Example, str]:
     folder = tmp_path_factory.mktemp("readme")
     (folder / "notebooks").mkdir()
     shutil.copy(ROOT / "notebooks" / "model.py", folder / "notebooks")
+    torch.save(Toy().half().state_dict(), folder / "last.pt")
     found = {example: in_terminal(example.code, folder) for example in EXAMPLES if example.kind == "console"}
     python = [example for example in EXAMPLES if example.kind == "python"]
     code = f"\nprint({MARK!r})\n".join(example.code for example in python)
@@ -197,14 +201,14 @@ def test_every_option_is_documented() -> None:
 
 
 def codes(*sources: Path) -> set[str]:
-    """The codes in a module's source: every text that is words joined by hyphens and is no scenario's name."""
-    texts = {
-        node.value
-        for source in sources
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    return {text for text in texts if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", text)} - set(SCENARIOS)
+    """The codes in modules' sources: texts of words joined by hyphens, and whatever is a finding's first argument."""
+    found: set[str] = set()
+    for node in (node for source in sources for node in ast.walk(ast.parse(source.read_text(encoding="utf-8")))):
+        if isinstance(node, ast.Constant) and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", str(node.value)):
+            found.add(node.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding":
+            found |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+    return found - set(SCENARIOS)
 
 
 def test_every_finding_is_documented() -> None:
@@ -214,6 +218,8 @@ def test_every_finding_is_documented() -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
     of_two = codes(ROOT / "memsize" / "comparison.py")
     assert set(re.findall(r"^### `(.+)`$", page, re.MULTILINE)) == known | of_two
+    of_files = codes(ROOT / "memsize" / "checkpoint" / "findings.py")
+    assert set(re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)) == of_files
 
 
 def fields(value: object) -> Iterator[str]:

@@ -46,13 +46,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How a file fits a model. `dropped` and `added` are the prefixes that were, so that names meet; `wrappers` the
-    steps that were left out of names; `left_out` the tied tensors that the file leaves out, as safetensors does.
+    """How a file fits a model. `key` is what the compared weights stand under in the file.
+
+    `dropped` and `added` are the prefixes that were, so that names meet; `wrappers` the steps that were left out of
+    names; `left_out` the tied tensors that the file leaves out, as safetensors does.
     """
 
     model: str
     matching: int
     differences: tuple[Difference, ...]
+    key: str = ""
     dropped: str = ""
     added: str = ""
     wrappers: tuple[str, ...] = ()
@@ -113,7 +116,11 @@ def compared(anatomy: Anatomy, expected: Mapping[str, Expected], model: str) -> 
             matching += 1
     extra = [(name, tensor) for name, tensor in named.items() if name not in expected] + list(outside.items())
     differences += [Difference(name, "unexpected", tensor.spec, None, tensor.bytes) for name, tensor in extra]
-    return Match(model, matching, tuple(differences), naming.dropped, naming.added, naming.wrappers, tuple(left_out))
+    key = ".".join(root)
+    dropped = naming.dropped
+    if key and f"{dropped}.".startswith(f"{key}."):
+        dropped = dropped[len(key) + 1 :]
+    return Match(model, matching, tuple(differences), key, dropped, naming.added, naming.wrappers, tuple(left_out))
 
 
 def _naming(names: Sequence[str], expected: Mapping[str, Expected]) -> _Naming:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from memsize.checkpoint.dtypes import BITS, is_float
 from memsize.checkpoint.record import Contents, PartKind, Tensor
@@ -64,6 +65,15 @@ class Group:
     dtypes: tuple[str, ...]
 
 
+class View(NamedTuple):
+    """Which modules are told apart: down to `depth` below their part (None: each tensor), or `folded`, where those that
+    differ in numbers only are one.
+    """
+
+    depth: int | None = None
+    folded: bool = False
+
+
 class Anatomy:
     """`contents` taken apart."""
 
@@ -113,34 +123,55 @@ class Anatomy:
         groups = [_group("model", dtype, tensors) for dtype, tensors in found.items()]
         return tuple(sorted(groups, key=lambda group: -group.bytes))
 
-    def modules(self, depth: int | None) -> tuple[Group, ...]:
-        """One group for each module down to `depth` below its part (None: each tensor), in the order of the file."""
-        found: dict[tuple[PartKind, str], list[Tensor]] = {}
-        for tensor, place, steps in zip(self.contents.tensors, self.places, self._steps, strict=True):
-            shown = steps if depth is None else steps[:depth]
+    def modules(self, view: View) -> tuple[Group, ...]:
+        """One group for each module that `view` tells apart, in the order of the file."""
+        found: dict[tuple[PartKind, str, tuple[str, ...]], list[Tensor]] = {}
+        for tensor, place, steps in zip(self.contents.tensors, self.places, self._steps(view.folded), strict=True):
             root = ".".join(tensor.keys[: place.root])
-            name = ".".join([root, *shown] if root else shown)
-            found.setdefault((place.kind, name), []).append(tensor)
-        groups = [_group(kind, name, tensors) for (kind, name), tensors in found.items()]
+            found.setdefault((place.kind, root, steps[: view.depth]), []).append(tensor)
+        groups = [
+            _group(kind, ".".join([root, *steps] if root else steps), tensors)
+            for (kind, root, steps), tensors in found.items()
+        ]
         return tuple(sorted(groups, key=lambda group: KINDS.index(group.kind)))
 
     @cached_property
-    def fitting_depth(self) -> int:
-        """The depth down to which the modules are few enough to be read."""
-        for depth in range(DEEPEST, 1, -1):
-            if len(self.modules(depth)) <= MOST_ROWS:
-                return depth if len(self.modules(depth)) > len(self.modules(depth - 1)) else self._shallower(depth)
-        return 1
+    def fitting_view(self) -> View:
+        """The modules as deep as they are few enough to be read; numbered ones are put together where that shows more.
 
-    def _shallower(self, depth: int) -> int:
-        """The least depth that shows as much as `depth` does."""
-        rows = len(self.modules(depth))
-        while depth > 1 and len(self.modules(depth - 1)) == rows:
-            depth -= 1
-        return depth
+        Of depths that show the same the least is taken.
+        """
+        plain, folded = self._fitting_depth(False), self._fitting_depth(True)
+        return View(folded, folded=True) if folded > plain else View(plain)
+
+    def _fitting_depth(self, folded: bool) -> int:
+        best, most = 1, 0
+        for depth in range(1, DEEPEST + 1):
+            rows = self._count(depth, folded)
+            if rows > MOST_ROWS:
+                break
+            best, most = (depth, rows) if rows > most else (best, most)
+        return best
+
+    def _count(self, depth: int, folded: bool) -> int:
+        """How many groups there are, counted no further than it matters."""
+        seen: set[tuple[PartKind, tuple[str, ...], tuple[str, ...]]] = set()
+        for tensor, place, steps in zip(self.contents.tensors, self.places, self._steps(folded), strict=True):
+            seen.add((place.kind, tensor.keys[: place.root], steps[:depth]))
+            if len(seen) > MOST_ROWS:
+                break
+        return len(seen)
+
+    def _steps(self, folded: bool) -> tuple[tuple[str, ...], ...]:
+        return self._folded_steps if folded else self._plain_steps
 
     @cached_property
-    def _steps(self) -> tuple[tuple[str, ...], ...]:
+    def _folded_steps(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each tensor below its part, with every number in them a star."""
+        return tuple(tuple("*" if step.isdecimal() else step for step in steps) for steps in self._plain_steps)
+
+    @cached_property
+    def _plain_steps(self) -> tuple[tuple[str, ...], ...]:
         """The names of each tensor below its part. An optimizer's are gathered by what they are, not by parameter."""
         steps: list[tuple[str, ...]] = []
         for tensor, place in zip(self.contents.tensors, self.places, strict=True):

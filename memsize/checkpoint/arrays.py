@@ -1,7 +1,7 @@
 """numpy arrays in a pickle: the tensor that one amounts to, where its bytes stand in the pickle itself.
 
 numpy pickles an array as ``_reconstruct(ndarray, (0,), b'b')`` with a state of version, shape, dtype, Fortran order and
-bytes; from protocol 5 on as ``_frombuffer``. Only arrays of more than a kilobyte are shown, as the bytes of smaller ones
+bytes; from protocol 5 on as ``_frombuffer``. Only arrays of more than a kilobyte are shown: the bytes of smaller ones
 count with the pickle that they are in.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memsize.checkpoint.against import Match
-from memsize.checkpoint.anatomy import Anatomy, Group
+from memsize.checkpoint.anatomy import Anatomy, Group, View
 from memsize.checkpoint.findings import findings
 from memsize.checkpoint.record import Contents
 from memsize.document import Why
@@ -52,7 +52,7 @@ class CheckpointReport:
 
     def modules(self, depth: int | None = None) -> DataFrame:
         """One row per module down to `depth` below its part; None takes each tensor by itself."""
-        return _frame(self.anatomy.modules(depth)).rename(columns={"name": "module"})
+        return _frame(self.anatomy.modules(View(depth))).rename(columns={"name": "module"})
 
     @property
     def tensors(self) -> DataFrame:

@@ -76,7 +76,7 @@ def fits_the_model(evidence: Evidence) -> Iterator[Finding]:
         counts = ((problem, match.count(problem)) for problem in PROBLEMS)
         values["problems"] = ", ".join(f"{count:,} {problem}" for problem, count in counts if count)
         names = tuple(difference.name for difference in match.differences)
-        text = "Against {model}: {matching} tensors match; {problems}."
+        text = "Of the tensors of {model} {matching} match; {problems}."
         yield Finding("model-differs", None, names, text, values)
     if match.left_out:
         text = "The file leaves out {names}, which the model ties to tensors that are there."
@@ -97,8 +97,11 @@ def names_changed(evidence: Evidence) -> Iterator[Finding]:
         "names-changed",
         None,
         (),
-        "Names were compared with {changes}; load_state_dict needs the same change.",
-        {"changes": " and ".join(change for change in changes if change)},
+        "{where} met the model's after a change: {changes}. load_state_dict needs the same change.",
+        {
+            "where": f"The names under {match.key!r}" if match.key else "Names",
+            "changes": " and ".join(change for change in changes if change),
+        },
     )
 
 
@@ -236,7 +239,7 @@ def blocks(evidence: Evidence) -> Iterator[Finding]:
         "bits-per-weight",
         size,
         (),
-        "{elements} weights take {bits} bits each on average, scales included: {bytes} where float16 would take {half}.",
+        "{elements} weights take {bits} bits each on average, scales included: {bytes}, where float16 takes {half}.",
         {
             "elements": elements,
             "bits": f"{8 * size / elements:.2f}",
@@ -267,26 +270,30 @@ def prefixed(evidence: Evidence) -> Iterator[Finding]:
     """Names that all begin as a wrapper's do."""
     if evidence.match is not None:
         return
-    for kind in ("model", "EMA"):
-        pairs = zip(evidence.anatomy.contents.tensors, evidence.anatomy.places, strict=True)
-        names = [".".join(tensor.keys[place.root :]) for tensor, place in pairs if place.kind == kind]
-        for prefix, wrapper in _PREFIXES.items():
-            if names and all(name.startswith(prefix) for name in names):
-                yield Finding(
-                    "module-prefix",
-                    None,
-                    (),
-                    "Every name of the {kind} begins with {prefix}, as {wrapper} leaves it: the plain model's "
-                    "load_state_dict does not find them until the prefix is dropped.",
-                    {"kind": kind, "prefix": repr(prefix), "wrapper": wrapper},
-                )
+    names: dict[str, list[str]] = {"model": [], "EMA": []}
+    for tensor, place in zip(evidence.anatomy.contents.tensors, evidence.anatomy.places, strict=True):
+        if place.kind in names:
+            names[place.kind].append(".".join(tensor.keys[place.root :]))
+    for prefix, wrapper in _PREFIXES.items():
+        kinds = tuple(kind for kind, held in names.items() if held and all(name.startswith(prefix) for name in held))
+        if kinds:
+            yield Finding(
+                "module-prefix",
+                None,
+                (),
+                "Every name of the {kinds} begins with {prefix}, as {wrapper} leaves it: the plain model's "
+                "load_state_dict does not find them until the prefix is dropped.",
+                {"kinds": kinds, "prefix": repr(prefix), "wrapper": wrapper},
+            )
+            return
 
 
 _PREFIXES = {
+    "module._orig_mod.": "DataParallel around torch.compile",
+    "_orig_mod.module.": "torch.compile around DataParallel",
     "module.": "DataParallel",
     "_orig_mod.": "torch.compile",
     "_fsdp_wrapped_module.": "FSDP",
-    "module._orig_mod.": "DataParallel around torch.compile",
 }
 
 
@@ -307,9 +314,9 @@ def pickled_code(evidence: Evidence) -> Iterator[Finding]:
             "code-in-pickle",
             None,
             contents.classes,
-            "Its pickle names {count} classes or functions beside tensors: {names}. torch.load(weights_only=True) "
-            "refuses it unless they are allowed; weights_only=False would import and call them.",
-            {"count": len(contents.classes), "names": contents.classes},
+            "Beside tensors its pickle names {names}: torch.load(weights_only=True) refuses it unless that is allowed, "
+            "and weights_only=False would import and call it.",
+            {"names": contents.classes},
         )
 
 
@@ -333,7 +340,7 @@ def compressed(evidence: Evidence) -> Iterator[Finding]:
     """Records that a general-purpose tool compressed."""
     size = evidence.anatomy.contents.compressed
     if size > 0:
-        text = "Its records are compressed, by {bytes}: in memory the tensors take that much more, and mmap cannot be used."
+        text = "Its records are compressed, by {bytes}: in memory the tensors take that much more, and mmap fails."
         yield Finding("compressed-records", size, (), text, {"bytes": Bytes(size)})
 
 

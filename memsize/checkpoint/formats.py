@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from memsize.checkpoint.anatomy import Group
+from memsize.checkpoint.anatomy import Group, View
 from memsize.checkpoint.document import CheckpointReport
 from memsize.checkpoint.record import USES, Tensor
 from memsize.checkpoint.sections import remains, sections
@@ -135,7 +135,7 @@ def _csv(report: CheckpointReport, depth: int | None) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("part", "module", "tensors", "elements", "dtypes", "bytes", "unneeded"))
-    for group in report.anatomy.modules(depth):
+    for group in report.anatomy.modules(View(depth)):
         dtypes = "; ".join(group.dtypes)
         figures = (group.tensors, group.elements, dtypes, group.bytes, group.unneeded)
         writer.writerow((group.kind, group.name, *figures))

@@ -19,7 +19,7 @@ from memsize.checkpoint.values import Blob, Composite, Dict, Global, Object, Sto
 from memsize.errors import CheckpointError
 from memsize.record import TensorSpec
 
-MOST_VISITS = 4_000_000
+MOST_VISITS = 1_500_000
 MOST_ITEMS = 32_000_000
 MOST_LETTERS = 200_000_000
 """Values that are walked, items that are looked at, and letters in names: a pickle may point to the same list from many
@@ -52,13 +52,16 @@ class Holdings:
 
 @dataclass(slots=True)
 class _Step:
-    """A value to walk, and how it was reached. `leaves` is the container that has been walked to its end."""
+    """A value to walk, and how it was reached. `leaves` is a container that has been walked to its end, and `before`
+    how many tensors were found until then: one without any is not walked again.
+    """
 
     keys: Keys
     value: Any
     wrapper: str | None = None
     trainable: bool | None = None
     leaves: int | None = None
+    before: int = 0
 
 
 @dataclass(slots=True)
@@ -84,12 +87,15 @@ def holdings(root: Any, locate: Locate, name: str) -> Holdings:
     """What `root` holds. Raises `CheckpointError` for what is nested too deeply or without end."""
     found, budget = Holdings(), _Budget(name)
     path: set[int] = set()
+    barren: set[int] = set()
     steps = [_Step((), root)]
     while steps:
         step = steps.pop()
         value = step.value
         if step.leaves is not None:
             path.discard(step.leaves)
+            if step.before == len(found.pieces):
+                barren.add(step.leaves)
         elif isinstance(value, TensorValue | StorageValue):
             budget.tensors -= 1
             budget.letters -= sum(map(len, step.keys))
@@ -97,17 +103,39 @@ def holdings(root: Any, locate: Locate, name: str) -> Holdings:
             found.pieces.append(_piece(step, locate))
         elif not isinstance(value, _CONTAINERS):
             _note(step, found)
-        elif id(value) not in path:
-            budget.items -= len(value.pairs) if isinstance(value, Dict) else len(_items(value))
+        elif id(value) not in path and id(value) not in barren:
+            # To look at an entry of a dictionary takes about as long as at eight items of a list.
+            budget.items -= 8 * len(value.pairs) if isinstance(value, Dict) else len(_items(value))
             budget.check()
             inner = list(_inner(step, found))
             budget.visits -= len(inner)
             if len(path) > DEEPEST:
                 raise CheckpointError(f"{name} holds objects that are nested more than {DEEPEST} deep")
             path.add(id(value))
-            steps.append(_Step((), None, leaves=id(value)))
+            steps.append(_Step((), None, leaves=id(value), before=len(found.pieces)))
             steps.extend(reversed(inner))
+    _describe(root, found)
     return found
+
+
+def _describe(root: Any, found: Holdings) -> None:
+    """Say in a few words what stands at the top and holds no tensor: a scheduler's state, a configuration."""
+    if not isinstance(root, Dict):
+        return
+    heads = {piece.keys[0] for piece in found.pieces}
+    marks = {mark.keys: mark.kind for mark in found.marks}
+    for key, value in list(_entries(root).items())[:_SHOWN_VALUES]:
+        if key not in heads and isinstance(value, _CONTAINERS):
+            kind = f"{marks[(key,)]} state" if (key,) in marks else _shape_of(value)
+            found.values.append((key, f"{kind}, among the pickled objects"))
+
+
+def _shape_of(value: Any) -> str:
+    if isinstance(value, Dict):
+        return f"a dictionary of {len(value.pairs):,}"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value):,}"
+    return printable(str(value.made_by)) if isinstance(value, Object) else "an object"
 
 
 def _items(value: Any) -> Any:
@@ -121,7 +149,8 @@ def _inner(step: _Step, found: Holdings) -> Iterator[_Step]:
         entries = _entries(value)
         _mark(step.keys, entries, found)
         for key, item in entries.items():
-            yield _Step((*step.keys, key), item, step.wrapper, step.trainable)
+            if not step.keys or isinstance(item, _HOLDERS):
+                yield _Step((*step.keys, key), item, step.wrapper, step.trainable)
     elif isinstance(value, Composite):
         for key, item in value.inner:
             yield _Step((*step.keys, key) if key else step.keys, item, value.kind, value.trainable)
@@ -129,7 +158,8 @@ def _inner(step: _Step, found: Holdings) -> Iterator[_Step]:
         yield from _of_object(step, value, found)
     elif any(isinstance(item, _HOLDERS) for item in value):
         for index, item in enumerate(value):
-            yield _Step((*step.keys, str(index)), item, step.wrapper, step.trainable)
+            if isinstance(item, _HOLDERS):
+                yield _Step((*step.keys, str(index)), item, step.wrapper, step.trainable)
 
 
 _CONTAINERS = (Dict, list, tuple, Object, Composite)

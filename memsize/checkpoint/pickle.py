@@ -177,7 +177,9 @@ class Machine:
     def _call(self, made_by: Value, args: Value) -> None:
         if not isinstance(args, tuple):
             raise self._damaged("it calls something with what is not a tuple")
-        if not isinstance(made_by, Global):
+        if not isinstance(made_by, Global | Object):
+            raise self._damaged("it calls what is not a function")
+        if isinstance(made_by, Object):
             raise CheckpointError(
                 f"{self._name} is refused: its pickle calls what another call returned, as only code that hides what "
                 "it does has reason to. Nothing was run. Do not load it with torch.load(weights_only=False)"

@@ -140,7 +140,7 @@ def _wrapper(args: Args) -> Composite:
 
 
 def _moved(args: Args) -> Any:
-    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``: kept as what it was moved from."""
+    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``: kept as what it came from."""
     return args[0]
 
 
@@ -171,7 +171,7 @@ def _first(args: Args) -> Any:
 def _reconstructed(args: Args) -> Any:
     """``copyreg._reconstructor(class, base, state)``: an object whose base class, a dict or a list, has a state."""
     kind, _, state = args[:3]
-    made = meaning(kind, ())
+    made = meaning(_class(kind), ())
     if isinstance(made, Object) and state is not None:
         made.states.append(state)
     elif isinstance(made, Dict) and isinstance(state, Dict):
@@ -180,7 +180,14 @@ def _reconstructed(args: Args) -> Any:
 
 
 def _made_anew(args: Args) -> Any:
-    return meaning(args[0], args[1:])
+    return meaning(_class(args[0]), args[1:])
+
+
+def _class(kind: Any) -> Any:
+    """What an object is to be made of: not by another way to make objects, which could go on without end."""
+    if str(kind).startswith("copyreg."):
+        raise ValueError(f"not a class: {kind}")
+    return kind
 
 
 _RULES: dict[str, Callable[[Args], Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memsize.checkpoint.against import PROBLEMS, Difference
-from memsize.checkpoint.anatomy import Group, halved
+from memsize.checkpoint.anatomy import Group, View, halved
 from memsize.checkpoint.document import CheckpointReport
 from memsize.checkpoint.record import FileRecord, Tensor, Use
 from memsize.sections.parts import Cell, Column, Findings, Notes, Path, Section, Share, Specs, Table, Title, Words
@@ -117,8 +117,8 @@ def dtype_table(report: CheckpointReport) -> Table:
 
 def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     """The tensors by module, down to `depth` below their part; the rows add up to the tensors' bytes."""
-    shown = report.anatomy.fitting_depth if depth is None else depth
-    groups, size = report.anatomy.modules(shown), report.contents.size
+    view = report.anatomy.fitting_view if depth is None else View(depth)
+    groups, size = report.anatomy.modules(view), report.contents.size
     behind = any(group.unneeded for group in groups)
     columns = (
         Column("module", "module", "name", 100, "the names' common prefix"),
@@ -138,12 +138,9 @@ def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     total = list(_total(groups, size, named=2, blank=1))
     if behind:
         total.insert(-1, Bytes(sum(group.unneeded for group in groups)))
-    caption = "Modules" if depth is not None or shown >= _deepest(report) else f"Modules, to --depth {shown}"
+    caption = "Modules" if view.depth is None else f"Modules to depth {view.depth}"
+    caption += ", numbered ones together" if view.folded else ""
     return Table("modules", "Modules", columns, tuple(rows), tuple(total), caption=caption)
-
-
-def _deepest(report: CheckpointReport) -> int:
-    return max((tensor.name.count(".") + 1 for tensor in report.contents.tensors), default=1)
 
 
 def _total(groups: tuple[Group, ...], size: int, named: int, blank: int = 0) -> tuple[Cell, ...]:

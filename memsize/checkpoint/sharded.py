@@ -103,8 +103,8 @@ def joined(name: str, parts: Iterable[Contents]) -> Contents:
     tensors: list[Tensor] = []
     for number, part in enumerate(contents):
         base = len(storages)
-        storages += [replace(storage, file=number) for storage in part.storages]
-        tensors += [t if t.storage is None else replace(t, storage=t.storage + base) for t in part.tensors]
+        storages += [_in_file(storage, number) for storage in part.storages]
+        tensors += [_in_set(tensor, base) for tensor in part.tensors]
     formats = tuple(dict.fromkeys(part.format for part in contents))
     values = dict(pair for part in reversed(contents) for pair in part.values)
     return Contents(
@@ -117,6 +117,17 @@ def joined(name: str, parts: Iterable[Contents]) -> Contents:
         marks=tuple(mark for part in contents for mark in part.marks),
         classes=tuple(dict.fromkeys(name for part in contents for name in part.classes)),
         notes=tuple(note for part in contents for note in part.notes),
+    )
+
+
+def _in_file(s: Storage, file: int) -> Storage:
+    return Storage(s.name, file, s.offset, s.bytes, s.file_bytes, s.unneeded)  # much faster than `replace`
+
+
+def _in_set(t: Tensor, base: int) -> Tensor:
+    storage = None if t.storage is None else t.storage + base
+    return Tensor(
+        t.name, t.keys, t.spec, t.elements, storage, t.bytes, t.unneeded, t.shared_with, t.wrapper, t.trainable
     )
 
 

@@ -13,12 +13,12 @@ from memsize.sections import Cell, Column, Heading, Label, Missing, Section, Tab
 from memsize.units import Bytes
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment, Template
 
 
 def render(parts: Iterable[Section], unit: str) -> str:
     """`parts` as a page that stands on its own."""
-    return _template().render(**_context(parts, unit), standalone=True) + "\n"
+    return _template().render(**context(parts, unit), standalone=True) + "\n"
 
 
 def fragment(report: Report, unit: str = "MiB") -> str:
@@ -28,26 +28,31 @@ def fragment(report: Report, unit: str = "MiB") -> str:
 
 def embedded(parts: Iterable[Section], unit: str = "MiB") -> str:
     """`parts` as a part of a page."""
-    return _template().render(**_context(parts, unit), standalone=False)
+    return _template().render(**context(parts, unit), standalone=False)
 
 
 @cache
-def _template() -> Template:
+def environment() -> Environment:
+    """Where the templates of pages are found, and how they are read."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(
+    return Environment(
         loader=PackageLoader("memsize.render", "."),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    return environment.get_template("report.html.j2")
 
 
-def _context(parts: Iterable[Section], unit: str) -> dict[str, object]:
+def _template() -> Template:
+    return environment().get_template("report.html.j2")
+
+
+def context(parts: Iterable[Section], unit: str) -> dict[str, object]:
+    """What the template of a report needs to draw `parts`."""
     parts = tuple(parts)
-    heading = parts[0]
+    heading = next(iter(parts), None)
     return {
         "parts": [(type(part).__name__, part) for part in parts],
         "name": heading.model if isinstance(heading, Heading) else heading.name if isinstance(heading, Title) else "",

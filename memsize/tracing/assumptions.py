@@ -18,9 +18,13 @@ FINITE = "every value is finite (isnan and isinf answer no)"
 EVEN = "choices by activations (top-k, argmax, sort) fall evenly: a router sends every expert the same share"
 KEEPS = "a selection by values that depend on the data (a boolean index, nonzero, nms) keeps every element: the most"
 EQUAL = "two tensors that the model compares as a whole (torch.equal, torch.allclose) are equal"
+CHECKED = "what PyTorch itself checks (that istft's windows add up to something) is in order"
 RANDOM = "random numbers that the model decides by are one fixed draw"
 NUMBER = "a number read out of an activation (.item()) is taken to be 1.0"
 COPIED = "values that the model copies to the CPU are taken to be 1.0, integers 0, conditions true"
+
+MIXED = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
+"""No assumption but a note: what runs here, and on a CPU, would not run as it is."""
 
 
 def assumed_of(cells: Sequence[Cell | None]) -> str | None:

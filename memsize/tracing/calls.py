@@ -18,7 +18,7 @@ from torch import nn
 
 from memsize.record import Memory, Output, TensorSpec
 from memsize.tracing.ledger import Ledger
-from memsize.tracing.nest import tensors_in
+from memsize.tracing.nest import arguments_in, tensors_in
 from memsize.tracing.reach import parameters_reached
 
 
@@ -59,25 +59,20 @@ class Calls:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """While open, the twin's modules report their calls."""
-        instrumented = [
-            (index, seen.module)
-            for index, seen in enumerate(self.seen)
-            if not isinstance(seen.module, torch.jit.ScriptModule)
-        ]
-        for index, module in instrumented:
-            vars(module)["_compiled_call_impl"] = self._call(index, module)
+        for index, seen in enumerate(self.seen):
+            vars(seen.module)["_compiled_call_impl"] = self._call(index, seen.module)
         try:
             yield
         finally:
-            for _, module in instrumented:
-                vars(module)["_compiled_call_impl"] = None
+            for seen in self.seen:
+                vars(seen.module)["_compiled_call_impl"] = None
 
     def _call(self, index: int, module: nn.Module) -> Callable[..., Any]:
         clock = self.ledger.clock
 
         def call(*args: Any, **kwargs: Any) -> Any:
             outer, start = clock.enter(index), self.ledger.count
-            given = [(tensor, _version(tensor)) for tensor in tensors_in((args, kwargs) if kwargs else args)]
+            given = [(tensor, _version(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
             try:
                 result = module._call_impl(*args, **kwargs)
             except Exception:
@@ -138,7 +133,10 @@ def _shared(tensor: torch.Tensor, storage: int, start: int, given: list[tuple[to
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.layout is torch.strided is b.layout and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    try:
+        return a.layout is torch.strided is b.layout and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    except NotImplementedError:  # one sample of a batch, as torch.func.vmap sees it
+        return False
 
 
 def _version(tensor: torch.Tensor) -> int:

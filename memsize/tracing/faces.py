@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 from memsize.semantics.substitution import Function, Substitution, Substitutions
+from memsize.tracing.assumptions import MIXED
+from memsize.tracing.nest import map_tensors, tensors_in
 
 _META = torch.device("meta")
 _FACTORIES = """
@@ -28,22 +30,26 @@ _FACTORIES = """
 _METHODS = "new_empty new_full new_ones new_zeros new_empty_strided"
 
 
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
 class _Thread(threading.local):
-    runs = 0
+    def __init__(self) -> None:
+        self.notes: list[dict[str, None]] = []
 
 
 _thread = _Thread()
 
 
-def enter() -> None:
-    """From here on this thread's run is under way."""
+def enter(notes: dict[str, None]) -> None:
+    """From here on this thread's run is under way; what a reader should know goes into `notes`."""
     _faces.enter()
-    _thread.runs += 1
+    _thread.notes.append(notes)
 
 
 def leave() -> None:
     """The run that `enter` announced is over."""
-    _thread.runs -= 1
+    _thread.notes.pop()
     _faces.leave()
 
 
@@ -60,6 +66,7 @@ def _substitutions() -> tuple[Substitution, ...]:
         Substitution(Tensor, "__setitem__", _indexed),
         Substitution(Tensor, "to", _moved),
         Substitution(Tensor, "cuda", _moved_to_cuda),
+        *(Substitution(torch._VF, name, _with_states_moved) for name in _RECURRENT),
         Substitution(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
         Substitution(torch.cuda, "current_device", lambda _: lambda: 0),
     )
@@ -165,4 +172,19 @@ def _moved_to_cuda(_: Function) -> Function:
     return moved
 
 
-_faces = Substitutions(_substitutions, lambda: _thread.runs > 0)
+def _with_states_moved(original: Function) -> Function:
+    """A recurrent net refuses hidden states that were made on the CPU, before any op of it is dispatched."""
+
+    def called(tensor: Tensor, *args: Any) -> Any:
+        place = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
+        states = args[place]
+        if tensor.is_meta and any(not state.is_meta for state in tensors_in(states)):
+            _thread.notes[-1][MIXED] = None
+            moved = map_tensors(lambda state: state.to(_META), states)
+            args = (*args[:place], moved, *args[place + 1 :])
+        return original(tensor, *args)
+
+    return called
+
+
+_faces = Substitutions(_substitutions, lambda: bool(_thread.notes))

@@ -12,7 +12,7 @@ from memsize.errors import InputError
 from memsize.inputs import InputSpec
 from memsize.record import InputTensor
 from memsize.tracing.calls import spec_of
-from memsize.tracing.known import remember
+from memsize.tracing.known import known, remember
 from memsize.tracing.nest import map_tensors, tensors_in
 from memsize.tracing.shadow import meta_copy
 
@@ -100,7 +100,10 @@ def _arguments(data: Any) -> Call:
 
 
 def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
-    return torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+    """`tensor` with another batch size; rows whose values are known come again in turn."""
+    resized = torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+    value = known(tensor)
+    return resized if value is None else remember(resized, value[torch.arange(batch) % len(value)])
 
 
 def _record(name: str, tensor: torch.Tensor) -> InputTensor:

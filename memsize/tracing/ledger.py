@@ -92,9 +92,7 @@ class Ledger(Answers):
         if isinstance(result, torch.Tensor):
             self._note(result, op)
         elif isinstance(result, (tuple, list)):
-            for item in result:
-                if isinstance(item, torch.Tensor):
-                    self._note(item, op)
+            self._note_each(result, op)
         if self.workspaces.lt and func is _aten.addmm.default:
             self._borrow(self.workspaces.lt, op)
         return result
@@ -106,8 +104,16 @@ class Ledger(Answers):
             elif isinstance(item, (list, tuple)):
                 self._mark_read(item)
 
+    def _note_each(self, results: Iterable[Any], op: str) -> None:
+        for item in results:
+            if isinstance(item, torch.Tensor):
+                self._note(item, op)
+            elif isinstance(item, list):  # the weights' gradients of `_cudnn_rnn_backward`
+                self._note_each(item, op)
+
     def _note(self, tensor: torch.Tensor, op: str) -> None:
-        if tensor.device == self.device and _address(tensor) not in self.live:
+        # Quantized tensors are really there: `meta` has none.
+        if (tensor.device == self.device or tensor.is_quantized) and _address(tensor) not in self.live:
             self.enter(tensor, "temporary", op)
 
     def _take_workspace(self, op: str) -> None:

@@ -25,6 +25,19 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from _walk(value, set())
 
 
+def arguments_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors that `value` holds directly or in sequences and mappings, but not inside other objects.
+
+    A key-value cache is handed to every layer of a language model: looking into it at each call would take longer the
+    more layers there are.
+    """
+    for item in value.values() if isinstance(value, Mapping) else value:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple, Mapping)):
+            yield from arguments_in(item)
+
+
 def _walk(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, _PLAIN) or id(value) in seen:
         return

@@ -18,6 +18,11 @@ _FILLS: dict[str, Any] = {
 _EMPTY = frozenset(
     f"aten::{name}" for name in "empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split()
 )
+_QUANTIZING = frozenset(
+    f"aten::{name}"
+    for name in "quantize_per_tensor quantize_per_tensor_dynamic quantize_per_channel dequantize".split()
+)
+"""Ops into and out of quantized tensors, which only the CPU has: PyTorch's `meta` answers are plain tensors."""
 _PLACED_BY_STRIDES = frozenset({"aten::as_strided", "aten::_reshape_alias"})
 
 _PRESERVING = frozenset(
@@ -70,6 +75,7 @@ class OpInfo:
         "placed_by_strides",
         "pointwise",
         "preserving",
+        "quantizes",
         "random",
         "written",
     )
@@ -85,6 +91,7 @@ class OpInfo:
         self.pointwise = torch.Tag.pointwise in tags
         self.dynamic = torch.Tag.dynamic_output_shape in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
+        self.quantizes = packet in _QUANTIZING
         self.preserving = packet in _PRESERVING
         self.placed_by_strides = packet in _PLACED_BY_STRIDES
         self.empty = packet in _EMPTY
@@ -93,10 +100,7 @@ class OpInfo:
         self.comparison = short if short in _COMPARISONS and packet.startswith("aten::") else None
         self.choice = _CHOICES.get(self.name)
         self.informative = (
-            self.fill is not None
-            or self.finite is not None
-            or self.comparison is not None
-            or self.choice is not None
+            self.fill is not None or self.finite is not None or self.comparison is not None or self.choice is not None
         )
         """Whether results can be known although the first argument isn't."""
 

@@ -101,9 +101,7 @@ def _unknown(rely: Rely, tensor: torch.Tensor) -> bool:
     return True
 
 
-def _unique(
-    rely: Rely, tensor: torch.Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False
-) -> Any:
+def _unique(rely: Rely, tensor: torch.Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
     if not _unknown(rely, tensor):
         return NotImplemented
     size = tensor.numel()

@@ -1,23 +1,29 @@
 """The shadow: a private twin of a model whose tensors are all on the `meta` device.
 
 Same classes, names, shapes, strides, ties, attributes and flags; no values and no memory. The twin is what runs, so the
-user's model is never moved, hooked, cast or called.
+user's model is never moved, hooked, cast or called: also not through a function that holds on to it, such as a hook or
+a forward that was put on the instance.
+
+Known limits: functions reach what they find in a module's globals; an attribute that cannot be copied (a lock, a file)
+is shared with the original.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from memsize.tracing.known import remember
+from memsize.tracing.blank import Blanks
 
 _ATOMIC = (
     type(None),
@@ -28,7 +34,6 @@ _ATOMIC = (
     str,
     bytes,
     type,
-    types.FunctionType,
     types.BuiltinFunctionType,
     types.ModuleType,
     torch.dtype,
@@ -36,28 +41,32 @@ _ATOMIC = (
     torch.Size,
     torch.memory_format,
 )
-_EMPTY = (OrderedDict, dict, set, list)
+_SEQUENCES = (list, tuple, set)
+_MAPPINGS = (dict, OrderedDict)
+_EMPTY = (*_MAPPINGS, *_SEQUENCES)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-_KNOWN_ELEMENTS = 2**18
+_WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
+"""Modules that only wrap another for a compiler or a process group: what runs is the module inside."""
+_STATISTICS = ("running_mean", "running_var")
+_ORIGINAL = "_torchdynamo_orig_callable"
 
 
 def shadow(model: nn.Module) -> nn.Module:
     """A twin of `model` on `meta`. Tensors that share memory share it in the twin; parameters keep `requires_grad`.
 
-    Small integer and boolean tensors keep their values beside them (`memsize.tracing.known`), since models look at
-    them. An attribute that cannot be copied is shared with the original.
+    Small tensors keep their values beside them, since models look at them.
     """
-    return _Copy().module(_eager(model))
+    return _Copy().module(_inside(model))
 
 
 def meta_copy(value: Any) -> Any:
     """`value` (any nest: a model's inputs, say) with each of its tensors on `meta`, sharing memory as before."""
-    return _Copy().value(value)
+    return _Copy().part(value)
 
 
-def _eager(model: nn.Module) -> nn.Module:
-    # torch.compile wraps a module; what it compiles is the module inside.
-    return model._orig_mod if type(model).__name__ == "OptimizedModule" else model  # type: ignore[return-value]
+def _inside(model: nn.Module) -> nn.Module:
+    wrapped = _WRAPPERS.get(type(model).__name__)
+    return getattr(model, wrapped) if wrapped else model
 
 
 class _Copy:
@@ -65,10 +74,12 @@ class _Copy:
 
     def __init__(self) -> None:
         self.memo: dict[int, Any] = {}
-        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.blanks = Blanks(self.memo, self.part)
+
+    # -- modules ------------------------------------------------------------------------------------------------------
 
     def module(self, model: nn.Module) -> nn.Module:
-        originals = [_eager(module) for module in model.modules()]
+        originals = [module for module in map(_inside, model.modules()) if id(module) not in self.memo]
         for module in originals:
             self._announce(module)
         for module in originals:
@@ -76,15 +87,23 @@ class _Copy:
         twin: nn.Module = self.memo[id(model)]
         return twin
 
-    def value(self, value: Any) -> Any:
-        return self._deepcopy(value)
-
     def _announce(self, module: nn.Module) -> None:
         """Give the module an empty twin first: attributes may refer to any module, also to their own owner."""
+        if id(module) in self.memo:
+            return
         if isinstance(module, torch.jit.ScriptModule):
-            self.memo[id(module)] = copy.deepcopy(module)
-        elif id(module) not in self.memo:
+            self._script(module)
+        else:
             self.memo[id(module)] = type(module).__new__(type(module))
+
+    def _script(self, module: torch.jit.ScriptModule) -> None:
+        """TorchScript copies itself, values and all; its tensors are then replaced. Constants of its code stay."""
+        twin: Any = copy.deepcopy(module)
+        for original, copied in zip(module.modules(), twin.modules(), strict=True):
+            for name, tensor in (*original._parameters.items(), *original._buffers.items()):
+                if tensor is not None:
+                    copied._c.setattr(name, self.blanks.tensor(tensor))
+            self.memo[id(original)] = copied
 
     def _fill(self, module: nn.Module) -> None:
         twin = self.memo[id(module)]
@@ -96,101 +115,176 @@ class _Copy:
                 state[name] = self._registry(value)
             elif name == "_compiled_call_impl":
                 state[name] = None
-            elif isinstance(value, _ATOMIC) or (type(value) is tuple and all(isinstance(v, _ATOMIC) for v in value)):
-                state[name] = value
-            elif type(value) in _EMPTY and not value:
-                # Most of a module's attributes are empty hook tables; deepcopy would spend ten times as long on them.
-                state[name] = self.memo[id(value)] = type(value)()
             else:
-                state[name] = self._deepcopy(value)
+                state[name] = self.part(value)
+        if isinstance(module, nn.DataParallel):
+            state["device_ids"] = []  # it hands everything to the one module inside
 
     def _registry(self, entries: dict[str, Any]) -> dict[str, Any]:
-        copied = {name: None if entry is None else self._entry(entry) for name, entry in entries.items()}
+        copied = {name: None if entry is None else self._entry(name, entry) for name, entry in entries.items()}
         return OrderedDict(copied) if isinstance(entries, OrderedDict) else copied
 
-    def _entry(self, entry: Any) -> Any:
-        if isinstance(entry, nn.Module):
-            return self.memo[id(_eager(entry))]
+    def _entry(self, name: str, entry: Any) -> Any:
         if isinstance(entry, torch.Tensor):
-            return self.tensor(entry)
-        return self._deepcopy(entry)
+            return self.blanks.tensor(entry, looked_at=name not in _STATISTICS)
+        return self.part(entry)
 
-    def _deepcopy(self, value: Any) -> Any:
-        try:
-            with _TensorsOnMeta(self):
-                return copy.deepcopy(value, self.memo)
-        except Exception:  # whatever a user's __deepcopy__ or __reduce__ raises: sharing is the next best
+    # -- everything else ----------------------------------------------------------------------------------------------
+
+    def part(self, value: Any) -> Any:
+        """The twin of any object that a module holds; `value` itself where it is immutable or can't be copied."""
+        kind = type(value)
+        if isinstance(value, _ATOMIC):
             return value
+        if kind in _EMPTY and not value:
+            # Most of a module's attributes are empty hook tables; deepcopy would spend ten times as long on them.
+            return self._kept(value, kind())
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if isinstance(value, torch.Tensor):
+            return self.blanks.tensor(value)
+        if isinstance(value, nn.Module):
+            return self.module(_inside(value))
+        copier = _COPIERS.get(kind)
+        return self._object(value) if copier is None else copier(self, value)
 
-    def tensor(self, original: torch.Tensor) -> torch.Tensor:
-        """The one `meta` twin of `original`."""
-        if id(original) not in self.memo:
-            twin = self._new_tensor(original)
-            self.memo[id(original)] = twin
-            # The memo is keyed by id: the original must outlive it.
-            self.memo.setdefault(id(self.memo), []).append(original)
-        found: torch.Tensor = self.memo[id(original)]
-        return found
-
-    def _new_tensor(self, original: torch.Tensor) -> torch.Tensor:
-        if is_lazy(original):
-            kind: Any = UninitializedParameter if isinstance(original, nn.Parameter) else UninitializedBuffer
-            lazy: torch.Tensor = kind(requires_grad=original.requires_grad, device="meta", dtype=original.dtype)
-            return lazy
-        twin = self.data(original)
-        if isinstance(original, nn.Parameter) and not isinstance(twin, nn.Parameter):
-            twin = nn.Parameter(twin, requires_grad=original.requires_grad)
-            twin.__dict__.update(self._tensor_attributes(original))
-        elif original.requires_grad:
-            twin.requires_grad_()
+    def _kept(self, original: Any, twin: Any) -> Any:
+        """`twin`, found again for `original`, which must outlive the memo that is keyed by its id."""
+        self.memo[id(original)] = twin
+        self.memo.setdefault(id(self.memo), []).append(original)
         return twin
 
-    def _tensor_attributes(self, original: torch.Tensor) -> dict[str, Any]:
-        return {name: self._deepcopy(value) for name, value in vars(original).items() if isinstance(value, _ATOMIC)}
+    def _list(self, value: list[Any]) -> list[Any]:
+        twin: list[Any] = self._kept(value, [])
+        twin.extend(map(self.part, value))
+        return twin
 
-    def data(self, original: torch.Tensor) -> torch.Tensor:
-        if hasattr(original, "__tensor_flatten__"):
-            return self._wrapper(original)
-        if original.layout is not torch.strided or original.is_quantized or original.is_nested:
-            return original.detach().to("meta")
-        twin = self._strided(original)
-        if original.device.type == "meta" or original.is_floating_point() or original.numel() > _KNOWN_ELEMENTS:
-            return twin
-        return remember(twin, original.detach().cpu().clone())
+    def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        twin = tuple(map(self.part, value))
+        same = all(a is b for a, b in zip(value, twin, strict=True))
+        if not same:
+            self._kept(value, twin)
+        return value if same else twin
 
-    def _wrapper(self, original: torch.Tensor) -> torch.Tensor:
-        """A wrapper subclass (torchao, DTensor): its inner tensors on `meta`, put together again by its own class."""
-        names, context = original.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: self.tensor(getattr(original, name)) for name in names}
-        rebuilt: torch.Tensor = type(original).__tensor_unflatten__(  # type: ignore[attr-defined]
-            inner, context, original.shape, original.stride()
-        )
-        return rebuilt
+    def _set(self, value: set[Any]) -> set[Any]:
+        twin: set[Any] = self._kept(value, set())
+        twin.update(map(self.part, value))
+        return twin
 
-    def _strided(self, original: torch.Tensor) -> torch.Tensor:
-        storage = original.untyped_storage()
-        base = self.storages.get(storage._cdata)
-        if base is None:
-            base = torch.UntypedStorage(storage.nbytes(), device="meta")
-            self.storages[storage._cdata] = base
-            self.memo.setdefault(id(self.memo), []).append(storage)
-        # Not as_strided: the twin of a plain tensor must not be a view of anything in autograd's eyes.
-        empty = torch.empty(0, dtype=original.dtype, device="meta")
-        return empty.set_(base, original.storage_offset(), original.shape, original.stride())
+    def _mapping(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        twin: dict[Any, Any] = self._kept(value, type(value)())
+        twin.update((self.part(key), self.part(item)) for key, item in value.items())
+        return twin
+
+    def _default_mapping(self, value: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
+        twin: defaultdict[Any, Any] = self._kept(value, defaultdict(self.part(value.default_factory)))
+        twin.update((self.part(key), self.part(item)) for key, item in value.items())
+        return twin
+
+    def _function(self, function: types.FunctionType) -> Any:
+        """A function whose closure and defaults are the twin's; one that holds nothing of its own is shared."""
+        compiled = vars(function).get(_ORIGINAL)
+        if compiled is not None:
+            return self.part(compiled)  # torch.compile's wrapper: what runs is the function inside
+        cells = function.__closure__ or ()
+        if not (cells or function.__defaults__ or function.__kwdefaults__):
+            return function
+        name, code = function.__name__, function.__code__
+        twins = tuple(types.CellType() for _ in cells)
+        twins = tuple(self.memo.setdefault(id(cell), twin) for cell, twin in zip(cells, twins, strict=True))
+        twin = types.FunctionType(code, function.__globals__, name, closure=twins if cells else None)
+        self._kept(function, twin)
+        functools.update_wrapper(twin, function, updated=())
+        vars(twin).pop("__wrapped__", None)
+        for cell, copied in zip(cells, twins, strict=True):
+            self._fill_cell(cell, copied)
+        twin.__defaults__ = self.part(function.__defaults__)
+        twin.__kwdefaults__ = self.part(function.__kwdefaults__)
+        vars(twin).update(self.part(dict(vars(function))))
+        return twin
+
+    def _fill_cell(self, cell: types.CellType, twin: types.CellType) -> None:
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # not assigned yet
+            return
+        if not _is_filled(twin):
+            twin.cell_contents = None  # a function may hold itself
+            twin.cell_contents = self.part(contents)
+
+    def _method(self, method: types.MethodType) -> types.MethodType:
+        return types.MethodType(self.part(method.__func__), self.part(method.__self__))
+
+    def _partial(self, value: functools.partial[Any]) -> functools.partial[Any]:
+        twin = functools.partial(self.part(value.func), *map(self.part, value.args), **self._mapping(value.keywords))
+        return self._kept(value, twin)  # type: ignore[no-any-return]
+
+    def _generator(self, value: torch.Generator) -> torch.Generator:
+        twin: torch.Generator = self._kept(value, torch.Generator(value.device))
+        return twin.set_state(value.get_state())
+
+    def _packed_sequence(self, value: PackedSequence) -> PackedSequence:
+        """Its batch sizes are on the CPU wherever its data is."""
+        data, sizes, order, back = value
+        twin = PackedSequence(self.part(data), sizes.cpu().clone(), self.part(order), self.part(back))
+        return self._kept(value, twin)  # type: ignore[no-any-return]
+
+    def _object(self, value: Any) -> Any:
+        """A copy by the object's own means, attribute by attribute where that fails."""
+        known = len(self.memo)
+        try:
+            with _TensorsOnMeta(self.blanks):
+                return copy.deepcopy(value, self.memo)
+        except Exception:  # whatever a user's __deepcopy__ or __reduce__ raises
+            while len(self.memo) > known:
+                self.memo.popitem()  # half-made copies
+            return self._by_attributes(value)
+
+    def _by_attributes(self, value: Any) -> Any:
+        try:
+            attributes = vars(value)
+            twin = object.__new__(type(value))
+        except TypeError:  # a lock, a file, a stream: an object of another language
+            return self._kept(value, value)
+        self._kept(value, twin)
+        vars(twin).update({name: self.part(item) for name, item in attributes.items()})
+        return twin
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+_COPIERS: dict[type, Callable[[_Copy, Any], Any]] = {
+    list: _Copy._list,
+    tuple: _Copy._tuple,
+    set: _Copy._set,
+    dict: _Copy._mapping,
+    OrderedDict: _Copy._mapping,
+    defaultdict: _Copy._default_mapping,
+    types.FunctionType: _Copy._function,
+    types.MethodType: _Copy._method,
+    functools.partial: _Copy._partial,
+    torch.Generator: _Copy._generator,
+    PackedSequence: _Copy._packed_sequence,
+}
 
 
 class _TensorsOnMeta(TorchFunctionMode):
-    """While an attribute is deep-copied, tensors met in it become `meta` twins instead of copies."""
+    """While an object is deep-copied, tensors met in it become `meta` twins instead of copies."""
 
-    def __init__(self, copying: _Copy) -> None:
+    def __init__(self, blanks: Blanks) -> None:
         super().__init__()
-        self.copying = weakref.proxy(copying)
+        self.blanks = weakref.proxy(blanks)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             if func is torch.Tensor.__deepcopy__:
-                return self.copying.tensor(args[0])
+                return self.blanks.tensor(args[0])
             if func is torch.Tensor.clone:
                 # Parameter.__deepcopy__ clones its data, and does not ask modes.
-                return self.copying.data(args[0])
+                return self.blanks.data(args[0])
             return func(*args, **(kwargs or {}))

@@ -14,9 +14,11 @@ import torch
 
 from memsize.semantics import suspended
 from memsize.tracing.assumptions import (
+    CHECKED,
     COPIED,
     EQUAL,
     FINITE,
+    MIXED,
     NUMBER,
     RANDOM,
     assumed_of,
@@ -33,6 +35,7 @@ _ITEM = _aten._local_scalar_dense.default
 _TO = _aten._to_copy.default
 _COMPARED = (_aten.equal.default, _aten.allclose.default)
 _DRAW = _aten.rand.default
+_PACK = _aten._pack_padded_sequence.default
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _HOST_LIMIT = 2**31
 """Bytes of stand-in arguments that an op without a meta kernel may take on the CPU."""
@@ -53,6 +56,7 @@ class Values:
             _ITEM: lambda tensor: self._item(tensor),
             _TO: self._to,
             _DRAW: self._draw,
+            _PACK: self._pack,
             **dict.fromkeys(_COMPARED, self._compare),
         }
         self._selections = selections()
@@ -78,6 +82,8 @@ class Values:
             result = self._selections[op.name](self.rely, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if op.quantizes:
+            return self._on_cpu(func, op, args, kwargs)
         try:
             # Below autograd autocast has had its say: a kernel written in Python must not be cast again.
             with suspended():
@@ -180,18 +186,19 @@ class Values:
             for cell in filter(None, map(cell_of, args[1:2])):
                 cell.assumed = FINITE
             return
-        targets = [(tensor, cell) for tensor in op.targets(args, kwargs) if (cell := cell_of(tensor)) is not None]
-        if not targets:
+        targets = list(op.targets(args, kwargs))
+        cells = [cell for cell in map(cell_of, targets) if cell is not None]
+        if not cells:
             return
         real = _real_arguments(args, kwargs)
-        if real is not None and all(_is_writable(tensor) for tensor, _ in targets):
+        if real is not None and all(map(_is_writable, targets)):
             assumed = _assumed_by(args, kwargs) or (RANDOM if op.random else None)
             with suppress(Exception):  # the values end here; the op itself has been answered
                 func(*real[0], **real[1])
-                for _, cell in targets:
+                for cell in cells:
                     cell.assumed = cell.assumed or assumed
                 return
-        for _, cell in targets:
+        for cell in cells:
             cell.valid = False
 
     # -- questions about values ---------------------------------------------------------------------------------------
@@ -214,8 +221,9 @@ class Values:
         if a.shape != b.shape and not (options or more):
             return False
         if left is None or right is None:
-            self.rely(EQUAL)
-            return True
+            is_check = a.dim() == 0 and a.dtype is torch.bool  # PyTorch itself asks whether something is wrong (istft)
+            self.rely(CHECKED if is_check else EQUAL)
+            return not is_check
         self.rely(_assumed_by((a, b), {}))
         return torch.allclose(left, right, *options, **more) if options or more else torch.equal(left, right)
 
@@ -242,6 +250,12 @@ class Values:
         dtype = options.get("dtype")
         return value.to(dtype) if dtype is not None and dtype is not value.dtype else value.clone()
 
+    def _pack(self, data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+        """Lengths are wanted on the CPU; where the caller put them was ours to say."""
+        if not lengths.is_meta:
+            return NotImplemented
+        return _PACK(data, self._to(lengths, device=torch.device("cpu")), batch_first)
+
     # -- what meta cannot do ------------------------------------------------------------------------------------------
 
     def _on_cpu(self, func: Any, op: OpInfo, args: Any, kwargs: Any) -> Any:
@@ -251,11 +265,12 @@ class Values:
             raise NotImplementedError(
                 f"{func} has no meta kernel, and its arguments are too large to run it on the CPU instead"
             ) from None
+        exact = all(known(tensor) is not None and not tensor.is_quantized for tensor in tensors)
         result = func(*_on_host(args), **_on_host(kwargs))
         self.notes[
             f"{func._overloadpacket} was run on the CPU: PyTorch cannot tell its output without computing it"
         ] = None
-        return map_tensors(_moved, result)
+        return map_tensors(_moved if exact else _blank, result)
 
     def _check_possible(self, func: Any, op: OpInfo, tensors: list[torch.Tensor]) -> None:
         decides = [t for t in tensors if op.dynamic and (len(tensors) == 1 or not t.is_floating_point())]
@@ -269,9 +284,7 @@ class Values:
             result = func(*moved[0], **moved[1])
         except RuntimeError:
             raise error from None
-        self.notes["the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"] = (
-            None
-        )
+        self.notes[MIXED] = None
         return result
 
 
@@ -291,8 +304,8 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 def _is_writable(tensor: torch.Tensor) -> bool:
     """Whether what is known of `tensor` is memory of its own, so that it can follow a write."""
-    value = tensor.__dict__["_memsize_known"][0] if tensor.is_meta else tensor
-    return known(tensor) is value and (value.numel() <= 1 or not is_uniform(value))
+    value = known(tensor)
+    return value is not None and value is known(tensor) and (value.numel() <= 1 or not is_uniform(value))
 
 
 def _share_cells(source: Any, result: Any) -> None:
@@ -322,12 +335,15 @@ def _plausible(dtype: torch.dtype) -> Any:
     return 1.0 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool
 
 
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor as a meta tensor. There are no quantized meta tensors: these stay where they are."""
+    return tensor if tensor.is_meta or tensor.is_quantized else tensor.to("meta")
+
+
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor as a meta tensor; small ones stay known."""
-    if tensor.is_meta or tensor.is_quantized:
-        return tensor
-    twin = tensor.to("meta")
-    return remember(twin, tensor.detach()) if is_small(tensor) else twin
+    """A CPU tensor as a meta tensor whose values stay known where it is small."""
+    twin = _blank(tensor)
+    return twin if twin is tensor or not is_small(tensor) else remember(twin, tensor.detach())
 
 
 def _on_host(value: Any) -> Any:

@@ -37,6 +37,7 @@ def rules() -> Mapping[OpOverload, Rule]:
         optimizers,
         pointwise,
         pooling,
+        recurrent,
         reductions,
         resampling,
     )

@@ -120,7 +120,7 @@ _ROW_BYTES = 16
 
 @shape_rule("aten::_grouped_mm")
 def _grouped_mm(one: Any, other: Any, offsets: Any = None, bias: Any = None, dtype: torch.dtype | None = None) -> Any:
-    """A product for each expert (cuda/GroupedBlas.cpp, GroupedMMUtils.h). PyTorch's `meta` kernel takes bfloat16 only."""
+    """A product for each expert (cuda/GroupedBlas.cpp, GroupedMMUtils.h); PyTorch's `meta` kernel is for bfloat16."""
     if not are_plain(one, other, offsets, bias) or not are_alike(one, other) or one.dtype not in _GROUPED:
         return NotImplemented
     shape = grouped_product(one.shape, other.shape, None if offsets is None else offsets.shape[0])

@@ -1,0 +1,94 @@
+"""A timeline drawn with block characters: live bytes over a run, the phases below, and one line per role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from memsize.render.cells import draw_bytes
+from memsize.sections.timeline import TITLES
+from memsize.timeline import Timeline
+from memsize.units import format_bytes
+
+WIDTH: Final = 100
+"""How wide a chart is where nobody says."""
+LEAST: Final = 10
+"""Columns of a chart in a terminal that is narrower than its labels."""
+HEIGHT: Final = 8
+_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_EIGHTHS: Final = len(_BLOCKS) - 1
+
+
+def render(found: Timeline, unit: str, width: int | None = None) -> str:
+    """The chart of a timeline that has events, in at most `width` characters, ending in a newline."""
+    peaks = [draw_bytes(max(column), unit) for column in found.live.values()]
+    labels = [TITLES[role] for role in found.live]
+    left = max(map(len, (*labels, draw_bytes(found.peak.bytes, unit)))) + 1
+    right = max(map(len, (*peaks, "at most")))
+    room = max((width or WIDTH) - left - 2 - right, LEAST)
+    spread = _spread(found.columns(room), room)
+    lines = [
+        _mark(found, spread, left, left + room + 2 + right, unit),
+        *_bars([found.total[event] for event in spread], found.peak.bytes, left, unit),
+        *(f"{'':<{left}} {line}" for line in _bands(found, room)),
+        f"{'':<{left}} {'each line to its own height'[:room]:<{room}} {'at most':>{right}}",
+        *(
+            f"{label:<{left}} {_sparks([column[event] for event in spread], max(column))} {peak:>{right}}"
+            for label, column, peak in zip(labels, found.live.values(), peaks, strict=True)
+        ),
+    ]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _spread(events: Sequence[int], room: int) -> list[int]:
+    """One event for each of `room` columns: a short run is stretched."""
+    return [events[column * len(events) // room] for column in range(room)]
+
+
+def _mark(found: Timeline, spread: Sequence[int], left: int, width: int, unit: str) -> str:
+    """A line that points down at the peak and says what it is."""
+    peak = found.peak
+    place = left + 1 + spread.index(peak.event)
+    text = f"{format_bytes(peak.bytes, unit)} in {found.phase_at(peak.event)}"
+    at = ", ".join(filter(None, (peak.layer, peak.op)))
+    for words in (f"{text} ({at})" if at else text, text):
+        if place + 2 + len(words) <= width:
+            return f"{'':<{place}}▼ {words}"
+        if len(words) < place:
+            return f"{words:>{place - 1}} ▼"
+    return f"{'':<{place}}▼"
+
+
+def _bars(values: Sequence[int], most: int, left: int, unit: str) -> Iterator[str]:
+    """`HEIGHT` rows of bars, the highest value as high as they all."""
+    levels = [_level(value, most, HEIGHT * _EIGHTHS) for value in values]
+    for row in reversed(range(HEIGHT)):
+        label = draw_bytes(most, unit) if row == HEIGHT - 1 else unit if row == HEIGHT - 2 else ""
+        bars = (_BLOCKS[min(max(level - row * _EIGHTHS, 0), _EIGHTHS)] for level in levels)
+        yield f"{label:>{left - 1}} │{''.join(bars)}"
+
+
+def _sparks(values: Sequence[int], most: int) -> str:
+    return "".join(_BLOCKS[_level(value, most, _EIGHTHS)] for value in values)
+
+
+def _level(value: int, most: int, levels: int) -> int:
+    """`value` in eighths of a character; only nothing is 0."""
+    return max(round(value * levels / most), 1) if value else 0
+
+
+def _bands(found: Timeline, room: int) -> Iterator[str]:
+    """Where steps and phases begin, each line with the names that it has room for."""
+    if found.steps:
+        yield _band([(str(step), step.start) for step in found.steps], len(found), room)
+    yield _band([(phase.name, phase.start) for phase in found.phases], len(found), room)
+
+
+def _band(names: Sequence[tuple[str, int]], events: int, room: int) -> str:
+    line = [" "] * room
+    # Rounded up: the first column whose events all come after it.
+    places = [-(-start * room // events) for _, start in names]
+    for (name, _), place, end in zip(names, places, [*places[1:], room], strict=True):
+        if place < end:
+            line[place:end] = f"│{name:<{end - place}}"[: end - place]
+    return "".join(line)

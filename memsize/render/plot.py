@@ -1,0 +1,196 @@
+"""A timeline as a web page, or as a fragment for a notebook: areas stacked by role in an SVG, no scripts, nothing fetched.
+
+What a pointer rests on says what it is: a phase, a layer's stretch of events, a role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from memsize.record import Role
+from memsize.render import html
+from memsize.render.cells import MODEL, draw_bytes, shorten_path
+from memsize.sections.timeline import TITLES, timeline_sections
+from memsize.timeline import Timeline
+from memsize.units import DECIMAL, UNITS, format_bytes
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+POINTS: Final = 900
+"""How many moments are drawn: about one for each pixel."""
+MARKS: Final = 120
+"""How many stretches of layers are marked below the plot."""
+STRETCHES: Final = 400
+"""How many a pointer can tell apart."""
+
+COLOURS: Final[Mapping[Role, tuple[str, str]]] = {
+    "parameter": ("#4a78b0", "#5b8cc8"),
+    "buffer": ("#9cc0e0", "#86a9c9"),
+    "master weight": ("#2c4a73", "#3c639a"),
+    "optimizer state": ("#5aa6a0", "#4f9a94"),
+    "workspace": ("#b4b4ac", "#6f7376"),
+    "gradient": ("#d9605a", "#cf5f5a"),
+    "input": ("#8d6e63", "#9d8276"),
+    "activation": ("#f0a848", "#dd9538"),
+    "cast copy": ("#e9d25b", "#cdb845"),
+    "output": ("#a678b8", "#9a70ab"),
+    "temporary": ("#7cb564", "#6aa353"),
+}
+"""The colour of a role on a light page and on a dark one."""
+
+
+class Box(NamedTuple):
+    """A rectangle, its label where there is room for one, and what it says to a pointer."""
+
+    x: float
+    width: float
+    label: str
+    hint: str
+
+
+class Frame(NamedTuple):
+    """Where the plot lies in the picture, in its units, and how events and bytes map to it."""
+
+    events: int
+    most: int
+    left: float = 78
+    right: float = 1188
+    top: float = 48
+    bottom: float = 400
+
+    def x(self, event: float) -> float:
+        return round(self.left + (self.right - self.left) * event / self.events, 1)
+
+    def y(self, size: float) -> float:
+        return round(self.bottom - (self.bottom - self.top) * size / self.most, 1)
+
+
+def render(found: Timeline, unit: str) -> str:
+    """`found` as a page that stands on its own."""
+    return _template().render(**_context(found, unit), standalone=True) + "\n"
+
+
+def fragment(found: Timeline, unit: str = "MiB") -> str:
+    """`found` as a part of a page."""
+    return _template().render(**_context(found, unit), standalone=False)
+
+
+@cache
+def _template() -> Template:
+    return html.environment().get_template("timeline.html.j2")
+
+
+def _context(found: Timeline, unit: str) -> dict[str, Any]:
+    title, *rest = timeline_sections(found)
+    return html.context(rest, unit) | {
+        "title": title,
+        "colours": {role: COLOURS[role] for role in found.live},
+        "picture": _picture(found, unit) if len(found) else None,
+    }
+
+
+def _picture(found: Timeline, unit: str) -> dict[str, Any]:
+    """Everything that the template draws, in the picture's units."""
+    frame = Frame(len(found), max(found.reserved))
+    moments = found.columns(POINTS)
+    edges = [frame.x(place * len(found) / len(moments)) for place in range(len(moments) + 1)]
+    lines = {"allocated": found.allocated, "reserved": found.reserved}
+    return {
+        "frame": frame,
+        "areas": list(_areas(found, frame, moments, edges, unit)),
+        "lines": {name: _points(_outline(edges, _drawn(column, moments, frame))) for name, column in lines.items()},
+        "ticks": [(frame.y(size), draw_bytes(size, unit)) for size in _ticks(frame.most, unit)],
+        "unit": unit,
+        "steps": [_box(frame, step.start, step.stop, str(step), str(step)) for step in found.steps],
+        "phases": list(_phases(found, frame, unit)),
+        "layers": list(_layers(found, frame, unit, MARKS)),
+        "stretches": list(_layers(found, frame, unit, STRETCHES)),
+        "peak": _peak(found, frame, unit),
+    }
+
+
+def _areas(
+    found: Timeline, frame: Frame, moments: Sequence[int], edges: Sequence[float], unit: str
+) -> Iterator[tuple[Role, str, str]]:
+    """Each role's area on top of the one before: its role, its polygon, what it says."""
+    levels = accumulate(
+        ([column[event] for event in moments] for column in found.live.values()),
+        lambda below, own: [a + b for a, b in zip(below, own, strict=True)],
+        initial=[0] * len(moments),
+    )
+    below = next(levels)
+    for role, above in zip(found.live, levels, strict=True):
+        low, high = ([frame.y(size) for size in sizes] for sizes in (below, above))
+        polygon = [*_outline(edges, high), *reversed(_outline(edges, low))]
+        yield role, _points(polygon), f"{TITLES[role]}: at most {format_bytes(max(found.live[role]), unit)}"
+        below = above
+
+
+def _drawn(column: Sequence[int], moments: Sequence[int], frame: Frame) -> list[float]:
+    return [frame.y(column[event]) for event in moments]
+
+
+def _outline(edges: Sequence[float], heights: Sequence[float]) -> list[tuple[float, float]]:
+    """The corners of a line that stays at each height from one edge to the next."""
+    corners: list[tuple[float, float]] = []
+    for start, stop, height in zip(edges, edges[1:], heights, strict=False):
+        if corners and corners[-1][1] == height:
+            corners[-1] = (stop, height)
+        else:
+            corners += [(start, height), (stop, height)]
+    return corners
+
+
+def _points(corners: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:g},{y:g}" for x, y in corners)
+
+
+def _ticks(most: int, unit: str) -> list[int]:
+    """Four to nine round sizes from nothing to `most`."""
+    scale = (UNITS | DECIMAL)[unit]
+    step = 10.0 ** (len(str(int(most / scale))) - 1) if most >= scale else scale and most / scale / 5
+    for finer in (1, 2, 5, 10):
+        if most / scale / (step / finer) >= 4:
+            step /= finer
+            break
+    return [round(place * step * scale) for place in range(int(most / scale / step) + 1)]
+
+
+def _phases(found: Timeline, frame: Frame, unit: str) -> Iterator[Box]:
+    for phase in found.phases:
+        highest = format_bytes(found.summit(phase.start, phase.stop).bytes, unit)
+        hint = f"{phase}: at most {highest}, events {phase.start} to {phase.stop - 1}"
+        yield _box(frame, phase.start, phase.stop, phase.name, hint)
+
+
+def _layers(found: Timeline, frame: Frame, unit: str, most: int) -> Iterator[Box]:
+    """The stretches in which a layer runs; those outside the model are left open."""
+    for layer, start, stop in found.stretches(most):
+        if layer is not None:
+            summit = found.moment(max(range(start, stop), key=found.total.__getitem__))
+            roles = "".join(f"\n{TITLES[role]} {format_bytes(size, unit)}" for role, size in summit.roles.items())
+            where = f"{layer or MODEL} in {found.phase_at(start)}"
+            yield _box(frame, start, stop, layer or MODEL, f"{where}: at most {format_bytes(summit.bytes, unit)}{roles}")
+
+
+def _box(frame: Frame, start: int, stop: int, label: str, hint: str) -> Box:
+    x, width = frame.x(start), round(frame.x(stop) - frame.x(start), 1)
+    room = int((width - 6) / 6.2)
+    text = label if len(label) <= room else shorten_path(label, room) if room >= 4 and "." in label else ""
+    return Box(x, width, text, hint)
+
+
+def _peak(found: Timeline, frame: Frame, unit: str) -> dict[str, Any]:
+    peak = found.peak
+    x = frame.x(peak.event + 0.5)
+    where = ", ".join(filter(None, (str(found.phase_at(peak.event)), peak.layer, peak.op)))
+    return {
+        "x": x,
+        "y": frame.y(peak.bytes),
+        "text": f"{format_bytes(peak.bytes, unit)} live in {where}",
+        "anchor": "start" if x < (frame.left + frame.right) / 2 else "end",
+    }

@@ -1,0 +1,56 @@
+"""A timeline in the format that its reader wants: text, json, csv or html; a snapshot is not drawn but pickled."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Final
+
+from memsize.render import draw
+from memsize.sections.timeline import timeline_sections
+from memsize.timeline import Timeline, to_data
+
+FORMATS: Final[dict[str, tuple[str, ...]]] = {
+    "text": (".txt",),
+    "json": (".json",),
+    "csv": (".csv",),
+    "html": (".html", ".htm"),
+    "snapshot": (".pickle", ".pkl"),
+}
+"""The formats, each with the suffixes of its files."""
+
+
+def render(found: Timeline, format: str, unit: str = "MiB", width: int | None = None) -> str:
+    """`found` as text, json, csv or html, ending in a newline. Text fits `width` characters when it is given.
+
+    json and csv hold exact bytes, one value per event and column. Raises `OutputError` for an unknown unit.
+    """
+    if format == "json":
+        return json.dumps(to_data(found)) + "\n"
+    if format == "csv":
+        return _csv(found)
+    if format == "html":
+        from memsize.render import plot
+
+        return plot.render(found, unit)
+    return _text(found, unit, width)
+
+
+def _text(found: Timeline, unit: str, width: int | None) -> str:
+    from memsize.render import chart
+
+    title, *rest = timeline_sections(found)
+    parts = [draw([title], "text", unit, width)]
+    if len(found):
+        parts += [chart.render(found, unit, width), draw(rest, "text", unit, width)]
+    return "\n".join(parts)
+
+
+def _csv(found: Timeline) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    columns = found.table()
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    return file.getvalue()

@@ -1,0 +1,75 @@
+"""The public names: those that the README lists, documented, and cheap to import."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import memsize
+
+Python = Callable[..., subprocess.CompletedProcess[str]]
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def documented() -> set[str]:
+    """The names in the README's table of what is in `memsize`."""
+    table = README.read_text(encoding="utf-8").partition("| name in `memsize` |")[2].partition("\n\n")[0]
+    return {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1:2][0] or "")}
+
+
+def test_all_names_are_those_that_the_readme_lists() -> None:
+    assert set(memsize.__all__) == documented()
+    assert list(memsize.__all__) == sorted(memsize.__all__)
+
+
+@pytest.mark.parametrize("name", memsize.__all__)
+def test_each_says_what_it_is(name: str) -> None:
+    text = inspect.getdoc(getattr(memsize, name)) or ""
+    first = text.splitlines()[0]
+    assert first[:1].isupper() or first[:1] == "`"
+    assert not text.startswith(f"{name}(")  # what dataclasses write when nobody else does
+
+
+@pytest.mark.parametrize("name", ["compare", "report", "trace"])
+def test_functions_say_what_they_raise(name: str) -> None:
+    text = inspect.getdoc(getattr(memsize, name)) or ""
+    raised = re.findall(r"`(\w+Error)`", text.partition("Raises ")[2])
+    assert raised
+    assert set(raised) <= set(memsize.__all__)
+
+
+def test_every_error_is_a_memsize_error() -> None:
+    errors = [getattr(memsize, name) for name in memsize.__all__ if name.endswith("Error")]
+    assert all(issubclass(error, memsize.MemsizeError) for error in errors)
+    assert set(errors) == {memsize.MemsizeError, *memsize.MemsizeError.__subclasses__()}
+
+
+HEAVY = ("torch", "pandas", "numpy", "click", "jinja2", "tqdm", "tabulate", "torchinfo", "torchao")
+
+
+def imported(python: Python, code: str, heavy: tuple[str, ...]) -> list[str]:
+    """Which of `heavy` are loaded after `code` has run in an interpreter of its own."""
+    done = python("-W", "error", "-c", f"{code}\nimport sys\nprint(*(set({heavy!r}) & set(sys.modules)))")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_importing_loads_nothing_heavy(python: Python) -> None:
+    assert imported(python, "import memsize", HEAVY) == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["report", "--help"]])
+def test_help_loads_no_torch(python: Python, arguments: list[str]) -> None:
+    heavy = tuple(name for name in HEAVY if name != "click")
+    assert imported(python, f"from memsize.cli import run\nassert run({arguments!r}) == 0", heavy) == []
+
+
+def test_a_report_does_not_load_the_compiler(python: Python, toy_target: str) -> None:
+    slow = ("torch._dynamo", "sympy", "torchao", "torch._inductor")
+    code = f"from memsize.cli import run\nassert run(['report', {toy_target!r}, '--input', '3,64,64']) == 0"
+    assert imported(python, code, slow) == []
