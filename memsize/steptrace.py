@@ -14,6 +14,7 @@ from memsize.device.cards import DEFAULT
 from memsize.device.outlook import Outlook, outlook
 from memsize.folds import live_bytes
 from memsize.record import Trace
+from memsize.timeline import timeline
 from memsize.units import format_bytes
 
 if TYPE_CHECKING:
@@ -63,6 +64,19 @@ class StepTrace:
         ]
         return DataFrame(rows)
 
+    @property
+    def timeline(self) -> DataFrame:
+        """One row per event: its phase, step, layer and op, live bytes by role after it, allocated and reserved."""
+        from pandas import DataFrame
+
+        return DataFrame(timeline(self.trace, self.config).table())
+
+    def snapshot(self, path: str | Path) -> None:
+        """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""
+        from memsize.snapshot import pickled
+
+        Path(path).write_bytes(pickled(self.trace, self.config))
+
     def to_json(self, path: str | Path | None = None) -> str:
         """The trace as JSON text, also written to `path` when given; `from_json` reads it back."""
         text = json.dumps(encode(self.trace))
@@ -74,6 +88,11 @@ class StepTrace:
     def from_json(cls, text: str) -> StepTrace:
         """The trace that `to_json` wrote, on the default card."""
         return cls(decode(json.loads(text)))
+
+    def _repr_html_(self) -> str:
+        from memsize.render.plot import fragment
+
+        return fragment(timeline(self.trace, self.config))
 
     def __repr__(self) -> str:
         peak = self.peak

@@ -299,7 +299,8 @@ def test_the_peak_grows_with_the_batch(a: int, b: int, name: str) -> None:
 
 def test_phases_and_layers_of_a_step() -> None:
     trace = memsize.trace(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (8,), steps=2).trace
-    assert trace.phases[:6] == ("setup", "zero_grad 1", "forward 1", "loss 1", "backward 1", "optimizer 1")
+    phases = ("setup", "step 1", "zero_grad 1", "forward 1", "loss 1", "backward 1", "optimizer 1")
+    assert trace.phases[:7] == phases
     gradients = [(s.layer, s.bytes) for s in trace.storages if s.role == "gradient"]
     # Layer 1 is "0" (8·16·4 = 512 and 16·4 = 64), layer 3 is "2" (16·4·4 = 256 and 16); both steps make them.
     assert sorted(gradients) == sorted([(1, 512), (1, 64), (3, 256), (3, 16)] * 2)

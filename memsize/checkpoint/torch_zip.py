@@ -18,7 +18,7 @@ from memsize.checkpoint.source import Source
 
 FORMAT = "PyTorch zip"
 SCRIPTED = "TorchScript"
-MOST_UNPACKED = 256 * 2**20
+MOST_UNPACKED = 64 * 2**20
 """Bytes that a compressed pickle may unpack to; an uncompressed one is read where it stands."""
 
 _OWN = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")

@@ -15,6 +15,7 @@ import click
 from memsize.cli.checkpoint import checkpoint
 from memsize.cli.report import report
 from memsize.cli.session import Session
+from memsize.cli.timeline import timeline
 from memsize.errors import MemsizeError
 
 _USER, _BUG, _INTERRUPTED, _PIPE_CLOSED = 2, 1, 130, 141
@@ -38,6 +39,7 @@ def memsize(context: click.Context) -> None:
 
 memsize.add_command(report)
 memsize.add_command(checkpoint)
+memsize.add_command(timeline)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Options that every command with an output has: how sizes are drawn, in which format, and where to."""
+"""Options that commands share: what is run and how, how sizes are drawn, in which format, and where to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,14 +12,24 @@ from memsize.cli.session import Session
 from memsize.errors import OutputError
 from memsize.nearest import suggestion
 from memsize.render import FORMATS
+from memsize.training import LOSSES
 from memsize.units import DECIMAL, UNITS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def output_options(command: Command) -> Command:
-    """Give `command` the parameters `unit`, `format`, `file` and `force`, and the flag --debug."""
-    for option in reversed(_OPTIONS):
+def run_options(command: Command) -> Command:
+    """Give `command` the argument `target` and what says how to run it: its input, its constructor, its training."""
+    return _with(command, _RUN)
+
+
+def output_options(command: Command, formats: Iterable[str] = FORMATS) -> Command:
+    """Give `command`, which writes one of `formats`, the parameters `unit`, `format`, `file` and `force`, and --debug."""
+    return _with(command, (_UNITS, _format_option(formats), *_OUTPUT))
+
+
+def _with(command: Command, options: Iterable[Callable[[Command], Command]]) -> Command:
+    for option in reversed(tuple(options)):
         command = option(command)
     return command
 
@@ -39,23 +49,73 @@ def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
         session.debug = debug
 
 
-_OPTIONS = (
+_RUN = (
+    click.argument("target"),
     click.option(
-        "-u",
-        "--units",
-        "unit",
-        default="MiB",
-        show_default=True,
-        metavar="UNIT",
-        help="Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB.",
+        "-i",
+        "--input",
+        "inputs",
+        multiple=True,
+        metavar="SHAPE",
+        help="Input without its batch dimension: 3,64,64, input_ids=512:int64 or 3,64,64:float16. Repeat for several.",
     ),
     click.option(
+        "-b",
+        "--batch-size",
+        default=1,
+        show_default=True,
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Samples in the batch.",
+    ),
+    click.option(
+        "--arg",
+        "arguments",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Argument of the constructor or function, as a Python literal; a bare word is a string. Repeatable.",
+    ),
+    click.option(
+        "--mode",
+        default="train",
+        show_default=True,
+        type=click.Choice(["train", "eval"]),
+        help="Run the model as in training or as in evaluation.",
+    ),
+    click.option(
+        "--train",
+        metavar="OPTIMIZER",
+        help="Run training steps with this optimizer: adamw, adamw:fused, sgd:momentum=0.9 …",
+    ),
+    click.option("--gpu", metavar="NAME", help="The GPU that is meant by peaks: a100, t4, h100 … [default: a100]"),
+    click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Training steps to run."),
+    click.option("--loss", metavar="NAME", help=f"Loss of the training: {', '.join(LOSSES)}. [default: by the output]"),
+    click.option("--accumulate", default=1, type=click.IntRange(min=1), help="Backwards per training step."),
+    click.option("--ema", is_flag=True, help="Keep an averaged copy of the parameters in training."),
+)
+
+_UNITS = click.option(
+    "-u",
+    "--units",
+    "unit",
+    default="MiB",
+    show_default=True,
+    metavar="UNIT",
+    help="Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB.",
+)
+
+
+def _format_option(formats: Iterable[str]) -> Callable[[Command], Command]:
+    return click.option(
         "-f",
         "--format",
         "format",
         metavar="FORMAT",
-        help=f"One of {', '.join(FORMATS)}. [default: by the suffix of -o, else text]",
-    ),
+        help=f"One of {', '.join(formats)}. [default: by the suffix of -o, else text]",
+    )
+
+
+_OUTPUT = (
     click.option(
         "-o",
         "--output",

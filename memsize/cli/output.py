@@ -1,10 +1,11 @@
-"""Where a command's text goes: a file, checked before the work begins, or stdout."""
+"""Where a command's output goes: a file, checked before the work begins, or stdout."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +25,14 @@ class Destination:
     overwrite: bool = False
     width: int | None = None
 
-    def write(self, text: str) -> None:
-        """Write `text`; a file is announced on stderr. Raises `OutputError` when it cannot be written."""
+    def write(self, content: str | bytes) -> None:
+        """Write `content`; a file is announced on stderr. Raises `OutputError` when it cannot be written."""
         if self.file is None:
-            _print(text)
+            _print(content)
             return
         try:
-            with self.file.open("w" if self.overwrite else "x", encoding="utf-8", newline="") as file:
-                file.write(text)
+            with self.file.open("wb" if self.overwrite else "xb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
         except FileExistsError:
             raise _exists(self.file) from None
         except OSError as error:
@@ -39,13 +40,23 @@ class Destination:
         click.echo(f"Wrote {self.file}", err=True)
 
 
-def destination(file: Path | None, format: str | None, force: bool) -> Destination:
-    """Where to write and how: `format` if it is given, else by the file's suffix, else text.
+Formats = Mapping[str, tuple[str, ...]]
+"""What a command can write: each format with the suffixes of its files."""
+
+BINARY = ("snapshot",)
+"""Formats that are no text."""
+
+
+def destination(file: Path | None, format: str | None, force: bool, formats: Formats = FORMATS) -> Destination:
+    """Where to write and how: `format` (one of `formats`) if it is given, else by the file's suffix, else text.
 
     Raises `OutputError` for what would only fail after the work is done.
     """
-    if format is not None and format not in FORMATS:
-        raise OutputError(f"no format {format!r}: {suggestion(format, FORMATS)}")
+    if format is not None and format not in formats:
+        raise OutputError(f"no format {format!r}: {suggestion(format, formats)}")
+    if file is None and format in BINARY and sys.stdout.isatty():
+        suffix = formats[format][0]
+        raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{suffix}")
     if file is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         return Destination(format or "text", None, width=width)
@@ -55,28 +66,31 @@ def destination(file: Path | None, format: str | None, force: bool) -> Destinati
         raise OutputError(f"cannot write {file}: there is no folder {file.parent}")
     if file.exists() and not force:
         raise _exists(file)
-    return Destination(format or _format_by_suffix(file), file, force)
+    return Destination(format or _format_by_suffix(file, formats), file, force)
 
 
-def _format_by_suffix(file: Path) -> str:
-    suffixes = [suffix for known in FORMATS.values() for suffix in known]
+def _format_by_suffix(file: Path, formats: Formats) -> str:
+    suffixes = [suffix for known in formats.values() for suffix in known]
     if file.suffix and file.suffix.lower() not in suffixes:
         hint = suggestion(file.suffix, suffixes)
         raise OutputError(
             f"no format has the suffix {file.suffix!r} ({file.name}): {hint} (with --format any name will do)"
         )
-    return format_of(file.name)
+    return format_of(file.name, formats)
 
 
 def _exists(file: Path) -> OutputError:
     return OutputError(f"{file} exists already: --force overwrites it")
 
 
-def _print(text: str) -> None:
+def _print(content: str | bytes) -> None:
     """Print to stdout. A reader that has gone away (``| head``) raises `BrokenPipeError`, now and not at exit."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        if isinstance(content, bytes):
+            sys.stdout.buffer.write(content)
+        else:
+            sys.stdout.write(content.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout once more when it ends, and would complain then.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import click
 
-from memsize.cli.options import output_options, parse_unit
+from memsize.cli.options import output_options, parse_unit, run_options
 from memsize.cli.output import destination
 from memsize.cli.progress import Progress
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
@@ -24,7 +24,7 @@ from memsize.nearest import suggestion
 from memsize.record import Failure
 from memsize.render import COLUMNS, render
 from memsize.scenario import DEFAULT, SCENARIOS, select
-from memsize.training import LOSSES, Training
+from memsize.training import Training
 
 
 @click.command(
@@ -45,31 +45,7 @@ from memsize.training import LOSSES, Training
       memsize report model.py:Net --input 3,64,64 -o report.html
     """,
 )
-@click.argument("target")
-@click.option(
-    "-i",
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="SHAPE",
-    help="Input without its batch dimension: 3,64,64, input_ids=512:int64 or 3,64,64:float16. Repeat for several.",
-)
-@click.option(
-    "-b",
-    "--batch-size",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Samples in the batch.",
-)
-@click.option(
-    "--arg",
-    "arguments",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Argument of the constructor or function, as a Python literal; a bare word is a string. Repeatable.",
-)
+@run_options
 @click.option(
     "-s",
     "--scenario",
@@ -77,23 +53,6 @@ from memsize.training import LOSSES, Training
     metavar="NAMES",
     help=f"Scenarios separated by commas, or all. [default: {', '.join(DEFAULT)}]",
 )
-@click.option(
-    "--mode",
-    default="train",
-    show_default=True,
-    type=click.Choice(["train", "eval"]),
-    help="Run the model as in training or as in evaluation.",
-)
-@click.option(
-    "--train",
-    metavar="OPTIMIZER",
-    help="Also run training steps and show what a GPU would at their peak: adamw, adamw:fused, sgd:momentum=0.9 …",
-)
-@click.option("--gpu", metavar="NAME", help="The GPU that is meant by peaks: a100, t4, h100 … [default: a100]")
-@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Training steps to run.")
-@click.option("--loss", metavar="NAME", help=f"Loss of the training: {', '.join(LOSSES)}. [default: by the output]")
-@click.option("--accumulate", default=1, type=click.IntRange(min=1), help="Backwards per training step.")
-@click.option("--ema", is_flag=True, help="Keep an averaged copy of the parameters in training.")
 @click.option(
     "--depth", type=click.IntRange(min=0), metavar="N", help="Show layers down to this depth; deeper ones are added up."
 )
@@ -104,7 +63,6 @@ def report(
     inputs: tuple[str, ...],
     batch_size: int,
     arguments: tuple[str, ...],
-    scenarios: str | None,
     mode: Literal["train", "eval"],
     train: str | None,
     gpu: str | None,
@@ -112,6 +70,7 @@ def report(
     loss: str | None,
     accumulate: int,
     ema: bool,
+    scenarios: str | None,
     depth: int | None,
     columns: str | None,
     unit: str,

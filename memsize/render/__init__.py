@@ -5,7 +5,7 @@ Each format is one module with one function. They draw the same sections and add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from memsize.document import Report
 from memsize.errors import OutputError
@@ -79,12 +79,12 @@ def draw(parts: Sequence[Section], format: str, unit: str = "MiB", width: int | 
     return text.render(parts, unit, width)
 
 
-def format_of(name: str) -> str:
-    """The format of a file called `name`, by its suffix; raises `OutputError` when no format has it."""
-    for format, suffixes in FORMATS.items():
+def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:
+    """Which of `formats` a file called `name` is in, by its suffix; raises `OutputError` when none has it."""
+    for format, suffixes in formats.items():
         if name.lower().endswith(suffixes):
             return format
-    known = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
+    known = ", ".join(suffix for suffixes in formats.values() for suffix in suffixes)
     raise OutputError(f"cannot tell a format from the file name {name!r}: end it in one of {known}, or name the format")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,6 +54,7 @@ _CHOICES: dict[str, tuple[int, int | None, bool]] = {
 }
 """Ops that choose by value: which result has the indices, which argument the dimension, whether they choose several."""
 
+_COUNTING = frozenset({"aten::sum", "aten::sum.dim_IntList", "aten::count_nonzero", "aten::count_nonzero.dim_IntList"})
 _FLATTENING = frozenset({"aten::argmax", "aten::argmin"})
 
 
@@ -65,6 +65,7 @@ class OpInfo:
         "aliases",
         "choice",
         "comparison",
+        "counts",
         "dynamic",
         "empty",
         "fill",
@@ -99,19 +100,22 @@ class OpInfo:
         self.finite = _FINITE.get(short)
         self.comparison = short if short in _COMPARISONS and packet.startswith("aten::") else None
         self.choice = _CHOICES.get(self.name)
+        self.counts = self.name in _COUNTING
         self.informative = (
             self.fill is not None or self.finite is not None or self.comparison is not None or self.choice is not None
         )
         """Whether results can be known although the first argument isn't."""
 
-    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call writes into."""
+        found: list[torch.Tensor] = []
         for position, name in self.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(value, torch.Tensor):
-                yield value
+                found.append(value)
             elif isinstance(value, (list, tuple)):
-                yield from (item for item in value if isinstance(item, torch.Tensor))
+                found += [item for item in value if isinstance(item, torch.Tensor)]
+        return found
 
     def filled_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The number that the call writes everywhere."""

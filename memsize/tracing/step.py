@@ -31,7 +31,8 @@ def run_training(setup: Setup, training: Training) -> Trace:
         body = _Loop(run, training)
         for step in range(1, training.steps + 1):
             run.ledger.clock.step = step
-            body()
+            with run.ledger.clock.during("step"):
+                body()
         run.note(f"the loss is {_LOSS_NAMES.get(body.losses.name, body.losses.name)}")
     return run.trace()
 

@@ -18,6 +18,7 @@ from memsize.tracing.assumptions import (
     COPIED,
     EQUAL,
     FINITE,
+    KEEPS,
     MIXED,
     NUMBER,
     RANDOM,
@@ -105,6 +106,8 @@ class Values:
             _follow_empty(result)
             return
         lead = args[0] if args else None
+        if isinstance(lead, list) and lead:
+            lead = lead[0]
         if isinstance(lead, torch.Tensor) and known(lead) is None:  # as nearly always
             self._follow_unknown(op, args, kwargs, result)
         else:
@@ -167,6 +170,9 @@ class Values:
             spread_evenly(indices, *op.choices(args, kwargs))
         elif not isinstance(result, torch.Tensor) or not result.is_meta:
             return
+        elif op.counts and args[0].dtype is torch.bool and result.numel():
+            # As many as a selection by the same truth values takes.
+            uniform(result, args[0].numel() // result.numel(), KEEPS)
         elif op.fill is not None:
             number = op.filled_with(args, kwargs)
             dense = torch.full(result.shape, number, dtype=result.dtype, device="cpu") if is_small(result) else None
@@ -186,7 +192,7 @@ class Values:
             for cell in filter(None, map(cell_of, args[1:2])):
                 cell.assumed = FINITE
             return
-        targets = list(op.targets(args, kwargs))
+        targets = op.targets(args, kwargs)
         cells = [cell for cell in map(cell_of, targets) if cell is not None]
         if not cells:
             return
@@ -295,7 +301,12 @@ def _follow_empty(result: torch.Tensor) -> None:
 
 
 def _assumed_by(args: Any, kwargs: Any) -> str | None:
-    return assumed_of([cell_of(tensor) for tensor in tensors_in((args, kwargs) if kwargs else args) if tensor.is_meta])
+    """What was assumed to know the arguments, if anything."""
+    cells = [cell_of(item) for item in args if isinstance(item, torch.Tensor)]
+    nested = [item for item in args if isinstance(item, (list, tuple))]
+    if nested or kwargs:
+        cells += [cell_of(tensor) for tensor in tensors_in((nested, kwargs))]
+    return assumed_of(cells)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
@@ -362,24 +373,29 @@ def _real_arguments(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     device = kwargs.get("device")
     if isinstance(device, torch.device) and device.type == "meta":
         kwargs = kwargs | {"device": torch.device("cpu")}
-    if not any(isinstance(item, (list, tuple, dict)) for item in (*args, *kwargs.values())):
-        return _real_flat(args, kwargs)
+    flat = _real_flat(args, kwargs)
+    if flat is not NotImplemented:
+        return flat  # type: ignore[no-any-return]
     if any(known(tensor) is None for tensor in tensors_in((args, kwargs))):
         return None
     swap: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: known(tensor)  # type: ignore[assignment,return-value]  # noqa: E731
     return map_tensors(swap, args), map_tensors(swap, kwargs)
 
 
-def _real_flat(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """`_real_arguments` for the common case that no argument is a sequence."""
+def _real_flat(args: Any, kwargs: Any) -> Any:
+    """`_real_arguments` for the common case that no argument is a sequence; NotImplemented otherwise."""
     real = []
-    for item in (*args, *kwargs.values()):
-        value = known(item) if isinstance(item, torch.Tensor) else item
-        if value is None and item is not None:
-            return None
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        value = item
+        if isinstance(item, torch.Tensor):
+            value = known(item)
+            if value is None:
+                return None
+        elif isinstance(item, (list, tuple, dict)):
+            return NotImplemented
         real.append(value)
     count = len(args)
-    return tuple(real[:count]), dict(zip(kwargs, real[count:], strict=True))
+    return tuple(real[:count]), dict(zip(kwargs, real[count:], strict=True)) if kwargs else kwargs
 
 
 def _mixes_devices(args: Any, kwargs: Any) -> bool:
