@@ -280,7 +280,9 @@ def test_operators_without_an_oracle(lower: torch.dtype) -> None:
 def test_samples_run() -> None:
     """An oracle that only ever raises proves nothing."""
     with torch.no_grad(), cuda_semantics(), autocast_region(torch.float16):
-        made = {name: outcome(SAMPLES[name], Maker("meta", (torch.float32,))) for name in wrapped_here() if name in SAMPLES}
+        made = {
+            name: outcome(SAMPLES[name], Maker("meta", (torch.float32,))) for name in wrapped_here() if name in SAMPLES
+        }
     raising = {name for name, dtypes in made.items() if dtypes == ("raises",)}
     # `convolution` has a meta kernel on every version, the older name for it only from 2.12 on.
     assert raising - {"_convolution", "_convolution.deprecated"} == {"binary_cross_entropy"}

@@ -427,6 +427,27 @@ def test_what_was_patched_is_as_before() -> None:
     assert before == (module._get_foreach_kernels_supported_devices, len(module._global_optimizer_pre_hooks))
 
 
+def test_storages_that_are_resized_in_place() -> None:
+    class Gathered(nn.Module):
+        """Frees its gathered weight between uses, as fully sharded training does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.zeros(100, 100))
+
+        def forward(self, x: Tensor) -> Tensor:
+            storage = self.weight.untyped_storage()
+            storage.resize_(0)
+            x = x + 1
+            storage.resize_(40_000)
+            return x @ self.weight
+
+    trace = memsize.trace(Gathered(), (100,), optimizer=None).trace
+    resizes = [event.delta for event in trace.events if event.op == "resize_"]
+    assert resizes == [-40_000, 40_000]
+    assert not hasattr(torch.UntypedStorage.resize_, "__code__")  # the C method again
+
+
 def test_own_step_without_an_optimizer_is_a_run_like_any_other() -> None:
     setup = Setup("m", "fp32", shadow(nn.Linear(4, 4)), feed_from_data(torch.zeros(2, 4)).call(), True)
 

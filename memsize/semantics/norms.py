@@ -140,7 +140,9 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 def _differentiable(grad: Tensor, tensor: Tensor, weight: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
     """The gradients by the formula, so that they have gradients themselves (`create_graph`)."""
-    wanted = [t for t, needed in zip((tensor, weight), ctx.needs_input_grad[:2], strict=True) if needed and t is not None]
+    wanted = [
+        t for t, needed in zip((tensor, weight), ctx.needs_input_grad[:2], strict=True) if needed and t is not None
+    ]
     result = overload("_fused_rms_norm")(tensor, ctx.shape, weight, ctx.eps)[0]
     found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:2])

@@ -68,6 +68,8 @@ class Ledger(Answers):
         self.read: set[int] = set()
         """Addresses of storages that some op took as an argument."""
         self._bytes: list[int] = []
+        self._held: list[int] = []
+        """What each storage takes now; a resize moves it."""
         self._roles: list[Role] = []
         self._layers: list[int] = []
         self._ops: list[str] = []
@@ -152,6 +154,7 @@ class Ledger(Answers):
     def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
         index, clock = len(self._bytes), self.clock
         self._bytes.append(size)
+        self._held.append(size)
         self._roles.append(role)
         self._layers.append(clock.layer)
         self._ops.append(op)
@@ -164,9 +167,21 @@ class Ledger(Answers):
 
     def _leave(self, reference: Any) -> None:
         del self.live[reference.address]
-        size = self._bytes[reference.index]
+        size = self._held[reference.index]
         if size:
             self.events.append(Event(reference.index, -size, self.clock.phase, self.clock.layer, self.last_op))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """`storage` was resized in place, as sharded training does with gathered parameters."""
+        reference = self.live.get(storage._cdata)
+        if reference is None:
+            return
+        index, size = reference.index, storage.nbytes()
+        delta = size - self._held[index]
+        self._held[index] = size
+        self._bytes[index] = max(size, self._bytes[index])
+        if delta:
+            self.events.append(Event(index, delta, self.clock.phase, self.clock.layer, "resize_"))
 
     @staticmethod
     def addresses(tensor: torch.Tensor) -> set[int]:

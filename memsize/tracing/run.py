@@ -20,6 +20,7 @@ from memsize.tracing.feed import Call, input_tensors
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.nest import tensors_in
 from memsize.tracing.quiet import undisturbed
+from memsize.tracing.resizes import resizes_seen
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Run:
         hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, lambda tensor: tensor)
         with undisturbed(), ExitStack() as regions:
             try:
-                for region in (self.calls.watched(), hooks, self.ledger, self.setup.semantics(self.ledger)):
+                watches = (self.calls.watched(), resizes_seen(self.ledger), hooks)
+                for region in (*watches, self.ledger, self.setup.semantics(self.ledger)):
                     regions.enter_context(region)
                 yield
                 regions.close()
