@@ -10,7 +10,7 @@
 Importing memsize does not import torch; the first report does.
 """
 
-from memsize.api import compare, read_checkpoint, report, trace
+from memsize.api import compare, read_checkpoint, report, shape_rule, trace
 from memsize.comparison import Comparison
 from memsize.document import Report
 from memsize.errors import (
@@ -42,5 +42,6 @@ __all__ = [
     "compare",
     "read_checkpoint",
     "report",
+    "shape_rule",
     "trace",
 ]

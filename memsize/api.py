@@ -40,6 +40,7 @@ def report(
     mode: Mode = "train",
     train: Training | str | None = None,
     gpu: str | None = None,
+    execute: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """What each byte of a model is, scenario by scenario, and why it did or didn't shrink.
@@ -50,8 +51,8 @@ def report(
     with their batch dimension (a tensor, a tuple of positional ones, a mapping of keyword ones). `scenarios` is a comma
     list, names or ``"all"``; None takes the usual ones. `mode` is the training flag that the forward runs under.
     `train` asks for training steps with that optimizer (``"adamw"``, ``"sgd:momentum=0.9"``, or a `Training`), so that
-    each scenario says what a GPU would show at their peak; `gpu` names the card that is meant. `progress` is told what
-    is being done.
+    each scenario says what a GPU would show at their peak; `gpu` names the card that is meant. `execute` really
+    computes on the CPU, where the model's way depends on its data. `progress` is told what is being done.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
@@ -64,7 +65,7 @@ def report(
 
         from memsize.study import Study
 
-        study = Study(name, model, feed, mode == "train", say, card(gpu) if gpu else None, _training(train))
+        study = Study(name, model, feed, mode == "train", say, card(gpu) if gpu else None, _training(train), execute)
         return study.report(asked, default=scenarios is None, notes=notes)
 
 
@@ -86,6 +87,7 @@ def trace(
     batch_size: int = 1,
     arguments: Mapping[str, object] | None = None,
     mode: Mode = "train",
+    execute: bool = False,
 ) -> StepTrace:
     """What is alive at every moment of a training step, and what a GPU would show at its peak.
 
@@ -111,8 +113,20 @@ def trace(
 
         from memsize.study import Study
 
-        study = Study(name, model, feed, mode == "train", lambda _: None, where, training)
+        study = Study(name, model, feed, mode == "train", lambda _: None, where, training, execute)
         return StepTrace(study.run(scenario_named(scenario), step, steps), where.name, settings)
+
+
+def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say what a custom op returns, for ops that PyTorch has no `meta` kernel of: a decorator.
+
+    `names` are operators as their schema names them (``"mylib::scan"``). The function takes the op's arguments, `meta`
+    tensors, and returns what the op would, on `meta`; NotImplemented leaves the answer to PyTorch. A name that has a
+    rule already raises ValueError.
+    """
+    from memsize.tracing.shapes import shape_rule as register
+
+    return register(*names)
 
 
 def _size_or_data(inputs: Any) -> tuple[InputSize | None, Any]:

@@ -24,6 +24,7 @@ from memsize.precision.recipes import apply_scenario, floating_dtype, gpu_semant
 from memsize.record import Reading, Trace
 from memsize.scenario import SCENARIOS, Scenario
 from memsize.summaries import torchinfo_reading
+from memsize.tracing.execution import executable, executable_call
 from memsize.tracing.feed import Feed
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.quiet import collector_paused
@@ -33,6 +34,7 @@ from memsize.tracing.step import run_own_step, run_training
 from memsize.training import Training
 
 _AMP = ("amp-fp16", "amp-bf16")
+_EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
 
 class Study:
@@ -47,6 +49,7 @@ class Study:
         say: Callable[[str], None],
         gpu: Card | None = None,
         trained: Training | None = None,
+        execute: bool = False,
     ) -> None:
         self.name = name
         self.model = model
@@ -55,6 +58,7 @@ class Study:
         self.say = say
         self.gpu = gpu or card(DEFAULT_GPU)
         self.trained = trained
+        self.execute = execute
         self.peaks = gpu is not None or trained is not None
         self._untrained: dict[str, str] = {}
         self._traces: dict[str, Trace] = {}
@@ -154,14 +158,17 @@ class Study:
 
     def _prepared(self, scenario: Scenario, batch: int) -> Setup:
         """A fresh twin, ready to be run under the scenario."""
-        recipe = apply_scenario(shadow(self.model), scenario)
+        recipe = apply_scenario(executable(self.model) if self.execute else shadow(self.model), scenario)
         if recipe.quantized:
             self._left[scenario.name] = dict(recipe.quantized.left)
+        call = self.feed.call(batch, recipe.floating)
         return Setup(
             model=self.name,
+            device="cpu" if self.execute else "meta",
+            notes=(_EXECUTED,) if self.execute else (),
             scenario=scenario.name,
             twin=recipe.twin,
-            call=self.feed.call(batch, recipe.floating),
+            call=executable_call(call) if self.execute else call,
             training=self.training,
             batch_size=batch,
             semantics=partial(gpu_semantics, capability=self.gpu.capability),

@@ -151,13 +151,11 @@ UNSAMPLED = {
     "cudnn_convolution_transpose": "has no kernel for meta tensors",
     "_thnn_fused_gru_cell": "has no kernel for meta tensors",
     "_cudnn_rnn": "needs a flat weight buffer: see test_rnn_semantics",
-    # 2.11 has these; named dimensions are for real tensors only.
-    **{
-        name: "names a dimension"
-        for name in """cumprod.dimname cumsum.dimname log_softmax.Dimname norm.names_ScalarOpt_dim prod.dim_Dimname
-            softmax.Dimname sum.dim_DimnameList""".split()
-    },
 }
+# 2.11 has these; named dimensions are for real tensors only.
+NAMED = """cumprod.dimname cumsum.dimname log_softmax.Dimname norm.names_ScalarOpt_dim prod.dim_Dimname softmax.Dimname
+    sum.dim_DimnameList"""
+UNSAMPLED |= dict.fromkeys(NAMED.split(), "names a dimension")
 NO_ORACLE = {"gru_cell": "is a fused kernel on CUDA, without a rule for fake tensors"}
 if torch.version.cuda is None:
     NO_ORACLE["grid_sampler"] = "asks cuDNN for the device, which a CPU build lacks"
@@ -280,9 +278,8 @@ def test_operators_without_an_oracle(lower: torch.dtype) -> None:
 def test_samples_run() -> None:
     """An oracle that only ever raises proves nothing."""
     with torch.no_grad(), cuda_semantics(), autocast_region(torch.float16):
-        made = {
-            name: outcome(SAMPLES[name], Maker("meta", (torch.float32,))) for name in wrapped_here() if name in SAMPLES
-        }
+        names = [name for name in wrapped_here() if name in SAMPLES]
+        made = {name: outcome(SAMPLES[name], Maker("meta", (torch.float32,))) for name in names}
     raising = {name for name, dtypes in made.items() if dtypes == ("raises",)}
     # `convolution` has a meta kernel on every version, the older name for it only from 2.12 on.
     assert raising - {"_convolution", "_convolution.deprecated"} == {"binary_cross_entropy"}

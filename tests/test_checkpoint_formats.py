@@ -121,25 +121,22 @@ def test_a_training_checkpoint(tmp_path: Path, zipped: bool) -> None:
     assert contents.classes == ()
 
 
-DTYPES = [
-    dtype
-    for name, bits in BITS.items()
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
-    and not name.startswith(("q", "bits", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"))
-    and (not name.startswith("int") or bits > 8 or name == "int8")
-    and name != "uint16x"
-]
+CLASSIC = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128".split()
+UNTYPED = (
+    "uint16 uint32 uint64 complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bits8 "
+    "bits16 float4_e2m1fn_x2"
+).split()
+"""Those without a storage class of their own: the legacy format cannot load them back."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@BOTH
-def test_every_dtype(tmp_path: Path, dtype: torch.dtype, zipped: bool) -> None:
-    tensor = torch.empty(5, 3, dtype=dtype)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize(
+    ("name", "zipped"), [*((n, False) for n in CLASSIC), *((n, True) for n in (*CLASSIC, *UNTYPED))]
+)
+def test_every_dtype(tmp_path: Path, name: str, zipped: bool) -> None:
+    tensor = torch.empty(5, 3, dtype=getattr(torch, name))
     path = tmp_path / "one.pt"
-    try:
-        contents = saved({"a": tensor}, path, zipped)
-    except (KeyError, RuntimeError, TypeError) as error:
-        pytest.skip(f"torch.save cannot write it: {error}")
+    contents = saved({"a": tensor}, path, zipped)
     assert_as_loaded(contents, path)
     assert contents.tensors[0].bytes == 15 * tensor.element_size()
 
@@ -149,10 +146,8 @@ def test_the_sizes_of_dtypes_are_torchs() -> None:
         dtype = getattr(torch, name, None)
         if dtype is not None and name not in ("quint4x2", "quint2x4"):
             assert bits == 8 * dtype.itemsize, name
-    assert STORAGES == {
-        name: str(dtype).removeprefix("torch.")
-        for dtype, name in torch.storage._dtype_to_storage_type_map().items()
-    } | {"UntypedStorage": "uint8"}
+    theirs = torch.storage._dtype_to_storage_type_map()
+    assert {name: str(dtype).removeprefix("torch.") for dtype, name in theirs.items()}.items() <= STORAGES.items()
 
 
 @BOTH
@@ -208,10 +203,17 @@ def test_expanded_transposed_empty_and_scalar_tensors(tmp_path: Path) -> None:
     }
     contents = saved(value, path)
     sizes = {tensor.name: (tensor.elements, tensor.bytes) for tensor in contents.tensors}
-    assert sizes == {"expanded": (1000, 4), "transposed": (15, 60), "empty": (0, 0), "scalar": (1, 4), "meta": (1000, 0)}
+    assert sizes == {
+        "expanded": (1000, 4),
+        "transposed": (15, 60),
+        "empty": (0, 0),
+        "scalar": (1, 4),
+        "meta": (1000, 0),
+    }
     assert by_name(contents)["meta"].storage is None
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 @BOTH
 def test_sparse_tensors_are_their_pieces(tmp_path: Path, zipped: bool) -> None:
     value = {"coo": torch.eye(5).to_sparse(), "csr": torch.eye(4).to_sparse_csr(), "bsr": torch.eye(4).to_sparse_bsr(2)}
@@ -255,7 +257,7 @@ def test_parameters_keep_what_they_are(tmp_path: Path) -> None:
         "b": False,
         "c": True,
         "d": True,
-        "d.note.mask": True,
+        "d.note.mask": False,
     }
 
 
@@ -494,7 +496,9 @@ def test_gguf_against_its_library(tmp_path: Path) -> None:
     writer.add_token_list([f"t{i}" for i in range(50)])
     for name, kind in (("a", "Q8_0"), ("b", "Q4_0"), ("c", "Q5_1")):
         quantization = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(name, gguf.quants.quantize(np.ones((8, 64), np.float32), quantization), raw_dtype=quantization)
+        writer.add_tensor(
+            name, gguf.quants.quantize(np.ones((8, 64), np.float32), quantization), raw_dtype=quantization
+        )
     writer.add_tensor("d", np.ones(7, np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

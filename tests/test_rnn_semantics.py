@@ -16,7 +16,7 @@ from memsize.tracing.shapes.recurrent import Batch, Net, reserve_bytes, weight_e
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MODES = {"relu": 0, "tanh": 1, "lstm": 2, "gru": 3}
-T, B, I, H = 10, 8, 32, 64
+T, B, N, H = 10, 8, 32, 64
 """Steps, sequences, input and hidden size of most of the tests."""
 
 # What cuDNN 9.24 answers for one LSTM layer of these sizes, and for variations on it: mode, layers, bidirectional,
@@ -94,7 +94,7 @@ def meta(*shape: int, dtype: torch.dtype = FP32, grad: bool = False) -> Tensor:
 
 
 def recurrent(kind: str = "LSTM", **options: Any) -> nn.RNNBase:
-    layer: nn.RNNBase = getattr(nn, kind)(I, H, device="meta", **options)
+    layer: nn.RNNBase = getattr(nn, kind)(N, H, device="meta", **options)
     return layer
 
 
@@ -104,7 +104,7 @@ def recurrent(kind: str = "LSTM", **options: Any) -> nn.RNNBase:
 @pytest.mark.parametrize("case", ANSWERED, ids=str)
 def test_reserve_space_is_what_cudnn_asks_for(case: tuple[str, int, bool, int, int, float, int, int]) -> None:
     mode, layers, both, projected, size, dropout, steps, answer = case
-    net = Net(MODES[mode], I, H, projected, layers, both)
+    net = Net(MODES[mode], N, H, projected, layers, both)
     assert reserve_bytes(net, Batch(B, T, steps), size, dropout) == answer
 
 
@@ -121,7 +121,7 @@ def test_reserve_space_by_hand() -> None:
 def test_flat_weights_have_room_for_every_parameter(kind: str, layers: int, both: bool) -> None:
     mode = {"LSTM": 2, "GRU": 3, "RNN": 1}[kind]
     layer = recurrent(kind, num_layers=layers, bidirectional=both)
-    net = Net(mode, I, H, 0, layers, both)
+    net = Net(mode, N, H, 0, layers, both)
     assert weight_elements(net) == sum(p.numel() for p in layer.parameters())
     bare = recurrent(kind, num_layers=layers, bidirectional=both, bias=False)
     gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
@@ -131,7 +131,7 @@ def test_flat_weights_have_room_for_every_parameter(kind: str, layers: int, both
 
 def test_flat_weights_with_projections() -> None:
     layer = recurrent(proj_size=16, num_layers=2, bidirectional=True)
-    assert weight_elements(Net(2, I, H, 16, 2, True)) == sum(p.numel() for p in layer.parameters())
+    assert weight_elements(Net(2, N, H, 16, 2, True)) == sum(p.numel() for p in layer.parameters())
 
 
 # -- what a layer returns and keeps -----------------------------------------------------------------------------------
@@ -154,11 +154,11 @@ def test_flat_weights_with_projections() -> None:
 def test_shapes_are_those_of_a_real_run(kind: str, options: dict[str, Any]) -> None:
     if ("proj_size" in options and kind != "LSTM") or ("nonlinearity" in options and kind != "RNN"):
         pytest.skip("not an option of this layer")
-    shape = (B, T, I) if options.get("batch_first") else (T, B, I)
+    shape = (B, T, N) if options.get("batch_first") else (T, B, N)
     layer = recurrent(kind, **options)
     run = Run(layer, meta(*shape, grad=True))
     assert "_cudnn_rnn" in run.log.ops
-    real, state = getattr(nn, kind)(I, H, **options)(torch.zeros(shape))
+    real, state = getattr(nn, kind)(N, H, **options)(torch.zeros(shape))
     ours, our_state = run.result
     assert ours.shape == real.shape
     assert (ours.transpose(0, 1) if options.get("batch_first") else ours).is_contiguous()  # time-major in memory
@@ -170,16 +170,16 @@ def test_shapes_are_those_of_a_real_run(kind: str, options: dict[str, Any]) -> N
 
 
 def test_what_a_layer_keeps() -> None:
-    run = Run(recurrent(), meta(T, B, I, grad=True))
+    run = Run(recurrent(), meta(T, B, N, grad=True))
     # Input, both initial states, output, reserve space. The flat weights are the parameters themselves.
-    x, state, out = 4 * T * B * I, 4 * B * H, 4 * T * B * H
+    x, state, out = 4 * T * B * N, 4 * B * H, 4 * T * B * H
     assert run.kept_bytes == x + 2 * state + out + 102_656
     assert run.log.ops.count("_cudnn_rnn") == 1
 
 
 def test_evaluation_has_no_reserve_space() -> None:
     layer = recurrent().eval()
-    run = Run(layer, meta(T, B, I))
+    run = Run(layer, meta(T, B, N))
     sizes = [storage.nbytes() for storage in run.kept.values()]
     assert 102_656 not in sizes
     assert 0 in sizes
@@ -189,11 +189,11 @@ def test_evaluation_has_no_reserve_space() -> None:
 
 def test_gradients_of_the_weights_share_one_buffer() -> None:
     layer = recurrent(num_layers=2)
-    Run(layer, meta(T, B, I)).backward()
+    Run(layer, meta(T, B, N)).backward()
     storages = {p.grad.untyped_storage()._cdata: p.grad.untyped_storage().nbytes() for p in layer.parameters()}
     assert list(storages.values()) == [4 * sum(p.numel() for p in layer.parameters())]
     bare = recurrent(bias=False)
-    Run(bare, meta(T, B, I)).backward()
+    Run(bare, meta(T, B, N)).backward()
     assert [p.grad.untyped_storage().nbytes() for p in bare.parameters()] == [4 * p.numel() for p in bare.parameters()]
 
 
@@ -208,7 +208,7 @@ def test_packed_sequences() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.layer(pack_padded_sequence(x, lengths))
 
-    run = Run(Packs(), meta(T, B, I, grad=True))
+    run = Run(Packs(), meta(T, B, N, grad=True))
     packed, (h, c) = run.result
     assert packed.data.shape == (52, 2 * H)
     assert h.shape == c.shape == (2, B, H)
@@ -226,22 +226,22 @@ def kept_sizes(run: Run) -> list[int]:
 def test_weights_that_lie_apart_are_copied_at_every_call() -> None:
     layer = recurrent()
     flat = sum(p.numel() for p in layer.parameters())
-    assert 4 * flat not in kept_sizes(Run(layer, meta(T, B, I)))
-    assert 2 * flat not in kept_sizes(Run(recurrent().half(), meta(T, B, I, dtype=FP16)))
+    assert 4 * flat not in kept_sizes(Run(layer, meta(T, B, N)))
+    assert 2 * flat not in kept_sizes(Run(recurrent().half(), meta(T, B, N, dtype=FP16)))
     # flatten_parameters passes bfloat16 over, though cuDNN takes it.
-    run = Run(recurrent().bfloat16(), meta(T, B, I, dtype=BF16))
+    run = Run(recurrent().bfloat16(), meta(T, B, N, dtype=BF16))
     assert "_cudnn_rnn" in run.log.ops
     assert 2 * flat in kept_sizes(run)
 
 
 def test_what_cudnn_does_not_take() -> None:
-    layer, x = recurrent(), meta(2, 3, I)
+    layer, x = recurrent(), meta(2, 3, N)
     for options in ({"cudnn": 91200}, {"capability": (7, 5)}):
         assert "_cudnn_rnn" not in Run(recurrent().bfloat16(), x.bfloat16(), **options).log.ops
         assert "_cudnn_rnn" in Run(layer, x, **options).log.ops
     with torch.backends.cudnn.flags(enabled=False):
         assert "_cudnn_rnn" not in Run(layer, x).log.ops
-    with pytest.raises((RuntimeError, ValueError), match="dtype|type"):
+    with pytest.raises((RuntimeError, ValueError), match=r"dtype|type"):
         Run(layer, x.half())
 
 
@@ -252,7 +252,7 @@ def test_what_cudnn_does_not_take() -> None:
 def test_autocast_copies_the_weights_into_one_float16_buffer(amp: torch.dtype) -> None:
     layer = recurrent(num_layers=2)
     flat = sum(p.numel() for p in layer.parameters())
-    run = Run(layer, meta(T, B, I), amp=amp)
+    run = Run(layer, meta(T, B, N), amp=amp)
     assert run.result[0].dtype is FP16  # whatever the region's dtype: AutocastRNN.cpp names kHalf
     assert list(run.copies.values()) == [2 * flat]
     assert 2 * flat in kept_sizes(run)
@@ -261,14 +261,14 @@ def test_autocast_copies_the_weights_into_one_float16_buffer(amp: torch.dtype) -
 
 
 def test_autocast_leaves_half_and_double_weights_alone() -> None:
-    assert not Run(recurrent().half(), meta(T, B, I), amp=BF16).copies
-    run = Run(recurrent().double(), meta(T, B, I, dtype=FP64), amp=FP16)
+    assert not Run(recurrent().half(), meta(T, B, N), amp=BF16).copies
+    run = Run(recurrent().double(), meta(T, B, N, dtype=FP64), amp=FP16)
     assert (run.result[0].dtype, run.copies) == (FP64, {})
 
 
 def test_autocast_without_biases() -> None:
     layer = recurrent(bias=False)
-    run = Run(layer, meta(T, B, I), amp=FP16)
+    run = Run(layer, meta(T, B, N), amp=FP16)
     assert list(run.copies.values()) == [2 * (sum(p.numel() for p in layer.parameters()) + 8 * H)]
     run.backward()
     assert all(p.grad is not None for p in layer.parameters())
@@ -284,12 +284,12 @@ def test_autocast_casts_states_and_inputs_as_in_pytorch(amp: torch.dtype) -> Non
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", amp)
         try:
-            x, h = torch.empty(T, B, I, device="cuda"), torch.empty(1, B, H, device="cuda")
-            weights = [w.half() for w in (torch.empty(4 * H, I, device="cuda"), torch.empty(4 * H, H, device="cuda"))]
+            x, h = torch.empty(T, B, N, device="cuda"), torch.empty(1, B, H, device="cuda")
+            weights = [w.half() for w in (torch.empty(4 * H, N, device="cuda"), torch.empty(4 * H, H, device="cuda"))]
             theirs = torch._cudnn_rnn(x, weights, 2, None, h, h, 2, H, 0, 1, False, 0.0, True, False, [], None)
         finally:
             torch.set_autocast_enabled("cuda", False)
-    ours, (hy, cy) = Run(recurrent(bias=False).half(), meta(T, B, I), amp=amp).result
+    ours, (hy, cy) = Run(recurrent(bias=False).half(), meta(T, B, N), amp=amp).result
     assert [t.dtype for t in (ours, hy, cy)] == [t.dtype for t in theirs[:3]]
     assert [t.shape for t in (ours, hy, cy)] == [t.shape for t in theirs[:3]]
 
@@ -298,22 +298,22 @@ def test_autocast_casts_states_and_inputs_as_in_pytorch(amp: torch.dtype) -> Non
 
 
 def test_lstm_cell_is_fused() -> None:
-    cell = nn.LSTMCell(I, H, device="meta")
-    run = Run(cell, meta(B, I, grad=True))
+    cell = nn.LSTMCell(N, H, device="meta")
+    run = Run(cell, meta(B, N, grad=True))
     assert run.log.ops.count("_thnn_fused_lstm_cell") == 1
-    # The input; the products of input and state with the weights, and the functions of their sum; the first state, zeros
-    # that stand for both of its parts, and the new cell.
-    x, gates, state = 4 * B * I, 4 * B * 4 * H, 4 * B * H
+    # The input; the products of input and state with the weights, and the functions of their sum; the first state,
+    # zeros that stand for both of its parts, and the new cell.
+    x, gates, state = 4 * B * N, 4 * B * 4 * H, 4 * B * H
     assert run.kept_bytes == x + 3 * gates + 2 * state
     run.backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in cell.parameters())
 
 
 def test_gru_cell_is_fused() -> None:
-    cell = nn.GRUCell(I, H, device="meta")
-    run = Run(cell, meta(B, I, grad=True))
+    cell = nn.GRUCell(N, H, device="meta")
+    run = Run(cell, meta(B, N, grad=True))
     assert run.log.ops.count("_thnn_fused_gru_cell") == 1
-    x, state, gates, workspace = 4 * B * I, 4 * B * H, 4 * B * 3 * H, 4 * B * 5 * H
+    x, state, gates, workspace = 4 * B * N, 4 * B * H, 4 * B * 3 * H, 4 * B * 5 * H
     assert run.kept_bytes == x + state + 2 * gates + workspace
     run.backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in cell.parameters())
@@ -321,16 +321,16 @@ def test_gru_cell_is_fused() -> None:
 
 def test_cells_under_autocast_and_outside_of_a_trace() -> None:
     for kind in (nn.LSTMCell, nn.GRUCell):
-        run = Run(kind(I, H, device="meta"), meta(B, I), amp=BF16)
+        run = Run(kind(N, H, device="meta"), meta(B, N), amp=BF16)
         first = run.result[0] if isinstance(run.result, tuple) else run.result
         assert first.dtype is BF16
         with cuda_semantics():
-            assert kind(I, H, device="meta")(meta(B, I)) is not None
+            assert kind(N, H, device="meta")(meta(B, N)) is not None
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_cpu_tensors_run_as_ever(kind: str) -> None:
-    layer, x = getattr(nn, kind)(I, H), torch.ones(T, B, I)
+    layer, x = getattr(nn, kind)(N, H), torch.ones(T, B, N)
     expected = layer(x)[0]
     with cuda_semantics(stands_for={"cpu"}):
         assert torch.equal(layer(x)[0], expected)

@@ -205,6 +205,27 @@ def test_copies_die_with_the_region_unless_kept_for_backward() -> None:
     assert [ref() for ref in alive] == [None] * 3  # weight, bias, and the input, a leaf that wants a gradient
 
 
+def test_copies_made_without_gradients_pass_them_on() -> None:
+    layer, x = nn.Linear(3, 3, device="meta"), meta(1, 3)
+    with cuda_semantics() as semantics, autocast_region(BF16):
+        with torch.no_grad():
+            layer(x)
+        assert len(semantics.copies) == 2
+        layer(x).sum().backward()  # with the same copies
+        assert len(semantics.copies) == 2
+    assert layer.weight.grad is not None
+
+
+def test_inference_mode_keeps_no_copies() -> None:
+    """As in `cached_cast` (autocast_mode.cpp): an inference tensor could not serve a later forward that trains."""
+    layer, x = nn.Linear(3, 3, device="meta"), meta(1, 3)
+    seen: list[Tensor] = []
+    with cuda_semantics(autocast_observer=lambda source, copy: seen.append(source)) as semantics, autocast_region(BF16):
+        with torch.inference_mode():
+            layer(layer(x))
+        assert (len(seen), len(semantics.copies)) == (4, 0)
+
+
 # Nothing is left behind
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import memsize
 from memsize.errors import ForwardError
 from memsize.folds import totals
 from memsize.record import Trace
@@ -172,6 +173,35 @@ def test_a_decision_that_only_data_can_make_names_the_layer() -> None:
     assert trace.failure is not None
     # What ran before is still there.
     assert [layer.calls for layer in trace.layers] == [0, 1]
+
+
+def test_a_decision_can_be_taken_by_computing() -> None:
+    report = memsize.report(models.Deciding(), (10,), execute=True, scenarios="fp32,amp-bf16", train="sgd")
+    assert [result.status for result in report.scenario_results] == ["run", "run"]
+    assert any("for real" in note for note in report.remarks)
+    built = memsize.report(models.Toy().to("meta"), (3, 64, 64), execute=True, scenarios="fp32")
+    planned = memsize.report(models.Toy().to("meta"), (3, 64, 64), scenarios="fp32")
+    assert built.totals == planned.totals
+
+
+def test_a_shape_rule_answers_for_a_custom_op() -> None:
+    library = torch.library.Library("memsize_test", "FRAGMENT")
+    library.define("scan(Tensor x, int width) -> Tensor")
+    library.impl("scan", lambda x, width: x.new_zeros(*x.shape, width), "CUDA")
+
+    class Scanning(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.memsize_test.scan(x, 3) + 1
+
+    with pytest.raises(ForwardError):
+        forward(Scanning(), torch.zeros(2, 5))
+
+    @memsize.shape_rule("memsize_test::scan")
+    def scan(x: Tensor, width: int) -> Tensor:
+        return torch.empty((*x.shape, width), device="meta")
+
+    trace = forward(Scanning(), torch.zeros(2, 5))
+    assert str(trace.layers[0].outputs[0].spec) == "float32[2,5,3]"
 
 
 def test_a_failure_says_what_the_layer_wanted_and_got() -> None:

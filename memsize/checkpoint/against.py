@@ -93,7 +93,8 @@ def compared(anatomy: Anatomy, expected: Mapping[str, Expected], model: str) -> 
     """How the model part of a checkpoint fits the tensors that a model expects, by name."""
     candidates = anatomy.of("model") or anatomy.of("EMA") or list(anatomy.contents.tensors)
     tensors = {tensor.name: tensor for tensor in candidates if tensor.wrapper is None}
-    naming = _naming(tuple(tensors), expected)
+    naming = _naming(tuple(tensor.name for tensor in candidates), expected)
+    pieces = _stems(naming, [tensor for tensor in candidates if tensor.wrapper is not None])
     named = {other: tensor for name, tensor in tensors.items() if (other := naming.of(name)) is not None}
     root = _root(naming.dropped, candidates)
     outside = {
@@ -106,6 +107,9 @@ def compared(anatomy: Anatomy, expected: Mapping[str, Expected], model: str) -> 
         tensor = named.get(name)
         if tensor is None and wanted.tied in named:
             left_out.append(name)
+        elif tensor is None and name in pieces:
+            held = pieces[name]
+            differences.append(Difference(name, "wrong dtype", held.spec, wanted.spec, held.bytes))
         elif tensor is None:
             differences.append(Difference(name, "missing", None, wanted.spec, 0))
         elif tensor.spec.shape != wanted.spec.shape:
@@ -121,6 +125,17 @@ def compared(anatomy: Anatomy, expected: Mapping[str, Expected], model: str) -> 
     if key and f"{dropped}.".startswith(f"{key}."):
         dropped = dropped[len(key) + 1 :]
     return Match(model, matching, tuple(differences), key, dropped, naming.added, naming.wrappers, tuple(left_out))
+
+
+def _stems(naming: _Naming, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The first piece of each tensor that is kept in several, by any name that the whole of it may have."""
+    stems: dict[str, Tensor] = {}
+    for piece in pieces:
+        name = naming.of(piece.name)
+        while name:
+            stems.setdefault(name, piece)
+            name = name.rpartition(".")[0]
+    return stems
 
 
 def _naming(names: Sequence[str], expected: Mapping[str, Expected]) -> _Naming:

@@ -153,7 +153,7 @@ def _inner(step: _Step, found: Holdings) -> Iterator[_Step]:
                 yield _Step((*step.keys, key), item, step.wrapper, step.trainable)
     elif isinstance(value, Composite):
         for key, item in value.inner:
-            yield _Step((*step.keys, key) if key else step.keys, item, value.kind, value.trainable)
+            yield _Step((*step.keys, key) if key else step.keys, item, value.kind or None, value.trainable)
     elif isinstance(value, Object):
         yield from _of_object(step, value, found)
     elif any(isinstance(item, _HOLDERS) for item in value):

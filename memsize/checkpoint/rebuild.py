@@ -82,6 +82,12 @@ def _parameter(args: Args) -> Any:
     return data
 
 
+def _parameter_with_state(args: Args) -> Any:
+    """A parameter, and attributes that hang on it."""
+    parameter, state = _parameter(args[:3]), args[3]
+    return Composite("", [("", parameter), ("", state)]) if _holds_more(state) else parameter
+
+
 def _quantized(args: Args) -> Any:
     """Data, and for a quantizer per channel its scales and zero points, which are tensors of their own."""
     data = _strided(*args[:4])
@@ -196,7 +202,7 @@ _RULES: dict[str, Callable[[Args], Any]] = {
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_nested_tensor": _nested,

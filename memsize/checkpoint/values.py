@@ -68,7 +68,7 @@ class TensorValue:
 class Composite:
     """A tensor that is kept in others: sparse, quantized per channel, nested, or a wrapper subclass.
 
-    `inner` may hold anything: the tensors in it are its parts.
+    `inner` may hold anything: the tensors in it are its parts. An empty `kind` is a plain tensor with attributes.
     """
 
     kind: str

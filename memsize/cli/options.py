@@ -92,6 +92,9 @@ _RUN = (
     click.option("--loss", metavar="NAME", help=f"Loss of the training: {', '.join(LOSSES)}. [default: by the output]"),
     click.option("--accumulate", default=1, type=click.IntRange(min=1), help="Backwards per training step."),
     click.option("--ema", is_flag=True, help="Keep an averaged copy of the parameters in training."),
+    click.option(
+        "--execute", is_flag=True, help="Compute for real, on the CPU: for models whose way depends on their data."
+    ),
 )
 
 _UNITS = click.option(

@@ -70,6 +70,7 @@ def report(
     loss: str | None,
     accumulate: int,
     ema: bool,
+    execute: bool,
     scenarios: str | None,
     depth: int | None,
     columns: str | None,
@@ -101,6 +102,7 @@ def report(
             mode=mode,
             train=training,
             gpu=_gpu(gpu, where.format),
+            execute=execute,
             progress=progress,
         )
         progress("writing the report")

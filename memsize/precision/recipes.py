@@ -65,7 +65,8 @@ def gpu_semantics(ledger: Ledger, capability: tuple[int, int] = (8, 0)) -> Itera
     def copied(source: torch.Tensor, copy: torch.Tensor) -> None:
         ledger.mark(copy, "cast copy")
 
-    with cuda_semantics(capability=capability, autocast_observer=copied):
+    stand_in = (ledger.device.type,)
+    with cuda_semantics(stands_for=stand_in, capability=capability, autocast_observer=copied):
         yield
 
 

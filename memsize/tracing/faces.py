@@ -20,6 +20,7 @@ from torch.utils._device import _device_constructors
 
 from memsize.semantics.substitution import Function, Substitution, Substitutions
 from memsize.tracing.assumptions import MIXED
+from memsize.tracing.known import known
 from memsize.tracing.nest import map_tensors, tensors_in
 
 _META = torch.device("meta")
@@ -64,6 +65,7 @@ def _substitutions() -> tuple[Substitution, ...]:
         Substitution(Tensor, "new_tensor", _new_tensor),
         Substitution(Tensor, "__getitem__", _indexed),
         Substitution(Tensor, "__setitem__", _indexed),
+        Substitution(Tensor, "__format__", _formatted),
         Substitution(Tensor, "to", _moved),
         Substitution(Tensor, "cuda", _moved_to_cuda),
         *(Substitution(torch._VF, name, _with_states_moved) for name in _RECURRENT),
@@ -135,6 +137,17 @@ def _indexed(original: Function) -> Function:
 def _index(numbers: list[Any]) -> Any:
     plain = numbers and all(isinstance(number, (int, bool)) for number in numbers)
     return torch.tensor(numbers, device=_META) if plain else numbers
+
+
+def _formatted(original: Function) -> Function:
+    """A known number in an f-string is itself: ``self[f"expert_{index}"]``."""
+
+    def formatted(tensor: Tensor, spec: str) -> str:
+        is_number = tensor.is_meta and tensor.dim() == 0 and known(tensor) is not None
+        text: str = format(tensor.item(), spec) if is_number else original(tensor, spec)
+        return text
+
+    return formatted
 
 
 # -- devices by name --------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def explain(error: Exception, calls: Calls, ledger: Ledger) -> Failure:
 
 
 def _reason(error: Exception, seen: Seen) -> str:
-    text = str(error).strip().split("\n")[0] or type(error).__name__
+    text = str(error).strip().split("\n")[0].partition(". This could be because")[0] or type(error).__name__
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
     parts = [text if plain else f"{type(error).__name__}: {text}"]
     parts += [advice for advice in (_wanted(seen), _advice(str(error))) if advice]
@@ -54,8 +54,10 @@ def _advice(text: str) -> str:
         return "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE"
     if "Expected tensor for argument #1 'indices'" in text:
         return "an embedding looks up integers: give the input a dtype, --input SHAPE:int64"
+    if "is only available for these backends" in text:
+        return "say what the op returns with memsize.shape_rule, or compute it with --execute"
     if "depends on the data" in text or "reads a value" in text:
-        return "memsize runs the model without data, so it cannot know which way it goes"
+        return "memsize runs the model without data and cannot know which way it goes: --execute computes it on the CPU"
     return ""
 
 

@@ -29,11 +29,24 @@ _ATTRIBUTE = "_memsize_known"
 class Cell:
     """Whether the values in one piece of memory are still known, and what was assumed to know them."""
 
-    __slots__ = ("assumed", "valid")
+    __slots__ = ("assumed", "heir", "valid")
 
     def __init__(self, assumed: str | None = None) -> None:
         self.assumed = assumed
         self.valid = True
+        self.heir: Cell | None = None
+
+    def forget(self) -> None:
+        """Something unknown was written to the memory."""
+        self.valid = False
+        if self.heir is not None:
+            self.heir.forget()
+
+    def inherit(self) -> Cell:
+        """A new cell for the one view whose values stay known, while those of all others are forgotten."""
+        self.forget()
+        self.heir = Cell(self.assumed)
+        return self.heir
 
 
 def remember(tensor: torch.Tensor, value: torch.Tensor | None, cell: Cell | None = None) -> torch.Tensor:
@@ -79,3 +92,8 @@ def uniform(tensor: torch.Tensor, value: Any, assumed: str | None = None) -> tor
 def is_uniform(value: torch.Tensor) -> bool:
     """Whether a known value is a single one, expanded."""
     return value.numel() == 1 or not any(value.stride())
+
+
+def is_constant(value: torch.Tensor) -> bool:
+    """Whether a known value has the same number everywhere."""
+    return is_uniform(value) or (value.numel() > 0 and bool((value == value.flatten()[0]).all()))

@@ -26,7 +26,17 @@ from memsize.tracing.assumptions import (
     spread_evenly,
     with_infinity,
 )
-from memsize.tracing.known import ASSUMED_ELEMENTS, Cell, cell_of, is_small, is_uniform, known, remember, uniform
+from memsize.tracing.known import (
+    ASSUMED_ELEMENTS,
+    Cell,
+    cell_of,
+    is_constant,
+    is_small,
+    is_uniform,
+    known,
+    remember,
+    uniform,
+)
 from memsize.tracing.nest import map_tensors, tensors_in
 from memsize.tracing.opinfo import OpInfo
 from memsize.tracing.selection import selections
@@ -153,7 +163,7 @@ class Values:
         with suppress(Exception):  # whatever the CPU's kernel can't do with these values, they are unknown then
             if wanted and all(value.numel() <= ASSUMED_ELEMENTS for value in values):
                 return func(*real[0], **real[1])
-            if all(is_uniform(value) and value.numel() for value in values):
+            if all(map(is_constant, values)):
                 return _computed_once(func, op, real, first)
         return None
 
@@ -196,16 +206,18 @@ class Values:
         cells = [cell for cell in map(cell_of, targets) if cell is not None]
         if not cells:
             return
+        if len(targets) == 1 and is_small(targets[0]):
+            _make_writable(targets[0], cells[0])
         real = _real_arguments(args, kwargs)
         if real is not None and all(map(_is_writable, targets)):
             assumed = _assumed_by(args, kwargs) or (RANDOM if op.random else None)
             with suppress(Exception):  # the values end here; the op itself has been answered
                 func(*real[0], **real[1])
-                for cell in cells:
-                    cell.assumed = cell.assumed or assumed
+                for written in filter(None, map(cell_of, targets)):
+                    written.assumed = written.assumed or assumed
                 return
         for cell in cells:
-            cell.valid = False
+            cell.forget()
 
     # -- questions about values ---------------------------------------------------------------------------------------
 
@@ -319,6 +331,13 @@ def _is_writable(tensor: torch.Tensor) -> bool:
     return value is not None and value is known(tensor) and (value.numel() <= 1 or not is_uniform(value))
 
 
+def _make_writable(tensor: torch.Tensor, cell: Cell) -> None:
+    """Give a view of something uniform values of its own before some of them are written."""
+    value = known(tensor)
+    if value is not None and value.numel() > 1 and is_uniform(value):
+        remember(tensor, value.clone(memory_format=torch.contiguous_format), cell.inherit())
+
+
 def _share_cells(source: Any, result: Any) -> None:
     """Views whose values are not known still share the memory of `source`."""
     cell = cell_of(source) if isinstance(source, torch.Tensor) and source.is_meta else None
@@ -333,13 +352,17 @@ def _computed_once(func: Any, op: OpInfo, real: Any, first: torch.Tensor) -> tor
     if op.fill is not None:
         value = torch.full((), op.filled_with(*real), dtype=first.dtype, device="cpu")
     elif op.pointwise:
-        scalars = map_tensors(lambda value: value.as_strided((), ()), real)
+        scalars = map_tensors(_first, real)
         value = func(*scalars[0], **scalars[1])
     elif op.preserving or (op.aliases and real[0][0].dtype is first.dtype):
-        value = real[0][0].as_strided((), ()).to(first.dtype)
+        value = _first(real[0][0]).to(first.dtype)
     else:
         return None
     return value.expand(first.shape)
+
+
+def _first(value: torch.Tensor) -> torch.Tensor:
+    return value.as_strided((), (), value.storage_offset())
 
 
 def _plausible(dtype: torch.dtype) -> Any:

@@ -40,9 +40,14 @@ class Rules(Mapping[OpOverload, Rule]):
     def __init__(self, table: Mapping[str, Rule]) -> None:
         self._table = table
         self._found: dict[OpOverload, Rule | None] = {}
+        self._size = len(table)
 
     def get(self, op: OpOverload, default: Any = None) -> Any:
         """The rule for `op`, or `default`."""
+        if len(self._table) != self._size:
+            # A rule was registered since: an op that had none may have one now.
+            self._found.clear()
+            self._size = len(self._table)
         try:
             rule = self._found[op]
         except KeyError:

@@ -1,0 +1,472 @@
+"""The timeline of a run: as data against arithmetic first, as text against golden files second, then laws.
+
+`MEMSIZE_GOLDEN=write pytest tests/test_timeline.py` writes the golden files anew; read the difference before keeping it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memsize import trace as trace_step
+from memsize.cli import run
+from memsize.device import AllocatorConfig, replay
+from memsize.errors import InputError
+from memsize.folds import alive, live_bytes
+from memsize.folds import peak as peak_of
+from memsize.record import Event, Role, Storage, Trace
+from memsize.render import plot
+from memsize.render.timeline import FORMATS, render
+from memsize.sections.timeline import TITLES
+from memsize.steptrace import StepTrace
+from memsize.timeline import ROLES, Phase, Stretch, Timeline, courses, from_data, timeline, to_data
+from tests import records
+
+GOLDEN = Path(__file__).parent / "golden"
+MiB = 2**20
+
+
+class Script:
+    """Writes a trace by hand: storages by name, phases as they come."""
+
+    def __init__(self) -> None:
+        self.layers = (
+            records.layer("", "Net", leaf=False),
+            records.layer("body", "Sequential", leaf=False),
+            records.layer("body.0", "Linear"),
+            records.layer("body.1", "ReLU"),
+            records.layer("head", "Linear"),
+        )
+        self.paths = [layer.path for layer in self.layers]
+        self.phases = ["setup"]
+        self.phase = 0
+        self.storages: list[Storage] = []
+        self.names: dict[str, int] = {}
+        self.events: list[Event] = []
+
+    def during(self, phase: str) -> None:
+        if phase not in self.phases:
+            self.phases.append(phase)
+        self.phase = self.phases.index(phase)
+
+    def new(self, name: str, size: int, role: Role, layer: str | None = None, op: str = "") -> None:
+        place = -1 if layer is None else self.paths.index(layer)
+        self.names[name] = len(self.storages)
+        self.storages.append(Storage(size, role, place, op, "float32", (size // 4,), -1))
+        self.events.append(Event(self.names[name], size, self.phase, place, op))
+
+    def change(self, name: str, delta: int, op: str, layer: str | None = None) -> None:
+        place = -1 if layer is None else self.paths.index(layer)
+        self.events.append(Event(self.names[name], delta, self.phase, place, op))
+
+    def free(self, name: str, op: str, layer: str | None = None) -> None:
+        held = sum(event.delta for event in self.events if event.storage == self.names[name])
+        self.change(name, -held, op, layer)
+
+    def trace(self) -> Trace:
+        return Trace(
+            model="model.py:Net",
+            scenario="fp32",
+            training=True,
+            batch_size=1,
+            torch="2.13.0",
+            inputs=(),
+            layers=self.layers,
+            tensors=(),
+            phases=tuple(self.phases),
+            storages=tuple(self.storages),
+            events=tuple(self.events),
+            assumptions=("no gradient is infinite",),
+            notes=("the loss is the mean of the floating outputs",),
+        )
+
+
+def two_steps() -> Trace:
+    """Two alike steps of a small net, and what comes before them.
+
+    Live MiB: setup 4, 6, 7; then in each step: activations 3 + 1, backward's seed 4 B, gradients 4 and 2, all freed.
+    """
+    script = Script()
+    script.new("w0", 4 * MiB, "parameter", "body.0")
+    script.new("w1", 2 * MiB, "parameter", "head")
+    script.new("x", 1 * MiB, "input")
+    for step in (1, 2):
+        script.during(f"forward {step}")
+        script.new("a0", 3 * MiB, "activation", "body.0", "addmm")
+        script.new("a1", 1 * MiB, "activation", "body.1", "relu")
+        script.during("setup")
+        script.new("seed", 4, "temporary", None, "ones_like")
+        script.during(f"backward {step}")
+        script.new("g1", 2 * MiB, "gradient", "head", "mm")
+        script.free("a1", "mm", "head")
+        script.new("g0", 4 * MiB, "gradient", "body.0", "mm")
+        script.free("a0", "mm", "body.0")
+        script.free("seed", "mm", "body.0")
+        script.during(f"zero_grad {step}")
+        script.free("g0", "")
+        script.free("g1", "")
+    return script.trace()
+
+
+def inference() -> Trace:
+    script = Script()
+    script.new("w0", 4 * MiB, "parameter", "body.0")
+    script.during("forward")
+    script.new("y", 3 * MiB, "temporary", "body.0", "addmm")
+    script.change("y", 2 * MiB, "resize_", "body.1")
+    return script.trace()
+
+
+def empty() -> Trace:
+    return Script().trace()
+
+
+TRACES: dict[str, Callable[[], Trace]] = {"steps": two_steps, "inference": inference, "empty": empty}
+
+
+def check(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("MEMSIZE_GOLDEN") == "write":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_the_peak_of_a_step() -> None:
+    found = timeline(two_steps())
+    peak = found.peak
+    # 7 of setup + 4 of activations + 2 of g1 - 1 of a1 + 4 of g0, and the seed.
+    assert peak.bytes == 16 * MiB + 4
+    assert (peak.layer, peak.op) == ("body.0", "mm")
+    assert str(found.phase_at(peak.event)) == "backward 1"
+    assert peak.roles == {
+        "parameter": 6 * MiB,
+        "input": MiB,
+        "gradient": 6 * MiB,
+        "activation": 3 * MiB,
+        "temporary": 4,
+    }
+    assert peak.bytes == peak_of(two_steps()).bytes
+
+
+def test_what_happens_between_phases_belongs_to_the_later_one() -> None:
+    found = timeline(two_steps())
+    assert found.phases == (
+        Phase("setup", 0, 0, 3),
+        Phase("forward", 1, 3, 5),
+        Phase("backward", 1, 5, 11),  # its seed and five more
+        Phase("zero_grad", 1, 11, 13),
+        Phase("forward", 2, 13, 15),
+        Phase("backward", 2, 15, 21),
+        Phase("zero_grad", 2, 21, 23),
+    )
+    assert found.steps == (Phase("step", 1, 3, 13), Phase("step", 2, 13, 23))
+
+
+def test_a_run_may_end_outside_every_phase() -> None:
+    script = Script()
+    script.during("forward")
+    script.new("y", 8, "output", "head", "mm")
+    script.during("setup")
+    script.free("y", "mm")
+    assert timeline(script.trace()).phases == (Phase("forward", 0, 0, 1), Phase("setup", 0, 1, 2))
+
+
+def test_steps_that_run_alike_are_told_once() -> None:
+    told = courses(timeline(two_steps()))
+    # Segments: the first step makes them, so that its forward and backward see fewer reserved bytes than the second's.
+    assert {(course.name, course.before, course.summit.bytes) for course in told} == {
+        ("setup", 0, 7 * MiB),
+        ("forward", 7 * MiB, 11 * MiB),
+        ("backward", 11 * MiB, 16 * MiB + 4),
+        ("zero_grad", 13 * MiB, 13 * MiB),
+    }
+    assert next(course.steps for course in told if course.name == "zero_grad") == (1, 2)
+
+
+def test_a_phase_that_only_frees_is_highest_before_it_begins() -> None:
+    freeing = next(course for course in courses(timeline(two_steps())) if course.name == "zero_grad")
+    assert freeing.summit.bytes == freeing.before
+    assert (freeing.summit.layer, freeing.summit.op) == (None, "")
+
+
+def test_a_resize_moves_no_role() -> None:
+    found = timeline(inference())
+    assert found.live["temporary"] == (0, 3 * MiB, 5 * MiB)
+    assert found.total == (4 * MiB, 7 * MiB, 9 * MiB)
+
+
+def test_stretches_go_as_deep_as_they_may() -> None:
+    found = timeline(two_steps())
+    whole = found.stretches(100)
+    assert whole[:5] == (
+        Stretch("body.0", 0, 1),
+        Stretch("head", 1, 2),
+        Stretch(None, 2, 3),
+        Stretch("body.0", 3, 4),
+        Stretch("body.1", 4, 5),
+    )
+    coarse = found.stretches(len(whole) - 1)
+    assert coarse[3] == Stretch("body", 3, 5)
+    for stretches in (whole, coarse, found.stretches(1)):
+        assert [stretch.start for stretch in stretches] == [0, *(stretch.stop for stretch in stretches[:-1])]
+        assert stretches[-1].stop == len(found)
+
+
+def test_every_role_has_a_place_a_title_and_a_colour() -> None:
+    assert set(ROLES) == set(get_args(Role)) == set(TITLES) == set(plot.COLOURS)
+    assert len(ROLES) == len(set(ROLES))
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_json_comes_back_as_it_went(name: str) -> None:
+    found = timeline(TRACES[name]())
+    assert from_data(json.loads(render(found, "json"))) == found
+
+
+@pytest.mark.parametrize("data", [[], {}, {"schema": "memsize.timeline/0"}, {"schema": "memsize.timeline/1", "live": {}}])
+def test_other_data_is_no_timeline(data: object) -> None:
+    with pytest.raises(InputError, match="not a memsize timeline"):
+        from_data(data)
+
+
+def test_csv_has_a_row_per_event_in_exact_bytes() -> None:
+    found = timeline(two_steps())
+    rows = list(csv.DictReader(io.StringIO(render(found, "csv"))))
+    roles = ("parameter", "input", "gradient", "activation", "temporary")
+    assert [int(row["live"]) for row in rows] == list(live_bytes(two_steps().events))
+    assert all(sum(int(row[role]) for role in roles) == int(row["live"]) for row in rows)
+    assert all(int(row["live"]) <= int(row["allocated"]) <= int(row["reserved"]) for row in rows)
+    assert (rows[4]["phase"], rows[4]["step"], rows[4]["layer"], rows[4]["op"]) == ("forward", "1", "body.1", "relu")
+    assert (rows[2]["step"], rows[2]["layer"]) == ("", "")
+
+
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("width", [80, 200])
+def test_golden_at_a_terminals_width(name: str, width: int) -> None:
+    text = render(timeline(TRACES[name]()), "text", width=width)
+    assert max(map(len, text.splitlines())) <= width
+    check(f"timeline.{name}.{width}.txt", text)
+
+
+@pytest.mark.parametrize("width", [60, 100, 133, None])
+def test_text_fits_other_widths(width: int | None) -> None:
+    for made in TRACES.values():
+        lines = render(timeline(made()), "text", width=width).splitlines()
+        assert max(map(len, lines)) <= (width or 1000)
+        assert not any(line.endswith(" ") for line in lines)
+
+
+def test_the_chart_reaches_its_height_at_the_peak_only() -> None:
+    lines = render(timeline(two_steps()), "text", width=200).splitlines()
+    top = next(line for line in lines if "│" in line and "16.00" in line)
+    mark = next(line for line in lines if "▼" in line)
+    assert top[mark.index("▼")] == "█"
+    assert "16.00 MiB in backward 1 (body.0, mm)" in mark
+
+
+@pytest.mark.parametrize("unit", ["B", "KiB", "GB"])
+def test_sizes_follow_the_unit(unit: str) -> None:
+    found = timeline(two_steps())
+    shown = {"B": "16,777,220", "KiB": "16,384.00", "GB": "0.02"}[unit]  # 16 · 2^20 + 4
+    assert shown in render(found, "text", unit)
+    assert shown in render(found, "html", unit)
+
+
+class _Tags(HTMLParser):
+    """Checks that tags nest, and keeps their names and the texts of titles."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.titles: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "title":
+            self.titles.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_html_is_whole_and_fetches_nothing(name: str) -> None:
+    found = timeline(TRACES[name]())
+    for page in (render(found, "html"), plot.fragment(found), StepTrace(TRACES[name]())._repr_html_()):
+        tags = _Tags()
+        tags.feed(page)
+        assert tags.open == []
+        assert not {"script", "link", "img", "iframe"} & set(tags.seen)
+        assert "http" not in page and "url(" not in page
+
+
+def test_the_picture_says_what_it_shows() -> None:
+    tags = _Tags()
+    tags.feed(render(timeline(two_steps()), "html"))
+    assert "activations: at most 4.00 MiB" in tags.titles
+    assert "backward 2: at most 16.00 MiB, events 15 to 20" in tags.titles
+    assert any(title.startswith("head in backward 1: at most 13.00 MiB\nparameters 6.00 MiB") for title in tags.titles)
+    assert {"polygon", "polyline", "svg"} <= set(tags.seen)
+
+
+def test_areas_are_as_high_as_their_bytes() -> None:
+    found = timeline(two_steps())
+    picture = plot._picture(found, "MiB")
+    frame = picture["frame"]
+    heights = {
+        role: [float(pair.split(",")[1]) for pair in points.split()] for role, points, _ in picture["areas"]
+    }
+    assert min(heights["temporary"]) == frame.y(found.peak.bytes)  # the last role ends where everything does
+    assert max(heights["parameter"]) == frame.bottom
+    assert min(heights["parameter"]) == frame.y(6 * MiB)
+
+
+def test_the_data_frame_of_a_step() -> None:
+    frame = StepTrace(two_steps()).timeline
+    assert frame["live"].max() == 16 * MiB + 4
+    assert list(frame.columns[:6]) == ["event", "phase", "step", "layer", "op", "delta"]
+    assert (frame[["parameter", "input", "gradient", "activation", "temporary"]].sum(axis=1) == frame["live"]).all()
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(ROLES),
+        st.integers(1, 40 * MiB),
+        st.sampled_from(["setup", "forward 1", "backward 1", "forward 2"]),
+        st.sampled_from([None, "", "body.0", "body.1", "head"]),
+        st.integers(0, 3),
+    ),
+    max_size=40,
+)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    """Any run: storages of any role appear, are resized and disappear, in any phase and layer."""
+    script, alive_now = Script(), []
+    for number, (role, size, phase, layer, fate) in enumerate(draw(CHANGES)):
+        script.during(phase)
+        script.new(str(number), size, role, layer, "op")
+        alive_now.append(str(number))
+        if fate == 1:
+            script.free(alive_now.pop(0), "free", layer)
+        if fate == 2 and alive_now:
+            script.change(alive_now[-1], 512, "resize_", layer)
+    return script.trace()
+
+
+@given(traces())
+def test_roles_add_up_to_what_is_live_at_every_event(trace: Trace) -> None:
+    found = timeline(trace)
+    levels = replay(((e.storage, e.delta) for e in trace.events), AllocatorConfig(), timeline=True).timeline
+    assert levels is not None
+    sums = [sum(column[event] for column in found.live.values()) for event in range(len(found))]
+    assert sums == list(found.total) == levels.requested.tolist()
+    assert all(t <= a <= r for t, a, r in zip(found.total, found.allocated, found.reserved, strict=True))
+    for event in {0, len(found) // 2, len(found) - 1} if len(found) else ():
+        by_role: dict[Role, int] = {}
+        for storage, size in alive(trace, event).items():
+            role = trace.storages[storage].role
+            by_role[role] = by_role.get(role, 0) + size
+        assert found.moment(event).roles == by_role
+
+
+@given(traces(), st.integers(1, 60))
+def test_phases_columns_and_stretches_cover_every_event_once(trace: Trace, count: int) -> None:
+    found = timeline(trace)
+    covered = [event for phase in found.phases for event in range(phase.start, phase.stop)]
+    assert covered == list(range(len(found)))
+    assert [e for _, start, stop in found.stretches(count) for e in range(start, stop)] == covered
+    columns = found.columns(count)
+    assert columns == sorted(set(columns)) and len(columns) == min(count, len(found))
+    assert not columns or max(found.total[event] for event in columns) == found.peak.bytes
+    assert from_data(json.loads(json.dumps(to_data(found)))) == found
+
+
+@given(traces(), st.integers(50, 200))
+def test_anything_can_be_drawn(trace: Trace, width: int) -> None:
+    found = timeline(trace)
+    assert max(map(len, render(found, "text", width=width).splitlines())) <= width
+    assert "<svg" in render(found, "html") or not len(found)
+
+
+@pytest.fixture(scope="module")
+def toy(toy_target: str) -> Timeline:
+    return timeline(trace_step(toy_target, (3, 64, 64), steps=2).trace)
+
+
+def test_a_real_step_has_its_phases_in_order(toy: Timeline) -> None:
+    order = [str(phase) for phase in toy.phases]
+    assert [name for name in order if name.endswith("2")] == [
+        "zero_grad 2",
+        "forward 2",
+        "loss 2",
+        "backward 2",
+        "optimizer 2",
+    ]
+    peak = toy.peak
+    assert toy.phase_at(peak.event).name == "optimizer"
+    # AdamW: parameters, two states, gradients and one foreach temporary, each 36,895,604 B.
+    assert [peak.roles[role] for role in ("parameter", "gradient", "temporary")] == [36895604] * 3
+    assert peak.roles["optimizer state"] == 2 * 36895604
+
+
+def test_a_real_inference_has_no_steps(toy_target: str) -> None:
+    found = timeline(trace_step(toy_target, (3, 64, 64), optimizer=None).trace)
+    assert [str(phase) for phase in found.phases] == ["setup", "forward"]
+    assert found.steps == ()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_command_writes_every_format(format: str, toy_target: str, tmp_path: Path) -> None:
+    file = tmp_path / f"step{FORMATS[format][0]}"
+    command = ["timeline", toy_target, "--input", "3,64,64", "--train", "adamw", "--steps", "1", "-o", str(file)]
+    assert run(command) == 0
+    assert file.stat().st_size > 1000
+    assert run(command) == 2  # it is there already
+    assert run([*command, "--force"]) == 0
+
+
+def test_the_command_draws_one_inference(toy_target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["timeline", toy_target, "--input", "3,64,64", "--scenario", "fp16"]) == 0
+    out = capsys.readouterr().out
+    assert "as fp16" in out and "in forward" in out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (["--format", "markdown"], "no format 'markdown'"),
+        (["--scenario", "fp23"], "no scenario 'fp23'"),
+        (["--train", "adamv"], "no optimizer 'adamv'"),
+        (["--gpu", "a1000"], "no GPU 'a1000'"),
+        (["--units", "mega"], "no unit 'mega'"),
+        (["-o", "step.docx"], "no format has the suffix '.docx'"),
+    ],
+)
+def test_what_is_wrong_shows_before_anything_runs(
+    wrong: list[str], says: str, toy_target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memsize.api.trace", None)
+    assert run(["timeline", toy_target, "--input", "3,64,64", *wrong]) == 2
+    assert says in capsys.readouterr().err
