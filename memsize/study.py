@@ -188,6 +188,8 @@ class Study:
             runs=runs,
             left={name: left for name, left in self._left.items() if name in runs},
             readings=self._readings(),
+            peaks={result.name: result.training for result in results if result.training},
+            optimizer=self._optimizer(),
             crossover=self._crossover(amp) if amp and "fp32" in runs else None,
             amp=amp,
         )

@@ -1,7 +1,7 @@
 """What is alive after each event of a run: bytes by role, the phase and the layer, and what the allocator holds.
 
-Everything is read off a `Trace` and its replay through the caching allocator. Events stand in for time: a run on tensors
-that hold no numbers has none.
+Everything is read off a `Trace` and its replay through the caching allocator. Events stand in for time: a run on
+tensors that hold no numbers has none.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Final, NamedTuple
 
 from memsize.device import AllocatorConfig, replay
@@ -55,7 +55,7 @@ class Stretch(NamedTuple):
 
 
 class Summit(NamedTuple):
-    """The moment of most live bytes: after which event (-1: before any), where that happens, and what is alive by role."""
+    """The moment of most live bytes: after which event (-1: before any), where that is, and what is alive by role."""
 
     event: int
     bytes: int
@@ -129,10 +129,7 @@ class Timeline:
         """At most `count` events that stand for all: of each equal stretch the one with most live bytes."""
         events = len(self)
         bounds = [place * events // count for place in range(count + 1)] if events > count else range(events + 1)
-        return [
-            max(range(start, stop), key=self.total.__getitem__)
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        return [max(range(start, stop), key=self.total.__getitem__) for start, stop in pairwise(bounds)]
 
     def stretches(self, most: int) -> tuple[Stretch, ...]:
         """Which layer runs when, as deep into the model as `most` stretches can tell."""
@@ -204,16 +201,21 @@ def _column(name: Role, role: Sequence[Role], delta: Sequence[int]) -> Iterator[
 def phases(trace: Trace) -> Iterator[Phase]:
     """Runs of events of the same phase.
 
-    What happens outside every phase between two of them (the seed of a backward, say) belongs to the later one.
+    A few events outside every phase (the seed of a backward, a scaled loss) belong to the phase that follows them.
     """
     start = stop = 0
     for index, events in groupby(trace.events, key=_phase_of):
         stop += sum(1 for _ in events)
-        outside = index == 0 and start > 0
-        if not outside or stop == len(trace.events):
-            name, step = split_phase(trace.phases[index])
+        name, step = split_phase(trace.phases[index])
+        between = start > 0 and stop - start <= _FEW and (index == 0 or name == _AROUND)
+        if not between or stop == len(trace.events):
             yield Phase(name, step, start, stop)
             start = stop
+
+
+_AROUND: Final = "step"
+"""What the record calls events of a step outside its phases; those outside every step are in its first phase."""
+_FEW: Final = 4
 
 
 def _phase_of(event: Event) -> int:

@@ -84,6 +84,15 @@ def test_parameters_dominate() -> None:
     assert finding.values["gain"] == 500
 
 
+def test_training_peak() -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False))
+    finding = found(model, (1000,), train="adamw", scenarios="fp32")["training-peak"]
+    # Parameters, gradients, two moments and the update's square roots, 4 MB each, and two cuBLAS workspaces.
+    assert finding.values["states"] == 4 * 4_000_000
+    assert "optimizer's update" in finding.text()
+    assert "training-peak" not in found(model, (1000,), scenarios="fp32")
+
+
 def test_apex_o2_master_weights() -> None:
     finding = found(models.Small(), (3, 32, 32), batch_size=2, scenarios="apex-O2")["apex-o2-keeps-master-weights"]
     assert finding.bytes == 4 * (models_elements(models.Small()) - 16)

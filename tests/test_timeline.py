@@ -1,6 +1,7 @@
 """The timeline of a run: as data against arithmetic first, as text against golden files second, then laws.
 
-`MEMSIZE_GOLDEN=write pytest tests/test_timeline.py` writes the golden files anew; read the difference before keeping it.
+`MEMSIZE_GOLDEN=write pytest tests/test_timeline.py` writes the golden files anew; read the difference before keeping
+it.
 """
 
 from __future__ import annotations
@@ -172,6 +173,20 @@ def test_what_happens_between_phases_belongs_to_the_later_one() -> None:
     assert found.steps == (Phase("step", 1, 3, 13), Phase("step", 2, 13, 23))
 
 
+def test_many_events_between_phases_are_a_phase_of_their_own() -> None:
+    script = Script()
+    for phase, count in (("forward 1", 1), ("step 1", 4), ("backward 1", 1), ("step 1", 5), ("optimizer 1", 1)):
+        script.during(phase)
+        for _ in range(count):
+            script.new("x", 8, "temporary", None, "mul")
+    assert timeline(script.trace()).phases == (
+        Phase("forward", 1, 0, 1),
+        Phase("backward", 1, 1, 6),
+        Phase("step", 1, 6, 11),
+        Phase("optimizer", 1, 11, 12),
+    )
+
+
 def test_a_run_may_end_outside_every_phase() -> None:
     script = Script()
     script.during("forward")
@@ -233,7 +248,7 @@ def test_json_comes_back_as_it_went(name: str) -> None:
     assert from_data(json.loads(render(found, "json"))) == found
 
 
-@pytest.mark.parametrize("data", [[], {}, {"schema": "memsize.timeline/0"}, {"schema": "memsize.timeline/1", "live": {}}])
+@pytest.mark.parametrize("data", [[], {}, {"schema": "memsize.timeline/0"}, {"schema": "memsize.timeline/1", "op": 1}])
 def test_other_data_is_no_timeline(data: object) -> None:
     with pytest.raises(InputError, match="not a memsize timeline"):
         from_data(data)
@@ -333,9 +348,7 @@ def test_areas_are_as_high_as_their_bytes() -> None:
     found = timeline(two_steps())
     picture = plot._picture(found, "MiB")
     frame = picture["frame"]
-    heights = {
-        role: [float(pair.split(",")[1]) for pair in points.split()] for role, points, _ in picture["areas"]
-    }
+    heights = {role: [float(pair.split(",")[1]) for pair in points.split()] for role, points, _ in picture["areas"]}
     assert min(heights["temporary"]) == frame.y(found.peak.bytes)  # the last role ends where everything does
     assert max(heights["parameter"]) == frame.bottom
     assert min(heights["parameter"]) == frame.y(6 * MiB)
@@ -370,8 +383,9 @@ def traces(draw: st.DrawFn) -> Trace:
         alive_now.append(str(number))
         if fate == 1:
             script.free(alive_now.pop(0), "free", layer)
-        if fate == 2 and alive_now:
-            script.change(alive_now[-1], 512, "resize_", layer)
+        if fate in (2, 3) and alive_now:
+            held = sum(event.delta for event in script.events if event.storage == script.names[alive_now[-1]])
+            script.change(alive_now[-1], 512 if fate == 2 else -(held // 2) or 512, "resize_", layer)
     return script.trace()
 
 

@@ -16,6 +16,7 @@ from memsize.record import Trace
 from memsize.tracing.feed import feed_from_data
 from memsize.tracing.run import Setup, run_forward
 from memsize.tracing.shadow import shadow
+from memsize.tracing.shapes import registry
 from tests import models
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -200,7 +201,10 @@ def test_a_shape_rule_answers_for_a_custom_op() -> None:
     def scan(x: Tensor, width: int) -> Tensor:
         return torch.empty((*x.shape, width), device="meta")
 
-    trace = forward(Scanning(), torch.zeros(2, 5))
+    try:
+        trace = forward(Scanning(), torch.zeros(2, 5))
+    finally:
+        del registry.TABLE["memsize_test::scan"]
     assert str(trace.layers[0].outputs[0].spec) == "float32[2,5,3]"
 
 

@@ -91,40 +91,35 @@ class _Naming:
 
 def compared(anatomy: Anatomy, expected: Mapping[str, Expected], model: str) -> Match:
     """How the model part of a checkpoint fits the tensors that a model expects, by name."""
-    candidates = anatomy.of("model") or anatomy.of("EMA") or list(anatomy.contents.tensors)
-    tensors = {tensor.name: tensor for tensor in candidates if tensor.wrapper is None}
-    naming = _naming(tuple(tensor.name for tensor in candidates), expected)
-    pieces = _stems(naming, [tensor for tensor in candidates if tensor.wrapper is not None])
-    named = {other: tensor for name, tensor in tensors.items() if (other := naming.of(name)) is not None}
-    root = _root(naming.dropped, candidates)
-    outside = {
-        name: tensor for name, tensor in tensors.items() if naming.of(name) is None and tensor.keys[: len(root)] == root
-    }
-    differences: list[Difference] = []
-    left_out: list[str] = []
-    matching = 0
-    for name, wanted in expected.items():
-        tensor = named.get(name)
-        if tensor is None and wanted.tied in named:
-            left_out.append(name)
-        elif tensor is None and name in pieces:
-            held = pieces[name]
-            differences.append(Difference(name, "wrong dtype", held.spec, wanted.spec, held.bytes))
-        elif tensor is None:
-            differences.append(Difference(name, "missing", None, wanted.spec, 0))
-        elif tensor.spec.shape != wanted.spec.shape:
-            differences.append(Difference(name, "wrong shape", tensor.spec, wanted.spec, tensor.bytes))
-        elif tensor.spec.dtype != wanted.spec.dtype:
-            differences.append(Difference(name, "wrong dtype", tensor.spec, wanted.spec, tensor.bytes))
-        else:
-            matching += 1
-    extra = [(name, tensor) for name, tensor in named.items() if name not in expected] + list(outside.items())
-    differences += [Difference(name, "unexpected", tensor.spec, None, tensor.bytes) for name, tensor in extra]
+    held = anatomy.of("model") or anatomy.of("EMA") or list(anatomy.contents.tensors)
+    naming = _naming(tuple(tensor.name for tensor in held), expected)
+    plain = [tensor for tensor in held if tensor.wrapper is None]
+    named = {name: tensor for tensor in plain if (name := naming.of(tensor.name)) is not None}
+    found = _stems(naming, [tensor for tensor in held if tensor.wrapper is not None]) | named
+    left_out = tuple(name for name, wanted in expected.items() if name not in found and wanted.tied in found)
+    rows = [_compared(name, wanted, found.get(name)) for name, wanted in expected.items() if name not in left_out]
+    differences = [row for row in rows if row]
+    root = _root(naming.dropped, held)
+    outside = {t.name: t for t in plain if naming.of(t.name) is None and t.keys[: len(root)] == root}
+    for name, tensor in (named | outside).items():
+        if name not in expected or name in outside:
+            differences.append(Difference(name, "unexpected", tensor.spec, None, tensor.bytes))
     key = ".".join(root)
-    dropped = naming.dropped
-    if key and f"{dropped}.".startswith(f"{key}."):
-        dropped = dropped[len(key) + 1 :]
-    return Match(model, matching, tuple(differences), key, dropped, naming.added, naming.wrappers, tuple(left_out))
+    dropped = naming.dropped.removeprefix(f"{key}.") if key else naming.dropped
+    return Match(model, rows.count(None), tuple(differences), key, dropped, naming.added, naming.wrappers, left_out)
+
+
+def _compared(name: str, wanted: Expected, tensor: Tensor | None) -> Difference | None:
+    """How one tensor differs from what the model wants, if it does."""
+    if tensor is None:
+        return Difference(name, "missing", None, wanted.spec, 0)
+    if tensor.wrapper is not None:
+        return Difference(name, "wrong dtype", tensor.spec, wanted.spec, tensor.bytes)
+    if tensor.spec.shape != wanted.spec.shape:
+        return Difference(name, "wrong shape", tensor.spec, wanted.spec, tensor.bytes)
+    if tensor.spec.dtype != wanted.spec.dtype:
+        return Difference(name, "wrong dtype", tensor.spec, wanted.spec, tensor.bytes)
+    return None
 
 
 def _stems(naming: _Naming, pieces: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ def run_options(command: Command) -> Command:
 
 
 def output_options(command: Command, formats: Iterable[str] = FORMATS) -> Command:
-    """Give `command`, which writes one of `formats`, the parameters `unit`, `format`, `file` and `force`, and --debug."""
+    """Give `command` the parameters `unit`, `format` (one of `formats`), `file` and `force`, and the flag --debug."""
     return _with(command, (_UNITS, _format_option(formats), *_OUTPUT))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from memsize.device.outlook import Outlook
 from memsize.fitting import Crossover
 from memsize.folds import Totals, totals
 from memsize.record import Reading, StoredTensor, Trace
@@ -23,6 +24,8 @@ class Evidence:
     left: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     readings: tuple[Reading, ...] = ()
     crossover: Crossover | None = None
+    peaks: Mapping[str, Outlook] = field(default_factory=dict)
+    optimizer: str = ""
     amp: str | None = None
 
     def totals(self, scenario: str) -> Totals | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from memsize.findings import precision, structure
+from memsize.findings import peaks, precision, structure
 from memsize.findings.evidence import Evidence
 from memsize.findings.finding import Finding
 
@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     precision.summary_assumes_four_bytes,
     precision.amp_keeps_fp32_parameters,
     precision.what_binds_the_batch,
+    peaks.training_peak,
     precision.quantization_leaves_layers,
     precision.low_bits_in_wide_containers,
     structure.unregistered,

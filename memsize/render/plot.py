@@ -1,4 +1,4 @@
-"""A timeline as a web page, or as a fragment for a notebook: areas stacked by role in an SVG, no scripts, nothing fetched.
+"""A timeline as a web page, or as a fragment for a notebook: areas stacked by role, no scripts, nothing fetched.
 
 What a pointer rests on says what it is: a phase, a layer's stretch of events, a role.
 """
@@ -173,8 +173,8 @@ def _layers(found: Timeline, frame: Frame, unit: str, most: int) -> Iterator[Box
         if layer is not None:
             summit = found.moment(max(range(start, stop), key=found.total.__getitem__))
             roles = "".join(f"\n{TITLES[role]} {format_bytes(size, unit)}" for role, size in summit.roles.items())
-            where = f"{layer or MODEL} in {found.phase_at(start)}"
-            yield _box(frame, start, stop, layer or MODEL, f"{where}: at most {format_bytes(summit.bytes, unit)}{roles}")
+            highest = f"at most {format_bytes(summit.bytes, unit)}{roles}"
+            yield _box(frame, start, stop, layer or MODEL, f"{layer or MODEL} in {found.phase_at(start)}: {highest}")
 
 
 def _box(frame: Frame, start: int, stop: int, label: str, hint: str) -> Box:
