@@ -40,6 +40,7 @@ def report(
     mode: Mode = "train",
     train: Training | str | None = None,
     gpu: str | None = None,
+    config: AllocatorConfig | None = None,
     execute: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
@@ -51,7 +52,8 @@ def report(
     with their batch dimension (a tensor, a tuple of positional ones, a mapping of keyword ones). `scenarios` is a comma
     list, names or ``"all"``; None takes the usual ones. `mode` is the training flag that the forward runs under.
     `train` asks for training steps with that optimizer (``"adamw"``, ``"sgd:momentum=0.9"``, or a `Training`), so that
-    each scenario says what a GPU would show at their peak; `gpu` names the card that is meant. `execute` really
+    each scenario says what a GPU would show at their peak; `gpu` names the card that is meant, `config` its
+    allocator's settings. `execute` really
     computes on the CPU, where the model's way depends on its data. `progress` is told what is being done.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
@@ -65,7 +67,9 @@ def report(
 
         from memsize.study import Study
 
-        study = Study(name, model, feed, mode == "train", say, card(gpu) if gpu else None, _training(train), execute)
+        study = Study(
+            name, model, feed, mode == "train", say, card(gpu) if gpu else None, _training(train), execute, config
+        )
         return study.report(asked, default=scenarios is None, notes=notes)
 
 
@@ -94,8 +98,8 @@ def trace(
     `inputs` is a size without the batch dimension, text as on the command line or several of either, with `batch_size`;
     or real inputs with their batch dimension: a tensor, a tuple of tensors, a mapping. `optimizer` is a name
     (``"adamw"``, ``"adamw:fused"``, ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None for
-    one inference without gradients; `loss` a name of `memsize.training.LOSSES`, a function of the output, or None for the
-    one that the output suggests. `step` replaces all of that by the user's own loop: ``step(model)`` is called once
+    one inference without gradients; `loss` a name of `memsize.training.LOSSES`, a function of the output, or None for
+    the one that the output suggests. `step` replaces all of that by the user's own loop: ``step(model)`` is called once
     with the twin and returns the body, which is called `steps` times with the inputs. `gpu` names the card that is
     meant and `config` the allocator's settings, as `PYTORCH_CUDA_ALLOC_CONF` writes them.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memsize.device import Card, card, cublas_workspace, cublaslt_workspace
+from memsize.device import AllocatorConfig, Card, card, cublas_workspace, cublaslt_workspace
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.device.outlook import Outlook, outlook
 from memsize.document import Report, ScenarioResult
@@ -50,6 +50,7 @@ class Study:
         gpu: Card | None = None,
         trained: Training | None = None,
         execute: bool = False,
+        config: AllocatorConfig | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -59,6 +60,7 @@ class Study:
         self.gpu = gpu or card(DEFAULT_GPU)
         self.trained = trained
         self.execute = execute
+        self.config = config
         self.peaks = gpu is not None or trained is not None
         self._untrained: dict[str, str] = {}
         self._traces: dict[str, Trace] = {}
@@ -95,7 +97,7 @@ class Study:
         except (ScenarioError, ForwardError) as error:
             return ScenarioResult(scenario.name, scenario.title, "unavailable", _one_line(error))
         trained = self.trained and scenario.name not in self._untrained
-        training = outlook(trace) if trained and not scenario.is_modelled else None
+        training = outlook(trace, config=self.config) if trained and not scenario.is_modelled else None
         trace, reason = modelled(trace, scenario)
         return ScenarioResult(
             scenario.name,
@@ -114,7 +116,7 @@ class Study:
         if scenario.is_modelled:
             return None
         try:
-            return outlook(run_inference(self._prepared(scenario, self.feed.batch_size)))
+            return outlook(run_inference(self.prepared(scenario, self.feed.batch_size)))
         except ForwardError:
             # A model may run with gradients only; what it stores and keeps is told all the same.
             return None
@@ -137,11 +139,11 @@ class Study:
         if batch == self.feed.batch_size:
             return totals(self.trace(scenario)).saved_bytes
         self.say(f"{scenario.name}, batch {batch}")
-        return kept_for_backward(self._prepared(scenario, batch))
+        return kept_for_backward(self.prepared(scenario, batch))
 
     def run(self, scenario: Scenario, step: Callable[..., Any] | None, steps: int) -> Trace:
         """One run for its own sake: the user's own loop, training steps, or an inference where none are asked for."""
-        setup = self._prepared(scenario, self.feed.batch_size)
+        setup = self.prepared(scenario, self.feed.batch_size)
         if step is not None:
             return run_own_step(setup, step, steps)
         return run_inference(setup) if self.trained is None else run_training(setup, self.trained)
@@ -150,13 +152,13 @@ class Study:
         batch = self.feed.batch_size
         if self.trained is not None:
             try:
-                return run_training(self._prepared(scenario, batch), self.trained)
+                return run_training(self.prepared(scenario, batch), self.trained)
             except (ForwardError, InputError) as error:
                 # The forward alone may still run: then that is what the tables show.
                 self._untrained[scenario.name] = _one_line(error)
-        return run_forward(self._prepared(scenario, batch))
+        return run_forward(self.prepared(scenario, batch))
 
-    def _prepared(self, scenario: Scenario, batch: int) -> Setup:
+    def prepared(self, scenario: Scenario, batch: int) -> Setup:
         """A fresh twin, ready to be run under the scenario."""
         recipe = apply_scenario(executable(self.model) if self.execute else shadow(self.model), scenario)
         if recipe.quantized:

@@ -132,7 +132,10 @@ class Timeline:
         return [max(range(start, stop), key=self.total.__getitem__) for start, stop in pairwise(bounds)]
 
     def stretches(self, most: int) -> tuple[Stretch, ...]:
-        """Which layer runs when, as deep into the model as `most` stretches can tell."""
+        """Which layer runs when, as deep into the model as `most` stretches can tell.
+
+        What a module only releases between two of its children counts as the end of the first one's stretch.
+        """
         depth = max((path.count(".") + 1 for path in self.layers if path), default=0)
         while (found := self._stretches(depth)) and len(found) > most and depth > 0:
             depth -= 1
@@ -157,16 +160,23 @@ class Timeline:
     def _stretches(self, depth: int) -> tuple[Stretch, ...]:
         cut: list[str | None] = [".".join(path.split(".")[:depth]) for path in self.layers]
         cut.append(None)
-        found, start = [], 0
-        for path, events in groupby(self.layer, key=cut.__getitem__):
-            stop = start + sum(1 for _ in events)
-            found.append(Stretch(path, start, stop))
-            start = stop
+        found: list[Stretch] = []
+        for event, (index, change) in enumerate(zip(self.layer, self.delta, strict=True)):
+            path, last = cut[index], found[-1].layer if found else None
+            if found and (path == last or (change < 0 and _holds(path, last))):
+                found[-1] = found[-1]._replace(stop=event + 1)
+            else:
+                found.append(Stretch(path, event, event + 1))
         return tuple(found)
 
     def _path(self, event: int) -> str | None:
         index = self.layer[event]
         return self.layers[index] if index >= 0 else None
+
+
+def _holds(path: str | None, inner: str | None) -> bool:
+    """Whether the module at `path` is around the one at `inner`."""
+    return path is not None and inner is not None and (not path or inner.startswith(f"{path}."))
 
 
 def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:

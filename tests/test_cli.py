@@ -86,6 +86,7 @@ def test_the_plain_command(asked: Asked, capsys: pytest.CaptureFixture[str]) -> 
         "mode": "train",
         "train": None,
         "gpu": None,
+        "config": None,
         "execute": False,
     }
     out, err = capsys.readouterr()

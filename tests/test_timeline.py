@@ -237,6 +237,18 @@ def test_stretches_go_as_deep_as_they_may() -> None:
         assert stretches[-1].stop == len(found)
 
 
+def test_a_release_between_two_children_belongs_to_the_first() -> None:
+    script = Script()
+    script.new("a", 8, "temporary", "body.0", "addmm")
+    script.new("b", 8, "temporary", "body.1", "relu")
+    script.free("a", "relu", "body")
+    script.new("c", 8, "temporary", "head", "addmm")
+    script.free("b", "addmm", "")
+    script.new("d", 8, "temporary", "", "add")
+    found = timeline(script.trace()).stretches(9)
+    assert found == (Stretch("body.0", 0, 1), Stretch("body.1", 1, 3), Stretch("head", 3, 5), Stretch("", 5, 6))
+
+
 def test_every_role_has_a_place_a_title_and_a_colour() -> None:
     assert set(ROLES) == set(get_args(Role)) == set(TITLES) == set(plot.COLOURS)
     assert len(ROLES) == len(set(ROLES))

@@ -53,7 +53,8 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Group:
     """Tensors taken together: a part, a dtype, a module. `bytes` is what they need, shared ones once; `unneeded` what
-    is saved along with them although no tensor covers it.
+    is saved along with them although no tensor covers it. `root` are the keys of the part that a module's name begins
+    with.
     """
 
     kind: PartKind
@@ -63,6 +64,7 @@ class Group:
     bytes: int
     unneeded: int
     dtypes: tuple[str, ...]
+    root: str = ""
 
 
 class View(NamedTuple):
@@ -130,7 +132,7 @@ class Anatomy:
             root = ".".join(tensor.keys[: place.root])
             found.setdefault((place.kind, root, steps[: view.depth]), []).append(tensor)
         groups = [
-            _group(kind, ".".join([root, *steps] if root else steps), tensors)
+            _group(kind, ".".join([root, *steps] if root else steps), tensors, root)
             for (kind, root, steps), tensors in found.items()
         ]
         return tuple(sorted(groups, key=lambda group: KINDS.index(group.kind)))
@@ -204,7 +206,7 @@ def halved(tensors: Iterable[Tensor]) -> int:
     )
 
 
-def _group(kind: PartKind, name: str, tensors: Sequence[Tensor]) -> Group:
+def _group(kind: PartKind, name: str, tensors: Sequence[Tensor], root: str = "") -> Group:
     own = [tensor for tensor in tensors if tensor.shared_with is None]
     return Group(
         kind=kind,
@@ -214,6 +216,7 @@ def _group(kind: PartKind, name: str, tensors: Sequence[Tensor]) -> Group:
         bytes=sum(tensor.bytes for tensor in tensors),
         unneeded=sum(tensor.unneeded for tensor in tensors),
         dtypes=tuple(dict.fromkeys(tensor.spec.dtype for tensor in tensors)),
+        root=root,
     )
 
 

@@ -21,7 +21,7 @@ from memsize.record import TensorSpec
 
 MOST_VISITS = 1_500_000
 MOST_ITEMS = 32_000_000
-MOST_LETTERS = 200_000_000
+MOST_LETTERS = 100_000_000
 """Values that are walked, items that are looked at, and letters in names: a pickle may point to the same list from many
 places."""
 
@@ -109,6 +109,7 @@ def holdings(root: Any, locate: Locate, name: str) -> Holdings:
             budget.check()
             inner = list(_inner(step, found))
             budget.visits -= len(inner)
+            budget.letters -= 8 * len(inner) * len(step.keys)
             if len(path) > DEEPEST:
                 raise CheckpointError(f"{name} holds objects that are nested more than {DEEPEST} deep")
             path.add(id(value))

@@ -171,7 +171,8 @@ class Machine:
                 f"{self._name} is refused: its pickle names {printable(path, 80)}, which runs code or reaches beyond "
                 "the file when it is loaded. Nothing was run. Do not load it with torch.load(weights_only=False)"
             )
-        self.mentioned.setdefault(printable(path))
+        path = printable(path)
+        self.mentioned.setdefault(path)
         self._stack.append(Global(path))
 
     def _call(self, made_by: Value, args: Value) -> None:

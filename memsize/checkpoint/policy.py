@@ -128,4 +128,7 @@ def is_allowed(path: str) -> bool:
     module, _, name = path.rpartition(".")
     if module == "torch":
         return torch_dtype(name) is not None or name in STORAGES or name.endswith("Tensor")
-    return module in ("torch.cuda", "torch.storage") and name in STORAGES
+    return module in _TENSOR_MODULES and (name in STORAGES or name.endswith("Tensor"))
+
+
+_TENSOR_MODULES = ("torch.cuda", "torch.sparse", "torch.cuda.sparse", "torch.storage")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from memsize.checkpoint.against import PROBLEMS, Difference
 from memsize.checkpoint.anatomy import Group, View, halved
 from memsize.checkpoint.document import CheckpointReport
-from memsize.checkpoint.record import FileRecord, Tensor, Use
+from memsize.checkpoint.record import FileRecord, PartKind, Tensor, Use
 from memsize.sections.parts import Cell, Column, Findings, Notes, Path, Section, Share, Specs, Table, Title, Words
 from memsize.units import Bytes
 
@@ -17,12 +17,12 @@ MOST_FILES = 40
 _LONGEST_VALUE = 100
 
 _USES: tuple[tuple[Use, str, str], ...] = (
-    ("metadata", "metadata", "what describes the model: a tokenizer, hyperparameters"),
-    ("pickle", "pickled objects", "everything that is not tensor data"),
-    ("headers", "headers", "where which tensor is"),
+    ("metadata", "metadata", "tokenizer, settings"),
+    ("pickle", "pickled objects", "all but tensor data"),
+    ("headers", "headers", "names and places"),
     ("padding", "padding", "alignment"),
-    ("other", "other records", "code of a scripted model, files beside it"),
-    ("unclaimed", "nothing known", "bytes that the format does not account for"),
+    ("other", "other records", "code, other files"),
+    ("unclaimed", "nothing known", "in no record"),
 )
 
 
@@ -92,8 +92,8 @@ def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
     """What is no tensor's: each with a word on what it is, and its bytes."""
     anatomy, contents = report.anatomy, report.contents
     figures = [
-        ("behind views", "storage that no tensor covers", anatomy.unneeded),
-        ("unnamed", "storage that no tensor names", anatomy.unowned),
+        ("behind views", "no tensor covers it", anatomy.unneeded),
+        ("unnamed", "no tensor names it", anatomy.unowned),
         ("compression", "what it saves", -contents.compressed),
     ]
     figures += [(label, hint, sum(file.bytes_for(use) for file in contents.files)) for use, label, hint in _USES]
@@ -129,18 +129,25 @@ def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
         *([Column("unneeded", "behind views", "bytes", 90, "storage that no tensor covers")] if behind else []),
         _SHARE,
     )
+    roots = {(group.kind, group.root) for group in groups}
     rows = []
     for group in groups:
         extra = (Bytes(group.unneeded),) if behind else ()
         dtypes = Words(group.dtypes)
         figures = (group.tensors, group.elements, dtypes, Bytes(group.bytes), *extra, _share(group.bytes, size))
-        rows.append((Path(group.name), str(group.kind), *figures))
+        rows.append((Path(_below(group, roots)), str(group.kind), *figures))
     total = list(_total(groups, size, named=2, blank=1))
     if behind:
         total.insert(-1, Bytes(sum(group.unneeded for group in groups)))
     caption = "Modules" if view.depth is None else f"Modules to depth {view.depth}"
     caption += ", numbered ones together" if view.folded else ""
     return Table("modules", "Modules", columns, tuple(rows), tuple(total), caption=caption)
+
+
+def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
+    """A module's name without the keys of its part, unless the part stands under several."""
+    alone = sum(kind == group.kind for kind, _ in roots) == 1
+    return group.name.removeprefix(f"{group.root}.") if alone and group.root else group.name
 
 
 def _total(groups: tuple[Group, ...], size: int, named: int, blank: int = 0) -> tuple[Cell, ...]:

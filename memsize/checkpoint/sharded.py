@@ -31,7 +31,7 @@ def read_folder(folder: Path, read_file: ReadFile) -> Contents:
         indexes = [name for name in names if name.endswith(ending)]
         if indexes:
             note = _beside(names, indexes[0])
-            return _noted(read_index(folder / indexes[0], read_file), folder.name, note)
+            return _noted(read_index(folder / indexes[0], read_file), _name_of(folder), note)
     for suffix in SUFFIXES:
         files = [name for name in names if name.endswith(suffix) and name not in _ASIDE]
         if files:
@@ -41,7 +41,7 @@ def read_folder(folder: Path, read_file: ReadFile) -> Contents:
 
 def _few(folder: Path, files: Sequence[str], read_file: ReadFile) -> Contents:
     if len(files) == 1:
-        return replace(read_file(folder / files[0]), path=f"{folder.name}/{files[0]}")
+        return replace(read_file(folder / files[0]), path=f"{_name_of(folder)}/{printable(files[0])}")
     matches = [match for name in files if (match := _NUMBERED.fullmatch(name))]
     stems = {(match["stem"], match["count"]) for match in matches}
     if len(matches) != len(files) or len(stems) != 1:
@@ -50,7 +50,7 @@ def _few(folder: Path, files: Sequence[str], read_file: ReadFile) -> Contents:
     count = int(matches[0]["count"])
     if len(files) != count:
         raise CheckpointError(f"{folder} holds {len(files)} of the {count} files of {matches[0]['stem']}")
-    return joined(folder.name, [read_file(folder / name) for name in files])
+    return joined(_name_of(folder), [read_file(folder / name) for name in files])
 
 
 def read_index(path: Path, read_file: ReadFile) -> Contents:
@@ -66,7 +66,7 @@ def read_index(path: Path, read_file: ReadFile) -> Contents:
         if not (path.parent / name).is_file():
             absent = sum(not (path.parent / other).is_file() for other in files)
             raise CheckpointError(f"{path.name}: {absent} of its {len(files)} files are missing, such as {name}")
-    contents = joined(path.name, [read_file(path.parent / name) for name in files])
+    contents = joined(printable(path.name), [read_file(path.parent / name) for name in files])
     return _compared(contents, index, wanted)
 
 
@@ -137,5 +137,10 @@ def _beside(names: Sequence[str], index: str) -> str | None:
     return f"The folder also has {others[0]}, which is not read here." if others else None
 
 
+def _name_of(folder: Path) -> str:
+    """What messages call a folder; the working folder by its real name."""
+    return printable(folder.resolve().name) or "/"
+
+
 def _noted(contents: Contents, name: str, note: str | None) -> Contents:
-    return replace(contents, path=name or contents.path, notes=(*contents.notes, *([note] if note else [])))
+    return replace(contents, path=name, notes=(*contents.notes, *([note] if note else [])))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from memsize.checkpoint.texts import printable
 from memsize.errors import CheckpointError
 
 
@@ -55,4 +56,4 @@ def opened(path: Path) -> Iterator[Source]:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is not a file")
-        yield Source(file, path.name, status.st_size)
+        yield Source(file, printable(path.name), status.st_size)

@@ -93,6 +93,11 @@ _RUN = (
     click.option("--accumulate", default=1, type=click.IntRange(min=1), help="Backwards per training step."),
     click.option("--ema", is_flag=True, help="Keep an averaged copy of the parameters in training."),
     click.option(
+        "--allocator",
+        metavar="SETTINGS",
+        help="The caching allocator's settings, as PYTORCH_CUDA_ALLOC_CONF has them: expandable_segments:True …",
+    ),
+    click.option(
         "--execute", is_flag=True, help="Compute for real, on the CPU: for models whose way depends on their data."
     ),
 )

@@ -16,6 +16,7 @@ from memsize.cli.output import destination
 from memsize.cli.progress import Progress
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.device.cards import card
+from memsize.device.config import AllocatorConfig
 from memsize.document import Report
 from memsize.errors import ForwardError, InputError, OutputError
 from memsize.inputs import parse_inputs
@@ -70,6 +71,7 @@ def report(
     loss: str | None,
     accumulate: int,
     ema: bool,
+    allocator: str | None,
     execute: bool,
     scenarios: str | None,
     depth: int | None,
@@ -101,7 +103,8 @@ def report(
             scenarios=scenarios,
             mode=mode,
             train=training,
-            gpu=_gpu(gpu, where.format),
+            gpu=_gpu(gpu or (DEFAULT_GPU if allocator else None), where.format),
+            config=AllocatorConfig.parse(allocator) if allocator else None,
             execute=execute,
             progress=progress,
         )

@@ -49,7 +49,7 @@ def _phase(name: str) -> str:
 
 def _advice(peak: Outlook) -> str:
     if peak.peak_phase == "optimizer":
-        return "The update's temporaries take {temporary} of it: a fused optimizer has none. A smaller batch saves nothing."
+        return "The update's temporaries take {temporary} of it, whatever the batch: a fused optimizer has none."
     if _states(peak) * 2 > peak.requested:
         return "Parameters, gradients and optimizer state are {states} of it, whatever the batch."
     return "Most of it grows with the batch."

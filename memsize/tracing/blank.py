@@ -15,6 +15,14 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 
 from memsize.tracing.known import Cell, cell_of, is_small, known, remember
 
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""Sparse layouts, and the methods that give their parts."""
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -45,8 +53,10 @@ class Blanks:
         """A plain tensor in the place of `original`: no parameter, no leaf that requires a gradient."""
         if hasattr(original, "__tensor_flatten__"):
             return self._wrapper(original)
+        if original.layout in _SPARSE:
+            return self._sparse(original)
         if original.layout is not torch.strided or original.is_quantized or original.is_nested:
-            return original.detach().to("meta")
+            return self._opaque(original)
         twin = self._strided(original)
         if original.is_meta:
             cell = cell_of(original)
@@ -87,6 +97,22 @@ class Blanks:
             inner, context, original.shape, original.stride()
         )
         return rebuilt
+
+    def _sparse(self, original: torch.Tensor) -> torch.Tensor:
+        """Moved as a whole it would lose its elements: on `meta` PyTorch forgets how many there are."""
+        names = _SPARSE[original.layout]
+        make: Any = torch.sparse_coo_tensor if original.layout is torch.sparse_coo else torch.sparse_compressed_tensor
+        parts = [self.data(getattr(original, name)(), False) for name in names]
+        options = {} if original.layout is torch.sparse_coo else {"layout": original.layout}
+        twin: torch.Tensor = make(*parts, original.shape, device="meta", check_invariants=False, **options)
+        return twin._coalesced_(original.is_coalesced()) if original.layout is torch.sparse_coo else twin
+
+    def _opaque(self, original: torch.Tensor) -> torch.Tensor:
+        """Quantized, nested and MKL-DNN's tensors; those that `meta` cannot have are shared with the original."""
+        try:
+            return original.detach().to("meta")
+        except (NotImplementedError, RuntimeError):
+            return original.detach()
 
     def _strided(self, original: torch.Tensor) -> torch.Tensor:
         storage = original.untyped_storage()

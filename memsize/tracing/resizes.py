@@ -20,7 +20,7 @@ def resizes_seen(ledger: Ledger) -> Iterator[None]:
     """While open, this thread's ``untyped_storage().resize_(n)`` calls are events of `ledger`."""
     outer = getattr(_running, "ledger", None)
     _running.ledger = ledger
-    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
