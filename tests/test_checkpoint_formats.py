@@ -554,6 +554,7 @@ def test_a_folder_with_an_index(tmp_path: Path) -> None:
 def test_numbered_files_without_an_index(tmp_path: Path) -> None:
     shards(tmp_path)
     assert len(read(tmp_path).files) == 3
+    assert "file 2 of 3" in read(tmp_path / "model-00002-of-00003.safetensors").notes[0]
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match="2 of the 3 files"):
         read(tmp_path)

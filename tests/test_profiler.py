@@ -40,6 +40,7 @@ def seen_by_the_profiler(model: nn.Module, value: Tensor) -> list[int]:
     return [size for _, _, size in memory if abs(size) >= SMALLEST]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # 2.11 gives this advice with one cycle too
 @pytest.mark.parametrize("name", ["perceptron", "deep", "tanh", "no bias", "in place", "custom function"])
 def test_the_allocator_saw_the_same(name: str) -> None:
     build, make = ZOO[name]

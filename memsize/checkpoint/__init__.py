@@ -28,7 +28,7 @@ def read(path: str | os.PathLike[str]) -> Contents:
         return sharded.read_folder(place, read_file)
     if place.name.endswith(".json"):
         return sharded.read_index(place, read_file)
-    return read_file(place)
+    return sharded.one_of_several(read_file(place), place)
 
 
 def read_file(path: Path) -> Contents:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 BITS: dict[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8"), 8),
     **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 16),
-    **dict.fromkeys(("uint32", "int32", "qint32", "float32", "complex32"), 32),
+    **dict.fromkeys(("uint32", "int32", "qint32", "float32", "complex32", "bcomplex32"), 32),
     **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 64),
     "complex128": 128,
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 8),

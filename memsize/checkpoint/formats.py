@@ -66,7 +66,7 @@ def data(report: CheckpointReport, unit: str = "MiB") -> dict[str, Any]:
         "remains": dict(remains(report)),
         "against": _match(report),
         "findings": [
-            {"code": f.code, "names": list(f.layers), "bytes": f.bytes, "text": f.text(unit)} for f in report.findings
+            {"code": f.code, "layers": list(f.layers), "bytes": f.bytes, "text": f.text(unit)} for f in report.findings
         ],
         "values": dict(contents.values),
         "classes": list(contents.classes),

@@ -70,6 +70,17 @@ def read_index(path: Path, read_file: ReadFile) -> Contents:
     return _compared(contents, index, wanted)
 
 
+def one_of_several(contents: Contents, path: Path) -> Contents:
+    """`contents` of a single file, with a note when its name says that it is one of several."""
+    match = _NUMBERED.fullmatch(path.name)
+    if match is None or int(match["count"]) < 2:
+        return contents
+    note = (
+        f"This is file {int(match['number'])} of {int(match['count'])}: name the folder or the index to read them all."
+    )
+    return replace(contents, notes=(*contents.notes, note))
+
+
 def _parsed(path: Path) -> Any:
     with opened(path) as source:
         if source.size > LONGEST_INDEX:

@@ -102,15 +102,20 @@ def _cast(twin: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
         if keep_norms:
             _cast_all_but_norms(twin, dtype)
         else:
-            twin.to(dtype)
+            _cast_floating(twin, dtype)
     except Exception as error:  # a wrapper subclass may raise anything when it is asked to change its dtype
         raise ScenarioError(f"the model's tensors cannot be cast to {dtype}: {str(error).splitlines()[0]}") from error
+
+
+def _cast_floating(twin: nn.Module, dtype: torch.dtype) -> None:
+    """What `Module.half` and its like do. `Module.to` would also make complex tensors real."""
+    twin._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def _cast_all_but_norms(twin: nn.Module, dtype: torch.dtype) -> None:
     """apex's `convert_network`: batch norms with parameters of their own stay float32."""
     cast: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
-    twin.to(torch.float32)
+    _cast_floating(twin, torch.float32)
     for module in twin.modules():
         if not (isinstance(module, _BatchNorm) and module.affine):
             for parameter in module._parameters.values():

@@ -11,7 +11,10 @@ Known limits: names that a module imported from torch itself (``from torch impor
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,14 +32,13 @@ _FACTORIES = """
     randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
     hann_window hamming_window blackman_window bartlett_window kaiser_window sparse_coo_tensor"""
 _METHODS = "new_empty new_full new_ones new_zeros new_empty_strided"
-
-
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.notes: list[dict[str, None]] = []
+        self.regions: list[ExitStack] = []
 
 
 _thread = _Thread()
@@ -44,14 +46,30 @@ _thread = _Thread()
 
 def enter(notes: dict[str, None]) -> None:
     """From here on this thread's run is under way; what a reader should know goes into `notes`."""
-    _faces.enter()
+    with ExitStack() as regions:
+        regions.enter_context(_faces.standing())
+        regions.enter_context(_uncompiled())
+        _thread.regions.append(regions.pop_all())
     _thread.notes.append(notes)
 
 
 def leave() -> None:
     """The run that `enter` announced is over."""
     _thread.notes.pop()
-    _faces.leave()
+    _thread.regions.pop().close()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Code runs as it is written: `torch.compile` steps aside, TorchScript fuses and reorders nothing."""
+    dynamo = sys.modules.get("torch._dynamo")
+    optimizes = torch._C._get_graph_executor_optimize()
+    torch._C._set_graph_executor_optimize(False)
+    try:
+        with nullcontext() if dynamo is None else torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch._C._set_graph_executor_optimize(optimizes)
 
 
 def _substitutions() -> tuple[Substitution, ...]:

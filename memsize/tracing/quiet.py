@@ -12,6 +12,9 @@ from contextlib import contextmanager
 import torch
 
 
+_SEED = 0
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Storages end when their last reference does, never when the collector happens to come by.
@@ -31,12 +34,17 @@ def collector_paused() -> Iterator[None]:
 def undisturbed() -> Iterator[None]:
     """Everything global that a forward may move is put back after, also after an error.
 
-    A model's own warnings are about real data or real devices; they would only puzzle here.
+    Meanwhile random numbers begin at a fixed seed, so that a model which decides by them (a layer left out now and
+    then) shows the same each time. A model's own warnings are about real data or real devices; they would only puzzle here.
     """
     numpy = sys.modules.get("numpy")
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
     grad = torch.is_grad_enabled()
     try:
+        random.seed(_SEED)
+        torch.default_generator.manual_seed(_SEED)
+        if numpy:
+            numpy.random.seed(_SEED)
         with collector_paused(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield

@@ -1,4 +1,4 @@
-"""Questions whose answer is a batch size. Found by measuring, never by extrapolating: a line says where to look."""
+"""The batch from which one way of running keeps less than another. Found by measuring: a line only says where to look."""
 
 from __future__ import annotations
 

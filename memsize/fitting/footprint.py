@@ -1,0 +1,109 @@
+"""The memory of one run of one size: whether it fits a capacity, and the least capacity that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from memsize.device.allocator import Replay, replay
+from memsize.device.config import SEGMENT_STEP, AllocatorConfig
+from memsize.folds import alive
+from memsize.record import Role, Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Footprint:
+    """The run of one size (a batch, a length) and the settings of the allocator that serves it."""
+
+    size: int
+    trace: Trace
+    config: AllocatorConfig
+
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The events as the allocator takes them: a storage, and the bytes that it gains or loses."""
+        return [(event.storage, event.delta) for event in self.trace.events]
+
+    @cached_property
+    def shape(self) -> int:
+        """A number that runs share where they make the same events, apart from the bytes."""
+        return hash(tuple(storage if delta > 0 else ~storage for storage, delta in self.pairs))
+
+    @cached_property
+    def requested(self) -> int:
+        """The most bytes that tensors ask for at one moment."""
+        return max(accumulate((delta for _, delta in self.pairs), initial=0))
+
+    @cached_property
+    def unbounded(self) -> Replay:
+        """The replay on a GPU without end, where cached blocks are never given back."""
+        return replay(self.pairs, self.config)
+
+    def bounded(self, capacity: int) -> Replay:
+        """The replay on a GPU that gives the allocator `capacity` bytes: it gives cached blocks back before it fails."""
+        return replay(self.pairs, self.config, capacity=capacity)
+
+    def fits(self, capacity: int) -> bool:
+        """Whether the run ends well with `capacity` bytes for the allocator."""
+        if self.requested > capacity:
+            return False
+        if self.unbounded.reserved.bytes <= capacity:
+            return True
+        return self.unbounded.allocated.bytes <= capacity and self.bounded(capacity).out_of_memory is None
+
+    def needs(self, capacity: int | None = None) -> int:
+        """The least capacity that the run ends well with, between its blocks' peak and its segments'.
+
+        Found by halving, in steps of 2 MiB, the grain of segments. A `capacity` that is tried already saves half of it.
+        """
+        high = self.unbounded.reserved.bytes
+        low = (self.unbounded.allocated.bytes - 1) // SEGMENT_STEP * SEGMENT_STEP
+        if capacity is not None:
+            whole = capacity // SEGMENT_STEP * SEGMENT_STEP
+            high, low = (min(high, whole), low) if self.fits(whole) else (high, max(low, whole))
+        while high - low > SEGMENT_STEP:
+            middle = low + (high - low) // (2 * SEGMENT_STEP) * SEGMENT_STEP
+            high, low = (middle, low) if self.fits(middle) else (high, middle)
+        return high
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """What stops a size from fitting: the request that failed, when and where, and the role with most bytes by then.
+
+    `roles` are the bytes alive at that moment by role, the request included.
+    """
+
+    phase: str
+    layer: str
+    op: str
+    role: Role
+    request: int
+    roles: dict[Role, int]
+
+
+def bind(run: Footprint, capacity: int | None) -> Bind:
+    """What binds a run: where it runs out of `capacity`, or its peak where it doesn't or none is given."""
+    failure = None if capacity is None else run.bounded(capacity).out_of_memory
+    event = failure.event if failure else run.unbounded.requested.event
+    trace = run.trace
+    roles: dict[Role, int] = {}
+    for storage, size in alive(trace, event).items():
+        roles[trace.storages[storage].role] = roles.get(trace.storages[storage].role, 0) + size
+    what = trace.events[event]
+    most = max(roles, key=lambda role: roles[role])
+    return Bind(
+        phase=phase_name(trace.phases[what.phase]),
+        layer=trace.layers[what.layer].path if what.layer >= 0 else "",
+        op=what.op,
+        role=most,
+        request=failure.request if failure else 0,
+        roles=dict(sorted(roles.items(), key=lambda item: -item[1])),
+    )
+
+
+def phase_name(label: str) -> str:
+    """A phase without its step: ``"backward 2"`` → ``"backward"``."""
+    name, _, step = label.rpartition(" ")
+    return name if name and step.isdecimal() else label

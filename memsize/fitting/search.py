@@ -1,0 +1,216 @@
+"""The largest size that fits: looked for where a forecast points, and answered by runs of that size and the next.
+
+A size fits, or needs more than there is, or the model refuses it. Refused sizes are taken for the rule behind them: a
+floor (a batch norm wants two samples), a divisor (groups of four), a ceiling (1,024 positions).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from memsize.errors import ForwardError
+from memsize.fitting.footprint import Footprint
+from memsize.fitting.forecast import forecast
+
+Measure = Callable[[int], Footprint]
+"""Runs a size; raises `ForwardError` where the model refuses it."""
+
+MOST_RUNS: Final = 8
+"""Runs per answer."""
+LIMIT: Final = 2**20
+"""The largest size that is looked at."""
+STARTS: Final = (13, 8, 12, 60, 1, 2)
+"""Sizes that a model is tried with first: a prime, which no other dimension divides by, then those of many divisors."""
+_COARSEST: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a search found for a capacity.
+
+    `largest` is the run of the largest size that fits (None: not even the least that runs), `above` that of the next
+    size where it was run and needs more. `refused` says why the model failed, by size; `step` is what sizes have to be
+    a multiple of, as far as was seen. `closed` is whether nothing lies between `largest` and what is above it: where it
+    isn't, the runs ended first, and the answer lies between the two. `endless` says that even the largest size that is
+    looked at fits. `looked` lists the sizes in the order of their runs.
+    """
+
+    capacity: int
+    largest: Footprint | None
+    above: Footprint | None
+    refused: Mapping[int, str]
+    step: int
+    closed: bool
+    endless: bool
+    looked: tuple[int, ...]
+    runs: Mapping[int, Footprint]
+
+    @property
+    def size(self) -> int:
+        """The largest size that fits, 0 for none."""
+        return self.largest.size if self.largest else 0
+
+    @property
+    def ceiling(self) -> int | None:
+        """The next size where the model refuses it rather than the memory."""
+        after = self.size + self.step
+        return after if self.largest and self.closed and not self.above and after in self.refused else None
+
+    @property
+    def monotone(self) -> bool:
+        """Whether no size below the answer was seen to need more than there is."""
+        return all(run.fits(self.capacity) for size, run in self.runs.items() if size < self.size)
+
+
+def largest(
+    measure: Measure,
+    capacity: int,
+    *,
+    start: int | None = None,
+    known: Mapping[int, Footprint] | None = None,
+    most: int = LIMIT,
+    runs: int = MOST_RUNS,
+    powers: bool = False,
+) -> Answer:
+    """The largest size that fits `capacity` bytes, by at most `runs` calls of `measure`.
+
+    `start` is a size that is known to run, `known` are runs made before. `powers` lets the first guess grow faster than
+    the size, as attention's scores do with a sequence. Raises `ForwardError` where the model runs at no size tried.
+    """
+    return _Search(measure, capacity, known or {}, most, powers).answer(start, runs)
+
+
+class _Search:
+    def __init__(
+        self, measure: Measure, capacity: int, known: Mapping[int, Footprint], most: int, powers: bool
+    ) -> None:
+        self.measure = measure
+        self.capacity = capacity
+        self.most = most
+        self.powers = powers
+        self.runs = dict(known)
+        self.refused: dict[int, str] = {}
+        self.looked: list[int] = []
+        self.nudges = 0
+        self.failure: ForwardError | None = None
+
+    def answer(self, start: int | None, runs: int) -> Answer:
+        starts = iter(dict.fromkeys(size for size in (start, *STARTS) if size and size <= self.most))
+        while not self.runs and len(self.looked) < runs and (first := next(starts, None)):
+            self._look(first)
+        if not self.runs:
+            assert self.failure is not None
+            raise self.failure
+        while len(self.looked) < runs and (size := self._next()) is not None:
+            self._look(size)
+        low, high = self._bracket()
+        return Answer(
+            self.capacity,
+            self.runs.get(low),
+            self.runs.get(high) if high is not None else None,
+            dict(self.refused),
+            self.step,
+            self._next() is None,
+            low == self.most,
+            tuple(self.looked),
+            dict(self.runs),
+        )
+
+    def _look(self, size: int) -> None:
+        self.looked.append(size)
+        try:
+            self.runs[size] = self.measure(size)
+        except ForwardError as error:
+            self.refused[size] = " ".join(str(error).split())
+            self.failure = error
+
+    # -- which sizes there are ----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The least divisor that all sizes that ran have in common and no refused one has; 1 where none is needed."""
+        # Of 1 and 2 a floor is the likelier reason: a batch norm wants more than one value.
+        refused = [size for size in self.refused if size > 2]
+        if not refused:
+            return 1
+        common = math.gcd(*self.runs)
+        steps = (d for d in range(2, min(common, _COARSEST) + 1) if common % d == 0)
+        return next((d for d in steps if all(size % d for size in refused)), 1)
+
+    def _up(self, size: int, by: int = 1) -> int:
+        """The `by`-th size after `size` that the model may run with."""
+        step = self.step
+        found = size // step * step + by * step
+        while found in self.refused and found < min(self.runs):
+            found += step
+        return found
+
+    def _bracket(self) -> tuple[int, int | None]:
+        """The largest size that fits (0: none), and the least above it that doesn't or that the model refuses."""
+        low = max((size for size, run in self.runs.items() if run.fits(self.capacity)), default=0)
+        step, least = self.step, min(self.runs)
+        short = [size for size, run in self.runs.items() if size > low and not run.fits(self.capacity)]
+        refused = [size for size in self.refused if size > max(low, least) and size % step == 0]
+        return low, min((*short, *refused), default=None)
+
+    # -- where to look ------------------------------------------------------------------------------------------------
+
+    def _next(self) -> int | None:
+        """The size to run next; None where the answer stands."""
+        low, high = self._bracket()
+        if low >= self.most:
+            return None
+        after = self._up(low)
+        if after > self.most or (high is not None and after >= high):
+            return self._finer(low, high)
+        return self._named(low, high) or self._pointed(low, high, after)
+
+    def _finer(self, low: int, high: int | None) -> int | None:
+        """The size beside the answer that only a divisor rules out: is it really refused?"""
+        beside = low + 1
+        if self.step == 1 or beside in self.refused or beside in self.runs or beside > self.most or low == 0:
+            return None
+        return beside if high is None or beside < high else None
+
+    def _named(self, low: int, high: int | None) -> int | None:
+        """A size that the model's own refusal names: 1,024 in a message about 1,025 positions."""
+        if high not in self.refused:
+            return None
+        named = {int(text) for text in re.findall(r"\d+", self.refused[high])}
+        for size in sorted(named, reverse=True):
+            if low < size < high and size % self.step == 0 and size not in self.refused:
+                return size
+        return None
+
+    def _pointed(self, low: int, high: int | None, after: int) -> int:
+        """Where the forecast points, brought inside the bracket; by halving it where that led nowhere before."""
+        step = self.step
+        size = self._forecast()
+        inside = low < size and (high is None or size < high)
+        if inside and size not in self.refused:
+            self.nudges = 0
+            return size
+        stride = 2**self.nudges
+        self.nudges += 1
+        if high is None:
+            return min(self._up(low, stride), self.most // step * step)
+        if stride > 2 or high in self.refused:
+            return max(after, (low + high) // 2 // step * step)
+        if size >= high:
+            return max(after, (high - 1) // step * step - (stride - 1) * step)
+        return min(self._up(low, stride), (high - 1) // step * step)
+
+    def _forecast(self) -> int:
+        found = forecast(self.runs, self.capacity, powers=self.powers)
+        if found is None:
+            return 0
+        size = found.largest(self.capacity, self.most, self.step)
+        if len(found.runs) == 1:
+            # One run says little: it points to the neighbourhood only, and never back at itself.
+            only = found.runs[0].size
+            size = min(size, 64 * only * max(1, 64 // only))
+        return size
