@@ -206,7 +206,7 @@ class Report:
         return text
 
     def __str__(self) -> str:
-        return self._drawn("text")
+        return self._drawn("text").rstrip("\n")
 
     __repr__ = __str__
 

@@ -18,7 +18,7 @@ from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.findings.evidence import Evidence
 from memsize.findings.rules import findings
 from memsize.fitting import Crossover, find_crossover
-from memsize.folds import totals
+from memsize.folds import Totals, totals
 from memsize.precision.modelled import modelled
 from memsize.precision.recipes import apply_scenario, floating_dtype, gpu_semantics
 from memsize.record import Reading, Trace
@@ -85,7 +85,7 @@ class Study:
             scenario_results=results,
             findings=findings(self._evidence(given, (*results, baseline))),
             notes=tuple(notes),
-            baseline=baseline.totals,
+            baseline=_as_float32(baseline.totals, given),
             gpu=self.gpu.name if self.peaks else "",
             optimizer=self._optimizer(),
         )
@@ -222,6 +222,13 @@ def workspaces(gpu: Card) -> Workspaces:
     version = str(torch.__version__)
     blas = cublas_workspace(gpu.capability, torch_version=version)
     return Workspaces(blas, cublaslt_workspace(torch_version=version))
+
+
+def _as_float32(baseline: Totals | None, given: Trace) -> Totals | None:
+    """What percentages compare with. Casting does not turn quantized weights back: their float32 size is arithmetic."""
+    if baseline is None or not any(t.wrapper or t.parts or t.kind == "packed" for t in given.tensors):
+        return baseline
+    return replace(baseline, parameter_bytes=4 * baseline.parameters)
 
 
 def is_float32(trace: Trace) -> bool:

@@ -261,3 +261,17 @@ def test_autocast_softmax_is_the_same_one(dtype: torch.dtype, copies: int) -> No
         assert meta(3, 7, dtype=dtype).softmax(-1).dtype is FP32
         assert meta(3, 7, dtype=dtype).log_softmax(-1).dtype is FP32
     assert log.ops.count("_to_copy") == 2 * copies
+
+
+# -- layer norm -------------------------------------------------------------------------------------------------------
+
+
+def test_layer_norm_refuses_two_dtypes_as_on_cuda() -> None:
+    """Fake CUDA tensors refuse it too, from 2.14 on; `meta` tensors let it pass."""
+    layer = nn.LayerNorm(4, device="meta")
+    with tracing():
+        assert layer(meta(2, 4)).dtype is FP32
+        with pytest.raises(RuntimeError, match="same dtype"):
+            layer(meta(2, 4, dtype=FP16))
+        with autocast_region(FP16):
+            assert layer(meta(2, 4, dtype=FP16)).dtype is FP32

@@ -221,3 +221,27 @@ def test_a_batch_of_one_that_batch_norm_refuses() -> None:
     with pytest.raises(memsize.ForwardError, match="--mode eval"):
         memsize.report(model, (3, 8, 8))
     assert memsize.report(model, (3, 8, 8), mode="eval", scenarios="fp32").totals.parameters == 3 * 4 * 64 + 4 + 8
+
+
+def test_weight_only_layouts_run_as_the_library_does() -> None:
+    pytest.importorskip("torchao")
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to("meta")
+    report = memsize.report(
+        model, (64,), batch_size=4, scenarios="int8-weight,torchao:Int8WeightOnlyConfig", train="sgd"
+    )
+    ours, theirs = (figures(report, name) for name in ("int8-weight", "torchao:Int8WeightOnlyConfig"))
+    assert ours.parameter_bytes == theirs.parameter_bytes
+    assert ours.output_bytes == theirs.output_bytes
+    # The second layer's copy is kept, for its input needs a gradient: 128·10·4 bytes; the first one's is not.
+    assert ours.saved_bytes == theirs.saved_bytes
+
+
+def test_a_quantized_model_as_given_is_compared_with_its_float32_size() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = models.Toy()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    report = memsize.report(model, (3, 64, 64), scenarios="as-given")
+    assert figures(report, "as-given").parameter_bytes == 26_803_609
+    share = scenario(report, "as-given").share("parameter_bytes", report.fp32)
+    assert share == pytest.approx(26_803_609 / 36_895_604)
+    assert "wrapper-misreports" in [finding.code for finding in report.why()]

@@ -218,7 +218,7 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
         trace = evidence.runs[name]
         kept = [t for t in trace.tensors if t.kind == "parameter" and not t.parts and t.bytes]
         size = sum(tensor.bytes for tensor in kept)
-        done = [t for t in trace.tensors if t.parts and t.kind in ("parameter", "packed")]
+        done = [t for t in trace.tensors if t.kind == "packed" or (t.parts and t.kind == "parameter")]
         if not done or not left:
             continue
         yield Finding(

@@ -81,7 +81,8 @@ class Forecast:
             return line
         # Newton's form: what the middle run shows beyond the line of the other two, as a parabola through both.
         middle = amounts[0] + (amounts[-1] - amounts[0]) * ((sizes[1] - sizes[0]) / (sizes[-1] - sizes[0]))
-        bend = (amounts[1] - middle) / ((sizes[1] - sizes[0]) * (sizes[1] - sizes[-1]))
+        # Only upwards: memory grows faster than its input, in steps, or not at all, and steps are no parabola.
+        bend = ((amounts[1] - middle) / ((sizes[1] - sizes[0]) * (sizes[1] - sizes[-1]))).clip(min=0)
         return line + bend * ((size - sizes[0]) * (size - sizes[-1]))
 
 
@@ -121,7 +122,8 @@ def _last(holds: Any, most: int) -> int:
 def forecast(runs: Mapping[int, Footprint], capacity: int, *, powers: bool = False) -> Forecast | None:
     """The best forecast that `runs` allow near `capacity`; None where there is no run."""
     groups: dict[int, list[Footprint]] = {}
-    for run in runs.values():
+    # Where memory grows in steps, two runs of one step would point nowhere: the last of each step stands for it.
+    for run in {(run.shape, run.requested): run for _, run in sorted(runs.items())}.values():
         groups.setdefault(run.shape, []).append(run)
     if not groups:
         return None

@@ -23,7 +23,7 @@ MOST_RUNS: Final = 8
 """Runs per answer."""
 LIMIT: Final = 2**20
 """The largest size that is looked at."""
-STARTS: Final = (13, 8, 12, 60, 1, 2)
+STARTS: Final = (13, 8, 60, 840, 1, 2)
 """Sizes that a model is tried with first: a prime, which no other dimension divides by, then those of many divisors."""
 _COARSEST: Final = 4096
 
@@ -114,7 +114,7 @@ class _Search:
             self.runs.get(high) if high is not None else None,
             dict(self.refused),
             self.step,
-            self._next() is None,
+            self._closed(low, high),
             low == self.most,
             tuple(self.looked),
             dict(self.runs),
@@ -164,10 +164,13 @@ class _Search:
         low, high = self._bracket()
         if low >= self.most:
             return None
-        after = self._up(low)
-        if after > self.most or (high is not None and after >= high):
+        if self._closed(low, high):
             return self._finer(low, high)
-        return self._named(low, high) or self._pointed(low, high, after)
+        return self._named(low, high) or self._pointed(low, high, self._up(low))
+
+    def _closed(self, low: int, high: int | None) -> bool:
+        after = self._up(low)
+        return after > self.most or (high is not None and after >= high)
 
     def _finer(self, low: int, high: int | None) -> int | None:
         """The size beside the answer that only a divisor rules out: is it really refused?"""
@@ -187,30 +190,23 @@ class _Search:
         return None
 
     def _pointed(self, low: int, high: int | None, after: int) -> int:
-        """Where the forecast points, brought inside the bracket; by halving it where that led nowhere before."""
-        step = self.step
-        size = self._forecast()
-        inside = low < size and (high is None or size < high)
-        if inside and size not in self.refused:
-            self.nudges = 0
+        """Where the forecast points, if that is well inside the bracket; else ever farther in from where it points."""
+        size, step, stride = self._forecast(), self.step, 2**self.nudges
+        least, most = self._up(low, stride), self.most if high is None else high - stride * step
+        if least <= size <= most and size not in self.refused:
+            self.nudges = 0 if size > least else self.nudges + 1
             return size
-        stride = 2**self.nudges
         self.nudges += 1
         if high is None:
-            return min(self._up(low, stride), self.most // step * step)
-        if stride > 2 or high in self.refused:
-            return max(after, (low + high) // 2 // step * step)
-        if size >= high:
-            return max(after, (high - 1) // step * step - (stride - 1) * step)
-        return min(self._up(low, stride), (high - 1) // step * step)
+            return min(least, self.most // step * step)
+        middle = max(after, (low + high) // 2 // step * step)
+        if high in self.refused or (size >= high > 2 * low):
+            return middle
+        return min(middle, least) if size < least else max(middle, most // step * step)
 
     def _forecast(self) -> int:
         found = forecast(self.runs, self.capacity, powers=self.powers)
         if found is None:
             return 0
-        size = found.largest(self.capacity, self.most, self.step)
-        if len(found.runs) == 1:
-            # One run says little: it points to the neighbourhood only, and never back at itself.
-            only = found.runs[0].size
-            size = min(size, 64 * only * max(1, 64 // only))
-        return size
+        # What points far away from all runs is not worth much: it only says in which direction to go.
+        return min(found.largest(self.capacity, self.most, self.step), 64 * max(*self.runs, 64))

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from memsize.record import StoredPart, TensorSpec
 
@@ -49,6 +50,11 @@ _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 _CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 
 
+Kernel = Literal["quantized", "copy kept", "copy freed", "no gradient"]
+"""How a layer multiplies: by the quantized values themselves, by a copy that backward needs, by one that it makes
+again, or without a gradient."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How one library stores quantized weights.
@@ -56,7 +62,8 @@ class Layout:
     `modules` are the classes of `torch.nn` that it converts, `subclasses` whether it also takes classes derived from
     them. `weight` gives the parts of one weight from its shape and floating dtype, `skips` why a weight of some shape
     is left alone (None: it is not). A `packed` layout takes the bias into the packed object too. `claims` is the dtype
-    that the quantized weight shows to PyTorch: None for the dtype that it had.
+    that the quantized weight shows to PyTorch: None for the dtype that it had. `kernel` says how its layers multiply
+    (`memsize.precision.dequantized`).
     """
 
     name: str
@@ -69,6 +76,7 @@ class Layout:
     packed: bool = False
     claims: str | None = None
     skips: Callable[[Shape], str | None] = lambda shape: None
+    kernel: Kernel = "quantized"
     note: str = ""
 
     def bias(self, module: str, shape: Shape, dtype: str) -> Parts:
@@ -162,6 +170,7 @@ _TABLE = (
         subclasses=False,
         wrapper="torch.ao packed",
         weight=int8_per_tensor,
+        kernel="no gradient",
         packed=True,
         claims="qint8",
         note="as unpacked: the CPU kernels' own padding and column sums are not counted",
@@ -174,6 +183,7 @@ _TABLE = (
         subclasses=True,
         wrapper="torchao Int8Tensor",
         weight=int8_rows,
+        kernel="copy kept",
     ),
     Layout(
         "int8-static",
@@ -183,6 +193,7 @@ _TABLE = (
         subclasses=False,
         wrapper="torch.ao packed",
         weight=int8_per_channel,
+        kernel="no gradient",
         packed=True,
         claims="qint8",
         note="norms are not fused, and outputs of converted layers are taken as quint8",
@@ -205,6 +216,7 @@ _TABLE = (
         subclasses=True,
         wrapper="torchao Float8Tensor",
         weight=float8_rows,
+        kernel="copy kept",
     ),
     Layout(
         "nf4",
@@ -214,6 +226,7 @@ _TABLE = (
         subclasses=True,
         wrapper="bitsandbytes Params4bit",
         weight=nf4_blocks,
+        kernel="copy freed",
         claims="uint8",
         note="without double quantization",
     ),

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memsize.errors import ScenarioError
+from memsize.precision.dequantized import run_as
 from memsize.precision.layouts import Layout, Parts
 from memsize.record import StoredTensor
 from memsize.stored import stored_tensors, wrapper_name
@@ -67,6 +68,7 @@ def apply_layout(twin: nn.Module, layout: Layout) -> Quantized:
     if not replaced:
         raise ScenarioError(_nothing(layout, left))
     _freeze(twin, converted)
+    run_as(layout.kernel, dict.fromkeys(module for module, _ in converted))
     return Quantized(layout.name, replaced, left, layout.wrapper, layout.packed, layout.claims, note=layout.note)
 
 

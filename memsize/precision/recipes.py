@@ -139,8 +139,8 @@ def _cast_inputs_and_outputs(twin: nn.Module, dtype: torch.dtype) -> None:
 def _quantized(twin: nn.Module, scenario: Scenario) -> Recipe:
     layout = scenario.layout or ""
     if layout.startswith(TORCHAO):
-        apply_torchao(twin, layout[len(TORCHAO) :])
-        return Recipe(twin, floating_dtype(twin))
+        quantized = apply_torchao(twin, layout[len(TORCHAO) :])
+        return Recipe(twin, floating_dtype(twin), quantized=quantized)
     if LAYOUTS[layout].packed:
         # torch.ao converts float32 modules only; the others quantize a model in the dtype it has.
         twin.to(torch.float32)

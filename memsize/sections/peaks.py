@@ -80,8 +80,10 @@ def living_table(report: Report, count: int = 8) -> Table:
 
 
 def _title(report: Report) -> str:
+    # A100, H100, L4 and RTX begin with a vowel when they are read out.
+    article = "an" if report.gpu[:1] in "AHLR" else "a"
     trained = f", training with {report.optimizer}" if report.optimizer else ""
-    return f"Peaks on an {report.gpu}{trained}" if report.gpu[:1] in "AEIOUL" else f"Peaks on a {report.gpu}{trained}"
+    return f"Peaks on {article} {report.gpu}{trained}"
 
 
 def _outlook(result: ScenarioResult, run: str) -> Outlook | None:

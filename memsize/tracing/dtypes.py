@@ -1,7 +1,7 @@
 """Ops that refuse two dtypes on a GPU, and that PyTorch's `meta` kernels let through.
 
 Without this check a model of which only part was cast would seem to run. Source: the checks at the head of the CUDA
-kernels (aten/src/ATen/native/cuda/Blas.cpp, aten/src/ATen/native/Convolution.cpp), in their words.
+kernels (in aten/src/ATen/native: cuda/Blas.cpp, Convolution.cpp, cuda/layer_norm_kernel.cu), in their words.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _OPERANDS: dict[Any, slice] = {
     _aten.addmv.default: slice(0, 3),
     _aten.baddbmm.default: slice(0, 3),
     _aten.convolution.default: slice(0, 3),
+    _aten.native_layer_norm.default: slice(0, 4),
 }
 """Which positional arguments of an op must share their dtype."""
 
@@ -29,7 +30,7 @@ def refuse_mixed(func: Any, args: tuple[Any, ...]) -> None:
     operands = _OPERANDS.get(func)
     if operands is None:
         return
-    dtypes = [tensor.dtype for tensor in args[operands] if tensor is not None]
+    dtypes = [operand.dtype for operand in args[operands] if isinstance(operand, torch.Tensor)]
     if any(dtype is not dtypes[0] for dtype in dtypes):
         names = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise RuntimeError(f"{func._overloadpacket.__name__}: its operands must have the same dtype, but got {names}")

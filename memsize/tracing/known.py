@@ -27,26 +27,40 @@ _ATTRIBUTE = "_memsize_known"
 
 
 class Cell:
-    """Whether the values in one piece of memory are still known, and what was assumed to know them."""
+    """Whether the values in one piece of memory are still known, what was assumed to know them, and whether they are
+    one number expanded.
 
-    __slots__ = ("assumed", "heir", "valid")
+    A view of such a number can have values of its own: it is a part then, with a cell of its own.
+    """
 
-    def __init__(self, assumed: str | None = None) -> None:
+    __slots__ = ("_parts", "_whole", "assumed", "uniform", "valid")
+
+    def __init__(self, assumed: str | None = None, uniform: bool = False) -> None:
         self.assumed = assumed
+        self.uniform = uniform
         self.valid = True
-        self.heir: Cell | None = None
+        self._parts: list[Cell] = []
+        self._whole: Cell | None = None
+
+    def part(self) -> Cell:
+        """A cell for a view with values of its own."""
+        part = Cell(self.assumed)
+        part._whole = self
+        self._parts.append(part)
+        return part
 
     def forget(self) -> None:
         """Something unknown was written to the memory."""
         self.valid = False
-        if self.heir is not None:
-            self.heir.forget()
+        for part in self._parts:
+            part.valid = False
+        self.changed()
 
-    def inherit(self) -> Cell:
-        """A new cell for the one view whose values stay known, while those of all others are forgotten."""
-        self.forget()
-        self.heir = Cell(self.assumed)
-        return self.heir
+    def changed(self) -> None:
+        """Something was written to the memory: what others that share it hold is no longer so."""
+        if self._whole is not None:
+            for other in (self._whole, *self._whole._parts):
+                other.valid = other.valid and other is self
 
 
 def remember(tensor: torch.Tensor, value: torch.Tensor | None, cell: Cell | None = None) -> torch.Tensor:
@@ -86,7 +100,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 def uniform(tensor: torch.Tensor, value: Any, assumed: str | None = None) -> torch.Tensor:
     """Keep beside `tensor` that each of its elements is `value`; costs no memory whatever the size."""
     real = torch.full((), value, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
-    return remember(tensor, real, Cell(assumed))
+    return remember(tensor, real, Cell(assumed, uniform=True))
 
 
 def is_uniform(value: torch.Tensor) -> bool:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import torch
 
-
 _SEED = 0
 
 
@@ -35,7 +34,7 @@ def undisturbed() -> Iterator[None]:
     """Everything global that a forward may move is put back after, also after an error.
 
     Meanwhile random numbers begin at a fixed seed, so that a model which decides by them (a layer left out now and
-    then) shows the same each time. A model's own warnings are about real data or real devices; they would only puzzle here.
+    then) shows the same each time. A model's own warnings are about real data or devices; they would only puzzle here.
     """
     numpy = sys.modules.get("numpy")
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None

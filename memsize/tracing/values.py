@@ -32,7 +32,6 @@ from memsize.tracing.known import (
     cell_of,
     is_constant,
     is_small,
-    is_uniform,
     known,
     remember,
     uniform,
@@ -102,6 +101,8 @@ class Values:
         except NotImplementedError:
             return self._on_cpu(func, op, args, kwargs)
         except RuntimeError as error:
+            if op.dynamic:
+                return self._on_cpu(func, op, args, kwargs)
             if not _mixes_devices(args, kwargs):
                 raise
             return self._with_host_tensors_moved(func, args, kwargs, error)
@@ -137,25 +138,30 @@ class Values:
         if real is None:
             self._follow_unknown(op, args, kwargs, result)
             return
-        cell = self._cell(op, args, kwargs)
+        cell = self._cell(func, op, args, kwargs)
         computed = self._computed(func, op, real, first, cell)
         values = () if computed is None else tensors_in(computed)
+        if op.aliases and cell.uniform and is_small(first):
+            # Few enough to be told apart, should some of them be written.
+            cell, values = cell.part(), (value.clone(memory_format=torch.contiguous_format) for value in values)
         for tensor, value in zip(tensors_in(result), values, strict=False):
             if tensor.is_meta and tensor.shape == value.shape:
                 remember(tensor, value, cell)
         if computed is None and op.aliases:
             _share_cells(args[0], result)
 
-    def _cell(self, op: OpInfo, args: Any, kwargs: Any) -> Cell:
+    def _cell(self, func: Any, op: OpInfo, args: Any, kwargs: Any) -> Cell:
         """That of the memory which the result shares, or a new one that assumes what the arguments do."""
         lead = args[0] if args else None
         shared = cell_of(lead) if op.aliases and isinstance(lead, torch.Tensor) else None
         if shared is not None:
             return shared
-        return Cell(_assumed_by(args, kwargs) or (RANDOM if op.random else None))
+        return Cell(_assumed_by(args, kwargs) or (RANDOM if op.random and not _is_single(func, args) else None))
 
     def _computed(self, func: Any, op: OpInfo, real: Any, first: torch.Tensor, cell: Cell) -> Any:
         """The op's result on real values, None where that isn't worth having or can't be had."""
+        if _is_single(func, real[0]):
+            return _middle(list(first.shape), first.dtype)
         if op.placed_by_strides and not real[0][0].is_contiguous():
             return None
         values = list(tensors_in(real))
@@ -164,6 +170,7 @@ class Values:
             if wanted and all(value.numel() <= ASSUMED_ELEMENTS for value in values):
                 return func(*real[0], **real[1])
             if all(map(is_constant, values)):
+                cell.uniform = True
                 return _computed_once(func, op, real, first)
         return None
 
@@ -206,15 +213,14 @@ class Values:
         cells = [cell for cell in map(cell_of, targets) if cell is not None]
         if not cells:
             return
-        if len(targets) == 1 and is_small(targets[0]):
-            _make_writable(targets[0], cells[0])
         real = _real_arguments(args, kwargs)
-        if real is not None and all(map(_is_writable, targets)):
+        if real is not None and len(cells) == len(targets) and not any(cell.uniform for cell in cells):
             assumed = _assumed_by(args, kwargs) or (RANDOM if op.random else None)
             with suppress(Exception):  # the values end here; the op itself has been answered
                 func(*real[0], **real[1])
-                for written in filter(None, map(cell_of, targets)):
-                    written.assumed = written.assumed or assumed
+                for cell in cells:
+                    cell.assumed = cell.assumed or assumed
+                    cell.changed()
                 return
         for cell in cells:
             cell.forget()
@@ -247,11 +253,10 @@ class Values:
 
     def _draw(self, size: list[int], **options: Any) -> Any:
         """One random number alone is a decision (skip this layer?): it falls in the middle of its range."""
-        if any(each != 1 for each in size):
+        if not _is_single(_DRAW, (size,)):
             return NotImplemented
-        dtype = options.get("dtype") or torch.get_default_dtype()
-        middle = torch.full(size, 0.5, dtype=dtype, device="cpu")
         device = options.get("device")
+        middle = _middle(size, options.get("dtype") or torch.get_default_dtype())
         return _moved(middle) if device is not None and device.type == "meta" else middle
 
     def _to(self, tensor: torch.Tensor, **options: Any) -> Any:
@@ -285,9 +290,10 @@ class Values:
             ) from None
         exact = all(known(tensor) is not None and not tensor.is_quantized for tensor in tensors)
         result = func(*_on_host(args), **_on_host(kwargs))
-        self.notes[
-            f"{func._overloadpacket} was run on the CPU: PyTorch cannot tell its output without computing it"
-        ] = None
+        if not exact:
+            self.notes[
+                f"{func._overloadpacket} was run on the CPU: PyTorch cannot tell its output without computing it"
+            ] = None
         return map_tensors(_moved if exact else _blank, result)
 
     def _check_possible(self, func: Any, op: OpInfo, tensors: list[torch.Tensor]) -> None:
@@ -325,19 +331,6 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _is_writable(tensor: torch.Tensor) -> bool:
-    """Whether what is known of `tensor` is memory of its own, so that it can follow a write."""
-    value = known(tensor)
-    return value is not None and value is known(tensor) and (value.numel() <= 1 or not is_uniform(value))
-
-
-def _make_writable(tensor: torch.Tensor, cell: Cell) -> None:
-    """Give a view of something uniform values of its own before some of them are written."""
-    value = known(tensor)
-    if value is not None and value.numel() > 1 and is_uniform(value):
-        remember(tensor, value.clone(memory_format=torch.contiguous_format), cell.inherit())
-
-
 def _share_cells(source: Any, result: Any) -> None:
     """Views whose values are not known still share the memory of `source`."""
     cell = cell_of(source) if isinstance(source, torch.Tensor) and source.is_meta else None
@@ -359,6 +352,15 @@ def _computed_once(func: Any, op: OpInfo, real: Any, first: torch.Tensor) -> tor
     else:
         return None
     return value.expand(first.shape)
+
+
+def _is_single(func: Any, args: Any) -> bool:
+    """Whether a call draws one random number alone."""
+    return func is _DRAW and all(size == 1 for size in args[0])
+
+
+def _middle(size: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(size, 0.5, dtype=dtype, device="cpu")
 
 
 def _first(value: torch.Tensor) -> torch.Tensor:

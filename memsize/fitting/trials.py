@@ -1,0 +1,122 @@
+"""The runs behind a fit: one twin per case and size, each made once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memsize.fitting.case import Case
+from memsize.fitting.footprint import Footprint
+from memsize.fitting.vary import Place, Vary
+from memsize.record import InputTensor, Trace
+from memsize.study import Study
+from memsize.tracing.feed import Call, Feed, input_tensors
+from memsize.tracing.known import known, remember
+from memsize.tracing.nest import map_tensors
+from memsize.tracing.run import Setup, run_inference
+from memsize.tracing.step import run_training
+
+
+class Trials:
+    """The runs of one model by case and size. `count` is how many were made, refused ones too."""
+
+    def __init__(
+        self, name: str, model: nn.Module, feed: Feed, training: bool, vary: Vary, say: Callable[[str], None]
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.feed = feed
+        self.training = training
+        self.vary = vary
+        self.say = say
+        self.count = 0
+        self.inputs: tuple[InputTensor, ...] = input_tensors(feed.call())
+        self._places = vary.places(self.inputs)
+        self._traces: dict[tuple[object, ...], Trace] = {}
+        self._studies: dict[tuple[int, int], Study] = {}
+
+    @property
+    def resizable(self) -> bool:
+        """Whether the size can be chosen: the batch of given inputs can't where they disagree on it."""
+        return self.feed.resizable or not self.vary.batch
+
+    @property
+    def asked(self) -> int:
+        """The size that the input was given with."""
+        return self.feed.batch_size if self.vary.batch else self.vary.size(self.inputs)
+
+    def run(self, case: Case, size: int) -> Footprint:
+        """The run of a size; raises `ForwardError` where the model refuses it, `ScenarioError` where the case can't be.
+
+        With a batch that is split, the size is that of the whole batch, and a run is that of its largest part.
+        """
+        key = (*case.key, size)
+        if key not in self._traces:
+            self.count += 1
+            self.say(f"{', '.join((case.scenario.name, *case.applied))}, {self.vary.text} {size:,}")
+            self._traces[key] = self._trace(case, size)
+        return Footprint(size, self._traces[key], case.config)
+
+    def known(self, case: Case) -> dict[int, Footprint]:
+        """The runs of a case that were made before, on this card or one like it."""
+        found = {key[-1]: trace for key, trace in self._traces.items() if key[:-1] == case.key}
+        return {size: Footprint(size, trace, case.config) for size, trace in found.items() if isinstance(size, int)}
+
+    def traces(self) -> Iterable[tuple[str, int, Trace]]:
+        """Every run that was made: its scenario, its size and its trace."""
+        return ((trace.scenario, key[-1], trace) for key, trace in self._traces.items())  # type: ignore[misc]
+
+    def prepared(self, case: Case, size: int) -> Setup:
+        """A fresh twin under a case, its edits made, with inputs of the size."""
+        batch = size if self.vary.batch else self.feed.batch_size
+        setup = self._study(case).prepared(case.scenario, -(-batch // case.split))
+        if not self.vary.batch:
+            setup = replace(setup, call=_resized(setup.call, self._places, size))
+        for edit in case.edits:
+            setup = edit(setup)
+        return setup
+
+    def _trace(self, case: Case, size: int) -> Trace:
+        setup = self.prepared(case, size)
+        if case.training is None:
+            return run_inference(setup)
+        accumulate = case.training.accumulate * case.split
+        # State is made in the first step: the second is like all that follow.
+        return run_training(setup, replace(case.training, steps=2, accumulate=accumulate))
+
+    def _study(self, case: Case) -> Study:
+        if case.card.capability not in self._studies:
+            study = Study(self.name, self.model, self.feed, self.training, self.say, case.card)
+            self._studies[case.card.capability] = study
+        return self._studies[case.card.capability]
+
+
+def _resized(call: Call, places: Iterable[Place], size: int) -> Call:
+    """The call with another size in some of its inputs' dimensions."""
+    dims: dict[str, list[int]] = {}
+    for place in places:
+        dims.setdefault(place.name, []).append(place.dim)
+    args, kwargs = call
+
+    def resized(name: str, value: Any) -> Any:
+        return map_tensors(lambda tensor: _grown(tensor, dims[name], size), value) if name in dims else value
+
+    return (
+        tuple(resized(str(position), value) for position, value in enumerate(args)),
+        {name: resized(name, value) for name, value in kwargs.items()},
+    )
+
+
+def _grown(tensor: torch.Tensor, dims: Iterable[int], size: int) -> torch.Tensor:
+    """`tensor` with `dims` of another size; values that are known come again in turn."""
+    shape, value = list(tensor.shape), known(tensor)
+    for dim in dims:
+        if value is not None:
+            value = value.index_select(dim, torch.arange(size) % shape[dim])
+        shape[dim] = size
+    grown = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    return grown if value is None else remember(grown, value)

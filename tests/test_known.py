@@ -1,0 +1,335 @@
+"""Values that are known although nothing is computed: PyTorch's own results on the CPU are the oracle."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from memsize.tracing.answers import Answers
+from memsize.tracing.assumptions import COPIED, EQUAL, EVEN, FINITE, KEEPS, NUMBER, RANDOM, spread_evenly
+from memsize.tracing.known import known
+from memsize.tracing.values import UnknownValueError
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+
+def written_through_views(device: torch.device) -> Tensor:
+    mask = torch.zeros(4, 10, dtype=torch.bool, device=device)
+    mask[:, :3] = True
+    mask[0, 5:7] |= True
+    mask.view(-1).logical_not_()
+    return mask
+
+
+def filled_by_index(device: torch.device) -> Tensor:
+    counts = torch.arange(12, device=device).view(3, 4)
+    counts[torch.tensor([0, 2], device=device), torch.tensor([1, 3], device=device)] = 9
+    counts[:, [0, -1]] += 100
+    counts.index_put_((torch.tensor([1], device=device),), torch.tensor(7, device=device), accumulate=True)
+    return counts
+
+
+def masked(device: torch.device) -> Tensor:
+    steps = torch.arange(6, device=device)
+    causal = steps[:, None] >= steps[None, :]
+    return torch.zeros(6, 6, device=device).masked_fill(~causal, -math.inf)
+
+
+def copied_over(device: torch.device) -> Tensor:
+    target = torch.empty(2, 3, dtype=torch.long, device=device).fill_(5)
+    target[1].copy_(torch.tensor([1, 2, 3], device=device))
+    return torch.where(target > 2, target, -target)
+
+
+def written_with_out(device: torch.device) -> Tensor:
+    total = torch.zeros(3, dtype=torch.long, device=device)
+    torch.add(torch.arange(3, device=device), 4, out=total)
+    return total
+
+
+def one_value_of_a_large_mask(device: torch.device) -> Tensor:
+    ones = torch.ones(2, 3, 400, 400, device=device)
+    small = F.interpolate(ones, size=(7, 7)).to(torch.bool)[0]
+    return small.logical_not().any() | small.all()
+
+
+def a_view_of_one_value_is_written(device: torch.device) -> Tensor:
+    row = torch.zeros(2, 600, 600, device=device)[:, 0, :5]
+    row[0, 2] = 3
+    return row
+
+
+PROGRAMS: dict[str, Callable[[torch.device], Tensor]] = {
+    "writes through views": written_through_views,
+    "writes by index": filled_by_index,
+    "a causal mask": masked,
+    "copies": copied_over,
+    "an out argument": written_with_out,
+    "one value of a large mask": one_value_of_a_large_mask,
+    "a view of one value": a_view_of_one_value_is_written,
+    "numbers from a list": lambda device: torch.tensor([[1, 2], [3, 4]], device=device) * 2,
+    "numbers from a tensor": lambda device: torch.ones(2, device=device).new_tensor([3, 4, 5]),
+    "as_tensor": lambda device: torch.as_tensor([1.5, 2.5], device=device),
+    "detached": lambda device: torch.arange(4, device=device).detach()[1:],
+    "one hot": lambda device: F.one_hot(torch.arange(5, device=device) % 3, 3).sum(0),
+    "running sums": lambda device: torch.full((2, 5), 2, device=device).cumsum(1).flip(1),
+    "transposed and joined": lambda device: torch.cat([torch.eye(3, device=device).t(), torch.zeros(1, 3, device=device)]),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_known_values_are_those_of_a_real_run(name: str) -> None:
+    expected = PROGRAMS[name](CPU)
+    with Answers():
+        result = PROGRAMS[name](META)
+        found = known(result)
+    assert result.is_meta
+    assert found is not None
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+@given(st.lists(st.sampled_from(["view", "slice", "add", "fill", "where", "unknown", "index"]), max_size=8))
+def test_what_is_known_is_never_wrong(steps: list[str]) -> None:
+    """Whatever is done to a tensor and its views: a value that still counts as known is the real one."""
+    pairs = []
+    with Answers():
+        for device in (META, CPU):
+            torch.manual_seed(0)
+            pairs.append(_walk(steps, torch.arange(24, device=device).view(4, 6)))
+    for blank, real in zip(*pairs, strict=True):
+        found = known(blank)
+        assert found is None or torch.equal(found, real)
+
+
+def _walk(steps: list[str], tensor: Tensor) -> list[Tensor]:
+    seen = [tensor]
+    for step in steps:
+        last = seen[-1]
+        if step == "view":
+            seen.append(last.t())
+        elif step == "slice":
+            seen.append(last[: max(1, len(last) - 1)])
+        elif step == "add":
+            last.add_(1)
+        elif step == "fill":
+            last[0].fill_(3)
+        elif step == "where":
+            seen.append(torch.where(last > 4, last, 0))
+        elif step == "index":
+            last[[0]] = 8
+        else:
+            last[0].copy_(torch.empty(1 << 12, device=last.device)[: last.shape[1]].zero_())
+    return seen
+
+
+def test_writing_something_unknown_makes_every_view_unknown() -> None:
+    with Answers():
+        base = torch.zeros(4, 4, device=META)
+        row, detached = base[1], base.detach()
+        base[0].copy_(torch.empty(1 << 11, device=META)[:4])
+        assert known(base) is known(row) is known(detached) is None
+
+
+def test_a_view_that_got_values_of_its_own_is_forgotten_with_its_base() -> None:
+    with Answers():
+        base = torch.zeros(1 << 12, device=META)
+        head = base[:4]
+        head[0] = 1
+        assert known(base) is None
+        assert known(head) is not None
+        base.copy_(torch.empty(1 << 12, device=META))
+        assert known(head) is None
+
+
+def test_replaced_data_is_not_taken_for_the_old() -> None:
+    with Answers():
+        tensor = torch.zeros(3, device=META)
+        tensor.data = torch.empty(5, device=META)
+        assert known(tensor) is None
+
+
+def test_a_known_number_names_things() -> None:
+    with Answers():
+        index = torch.tensor(3, device=META)
+        assert f"expert_{index}" == "expert_3"
+        assert 3 in torch.arange(5, device=META)[[0, -2]]
+
+
+# -- what is taken for granted ----------------------------------------------------------------------------------------
+
+
+def unknown(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor that nobody knows the values of."""
+    return torch.empty(1 << 20, dtype=dtype, device=META)[: math.prod(shape)].view(shape)
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 9))
+def test_choices_are_spread_evenly_and_distinct(rows: int, experts: int, wanted: int) -> None:
+    chosen = min(wanted, experts)
+    indices = torch.empty(rows, chosen, dtype=torch.long, device=META)
+    spread_evenly(indices, -1, experts)
+    values = known(indices)
+    assert values is not None
+    assert all(len(set(row)) == chosen for row in values.tolist())
+    counts = Counter(values.flatten().tolist())
+    # rows·chosen choices over the experts: none gets more than one above another
+    assert max(counts.values()) - min(counts.get(expert, 0) for expert in range(experts)) <= 1
+
+
+CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "topk": lambda scores: scores.topk(2).indices,
+    "argmax": lambda scores: scores.argmax(-1),
+    "argmax kept": lambda scores: scores.argmax(1, keepdim=True),
+    "max": lambda scores: scores.max(-1).indices,
+    "sort": lambda scores: scores.sort(descending=True).indices,
+    "argsort": lambda scores: scores.argsort(stable=True),
+    "multinomial": lambda scores: scores.softmax(-1).multinomial(2),
+    "along the rows": lambda scores: scores.topk(2, dim=0).indices,
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_by_unknown_scores_have_values(name: str) -> None:
+    mode = Answers()
+    with mode:
+        indices = CHOICES[name](unknown(6, 4))
+        values = known(indices)
+        assert values is not None
+        assert values.shape == indices.shape
+        assert not mode.values.assumptions  # nothing was decided yet
+        assert indices.max().item() < 6
+    assert list(mode.values.assumptions) == [EVEN]
+
+
+def test_a_selection_keeps_everything_and_its_count_agrees() -> None:
+    mode = Answers()
+    with mode:
+        scores = unknown(5, 3)
+        keep = scores > 0.5
+        assert scores[keep].shape == (15,)
+        assert scores.masked_select(keep).shape == (15,)
+        assert keep.nonzero().shape == (15, 2)
+        assert [len(places) for places in torch.where(keep)] == [15, 15]
+        assert int(keep.sum()) == 15
+        assert keep.sum(1).tolist() == [3] * 5
+        assert scores[keep[:, 0]].shape == (5, 3)
+        assert scores.unique().shape == (15,)
+        assert scores.unique(dim=0).shape == (5, 3)
+    assert list(mode.values.assumptions) == [KEEPS]
+
+
+def test_known_masks_select_exactly() -> None:
+    mode = Answers()
+    with mode:
+        mask = torch.tensor([True, False, True, True], device=META)
+        assert unknown(4, 3)[mask].shape == (3, 3)
+        assert unknown(2, 4).masked_select(mask).shape == (6,)
+        assert mask.nonzero().flatten().tolist() == [0, 2, 3]
+        assert torch.tensor([3, 1, 3], device=META).unique().tolist() == [1, 3]
+        assert torch.arange(2, device=META).repeat_interleave(torch.tensor([2, 1], device=META)).tolist() == [0, 0, 1]
+        assert unknown(3, 2)[torch.zeros(3, dtype=torch.bool, device=META)].shape == (0, 2)
+    assert not mode.values.assumptions
+
+
+def test_counts_of_unknown_choices_are_even() -> None:
+    mode = Answers()
+    with mode:
+        counts = unknown(10, dtype=torch.long).bincount(minlength=4)
+        assert counts.tolist() == [3, 3, 2, 2]
+        with pytest.raises(UnknownValueError, match="bincount"):
+            unknown(10, dtype=torch.long).bincount()
+    assert list(mode.values.assumptions) == [EVEN]
+
+
+def test_finite_values_are_assumed_only_once_asked() -> None:
+    mode = Answers()
+    with mode:
+        values = unknown(3, 4)
+        checks = (values.isnan().any(), values.isinf().any(), ~values.isfinite().all(), (values != values).any())
+        assert not mode.values.assumptions
+        assert not any(bool(check) for check in checks)
+        assert bool((values < math.inf).all())
+    assert list(mode.values.assumptions) == [FINITE]
+
+
+def test_numbers_copies_and_comparisons() -> None:
+    mode = Answers()
+    with mode:
+        values = unknown(3)
+        assert values.sum().item() == 1.0
+        assert values.cpu().tolist() == [1.0] * 3
+        assert (values > 0).cpu().tolist() == [True] * 3
+        assert torch.equal(values, values + 1)
+        assert torch.allclose(values, values)
+        assert not torch.equal(values, unknown(4))
+        with pytest.raises(UnknownValueError, match="bool tensor"):
+            bool(values.sum() > 0)
+        with pytest.raises(UnknownValueError, match="int64 tensor"):
+            int(unknown(1, dtype=torch.long))
+    assert set(mode.values.assumptions) == {NUMBER, COPIED, EQUAL}
+
+
+def test_one_random_number_falls_in_the_middle() -> None:
+    mode = Answers()
+    with mode:
+        assert torch.rand([]).item() == torch.rand(1, device=META).item() == 0.5
+        assert not mode.values.assumptions
+        several = torch.rand(4, device=META) < 0.5
+        assert 0 <= int(several.sum()) <= 4
+    assert list(mode.values.assumptions) == [RANDOM]
+
+
+# -- Python's face ----------------------------------------------------------------------------------------------------
+
+
+def test_cuda_by_name_means_where_the_run_is() -> None:
+    with Answers():
+        places = (
+            torch.zeros(2, device="cuda"),
+            torch.tensor([1, 2], device="cuda:0"),
+            torch.arange(3, device=torch.device("cuda", 0)),
+            unknown(2).cuda(),
+            torch.ones(2).to("cuda"),
+            torch.ones(2).to(0, torch.float16),
+            unknown(2).new_zeros(3, device="cuda"),
+            torch.nn.Linear(2, 2).cuda().weight,
+        )
+        assert all(tensor.is_meta for tensor in places)
+        torch.cuda.synchronize()
+        assert known(places[4].float()) is not None
+
+
+def test_nothing_stays_in_place() -> None:
+    names = ("to", "cuda", "__getitem__", "new_tensor", "__format__")
+    before = (torch.tensor, torch.zeros, torch.cuda.synchronize, *(getattr(Tensor, name) for name in names))
+    inherited = [name in vars(Tensor) for name in names]
+    with pytest.raises(ZeroDivisionError), Answers():
+        assert torch.tensor is not before[0]
+        raise ZeroDivisionError
+    after = (torch.tensor, torch.zeros, torch.cuda.synchronize, *(getattr(Tensor, name) for name in names))
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert [name in vars(Tensor) for name in names] == inherited
+
+
+def test_other_threads_see_pytorch_as_it_is() -> None:
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append(torch.tensor([1, 2], device=META))
+
+    with Answers():
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert known(seen[0]) is None
