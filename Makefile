@@ -1,7 +1,7 @@
 # make demo | test | bench: each sets up its own virtual environment first, and again when the requirements change.
 #
 # PYTHON=…          the interpreter to build it with (the first of the list below that is 3.11 or newer)
-# TORCH_INDEX=…     where to get PyTorch, say https://download.pytorch.org/whl/cpu for the small CPU build
+# TORCH_INDEX=…     the index to get PyTorch from: that of its small CPU build, say
 
 VENV := .venv
 BIN := $(VENV)/bin
