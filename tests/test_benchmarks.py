@@ -22,6 +22,7 @@ def test_the_resnet_is_the_known_one() -> None:
         pytest.param("startup", marks=pytest.mark.slow),
         "resnet",
         pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("step", marks=pytest.mark.slow),
         "replay",
     ],
 )

@@ -295,16 +295,22 @@ SEED = whole()
 
 # Compared with the `meta` kernel: the CPU has no such kernel, or another one than CUDA.
 # PyTorch 2.11 forgets the layout in the convolution's backward on `meta`, and only there.
-_BACK = torch.ops.aten.convolution_backward(
-    meta(2, 6, 4, 2), LAST, meta(6, 2, 3, 3), [6], *CONV, [True, False, False]
-)[0]
+_BACK = torch.ops.aten.convolution_backward(meta(2, 6, 4, 2), LAST, meta(6, 2, 3, 3), [6], *CONV, [True, False, False])[
+    0
+]
 _FORMATTED = IMAGE if _BACK.is_contiguous() else LAST
 
+_BF16 = torch.bfloat16
 MODELLED: dict[str, list[tuple[Any, ...]]] = {
     "native_batch_norm": [(IMAGE, C4, C4, C4, C4, False, 0.1, 1e-5), (HALF, C4, C4, C4, C4, True, 0.1, 1e-5)],
     "native_layer_norm": [(HALF, [6], None, None, 1e-5)],
     "convolution_backward": [(meta(2, 6, 4, 2), _FORMATTED, meta(6, 2, 3, 3), [6], *CONV, [True, True, True])],
     "max_pool2d_with_indices_backward": [(meta(2, 4, 5, 3), LAST, *POOL, whole(2, 4, 5, 3))],
+    "_grouped_mm": [
+        (meta(48, 16, dtype=_BF16), meta(3, 16, 32, dtype=_BF16), whole(3).to(torch.int32)),
+        (meta(3, 8, 16, dtype=_BF16), meta(3, 16, 24, dtype=_BF16)),
+        (meta(16, 48, dtype=_BF16), meta(48, 32, dtype=_BF16), whole(3).to(torch.int32)),
+    ],
     "_fused_rms_norm": [(ROWS, [8], C8, 1e-5), (HALF, [6], None, 1e-5)],
     "_fused_rms_norm_backward": [(ROWS, ROWS, [8], meta(3, 5, 1), C8, [True, True])],
     "cudnn_batch_norm": [(IMAGE, C4, C4, C4, C4, training, 0.1, 1e-5) for training in (True, False)],
@@ -474,6 +480,7 @@ def test_cuda_keeps_no_buffer_of_log_sigmoid() -> None:
 
 WRONG: dict[str, list[tuple[Any, ...]]] = {
     "mm": [(meta(3, 4), meta(5, 4)), (meta(3, 4), meta(4, 5, dtype=torch.float16)), (meta(4), meta(4, 5))],
+    "_grouped_mm": [(meta(), meta()), (meta(4), meta(4, 5)), (meta(2, 3, 4, 5), meta(2, 3, 5, 6)), (ROWS, ROWS)],
     "addmm": [(meta(6), meta(3, 4), meta(4, 5)), (meta(2, 3, 5), meta(3, 4), meta(4, 5))],
     "bmm": [(meta(2, 3, 4), meta(3, 4, 5))],
     "convolution": [

@@ -1,4 +1,4 @@
-"""The batch from which one way of running keeps less than another. Found by measuring: a line only says where to look."""
+"""From which batch on one way of running keeps less than another. Measured: a line only says where to look."""
 
 from __future__ import annotations
 

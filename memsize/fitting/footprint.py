@@ -41,7 +41,7 @@ class Footprint:
         return replay(self.pairs, self.config)
 
     def bounded(self, capacity: int) -> Replay:
-        """The replay on a GPU that gives the allocator `capacity` bytes: it gives cached blocks back before it fails."""
+        """The replay with `capacity` bytes to have: cached blocks are given back before it fails."""
         return replay(self.pairs, self.config, capacity=capacity)
 
     def fits(self, capacity: int) -> bool:

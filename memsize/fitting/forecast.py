@@ -131,11 +131,9 @@ def forecast(runs: Mapping[int, Footprint], capacity: int, *, powers: bool = Fal
     def distance(run: Footprint) -> int:
         return abs(run.requested - capacity)
 
-    def rank(group: list[Footprint]) -> tuple[bool, int]:
-        return len(group) < 2, min(map(distance, group))
-
-    nearest = sorted(min(groups.values(), key=rank), key=distance)[:3]
-    return Forecast(_spread(nearest), powers=powers)
+    ordered = [sorted(group, key=distance) for group in groups.values()]
+    best = min(ordered, key=lambda group: (len(group) < 2, distance(group[0])))
+    return Forecast(_spread(best[:3]), powers=powers)
 
 
 def _spread(runs: list[Footprint]) -> list[Footprint]:
@@ -148,4 +146,3 @@ def _spread(runs: list[Footprint]) -> list[Footprint]:
     straight = Forecast([first, last]).pairs(middle.size)
     off = np.abs(np.array([s for _, s in straight]) - np.array([s for _, s in middle.pairs]))
     return runs if off.max(initial=0) > 1 else runs[:2]
-

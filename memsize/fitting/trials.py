@@ -37,6 +37,7 @@ class Trials:
         self.inputs: tuple[InputTensor, ...] = input_tensors(feed.call())
         self._places = vary.places(self.inputs)
         self._traces: dict[tuple[object, ...], Trace] = {}
+        self._runs: dict[tuple[object, ...], Footprint] = {}
         self._studies: dict[tuple[int, int], Study] = {}
 
     @property
@@ -59,16 +60,17 @@ class Trials:
             self.count += 1
             self.say(f"{', '.join((case.scenario.name, *case.applied))}, {self.vary.text} {size:,}")
             self._traces[key] = self._trace(case, size)
-        return Footprint(size, self._traces[key], case.config)
+        return self._runs.setdefault((*key, case.config), Footprint(size, self._traces[key], case.config))
 
     def known(self, case: Case) -> dict[int, Footprint]:
         """The runs of a case that were made before, on this card or one like it."""
-        found = {key[-1]: trace for key, trace in self._traces.items() if key[:-1] == case.key}
-        return {size: Footprint(size, trace, case.config) for size, trace in found.items() if isinstance(size, int)}
+        sizes = [key[-1] for key in self._traces if key[:-1] == case.key]
+        return {size: self.run(case, size) for size in sizes if isinstance(size, int)}
 
-    def traces(self) -> Iterable[tuple[str, int, Trace]]:
-        """Every run that was made: its scenario, its size and its trace."""
-        return ((trace.scenario, key[-1], trace) for key, trace in self._traces.items())  # type: ignore[misc]
+    def traces(self) -> dict[tuple[str, int], Trace]:
+        """Every run without remedies, by its scenario and its size."""
+        plain = [(key, trace) for key, trace in self._traces.items() if key[3:5] == ((), 1)]
+        return {(trace.scenario, key[-1]): trace for key, trace in plain if isinstance(key[-1], int)}
 
     def prepared(self, case: Case, size: int) -> Setup:
         """A fresh twin under a case, its edits made, with inputs of the size."""

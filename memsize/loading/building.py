@@ -44,20 +44,28 @@ def build(found: Any, label: str, arguments: Mapping[str, object], is_theirs: Is
 def _call(
     factory: Callable[..., Any], label: str, arguments: Mapping[str, object], is_theirs: IsTheirs
 ) -> tuple[Any, str | None]:
-    """What `factory` returns: without its weights where it can be had so, else with them and a note that says why.
+    """What `factory` returns and, where that is not made without its weights, a note that says why."""
+    try:
+        made, why = weightless(factory, arguments, is_theirs)
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"building {label} failed {describe(error, is_theirs)}") from error
+    if why is None:
+        return made, None
+    return made, f"{label} was built with its weights in memory, because building it needs their values ({why})"
 
-    Whatever is wrong with the user's code shows in the second, ordinary call too, and is reported from there.
+
+def weightless(
+    factory: Callable[..., Any], arguments: Mapping[str, object], is_theirs: IsTheirs
+) -> tuple[Any, str | None]:
+    """What `factory` returns: without large tensors where it can be had so, else with them, and why.
+
+    Whatever is wrong with the user's code shows in the second, ordinary call too, and is raised from there.
     """
     try:
         return _call_weightless(factory, arguments), None
     except (Exception, SystemExit) as error:
         first = error
-    try:
-        made = factory(**arguments)
-    except (Exception, SystemExit) as error:
-        raise TargetError(f"building {label} failed {describe(error, is_theirs)}") from error
-    why = describe(first, is_theirs)
-    return made, f"{label} was built with its weights in memory, because building it needs their values ({why})"
+    return factory(**arguments), describe(first, is_theirs)
 
 
 def _call_weightless(factory: Callable[..., Any], arguments: Mapping[str, object]) -> Any:

@@ -1,7 +1,9 @@
-"""Where a model is, as a value: ``"nets/model.py:Test"`` or ``"package.module:name"`` → `Target`. No torch needed."""
+"""Where a model is, as a value: ``"nets/model.py:Test"``, ``"package.module:name"`` or a library's own name such as
+``"timm:resnet18"`` → `Target`. No torch needed."""
 
 from __future__ import annotations
 
+import ast
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,25 +13,39 @@ from memsize.errors import TargetError
 _EXAMPLES = "write it like model.py:Net or package.module:build"
 
 
+LIBRARIES = ("hf", "timm", "torchvision")
+"""Libraries whose models go by the library's own names: transformers (``hf:``), timm, torchvision."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A Python file or a module's dotted name, and the name inside it (None: its only Module class)."""
+    """A Python file or a module's dotted name, and the name inside it (None: its only Module class).
+
+    With a `library` there is neither: `name` is what the library calls the model, or a config of it, and `options` are
+    arguments of its constructor.
+    """
 
     file: Path | None
     module: str | None
     name: str | None
+    library: str | None = None
+    options: tuple[tuple[str, object], ...] = ()
 
     @property
     def place(self) -> str:
-        """The file or module as messages call it: ``model.py``, ``package.module``."""
-        return self.file.name if self.file else str(self.module)
+        """The file, module or library as messages call it: ``model.py``, ``package.module``, ``timm``."""
+        return self.file.name if self.file else str(self.library or self.module)
 
 
 def parse_target(text: str) -> Target:
-    """The target that ``path.py:Name`` or ``package.module:name`` names; raises `TargetError` when it cannot be one.
+    """The target that ``path.py:Name``, ``package.module:name`` or ``timm:name?option=value`` names.
 
-    A file must exist; a module is looked for when it is imported.
+    A file must exist; modules and a library's names are looked for when they are imported. Raises `TargetError` for
+    what cannot be a target.
     """
+    library, colon, rest = text.strip().partition(":")
+    if colon and library in LIBRARIES:
+        return _of_library(library, rest.strip())
     place, name = _split(text.strip())
     if name is not None and not all(part.isidentifier() for part in name.split(".")):
         raise TargetError(f"{name!r} in {text!r} is not a name: {_EXAMPLES}")
@@ -38,6 +54,28 @@ def parse_target(text: str) -> Target:
     if not all(part.isidentifier() for part in place.split(".")):
         raise TargetError(f"cannot read {text!r} as a target: {_EXAMPLES}")
     return Target(None, place, name)
+
+
+def parse_value(text: str) -> object:
+    """The value that a Python literal writes; any other text is the string that it is."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def _of_library(library: str, rest: str) -> Target:
+    """``resnet18?num_classes=10&in_chans=1`` as `library` names it; a path may hold a question mark itself."""
+    name, mark, query = (rest, "", "") if Path(rest).exists() else rest.partition("?")
+    if not name:
+        raise TargetError(f"'{library}:' is followed by no name: write it like timm:resnet18 or hf:config.json")
+    options: dict[str, object] = {}
+    for part in query.split("&") if mark else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key.isidentifier():
+            raise TargetError(f"cannot read {part!r} in '{library}:{rest}': write it like {library}:{name}?width=64")
+        options[key] = parse_value(value)
+    return Target(None, None, name, library, tuple(options.items()))
 
 
 def _split(text: str) -> tuple[str, str | None]:

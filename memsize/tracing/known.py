@@ -82,7 +82,10 @@ def known(tensor: torch.Tensor) -> torch.Tensor | None:
     value: torch.Tensor | None = entry[0]
     if value is None or value.shape != tensor.shape:
         return None  # its data was replaced or resized
-    return value if value.dtype is tensor.dtype else value.to(tensor.dtype)
+    if value.dtype is not tensor.dtype:  # the model was cast
+        value = value.to(tensor.dtype)
+        tensor.__dict__[_ATTRIBUTE] = (value, entry[1])
+    return value
 
 
 def cell_of(tensor: torch.Tensor) -> Cell | None:

@@ -101,9 +101,8 @@ class OpInfo:
         self.comparison = short if short in _COMPARISONS and packet.startswith("aten::") else None
         self.choice = _CHOICES.get(self.name)
         self.counts = self.name in _COUNTING
-        self.informative = (
-            self.fill is not None or self.finite is not None or self.comparison is not None or self.choice is not None
-        )
+        told = (self.fill, self.finite, self.comparison, self.choice)
+        self.informative = self.counts or any(each is not None for each in told)
         """Whether results can be known although the first argument isn't."""
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -41,6 +41,8 @@ _ATOMIC = (
     torch.Size,
     torch.memory_format,
 )
+_CONSTANTS = frozenset(_ATOMIC)
+_CODE = (type, types.BuiltinFunctionType, types.ModuleType)
 _SEQUENCES = (list, tuple, set)
 _MAPPINGS = (dict, OrderedDict)
 _EMPTY = (*_MAPPINGS, *_SEQUENCES)
@@ -134,11 +136,14 @@ class _Copy:
     def part(self, value: Any) -> Any:
         """The twin of any object that a module holds; `value` itself where it is immutable or can't be copied."""
         kind = type(value)
-        if isinstance(value, _ATOMIC):
+        if kind in _CONSTANTS:
             return value
         if kind in _EMPTY and not value:
             # Most of a module's attributes are empty hook tables; deepcopy would spend ten times as long on them.
-            return self._kept(value, kind())
+            twin = self.memo[id(value)] = kind()
+            return twin
+        if isinstance(value, _ATOMIC):
+            return value
         if id(value) in self.memo:
             return self.memo[id(value)]
         if isinstance(value, torch.Tensor):
@@ -186,9 +191,9 @@ class _Copy:
         compiled = vars(function).get(_ORIGINAL)
         if compiled is not None:
             return self.part(compiled)  # torch.compile's wrapper: what runs is the function inside
-        cells = function.__closure__ or ()
-        if not (cells or function.__defaults__ or function.__kwdefaults__):
+        if _holds_nothing(function, {id(function)}):
             return function
+        cells = function.__closure__ or ()
         name, code = function.__name__, function.__code__
         twins = tuple(types.CellType() for _ in cells)
         twins = tuple(self.memo.setdefault(id(cell), twin) for cell, twin in zip(cells, twins, strict=True))
@@ -200,7 +205,7 @@ class _Copy:
             self._fill_cell(cell, copied)
         twin.__defaults__ = self.part(function.__defaults__)
         twin.__kwdefaults__ = self.part(function.__kwdefaults__)
-        vars(twin).update(self.part(dict(vars(function))))
+        vars(twin).update({name: self.part(value) for name, value in vars(function).items()})
         return twin
 
     def _fill_cell(self, cell: types.CellType, twin: types.CellType) -> None:
@@ -249,6 +254,20 @@ class _Copy:
         self._kept(value, twin)
         vars(twin).update({name: self.part(item) for name, item in attributes.items()})
         return twin
+
+
+def _holds_nothing(function: Any, seen: set[int]) -> bool:
+    """Whether `function` holds on to nothing but other such functions and code; its defaults may be any constants.
+
+    A number in a closure is no constant: a function can count with it.
+    """
+    if not isinstance(function, types.FunctionType):
+        return isinstance(function, _CODE)
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    held += [each for each in defaults if not isinstance(each, _ATOMIC)]
+    new = [each for each in held if id(each) not in seen]
+    return _ORIGINAL not in vars(function) and all(_holds_nothing(each, seen | {id(each)}) for each in new)
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -6,13 +6,14 @@ What had to be taken for granted is in `assumptions` once a decision relied on i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from memsize.semantics import suspended
+from memsize.tracing.arguments import assumed_by, blank, mixes_devices, moved, on_host, real_arguments
 from memsize.tracing.assumptions import (
     CHECKED,
     COPIED,
@@ -62,13 +63,6 @@ class Values:
         self.assumptions: dict[str, None] = {}
         self.notes: dict[str, None] = {}
         self._ops: dict[Any, OpInfo] = {}
-        self._special: dict[Any, Callable[..., Any]] = {
-            _ITEM: lambda tensor: self._item(tensor),
-            _TO: self._to,
-            _DRAW: self._draw,
-            _PACK: self._pack,
-            **dict.fromkeys(_COMPARED, self._compare),
-        }
         self._selections = selections()
 
     def carry(self, source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -83,8 +77,8 @@ class Values:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result on `meta`, by PyTorch's own kernel or, where it has none, by one run on the CPU."""
-        special = self._special.get(func)
-        result = NotImplemented if special is None else special(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        result = NotImplemented if special is None else special(self, *args, **kwargs)
         if result is not NotImplemented:
             return result
         op = self._ops.get(func) or self._learn(func)
@@ -103,7 +97,7 @@ class Values:
         except RuntimeError as error:
             if op.dynamic:
                 return self._on_cpu(func, op, args, kwargs)
-            if not _mixes_devices(args, kwargs):
+            if not mixes_devices(args, kwargs):
                 raise
             return self._with_host_tensors_moved(func, args, kwargs, error)
 
@@ -134,7 +128,7 @@ class Values:
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(first, torch.Tensor) or not first.is_meta:
             return
-        real = _real_arguments(args, kwargs)
+        real = real_arguments(args, kwargs)
         if real is None:
             self._follow_unknown(op, args, kwargs, result)
             return
@@ -156,7 +150,7 @@ class Values:
         shared = cell_of(lead) if op.aliases and isinstance(lead, torch.Tensor) else None
         if shared is not None:
             return shared
-        return Cell(_assumed_by(args, kwargs) or (RANDOM if op.random and not _is_single(func, args) else None))
+        return Cell(assumed_by(args, kwargs) or (RANDOM if op.random and not _is_single(func, args) else None))
 
     def _computed(self, func: Any, op: OpInfo, real: Any, first: torch.Tensor, cell: Cell) -> Any:
         """The op's result on real values, None where that isn't worth having or can't be had."""
@@ -213,9 +207,9 @@ class Values:
         cells = [cell for cell in map(cell_of, targets) if cell is not None]
         if not cells:
             return
-        real = _real_arguments(args, kwargs)
+        real = real_arguments(args, kwargs)
         if real is not None and len(cells) == len(targets) and not any(cell.uniform for cell in cells):
-            assumed = _assumed_by(args, kwargs) or (RANDOM if op.random else None)
+            assumed = assumed_by(args, kwargs) or (RANDOM if op.random else None)
             with suppress(Exception):  # the values end here; the op itself has been answered
                 func(*real[0], **real[1])
                 for cell in cells:
@@ -248,7 +242,7 @@ class Values:
             is_check = a.dim() == 0 and a.dtype is torch.bool  # PyTorch itself asks whether something is wrong (istft)
             self.rely(CHECKED if is_check else EQUAL)
             return not is_check
-        self.rely(_assumed_by((a, b), {}))
+        self.rely(assumed_by((a, b), {}))
         return torch.allclose(left, right, *options, **more) if options or more else torch.equal(left, right)
 
     def _draw(self, size: list[int], **options: Any) -> Any:
@@ -257,7 +251,7 @@ class Values:
             return NotImplemented
         device = options.get("device")
         middle = _middle(size, options.get("dtype") or torch.get_default_dtype())
-        return _moved(middle) if device is not None and device.type == "meta" else middle
+        return moved(middle) if device is not None and device.type == "meta" else middle
 
     def _to(self, tensor: torch.Tensor, **options: Any) -> Any:
         """A copy to the CPU, where numbers are real."""
@@ -289,12 +283,12 @@ class Values:
                 f"{func} has no meta kernel, and its arguments are too large to run it on the CPU instead"
             ) from None
         exact = all(known(tensor) is not None and not tensor.is_quantized for tensor in tensors)
-        result = func(*_on_host(args), **_on_host(kwargs))
-        if not exact:
+        result = func(*on_host(args), **on_host(kwargs))
+        if not (exact and op.dynamic):
             self.notes[
                 f"{func._overloadpacket} was run on the CPU: PyTorch cannot tell its output without computing it"
             ] = None
-        return map_tensors(_moved if exact else _blank, result)
+        return map_tensors(moved if exact else blank, result)
 
     def _check_possible(self, func: Any, op: OpInfo, tensors: list[torch.Tensor]) -> None:
         decides = [t for t in tensors if op.dynamic and (len(tensors) == 1 or not t.is_floating_point())]
@@ -303,28 +297,29 @@ class Values:
         self.rely(assumed_of([cell_of(t) for t in decides if t.is_meta]))
 
     def _with_host_tensors_moved(self, func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
-        moved = map_tensors(lambda t: t if t.is_meta else _moved(t), (args, kwargs))
+        there = map_tensors(lambda tensor: tensor if tensor.is_meta else moved(tensor), (args, kwargs))
         try:
-            result = func(*moved[0], **moved[1])
+            result = func(*there[0], **there[1])
         except RuntimeError:
             raise error from None
         self.notes[MIXED] = None
         return result
 
 
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _ITEM: Values._item,
+    _TO: Values._to,
+    _DRAW: Values._draw,
+    _PACK: Values._pack,
+    **dict.fromkeys(_COMPARED, Values._compare),
+}
+"""Ops that ask for values, and what answers instead of PyTorch; NotImplemented leaves it to PyTorch after all."""
+
+
 def _follow_empty(result: torch.Tensor) -> None:
     """Memory that nothing was written to reads as zeros: what a model makes of it must not change between runs."""
     if result.is_meta and result.numel() and is_small(result):
         remember(result, torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
-
-
-def _assumed_by(args: Any, kwargs: Any) -> str | None:
-    """What was assumed to know the arguments, if anything."""
-    cells = [cell_of(item) for item in args if isinstance(item, torch.Tensor)]
-    nested = [item for item in args if isinstance(item, (list, tuple))]
-    if nested or kwargs:
-        cells += [cell_of(tensor) for tensor in tensors_in((nested, kwargs))]
-    return assumed_of(cells)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
@@ -369,64 +364,3 @@ def _first(value: torch.Tensor) -> torch.Tensor:
 
 def _plausible(dtype: torch.dtype) -> Any:
     return 1.0 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool
-
-
-def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor as a meta tensor. There are no quantized meta tensors: these stay where they are."""
-    return tensor if tensor.is_meta or tensor.is_quantized else tensor.to("meta")
-
-
-def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor as a meta tensor whose values stay known where it is small."""
-    twin = _blank(tensor)
-    return twin if twin is tensor or not is_small(tensor) else remember(twin, tensor.detach())
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, dict) and isinstance(value.get("device"), torch.device):
-        value = value | {"device": torch.device("cpu")}
-    return map_tensors(_stand_in, value)
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    value = known(tensor)
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if value is None else value
-
-
-def _real_arguments(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The arguments with each tensor's known values in its place; None when one is unknown."""
-    device = kwargs.get("device")
-    if isinstance(device, torch.device) and device.type == "meta":
-        kwargs = kwargs | {"device": torch.device("cpu")}
-    flat = _real_flat(args, kwargs)
-    if flat is not NotImplemented:
-        return flat  # type: ignore[no-any-return]
-    if any(known(tensor) is None for tensor in tensors_in((args, kwargs))):
-        return None
-    swap: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: known(tensor)  # type: ignore[assignment,return-value]  # noqa: E731
-    return map_tensors(swap, args), map_tensors(swap, kwargs)
-
-
-def _real_flat(args: Any, kwargs: Any) -> Any:
-    """`_real_arguments` for the common case that no argument is a sequence; NotImplemented otherwise."""
-    real = []
-    for item in (*args, *kwargs.values()) if kwargs else args:
-        value = item
-        if isinstance(item, torch.Tensor):
-            value = known(item)
-            if value is None:
-                return None
-        elif isinstance(item, (list, tuple, dict)):
-            return NotImplemented
-        real.append(value)
-    count = len(args)
-    return tuple(real[:count]), dict(zip(kwargs, real[count:], strict=True)) if kwargs else kwargs
-
-
-def _mixes_devices(args: Any, kwargs: Any) -> bool:
-    devices = {tensor.device.type for tensor in _with_size(args, kwargs)}
-    return len(devices) > 1
-
-
-def _with_size(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    return (tensor for tensor in tensors_in((args, kwargs)) if tensor.dim() or tensor.is_meta)

@@ -138,7 +138,7 @@ def grouped_product(one: Shape, other: Shape, groups: int | None) -> tuple[int, 
     ranks = len(one), len(other)
     if ranks == (2, 2):
         return None if groups is None or one[1] != other[0] else (groups, one[0], other[1])
-    if one[-1] != other[-2] or not set(ranks) <= {2, 3}:
+    if not set(ranks) <= {2, 3} or one[-1] != other[-2]:
         return None
     if ranks == (3, 3):
         return (one[0], one[1], other[2]) if one[0] == other[0] and groups is None else None

@@ -1,0 +1,275 @@
+"""One question about what fits: which runs are needed, what they showed, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from memsize.device.config import AllocatorConfig
+from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.fitreport import Fit
+from memsize.fitting.budget import Budget
+from memsize.fitting.case import Case
+from memsize.fitting.crossings import Crossing, first_size, foretold_most, foretold_phase, most_of, peak_phase
+from memsize.fitting.explain import findings
+from memsize.fitting.footprint import Footprint, bind
+from memsize.fitting.forecast import FIXED, Forecast, forecast
+from memsize.fitting.rows import FitRow, Remedied, Status
+from memsize.fitting.search import Answer, largest
+from memsize.fitting.trials import Trials
+from memsize.remedies.trying import try_remedies
+from memsize.scenario import SCENARIOS, Scenario
+from memsize.training import Training
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: which scenarios on which budgets, how trained, and about which size (None: the largest).
+
+    `remedies` asks for them or not (None: where the size that was asked about does not fit), `crossovers` for those.
+    """
+
+    scenarios: Sequence[Scenario]
+    budgets: Sequence[Budget]
+    training: Training | None = None
+    config: AllocatorConfig = field(default_factory=AllocatorConfig)
+    asked: int | None = None
+    remedies: bool | None = None
+    crossovers: bool = False
+
+    def case(self, scenario: Scenario, budget: Budget) -> Case:
+        """A scenario on a card, without remedies."""
+        return Case(scenario, budget.card, self.training, self.config)
+
+
+def answer(trials: Trials, question: Question, notes: Sequence[str] = ()) -> Fit:
+    """The fit that answers a question. What fails under one scenario is told in its row.
+
+    Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
+    """
+    failures: list[Exception] = []
+    rows = tuple(
+        _row(trials, question, scenario, budget, failures)
+        for scenario in question.scenarios
+        for budget in question.budgets
+    )
+    if failures and all(row.status == "unavailable" for row in rows):
+        raise failures[0]
+    remedied = _remedied(trials, question, rows)
+    crossings = tuple(_crossings(trials, question)) if question.crossovers else ()
+    traces = trials.traces()
+    return Fit(
+        model=trials.name,
+        inputs=trials.inputs,
+        vary=trials.vary.text,
+        budgets=tuple(question.budgets),
+        fit_rows=rows,
+        asked=question.asked,
+        optimizer=_optimizer(question.training),
+        findings=findings(rows, question.budgets, trials.vary.text, remedied, crossings),
+        remedied=remedied,
+        notes=(*notes, *_notes(trials, rows)),
+        traces=traces,
+        runs=trials.count,
+    )
+
+
+def _optimizer(training: Training | None) -> str:
+    if training is None:
+        return ""
+    kind = training.optimizer
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", "the given optimizer")
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _row(trials: Trials, question: Question, scenario: Scenario, budget: Budget, failures: list[Exception]) -> FitRow:
+    row = FitRow(scenario.name, scenario.title, budget.name, budget.allocator, "unavailable")
+    if scenario.is_modelled:
+        return replace(row, reason="what its modules pass on is modelled and cannot be run")
+    case = question.case(scenario, budget)
+    try:
+        if question.asked is not None or not trials.resizable:
+            return _asked_row(trials, case, row, question.asked or trials.asked)
+        return _searched_row(trials, case, row)
+    except (ScenarioError, ForwardError, InputError) as error:
+        failures.append(error)
+        return replace(row, reason=" ".join(str(error).split()))
+
+
+def _asked_row(trials: Trials, case: Case, row: FitRow, size: int) -> FitRow:
+    """Whether one size fits."""
+    run = trials.run(case, size)
+    return replace(
+        row,
+        status="fits" if run.fits(row.budget) else "exceeds",
+        size=size,
+        peak=run.needs(row.budget),
+        fixed=_fixed_roles(run),
+        bind=bind(run, row.budget),
+        looked=(size,),
+    )
+
+
+def _searched_row(trials: Trials, case: Case, row: FitRow) -> FitRow:
+    """The largest size that fits."""
+
+    def measure(size: int) -> Footprint:
+        return trials.run(case, size)
+
+    start = trials.asked if trials.asked > 1 else None
+    found = largest(measure, row.budget, start=start, known=trials.known(case), powers=not trials.vary.batch)
+    low, high = found.largest, found.above
+    per_step = _per_step(found)
+    return replace(
+        row,
+        status=_status(found),
+        reason=found.refused[found.ceiling] if found.ceiling else None,
+        size=low.size if low else None,
+        peak=low.needs(row.budget) if low else None,
+        next_size=high.size if high else found.ceiling,
+        next_peak=high.needs(row.budget) if high else None,
+        per_step=per_step,
+        fixed=_fixed(found, per_step, trials.vary.batch),
+        bind=bind(high, row.budget) if high else None,
+        looked=found.looked,
+        step=found.step,
+        refused=found.refused,
+        monotone=found.monotone,
+    )
+
+
+def _status(found: Answer) -> Status:
+    if found.largest is None:
+        return "none"
+    if found.endless:
+        return "endless"
+    if not found.closed:
+        return "open"
+    return "found" if found.above else "refused"
+
+
+def _per_step(found: Answer) -> int | None:
+    """What one more adds to the tensors' peak: between the answer and the next size, or the two least that ran."""
+    pair = [run for run in (found.largest, found.above) if run]
+    if len(pair) < 2:
+        pair = [found.runs[size] for size in sorted(found.runs)[:2]]
+    if len(pair) < 2:
+        return None
+    return (pair[1].requested - pair[0].requested) // (pair[1].size - pair[0].size)
+
+
+def _fixed(found: Answer, per_step: int | None, linear: bool) -> int | None:
+    """What does not depend on the size: the line's value at 0, or what the model and its training hold at the peak."""
+    run = found.largest or found.above
+    if run is None:
+        return None
+    at_zero = run.requested - run.size * per_step if linear and per_step is not None else -1
+    return at_zero if at_zero >= 0 else _fixed_roles(run)
+
+
+def _fixed_roles(run: Footprint) -> int:
+    return sum(size for role, size in bind(run, None).roles.items() if role in FIXED)
+
+
+# -- remedies and crossovers ------------------------------------------------------------------------------------------
+
+
+def _remedied(trials: Trials, question: Question, rows: Sequence[FitRow]) -> Remedied | None:
+    """Remedies for the first row that does not fit what was asked, or for the first where they were asked for."""
+    if question.remedies is False:
+        return None
+    short = next((row for row in rows if row.status == "exceeds"), None)
+    row = short or next((row for row in rows if question.remedies and row.status != "unavailable"), None)
+    if row is None:
+        return None
+    scenario = next(scenario for scenario in question.scenarios if scenario.name == row.scenario)
+    budget = next(budget for budget in question.budgets if budget.name == row.gpu)
+    size = question.asked or (2 * row.size if row.size else row.next_size or trials.asked)
+
+    def run(case: Case) -> Footprint:
+        return trials.run(case, size)
+
+    base = question.case(scenario, budget)
+    return try_remedies(run, base, size, budget.allocator, row.gpu, parts=trials.vary.batch)
+
+
+def _crossings(trials: Trials, question: Question) -> Iterator[Crossing]:
+    """The crossovers of the first scenario that runs, on the first card."""
+    plain = [scenario for scenario in question.scenarios if scenario.recipe != "autocast" and not scenario.is_modelled]
+    if not plain or not trials.resizable:
+        return
+    case = question.case(plain[0], question.budgets[0])
+    base = _foreseen(trials, case)
+    if base is None:
+        return
+    if plain[0].name in ("as-given", "fp32"):
+        yield from _autocast_crossing(trials, question, case, base)
+    if question.training is not None:
+        yield _crossing(trials, case, "activations", lambda size: _outweighs(base, size), _activations_outweigh)
+        yield _crossing(
+            trials,
+            case,
+            "peak",
+            lambda size: foretold_phase(base, size) != "optimizer",
+            lambda run: peak_phase(run) != "optimizer",
+        )
+
+
+def _outweighs(base: Forecast, size: int) -> bool:
+    return foretold_most(base, "activation", size) > foretold_most(base, "parameter", size)
+
+
+def _activations_outweigh(run: Footprint) -> bool:
+    return most_of(run, "activation") > most_of(run, "parameter")
+
+
+def _crossing(
+    trials: Trials,
+    case: Case,
+    kind: str,
+    foretold: Callable[[int], bool],
+    measured: Callable[[Footprint], bool],
+) -> Crossing:
+    size = first_size(foretold, lambda size: measured(trials.run(case, size)))
+    return Crossing(kind, size, case.scenario.name)  # type: ignore[arg-type]
+
+
+def _autocast_crossing(trials: Trials, question: Question, case: Case, base: Forecast) -> Iterator[Crossing]:
+    name = "amp-bf16" if case.card.capability >= (8, 0) else "amp-fp16"
+    lower = question.case(SCENARIOS[name], question.budgets[0])
+    with_it = _foreseen(trials, lower)
+    if with_it is not None:
+        size = first_size(
+            lambda size: with_it.requested(size) < base.requested(size),
+            lambda size: trials.run(lower, size).requested < trials.run(case, size).requested,
+        )
+        yield Crossing("autocast", size, name, case.scenario.name)
+
+
+def _foreseen(trials: Trials, case: Case) -> Forecast | None:
+    """A forecast for small sizes, from the runs at hand and up to two more; None where the model refuses those."""
+    for size in (trials.asked, 8, 13):
+        if len(trials.known(case)) > 1:
+            break
+        try:
+            trials.run(case, size)
+        except (ForwardError, ScenarioError, InputError):
+            continue
+    return forecast(trials.known(case), 0)
+
+
+def _notes(trials: Trials, rows: Sequence[FitRow]) -> Iterator[str]:
+    """What a reader must know about how the answers were found."""
+    if not trials.resizable:
+        yield "the inputs do not agree on a batch dimension, so that only the batch they have was looked at"
+    looked = [row for row in rows if row.status not in ("unavailable", "fits", "exceeds")]
+    if looked:
+        most = max(len(row.looked) for row in looked)
+        yield (
+            f"sizes that fit were run, and so was the next size; {trials.count} runs in all, at most {most} per answer"
+        )
+    if any(not row.monotone for row in rows):
+        yield "memory does not only grow here: a size below an answer needs more than there is"
+    yield from dict.fromkeys(note for trace in trials.traces().values() for note in trace.notes)

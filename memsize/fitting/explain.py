@@ -1,0 +1,213 @@
+"""What follows from the figures of a fit, in sentences: the budget, what binds, what fits most, what was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from memsize.findings.finding import Finding
+from memsize.fitting.budget import Budget
+from memsize.fitting.crossings import Crossing
+from memsize.fitting.footprint import Bind
+from memsize.fitting.forecast import FIXED
+from memsize.fitting.rows import ANSWERED, FitRow, Remedied
+from memsize.record import Role
+from memsize.units import Bytes
+
+NOUNS: dict[Role, str] = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "input": "inputs",
+    "output": "outputs",
+    "activation": "activations",
+    "cast copy": "cast copies",
+    "gradient": "gradients",
+    "optimizer state": "optimizer state",
+    "master weight": "master weights",
+    "temporary": "temporaries",
+    "workspace": "workspaces",
+}
+_ONE: dict[str, str] = {"batch": "sample", "seq_len": "position", "image": "pixel of height and width"}
+
+
+def findings(
+    rows: Sequence[FitRow],
+    budgets: Sequence[Budget],
+    vary: str,
+    remedied: Remedied | None = None,
+    crossings: Sequence[Crossing] = (),
+) -> tuple[Finding, ...]:
+    """Everything that is worth saying, most important first."""
+    first = next((row for row in rows if row.status != "unavailable"), None)
+    found: list[Finding] = []
+    if first is not None:
+        found += _binding(first, vary)
+        found += _most(rows, first, vary)
+        found += _refused(first, vary)
+    if remedied is not None:
+        found += _remedied(remedied, vary)
+    found += (_crossing(crossing, vary) for crossing in crossings)
+    found += map(_budget, budgets)
+    return tuple(found)
+
+
+def _budget(budget: Budget) -> Finding:
+    margin = ", and a margin of {margin}" if budget.margin else ""
+    return Finding(
+        "budget",
+        budget.allocator,
+        (),
+        "The allocator gets {allocator}: {name} has {device}, of which the CUDA context may take {context}"
+        f"{margin}.",
+        {
+            "allocator": Bytes(budget.allocator),
+            "name": budget.name,
+            "device": Bytes(budget.device),
+            "context": Bytes(budget.context),
+            "margin": Bytes(budget.margin),
+        },
+    )
+
+
+def _binding(row: FitRow, vary: str) -> Iterator[Finding]:
+    """What the first row says: what fits, and what stops the next size."""
+    values: dict[str, object] = {
+        "scenario": row.scenario,
+        "gpu": row.gpu,
+        "vary": vary,
+        "size": row.size or 0,
+        "next": row.next_size or 0,
+        "peak": Bytes(row.peak or 0),
+        "next_peak": Bytes(row.next_peak or 0),
+        "budget": Bytes(row.budget),
+        "beyond": Bytes(abs(row.headroom or 0)),
+    }
+    texts = {
+        "found": "Under {scenario}, {vary} {size} needs {peak} of {budget}; {vary} {next} needs {next_peak}",
+        "open": "Under {scenario}, {vary} {size} fits and {vary} {next} does not; what lies between was not run",
+        "refused": "Under {scenario}, {vary} {size} needs {peak} of {budget}; {vary} {next} is refused by the model",
+        "endless": "Under {scenario}, memory is no limit: even {vary} {size} needs no more than {peak} of {budget}",
+        "none": "Under {scenario}, nothing fits: {vary} {next} needs {next_peak}, and there are {budget}",
+        "fits": "Under {scenario}, {vary} {size} fits: it needs {peak} of {budget}, and {beyond} are left",
+        "exceeds": "Under {scenario}, {vary} {size} does not fit: it needs {peak}, {beyond} more than there are",
+    }
+    yield Finding(f"fit-{row.status}", row.peak, (), texts[row.status] + ".", values)
+    if row.bind is not None and row.status in ("found", "open", "none", "exceeds"):
+        yield _stops(row, row.bind, vary)
+    if row.status == "none" and row.bind is not None:
+        yield from _fixed_cost(row, row.bind)
+
+
+def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
+    at = " at {layer}" if bind.layer else ""
+    one = _ONE.get(vary, f"step of {vary}")
+    adds = f" One more {one} adds {{per_step}} to the peak." if row.per_step else ""
+    return Finding(
+        "fit-binds",
+        bind.roles[bind.role],
+        (bind.layer,) if bind.layer else (),
+        f"It runs out in {{phase}}{at}, where {{held}} of {{alive}} are {{role}}.{adds}",
+        {
+            "phase": bind.phase,
+            "layer": bind.layer,
+            "role": NOUNS[bind.role],
+            "held": Bytes(bind.roles[bind.role]),
+            "alive": Bytes(sum(bind.roles.values())),
+            "per_step": Bytes(row.per_step or 0),
+        },
+    )
+
+
+def _fixed_cost(row: FitRow, bind: Bind) -> Iterator[Finding]:
+    """Where what does not depend on the size is too much already."""
+    fixed = {role: size for role, size in bind.roles.items() if role in FIXED}
+    total = sum(fixed.values())
+    if total > row.budget:
+        yield Finding(
+            "fit-fixed-cost",
+            total,
+            (),
+            "No size could fit: {roles} take {fixed} whatever it is, {beyond} more than there are.",
+            {
+                "roles": tuple(NOUNS[role] for role in fixed),
+                "fixed": Bytes(total),
+                "beyond": Bytes(total - row.budget),
+            },
+        )
+
+
+def _most(rows: Sequence[FitRow], first: FitRow, vary: str) -> Iterator[Finding]:
+    """Which scenario fits most on the first GPU."""
+    here = [
+        row for row in rows if row.gpu == first.gpu and row.status in ANSWERED and row.status != "fits" and row.size
+    ]
+    best = max(here, key=lambda row: row.size or 0, default=None)
+    if best is None or best is first or (best.size or 0) <= (first.size or 0):
+        return
+    ratio = f", {(best.size or 0) / first.size:.1f} times as much" if first.size else ""
+    yield Finding(
+        "fit-most",
+        best.peak,
+        (),
+        f"{{best}} fits most, {{vary}} {{size}}{ratio}.",
+        {"best": best.scenario, "vary": vary, "size": best.size or 0},
+    )
+
+
+def _refused(row: FitRow, vary: str) -> Iterator[Finding]:
+    """Sizes that the model does not run with, and the rule that they suggest."""
+    if not row.refused:
+        return
+    size, reason = max(row.refused.items()) if row.status == "refused" else next(iter(row.refused.items()))
+    rule = " Sizes that ran are multiples of {step}." if row.step > 1 else ""
+    yield Finding(
+        "fit-refused",
+        None,
+        (),
+        f"The model refuses {{vary}} {{size}}: {{reason}}.{rule}",
+        {"vary": vary, "size": size, "reason": reason.rstrip("."), "step": row.step},
+    )
+
+
+def _remedied(remedied: Remedied, vary: str) -> Iterator[Finding]:
+    """What is enough."""
+    alone = tuple(row.name for row in remedied.rows if row.outcome == "fits")
+    values = {"vary": vary, "size": remedied.size, "scenario": remedied.scenario}
+    if remedied.peak <= remedied.budget:
+        return
+    if alone:
+        text = "To fit {vary} {size} under {scenario}, {first} is enough by itself" + (
+            "; so is each of {others}." if len(alone) > 2 else "; so is {others}." if len(alone) > 1 else "."
+        )
+        yield Finding("remedy-enough", None, (), text, values | {"first": alone[0], "others": ", ".join(alone[1:])})
+    elif remedied.combination:
+        together = {"together": " and ".join(remedied.combination), "peak": Bytes(remedied.combined or 0)}
+        text = "No remedy is enough for {vary} {size} under {scenario}; {together} together need {peak}."
+        yield Finding("remedy-combination", remedied.combined, (), text, values | together)
+    else:
+        yield Finding(
+            "remedy-none", None, (), "No remedy, and no set of them that was tried, fits {vary} {size}.", values
+        )
+
+
+def _crossing(crossing: Crossing, vary: str) -> Finding:
+    texts = {
+        "autocast": (
+            "{scenario} needs less than {other} from {vary} {size} on",
+            "{scenario} needs no less than {other}",
+        ),
+        "activations": (
+            "Under {scenario}, activations outweigh parameters from {vary} {size} on",
+            "Under {scenario}, activations never outweigh parameters",
+        ),
+        "peak": (
+            "Under {scenario}, the peak is in the optimizer's step below {vary} {size}, and in forward or backward "
+            "from there on",
+            "Under {scenario}, the peak stays in the optimizer's step",
+        ),
+    }
+    so, never = texts[crossing.kind]
+    text = never if crossing.size is None else so
+    if crossing.kind == "peak" and crossing.size == 1:
+        text = "Under {scenario}, the peak is in forward or backward at every size"
+    values = {"scenario": crossing.scenario, "other": crossing.other, "vary": vary, "size": crossing.size or 0}
+    return Finding(f"crossing-{crossing.kind}", None, (), text + ".", values)

@@ -1,0 +1,88 @@
+"""The figures of a fit: one row per scenario and GPU, and one per remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from memsize.fitting.footprint import Bind
+
+Status = Literal["found", "open", "refused", "endless", "none", "fits", "exceeds", "unavailable"]
+"""What an answer is.
+
+`found`: a size fits and the next one was run and doesn't. `open`: the runs ended before the two met. `refused`: the
+next size is one that the model does not run with. `endless`: every size that was looked at fits. `none`: no size does.
+`fits` and `exceeds` answer for the size that was asked about. `unavailable`: the scenario could not be run.
+"""
+
+ANSWERED: tuple[Status, ...] = ("found", "open", "refused", "endless", "fits")
+
+
+@dataclass(frozen=True, slots=True)
+class FitRow:
+    """One scenario on one GPU.
+
+    `size` is the largest that fits (None: none does), or the one that was asked about; `peak` the least that the
+    allocator needs for it, `headroom` what is left. `next_size` and `next_peak` are those of the next size that was
+    run, `bind` is where that runs out. `per_step` is what one more sample (or position …) adds to what tensors ask for
+    at their peak, `fixed` what does not depend on it. `looked` lists the sizes that were run for the answer, `step`
+    what sizes have to be a multiple of, `refused` the sizes that the model failed with and why.
+    """
+
+    scenario: str
+    title: str
+    gpu: str
+    budget: int
+    status: Status
+    reason: str | None = None
+    size: int | None = None
+    peak: int | None = None
+    next_size: int | None = None
+    next_peak: int | None = None
+    per_step: int | None = None
+    fixed: int | None = None
+    bind: Bind | None = None
+    looked: tuple[int, ...] = ()
+    step: int = 1
+    refused: Mapping[int, str] = field(default_factory=dict)
+    monotone: bool = True
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes that are left at `size`, below 0 where it does not fit; None where there is no size."""
+        return None if self.peak is None else self.budget - self.peak
+
+
+@dataclass(frozen=True, slots=True)
+class RemedyRow:
+    """One remedy at the size that was asked about: what it needs then, and what that saves.
+
+    `outcome` is ``"fits"``, ``"saves"``, ``"no help"`` or ``"not here"``, the last with the `reason`.
+    """
+
+    name: str
+    title: str
+    cost: str
+    outcome: Literal["fits", "saves", "no help", "not here"]
+    peak: int | None = None
+    saved: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remedied:
+    """Remedies at one size of one scenario on one GPU, most bytes saved first.
+
+    `peak` is what it needs without any. `combination` names the few that together fit, as run; `combined` is what it
+    needs with them. Empty where one remedy is enough, or where all together are not.
+    """
+
+    scenario: str
+    gpu: str
+    size: int
+    budget: int
+    peak: int
+    rows: tuple[RemedyRow, ...]
+    combination: tuple[str, ...] = ()
+    combined: int | None = None

@@ -1,0 +1,239 @@
+"""``hf:NAME``: a transformers model from its config alone: no weights, no tokenizer, no network.
+
+NAME is a folder with a config.json, such a file, an architecture (``hf:llama``, ``hf:LlamaForCausalLM``) in its default
+size, or a Hub id whose config.json is in the local cache already. The class is the config's own `architectures` entry,
+so a causal language model has its head; where a config names none, it is the one that the Auto classes give its type.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from memsize.errors import TargetError
+from memsize.loading.hubs.huggingface_inputs import input_maker
+from memsize.loading.hubs.library import Named, constructed, imported, unknown
+
+_TASKS = (
+    "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM", "CTC",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION",
+    "OBJECT_DETECTION", "UNIVERSAL_SEGMENTATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "MASK_GENERATION",
+)  # fmt: skip
+"""The tasks whose class a config without `architectures` gets, the first that knows its type."""
+
+
+def load(name: str, arguments: Mapping[str, object]) -> Named:
+    """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it."""
+    transformers = imported("transformers")
+    label = f"hf:{name}"
+    file = _config_file(name)
+    if file is not None:
+        data = _read(file)
+    else:
+        data = _by_architecture(transformers, name) or _read(_cached(name))
+        file = Path()
+    config, notes = _config(transformers, data, arguments, label)
+    kind = _class(transformers, config, label)
+    module, built = constructed(lambda: kind._from_config(config), label, {})
+    maker = input_maker(module, _preprocessor(file))
+    return Named(module, f"{label} ({kind.__name__})", maker, (*notes, *built))
+
+
+# -- the config -------------------------------------------------------------------------------------------------------
+
+
+def _config_file(name: str) -> Path | None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise TargetError(f"{path} has no config.json, so it is no transformers model")
+        return path / "config.json"
+    if path.is_file():
+        return path
+    if path.suffix == ".json":
+        raise TargetError(f"no such file: {path}")
+    return None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A config.json's entries; raises `TargetError` for what is not one."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TargetError(f"cannot read {file.name} as a config: {error}") from None
+    if not isinstance(data, dict) or not (data.get("model_type") or data.get("architectures")):
+        raise TargetError(f"{file.name} is no config of transformers: it has neither model_type nor architectures")
+    return data
+
+
+def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
+    """The default config of a model type (``llama``) or a class (``LlamaForCausalLM``); None for a Hub id."""
+    types = transformers.CONFIG_MAPPING
+    if name in types:
+        return {"model_type": name}
+    kind = _attribute(transformers, name) if name.isidentifier() else None
+    config = kind if name.endswith("Config") else getattr(kind, "config_class", None)
+    if config is not None:
+        return {"model_type": config.model_type} | ({} if kind is config else {"architectures": [name]})
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return None
+    raise unknown("transformers", name, types.keys())
+
+
+def _cached(name: str) -> Path:
+    """The config.json of a Hub id in the local cache."""
+    found = imported("huggingface_hub").try_to_load_from_cache(name, "config.json")
+    if isinstance(found, str):
+        return Path(found)
+    raise TargetError(
+        f"there is no folder or file {name}, and no config of that Hub id in the local cache: "
+        f"fetch it with hf download {name} config.json"
+    )
+
+
+def _config(
+    transformers: Any, data: dict[str, Any], arguments: Mapping[str, object], label: str
+) -> tuple[Any, tuple[str, ...]]:
+    """The config object, and notes on what of `data` could not be followed."""
+    data, notes = dict(data), []
+    model_type = data.pop("model_type", None) or _type_of(transformers, data["architectures"])
+    if model_type not in transformers.CONFIG_MAPPING:
+        own = " It comes with code of its own, which memsize does not run." if data.get("auto_map") else ""
+        raise TargetError(f"transformers {transformers.__version__} knows no model type {model_type!r}.{own}")
+    quantized = data.pop("quantization_config", None)
+    if quantized:
+        method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else "some method"
+        notes.append(f"its config says that weights are quantized ({method}): they are shown as they are without that")
+    data.pop("auto_map", None)
+    kind = transformers.CONFIG_MAPPING[model_type]
+    _check_names(kind, data, arguments, label)
+    try:
+        config = kind.from_dict(_replaced(data, arguments))
+    except Exception as error:  # configs check themselves, each in its own words
+        raise TargetError(f"{label} is not a {kind.__name__}: {_first_line(error)}") from error
+    return config, tuple(notes)
+
+
+def _type_of(transformers: Any, architectures: Any) -> str:
+    kind = _attribute(transformers, architectures[0]) if architectures else None
+    return str(getattr(getattr(kind, "config_class", None), "model_type", ""))
+
+
+def _check_names(kind: Any, data: Mapping[str, Any], arguments: Mapping[str, object], label: str) -> None:
+    defaults = kind()
+    known = {*vars(defaults), *data, *getattr(defaults, "attribute_map", {}), "architectures", "dtype"}
+    for name in arguments:
+        if name not in known and not hasattr(defaults, name):
+            raise unknown(f"the config of {label}", name, sorted(known))
+
+
+def _replaced(data: dict[str, Any], arguments: Mapping[str, object]) -> dict[str, Any]:
+    """`data` with the entries that `arguments` give; a list with one entry per layer follows their number."""
+    replaced = data | dict(arguments)
+    if isinstance(replaced.get("architectures"), str):
+        replaced["architectures"] = [replaced["architectures"]]
+    before, layers = data.get("num_hidden_layers"), arguments.get("num_hidden_layers")
+    if isinstance(before, int) and isinstance(layers, int) and layers < before:
+        for name, value in data.items():
+            if isinstance(value, list) and len(value) == before and name not in arguments:
+                replaced[name] = value[:layers]
+    return replaced
+
+
+def _preprocessor(file: Path) -> dict[str, Any]:
+    """The entries of a preprocessor_config.json beside the config: the sizes that its processor makes."""
+    beside = file.parent / "preprocessor_config.json"
+    try:
+        data = json.loads(beside.read_text(encoding="utf-8")) if file.name else {}
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+# -- the class --------------------------------------------------------------------------------------------------------
+
+
+def _class(transformers: Any, config: Any, label: str) -> Any:
+    """The model class: the config's own, else that of the first task that knows its type."""
+    for name in config.architectures or ():
+        found = _attribute(transformers, name)
+        if found is not None:
+            return found
+    auto = imported("transformers.models.auto.modeling_auto")
+    for table in (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPING_NAMES"):
+        entry = getattr(auto, table, {}).get(config.model_type)
+        name = entry[0] if isinstance(entry, (tuple, list)) else entry
+        found = _attribute(transformers, name) if name else None
+        if found is not None:
+            return found
+    raise TargetError(f"{label}: transformers has no model for the type {config.model_type!r}")
+
+
+def _attribute(transformers: Any, name: str) -> Any:
+    """A class of transformers by its name, None for one that it does not have.
+
+    transformers looks whether torchvision is installed, not whether it works. Where it does not, classes that only
+    *could* use it fail to import too; they are then asked for as if it were not there.
+    """
+    if name not in dir(transformers):
+        return None
+    try:
+        return getattr(transformers, name)
+    except (ImportError, RuntimeError) as error:
+        if not _is_torchvisions(error):
+            raise TargetError(f"transformers cannot import {name}: {_root(error)}") from error
+    with _without_torchvision():
+        try:
+            return getattr(transformers, name)
+        except (ImportError, RuntimeError) as error:
+            raise TargetError(f"transformers cannot import {name}: {_root(error)}") from error
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """While open, torchvision is not installed; transformers keeps in mind that it wasn't."""
+    checks = imported("transformers.utils.import_utils")
+    for check in ("is_torchvision_available", "is_torchvision_v2_available"):
+        cleared = getattr(getattr(checks, check, None), "cache_clear", None)
+        if cleared is not None:
+            cleared()
+    held = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "torchvision"}
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torchvision"]
+        sys.modules.update(held)
+
+
+def _is_torchvisions(error: BaseException) -> bool:
+    """Whether `error`, or what it came from, is about torchvision, which is there and cannot be imported."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if "torchvision" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return _fails("torchvision")
+
+
+def _fails(name: str) -> bool:
+    try:
+        imported(name)
+    except TargetError as error:
+        return error.__cause__ is not None
+    return False
+
+
+def _root(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

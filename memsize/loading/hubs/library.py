@@ -1,0 +1,85 @@
+"""What the libraries have in common: how each is imported, how a model is built, and how an unknown name is refused."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memsize.errors import TargetError
+from memsize.loading.blame import reason
+from memsize.loading.building import build
+from memsize.loading.defaults import InputMaker
+from memsize.nearest import suggestion
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_MOST_NAMES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model of a library: its module, its name as a target, the inputs that suit it, and what is to be said of it."""
+
+    module: nn.Module
+    name: str
+    inputs: InputMaker
+    notes: tuple[str, ...] = ()
+
+
+def imported(name: str) -> Any:
+    """The library `name`; raises `TargetError` that says in one line how to get it, or what is wrong with it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            extra = "pip install 'memsize[models]'"
+            raise TargetError(f"{name}: targets need the library {name}, which is not installed: {extra}") from None
+        raise TargetError(_broken(name, error)) from error
+    except Exception as error:  # an extension that does not fit the installed torch raises what it likes
+        raise TargetError(_broken(name, error)) from error
+
+
+def constructed(
+    factory: Callable[..., Any], label: str, arguments: Mapping[str, object]
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """What a library's function builds, without its weights, and notes on how; raises `TargetError` if it can't."""
+    module, note = build(factory, label, arguments, lambda _: False)
+    return module, (note,) if note else ()
+
+
+def unknown(label: str, name: str, names: Iterable[str]) -> TargetError:
+    """The error for a `name` that a library does not have, with those that are near."""
+    known = tuple(names)
+    hint = suggestion(name, known)
+    if hint.startswith("known"):
+        hint = f"known: {', '.join(known[:_MOST_NAMES])} and {len(known) - _MOST_NAMES:,} more"
+    return TargetError(f"{label} has no model {name!r}: {hint}")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While open, libraries neither log nor warn: what they say of weights and of each other is not about the model."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _broken(name: str, error: Exception) -> str:
+    text = reason(error)
+    guilty = "torchvision" if "torchvision" in text else name
+    own = "" if guilty == name else f" (it needs {guilty})"
+    return (
+        f"the installed {guilty} cannot be imported{own}: {text}; install the one built for this torch, such as with "
+        f"pip install --force-reinstall {guilty}"
+    )

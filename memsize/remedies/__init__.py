@@ -1,0 +1,1 @@
+"""Ways to need less memory, each tried by running the model with it."""

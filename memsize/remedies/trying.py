@@ -1,0 +1,106 @@
+"""Which remedies help at one size, and the smallest set of them that fits: each run, none taken on trust."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.fitting.case import Case, NotApplicable
+from memsize.fitting.footprint import Footprint
+from memsize.fitting.rows import Remedied, RemedyRow
+from memsize.remedies.remedy import Remedy
+from memsize.remedies.table import REMEDIES, split
+
+Run = Callable[[Case], Footprint]
+"""Runs a case at the size that was asked about."""
+
+_MOST_PARTS: Final = 64
+_GRAIN: Final = 2 << 20
+"""What saves less than one segment saves nothing that the GPU would notice."""
+
+
+def try_remedies(run: Run, base: Case, size: int, capacity: int, gpu: str, *, parts: bool) -> Remedied:
+    """Every remedy at one size of `base`, most bytes saved first, and what fits together where none does alone.
+
+    `parts` is whether the size is a batch that can be split.
+    """
+    peak = run(base).needs(capacity)
+    tried = [_tried(run, base, remedy, peak, capacity) for remedy in REMEDIES]
+    if parts and base.training is not None and size > 1:
+        tried.append(_split(run, base, size, peak, capacity))
+    tried.sort(key=lambda pair: -(pair[1].saved or 0))
+    rows = tuple(row for _, row in tried)
+    helpful = [remedy for remedy, row in tried if row.outcome in ("fits", "saves")]
+    combination: tuple[str, ...] = ()
+    combined: int | None = None
+    if peak > capacity and not any(row.outcome == "fits" for row in rows):
+        combination, combined = _combined(run, base, helpful, peak, capacity)
+    return Remedied(base.scenario.name, gpu, size, capacity, peak, rows, combination, combined)
+
+
+def _tried(run: Run, base: Case, remedy: Remedy, peak: int, capacity: int) -> tuple[Remedy, RemedyRow]:
+    try:
+        found = run(_with(base, remedy))
+    except (NotApplicable, ForwardError, ScenarioError, InputError) as error:
+        reason = " ".join(str(error).split())
+        return remedy, RemedyRow(remedy.name, remedy.title, remedy.cost, "not here", reason=reason)
+    needs = found.needs(capacity)
+    saved = peak - needs
+    fits = needs <= capacity < peak
+    outcome = "fits" if fits else "saves" if saved >= _GRAIN else "no help"
+    return remedy, RemedyRow(remedy.name, remedy.title, remedy.cost, outcome, needs, saved)  # type: ignore[arg-type]
+
+
+def _with(case: Case, remedy: Remedy) -> Case:
+    return replace(remedy.apply(case), applied=(*case.applied, remedy.name))
+
+
+def _split(run: Run, base: Case, size: int, peak: int, capacity: int) -> tuple[Remedy, RemedyRow]:
+    """The fewest parts, in powers of two, with which the batch fits; the last that were tried where it never does."""
+    parts = 2
+    while True:
+        tried = _tried(run, base, split(parts), peak, capacity)
+        if tried[1].outcome == "fits" or peak <= capacity or 2 * parts > min(size, _MOST_PARTS):
+            return tried
+        parts *= 2
+
+
+def _combined(
+    run: Run, base: Case, helpful: Sequence[Remedy], peak: int, capacity: int
+) -> tuple[tuple[str, ...], int | None]:
+    """A few remedies that fit together, and what is needed with them.
+
+    They are added in the order of what each saves alone, those that change what is learnt last; then those that turn
+    out not to be needed are left out again.
+    """
+    chosen: list[Remedy] = []
+    needs = peak
+    for remedy in sorted(helpful, key=lambda remedy: remedy.changes == "training"):
+        if any(remedy.groups & other.groups for other in chosen):
+            continue
+        with_it = _needs(run, base, [*chosen, remedy], capacity)
+        if with_it is not None and with_it < needs:
+            chosen, needs = [*chosen, remedy], with_it
+        if needs <= capacity:
+            break
+    if needs > capacity:
+        return (), None
+    for remedy in tuple(chosen[:-1]):
+        without = [other for other in chosen if other is not remedy]
+        fewer = _needs(run, base, without, capacity)
+        if fewer is not None and fewer <= capacity:
+            chosen, needs = without, fewer
+    return tuple(remedy.name for remedy in chosen), needs
+
+
+def _needs(run: Run, base: Case, remedies: Sequence[Remedy], capacity: int) -> int | None:
+    """What a set of remedies needs together; None where they don't go together."""
+    case = base
+    try:
+        for remedy in remedies:
+            case = _with(case, remedy)
+        return run(case).needs(capacity)
+    except (NotApplicable, ForwardError, ScenarioError, InputError):
+        return None
