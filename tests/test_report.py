@@ -11,6 +11,7 @@ import torchinfo
 from torch import nn
 
 import memsize
+from benchmarks.resnet import ResNet50
 from memsize.document import Report, ScenarioResult
 from memsize.folds import Totals
 from tests import models
@@ -245,3 +246,47 @@ def test_a_quantized_model_as_given_is_compared_with_its_float32_size() -> None:
     share = scenario(report, "as-given").share("parameter_bytes", report.fp32)
     assert share == pytest.approx(26_803_609 / 36_895_604)
     assert "wrapper-misreports" in [finding.code for finding in report.why()]
+
+
+def vgg16() -> nn.Module:
+    """Simonyan and Zisserman, 2014, configuration D."""
+    layers: list[nn.Module] = []
+    before = 3
+    for width in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
+        layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU(True)] if width else [nn.MaxPool2d(2)]
+        before = width or before
+    head = [
+        nn.Linear(512 * 7 * 7, 4096),
+        nn.ReLU(True),
+        nn.Dropout(),
+        nn.Linear(4096, 4096),
+        nn.ReLU(True),
+        nn.Dropout(),
+    ]
+    return nn.Sequential(*layers, nn.Flatten(), *head, nn.Linear(4096, 1000))
+
+
+def test_the_known_table_of_vgg16() -> None:
+    report = memsize.report(without_memory(vgg16), (3, 224, 224), scenarios="fp32,fp16")
+    assert figures(report, "fp32").parameters == 138_357_544
+    assert figures(report, "fp16").parameter_bytes == 2 * 138_357_544
+    layers = report.layers.set_index("path")
+    # The first linear layer alone: 25,088·4,096 + 4,096.
+    assert layers.loc["32", "parameters"] == 102_764_544
+    convolutions = layers[layers["type"] == "Conv2d"]
+    assert convolutions["parameters"].sum() == 14_714_688
+    # Two convolutions of 64 at 224², two of 128 at 112², three of 256, 512 and 512 at 56², 28² and 14².
+    elements = 2 * 64 * 224**2 + 2 * 128 * 112**2 + 3 * 256 * 56**2 + 3 * 512 * 28**2 + 3 * 512 * 14**2
+    assert convolutions["output_bytes"].sum() == 4 * elements
+    assert layers[layers["type"] == "ReLU"]["output_bytes"].sum() == 0
+
+
+def test_the_known_table_of_resnet50() -> None:
+    report = memsize.report(without_memory(ResNet50), (3, 224, 224), scenarios="fp32")
+    assert report.totals.parameters == 25_557_032
+    layers = report.layers
+    # The 11.1 million activations that are published for ResNet-50; each batch norm's output is as large.
+    assert layers[layers["type"] == "Conv2d"]["output_bytes"].sum() == 4 * 11_113_984
+    assert layers[layers["type"] == "BatchNorm2d"]["output_bytes"].sum() == 4 * 11_113_984
+    # Running mean and variance of every channel in float32, and a counter of 8 bytes for each of 53 norms.
+    assert report.totals.buffer_bytes == 2 * 4 * 26_560 + 53 * 8

@@ -68,7 +68,8 @@ class TestTensorBytes:
         channels = torch.quantize_per_channel(values, torch.ones(4), torch.zeros(4, dtype=torch.int64), 0, torch.qint8)
         assert tensor_bytes(channels) == 24 + 4 * 8 + 4 * 8  # int8, scales float64, zero points int64
 
-    @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # 2.11 gives this advice even where they are asked for
+    # torch 2.11 gives this advice even where the checks are asked for.
+    @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
     def test_sparse(self) -> None:
         assert tensor_bytes(torch.eye(4).to_sparse()) == 2 * 4 * 8 + 4 * 4  # indices int64[2,4], values float32[4]
         compressed, plain, values = torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2)
