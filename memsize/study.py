@@ -28,8 +28,8 @@ from memsize.tracing.execution import executable, executable_call
 from memsize.tracing.feed import Feed
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.quiet import collector_paused
-from memsize.tracing.run import Setup, kept_for_backward, run_forward, run_inference
-from memsize.tracing.shadow import shadow
+from memsize.tracing.run import Setup, give_shapes, kept_for_backward, run_forward, run_inference
+from memsize.tracing.shadow import in_mode, shadow
 from memsize.tracing.step import run_own_step, run_training
 from memsize.training import Training
 
@@ -160,7 +160,11 @@ class Study:
 
     def prepared(self, scenario: Scenario, batch: int) -> Setup:
         """A fresh twin, ready to be run under the scenario."""
-        recipe = apply_scenario(executable(self.model) if self.execute else shadow(self.model), scenario)
+        twin = executable(self.model) if self.execute else shadow(self.model)
+        if not self.execute:
+            # What a recipe does to a layer follows from its shapes.
+            give_shapes(twin, self.feed.call(batch, floating_dtype(twin)), self.training)
+        recipe = apply_scenario(twin, scenario)
         if recipe.quantized:
             self._left[scenario.name] = dict(recipe.quantized.left)
         call = self.feed.call(batch, recipe.floating)
@@ -198,7 +202,7 @@ class Study:
 
     def _readings(self) -> tuple[Reading, ...]:
         self.say("torchinfo's reading")
-        twin = shadow(self.model).train(self.training)
+        twin = in_mode(shadow(self.model), self.training)
         reading = torchinfo_reading(twin, self.feed.call(floating=floating_dtype(twin)))
         return () if reading is None else (reading,)
 

@@ -148,6 +148,12 @@ def test_structural_cases(build: Callable[[], nn.Module], size: object, paramete
     assert (report.totals.parameters, report.totals.parameter_bytes) == (parameters, parameter_bytes)
 
 
+def test_lazy_layers_are_quantized_as_what_they_become() -> None:
+    report = memsize.report(models.Lazy(), (20,), scenarios="int8-weight")
+    # 20·10 int8, a float32 scale and an int8 zero point for each of 10 rows, and the bias in float32.
+    assert figures(report, "int8-weight").parameter_bytes == 200 + 10 * (4 + 1) + 40
+
+
 def test_what_is_not_registered_is_shown_apart() -> None:
     report = memsize.report(models.Listed(), (100,))
     # Four times 100·100 + 100 elements: 41,410 are used, 1,010 registered.

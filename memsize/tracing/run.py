@@ -21,6 +21,7 @@ from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.nest import tensors_in
 from memsize.tracing.quiet import undisturbed
 from memsize.tracing.resizes import resizes_seen
+from memsize.tracing.shadow import in_mode
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,8 @@ class Run:
         self.setup = setup
         self.result: Any = None
         if enter:
-            setup.twin.train(setup.training)
-            if any(is_lazy(tensor) for tensor in (*setup.twin.parameters(), *setup.twin.buffers())):
-                _give_shapes(setup)
+            in_mode(setup.twin, setup.training)
+            give_shapes(setup.twin, setup.call, setup.training, setup.device)
         self.tensors = stored_tensors(setup.twin) if tables else ()
         self.ledger = Ledger(setup.device, setup.workspaces)
         self.calls = Calls(setup.twin, self.ledger)
@@ -181,11 +181,11 @@ class Run:
         return tuple(map(seen, self.tensors))
 
 
-def _give_shapes(setup: Setup) -> None:
-    """One forward ahead of the run, in which lazy modules learn their shapes; why it fails is for the run to say."""
-    ledger = Ledger(setup.device)
-    with suppress(Exception), undisturbed(), torch.no_grad(), ledger, setup.semantics(ledger), setup.autocast():
-        setup.twin(*setup.call[0], **setup.call[1])
+def give_shapes(twin: nn.Module, call: Call, training: bool, device: str = "meta") -> None:
+    """One forward ahead of any run, in which lazy modules learn their shapes; why it fails is for the run to say."""
+    if any(is_lazy(tensor) for tensor in (*twin.parameters(), *twin.buffers())):
+        with suppress(Exception), undisturbed(), torch.no_grad(), Ledger(device):
+            twin.train(training)(*call[0], **call[1])
 
 
 def _layers(
