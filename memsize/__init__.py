@@ -6,11 +6,12 @@
     memsize.compare(before, after)                       # two models: what changed, what did not, why
     step = memsize.trace(model, (3, 64, 64), optimizer="adamw")
     step.peak                                            # what a GPU would show of a training step
+    memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
 
 Importing memsize does not import torch; the first report does.
 """
 
-from memsize.api import compare, read_checkpoint, report, shape_rule, trace
+from memsize.api import compare, fit, read_checkpoint, report, shape_rule, trace
 from memsize.comparison import Comparison
 from memsize.document import Report
 from memsize.errors import (
@@ -22,6 +23,7 @@ from memsize.errors import (
     ScenarioError,
     TargetError,
 )
+from memsize.fitreport import Fit
 from memsize.steptrace import StepTrace
 from memsize.training import Training
 
@@ -30,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Comparison",
+    "Fit",
     "ForwardError",
     "InputError",
     "MemsizeError",
@@ -40,6 +43,7 @@ __all__ = [
     "TargetError",
     "Training",
     "compare",
+    "fit",
     "read_checkpoint",
     "report",
     "shape_rule",

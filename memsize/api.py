@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from memsize.checkpoint.document import CheckpointReport
     from memsize.comparison import Comparison
     from memsize.device import AllocatorConfig
+    from memsize.fitreport import Fit
+    from memsize.layout import LayoutReport
+    from memsize.loading import InputMaker
     from memsize.steptrace import StepTrace
     from memsize.tracing.feed import Feed
 
@@ -35,6 +38,7 @@ def report(
     inputs: Sequence[InputSpec] = (),
     input_data: Any = None,
     batch_size: int = 1,
+    seq_len: int | None = None,
     arguments: Mapping[str, object] | None = None,
     scenarios: str | Iterable[str] | None = None,
     mode: Mode = "train",
@@ -46,10 +50,12 @@ def report(
 ) -> Report:
     """What each byte of a model is, scenario by scenario, and why it did or didn't shrink.
 
-    `model_or_target` is a module, which is never run or changed, or a target such as ``"model.py:Test"``, built with
-    `arguments`. Its input is one of: `input_size` without the batch dimension (``(3, 64, 64)``, several of them, or the
-    command line's text such as ``"input_ids=512:int64"``); `inputs`, the same already parsed; `input_data`, real inputs
-    with their batch dimension (a tensor, a tuple of positional ones, a mapping of keyword ones). `scenarios` is a comma
+    `model_or_target` is a module, which is never run or changed, or a target such as ``"model.py:Test"`` or
+    ``"timm:resnet18"``, built with `arguments`. Its input is one of: `input_size` without the batch dimension
+    (``(3, 64, 64)``, several of them, or the command line's text such as ``"input_ids=512:int64"``); `inputs`, the same
+    already parsed; `input_data`, real inputs with their batch dimension (a tensor, a tuple of positional ones, a
+    mapping of keyword ones), a function that returns those, or ``"file.py:make_inputs"``, which names one. A library's
+    model needs none: memsize makes them, texts of `seq_len` tokens. `scenarios` is a comma
     list, names or ``"all"``; None takes the usual ones. `mode` is the training flag that the forward runs under.
     `train` asks for training steps with that optimizer (``"adamw"``, ``"sgd:momentum=0.9"``, or a `Training`), so that
     each scenario says what a GPU would show at their peak; `gpu` names the card that is meant, `config` its
@@ -62,21 +68,22 @@ def report(
 
     asked = select(scenarios)
     say = progress or (lambda _: None)
-    with _loaded(model_or_target, arguments or {}, say) as (name, model, notes):
-        feed = _feed(model, input_size, inputs, input_data, batch_size)
+    with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
+        feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
         from memsize.study import Study
 
         study = Study(
             name, model, feed, mode == "train", say, card(gpu) if gpu else None, _training(train), execute, config
         )
-        return study.report(asked, default=scenarios is None, notes=notes)
+        return study.report(asked, default=scenarios is None, notes=(*notes, *([feed.note] if feed.note else [])))
 
 
 def trace(
     model_or_target: nn.Module | str,
     inputs: Any = None,
     *,
+    input_data: Any = None,
     scenario: str = "fp32",
     optimizer: str | Callable[[Any], Any] | None = "adamw",
     loss: str | Callable[[Any], Any] | None = None,
@@ -89,6 +96,7 @@ def trace(
     gpu: str | None = None,
     config: AllocatorConfig | str | None = None,
     batch_size: int = 1,
+    seq_len: int | None = None,
     arguments: Mapping[str, object] | None = None,
     mode: Mode = "train",
     execute: bool = False,
@@ -96,7 +104,9 @@ def trace(
     """What is alive at every moment of a training step, and what a GPU would show at its peak.
 
     `inputs` is a size without the batch dimension, text as on the command line or several of either, with `batch_size`;
-    or real inputs with their batch dimension: a tensor, a tuple of tensors, a mapping. `optimizer` is a name
+    or real inputs with their batch dimension: a tensor, a tuple of tensors, a mapping, or a function that returns
+    those. `input_data` is the latter alone, or the function's name as ``"file.py:make_inputs"``; a library's model
+    (``"hf:config.json"``) needs neither. `optimizer` is a name
     (``"adamw"``, ``"adamw:fused"``, ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None for
     one inference without gradients; `loss` a name of `memsize.training.LOSSES`, a function of the output, or None for
     the one that the output suggests. `step` replaces all of that by the user's own loop: ``step(model)`` is called once
@@ -111,9 +121,11 @@ def trace(
     where = card(gpu or DEFAULT_GPU)
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
     settings = AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
-    size, data = _size_or_data(inputs)
-    with _loaded(model_or_target, arguments or {}, lambda _: None) as (name, model, _):
-        feed = _feed(model, size, (), data, batch_size)
+    if inputs is not None and input_data is not None:
+        raise InputError("give the input once: as inputs, or as input_data")
+    size, data = _size_or_data(inputs) if input_data is None else (None, input_data)
+    with _loaded(model_or_target, arguments or {}, lambda _: None) as (name, model, _, maker):
+        feed = _feed(model, maker, size, (), data, (batch_size, seq_len, mode == "train"))
 
         from memsize.study import Study
 
@@ -131,6 +143,93 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     from memsize.tracing.shapes import shape_rule as register
 
     return register(*names)
+
+
+def fit(
+    model_or_target: nn.Module | str,
+    input_size: InputSize | None = None,
+    *,
+    inputs: Sequence[InputSpec] = (),
+    input_data: Any = None,
+    batch: int | None = None,
+    seq_len: int | None = None,
+    vary: str = "batch",
+    scenarios: str | Iterable[str] | None = None,
+    train: Training | str | None = None,
+    mode: Mode | None = None,
+    gpu: str | Iterable[str] | None = None,
+    budget: str | int | None = None,
+    margin: str | int = 0,
+    config: AllocatorConfig | str | None = None,
+    remedies: bool | None = None,
+    crossovers: bool = False,
+    arguments: Mapping[str, object] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Fit:
+    """The largest batch that fits a GPU, scenario by scenario; or whether one does, and what would make it fit.
+
+    The model and its input are given as to `report`. `batch` asks whether that batch fits and, where it doesn't, for
+    remedies; None finds the largest. `vary` searches for another size at that batch: ``"seq_len"``, ``"image"``, or
+    dimensions such as ``"input_ids:1,attention_mask:1"``, counted with the batch as 0. `train` asks for training steps
+    with that optimizer, None for inference; `mode` is the training flag (None: as it suits). `gpu` is the name of a
+    card, several of them, or ``"local"``; `budget` a size of the device instead, such as ``"15109MiB"``. Of either the
+    CUDA context and `margin` (bytes, a size or ``"5%"``) are taken off. `config` holds the allocator's settings.
+    `remedies` tries them in any case or never, `crossovers` looks for the sizes from which on something else is so.
+
+    Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
+    """
+    from memsize.device import AllocatorConfig
+    from memsize.fitting.budget import budgets
+    from memsize.fitting.vary import parse_vary
+
+    asked, varied = select(scenarios), parse_vary(vary)
+    found = budgets(gpu, budget, margin)
+    settings = AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
+    trained, say = _training(train), progress or (lambda _: None)
+    with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
+        flag = (mode or ("train" if trained else "eval")) == "train"
+        feed = _feed(model, maker, input_size, inputs, input_data, (batch or 1, seq_len, flag))
+
+        from memsize.fitstudy import Question, answer
+        from memsize.fitting.trials import Trials
+
+        trials = Trials(name, model, feed, flag, varied, say)
+        one = batch if varied.batch else None
+        question = Question(asked, found, trained, settings, one, remedies, crossovers, default=scenarios is None)
+        return answer(trials, question, (*notes, *([feed.note] if feed.note else [])))
+
+
+def audit_layout(
+    model_or_target: nn.Module | str,
+    input_size: InputSize | None = None,
+    *,
+    inputs: Sequence[InputSpec] = (),
+    input_data: Any = None,
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    arguments: Mapping[str, object] | None = None,
+    scenario: str = "as-given",
+    mode: Mode = "train",
+    progress: Callable[[str], None] | None = None,
+) -> LayoutReport:
+    """What channels last does to a model: which layers keep it, which op loses it, and what is copied to rearrange.
+
+    The model and its input are given as to `report`. It is run as it is, and once more with the weights and inputs that
+    are images in ``torch.channels_last``, volumes in ``torch.channels_last_3d``, under `scenario`.
+
+    Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
+    """
+    asked, say = scenario_named(scenario), progress or (lambda _: None)
+    with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
+        feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
+
+        from memsize.layout import LayoutReport
+        from memsize.study import Study
+        from memsize.tracing.formats import audit
+
+        study = Study(name, model, feed, mode == "train", say)
+        found = audit(lambda: study.prepared(asked, batch_size))
+        return LayoutReport(found, (*notes, *([feed.note] if feed.note else [])))
 
 
 def _size_or_data(inputs: Any) -> tuple[InputSize | None, Any]:
@@ -177,7 +276,7 @@ def read_checkpoint(
         return found
     from memsize.checkpoint.against import compared, expected_from
 
-    with _loaded(against, arguments or {}, lambda _: None) as (name, model, _):
+    with _loaded(against, arguments or {}, lambda _: None) as (name, model, *_):
         return CheckpointReport(found.contents, compared(found.anatomy, expected_from(model), name))
 
 
@@ -188,7 +287,7 @@ def _as_trace(subject: Any, input_size: InputSize | None, options: dict[str, Any
         return subject.trace
     if input_size is not None or options.get("inputs") or options.get("input_data") is not None:
         return report(subject, input_size, **({"scenarios": "as-given"} | options)).trace
-    with _loaded(subject, options.get("arguments") or {}, lambda _: None) as (name, model, _):
+    with _loaded(subject, options.get("arguments") or {}, lambda _: None) as (name, model, *_):
         from memsize.tracing.run import stored_only
 
         return stored_only(name, model)
@@ -201,40 +300,69 @@ def _training(train: Training | str | None) -> Training | None:
 @contextmanager
 def _loaded(
     subject: object, arguments: Mapping[str, object], say: Callable[[str], None]
-) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
-    """The name, the model and what is to be said of it; while open, a target's own imports work as it expects."""
+) -> Iterator[tuple[str, nn.Module, tuple[str, ...], InputMaker | None]]:
+    """The name, the model, what is to be said of it and what makes its inputs; while open, a target's own imports work
+    as it expects.
+    """
     if isinstance(subject, str):
         from memsize.loading import load
 
         say(f"loading {subject}")
         loaded = load(subject, arguments)
         with loaded.importable():
-            yield loaded.name, loaded.module, loaded.notes
+            yield loaded.name, loaded.module, loaded.notes, loaded.inputs
         return
     from torch import nn
 
     if not isinstance(subject, nn.Module):
         got = type(subject).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
-    yield type(subject).__name__, subject, ()
+    yield type(subject).__name__, subject, (), None
 
 
 def _feed(
-    model: nn.Module, input_size: InputSize | None, inputs: Sequence[InputSpec], input_data: Any, batch_size: int
+    model: nn.Module,
+    maker: InputMaker | None,
+    input_size: InputSize | None,
+    inputs: Sequence[InputSpec],
+    input_data: Any,
+    wanted: tuple[int, int | None, bool],
 ) -> Feed:
-    from memsize.tracing.feed import feed_from_data, feed_from_specs
+    """The inputs that were given, else those that `maker` knows. `wanted` are the batch size, the length of texts where
+    one was chosen, and whether the model is to train.
+    """
+    from memsize.loading import Request
+    from memsize.tracing.feed import feed_from_data, feed_from_maker, feed_from_specs
 
+    request = Request(*wanted)
     given = (input_size is not None, bool(inputs), input_data is not None)
     if sum(given) > 1:
         raise InputError("give the input once: as input_size, as inputs, or as input_data")
-    if input_data is not None:
+    own = _maker_of(input_data)
+    if own is None and input_data is not None:
         return feed_from_data(input_data)
     specs = tuple(inputs) or _specs(input_size)
+    maker = own or (None if specs else maker)
+    if maker is not None:
+        return feed_from_maker(maker, request)
     if not specs:
         from memsize.tracing.signature import wanted_inputs
 
         raise InputError(f"the model needs an input: {wanted_inputs(model)}")
-    return feed_from_specs(specs, batch_size)
+    if request.seq_len is not None:
+        raise InputError("a sequence length is for inputs that are made: these say their own sizes")
+    return feed_from_specs(specs, request.batch_size)
+
+
+def _maker_of(data: Any) -> InputMaker | None:
+    """What makes the inputs where `data` is a function or names one."""
+    from memsize.loading import input_maker, load_inputs
+
+    if isinstance(data, str):
+        return load_inputs(data)
+    if callable(data) and not isinstance(data, Mapping):
+        return input_maker(data, getattr(data, "__name__", type(data).__name__))
+    return None
 
 
 def _specs(input_size: InputSize | None) -> tuple[InputSpec, ...]:
@@ -249,4 +377,4 @@ def _specs(input_size: InputSize | None) -> tuple[InputSpec, ...]:
     return tuple(parse_input(text) for text in texts)
 
 
-__all__ = ["SCENARIOS", "compare", "read_checkpoint", "report", "trace"]
+__all__ = ["SCENARIOS", "compare", "fit", "read_checkpoint", "report", "trace"]

@@ -17,9 +17,14 @@ from memsize.fitting.forecast import FIXED, Forecast, forecast
 from memsize.fitting.rows import FitRow, Remedied, Status
 from memsize.fitting.search import Answer, largest
 from memsize.fitting.trials import Trials
+from memsize.record import Role, Trace
 from memsize.remedies.trying import try_remedies
 from memsize.scenario import SCENARIOS, Scenario
+from memsize.study import is_float32
+from memsize.tracing.quiet import collector_paused
+from memsize.tracing.run import stored_only
 from memsize.training import Training
+from memsize.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class Question:
     asked: int | None = None
     remedies: bool | None = None
     crossovers: bool = False
+    default: bool = False
+    """Whether the scenarios are the usual ones: `as-given` is left out where it is what fp32 is."""
 
     def case(self, scenario: Scenario, budget: Budget) -> Case:
         """A scenario on a card, without remedies."""
@@ -47,6 +54,17 @@ def answer(trials: Trials, question: Question, notes: Sequence[str] = ()) -> Fit
 
     Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
     """
+    with collector_paused():
+        return _answer(trials, _without_twins(trials, question), notes)
+
+
+def _without_twins(trials: Trials, question: Question) -> Question:
+    if not question.default or not is_float32(stored_only(trials.name, trials.model)):
+        return question
+    return replace(question, scenarios=[s for s in question.scenarios if s.name != "as-given"])
+
+
+def _answer(trials: Trials, question: Question, notes: Sequence[str]) -> Fit:
     failures: list[Exception] = []
     rows = tuple(
         _row(trials, question, scenario, budget, failures)
@@ -95,7 +113,7 @@ def _row(trials: Trials, question: Question, scenario: Scenario, budget: Budget,
         return _searched_row(trials, case, row)
     except (ScenarioError, ForwardError, InputError) as error:
         failures.append(error)
-        return replace(row, reason=" ".join(str(error).split()))
+        return replace(row, reason=str(error))
 
 
 def _asked_row(trials: Trials, case: Case, row: FitRow, size: int) -> FitRow:
@@ -106,7 +124,8 @@ def _asked_row(trials: Trials, case: Case, row: FitRow, size: int) -> FitRow:
         status="fits" if run.fits(row.budget) else "exceeds",
         size=size,
         peak=run.needs(row.budget),
-        fixed=_fixed_roles(run),
+        fixed=sum(_standing(run).values()),
+        standing=_standing(run),
         bind=bind(run, row.budget),
         looked=(size,),
     )
@@ -125,14 +144,15 @@ def _searched_row(trials: Trials, case: Case, row: FitRow) -> FitRow:
     return replace(
         row,
         status=_status(found),
-        reason=found.refused[found.ceiling] if found.ceiling else None,
+        reason=found.ceiling,
         size=low.size if low else None,
         peak=low.needs(row.budget) if low else None,
-        next_size=high.size if high else found.ceiling,
+        next_size=found.bound,
         next_peak=high.needs(row.budget) if high else None,
         per_step=per_step,
         fixed=_fixed(found, per_step, trials.vary.batch),
         bind=bind(high, row.budget) if high else None,
+        standing=_standing(run) if (run := low or high) else {},
         looked=found.looked,
         step=found.step,
         refused=found.refused,
@@ -166,11 +186,12 @@ def _fixed(found: Answer, per_step: int | None, linear: bool) -> int | None:
     if run is None:
         return None
     at_zero = run.requested - run.size * per_step if linear and per_step is not None else -1
-    return at_zero if at_zero >= 0 else _fixed_roles(run)
+    return at_zero if at_zero >= 0 else sum(_standing(run).values())
 
 
-def _fixed_roles(run: Footprint) -> int:
-    return sum(size for role, size in bind(run, None).roles.items() if role in FIXED)
+def _standing(run: Footprint) -> dict[Role, int]:
+    """What the model and its training hold at the peak, by role."""
+    return {role: size for role, size in bind(run, None).roles.items() if role in FIXED}
 
 
 # -- remedies and crossovers ------------------------------------------------------------------------------------------
@@ -260,6 +281,17 @@ def _foreseen(trials: Trials, case: Case) -> Forecast | None:
     return forecast(trials.known(case), 0)
 
 
+def _answered(trials: Trials, rows: Sequence[FitRow]) -> Iterator[Trace]:
+    """The runs of the sizes that the rows name."""
+    traces = trials.traces()
+    return (trace for row in rows if row.size and (trace := traces.get((row.scenario, row.size))))
+
+
+def _largest_operand(trace: Trace) -> int:
+    """The bytes of the largest tensor that a convolution makes, which its workspace is of the order of."""
+    return max((storage.bytes for storage in trace.storages if "convolution" in storage.op), default=0)
+
+
 def _notes(trials: Trials, rows: Sequence[FitRow]) -> Iterator[str]:
     """What a reader must know about how the answers were found."""
     if not trials.resizable:
@@ -267,8 +299,12 @@ def _notes(trials: Trials, rows: Sequence[FitRow]) -> Iterator[str]:
     looked = [row for row in rows if row.status not in ("unavailable", "fits", "exceeds")]
     if looked:
         most = max(len(row.looked) for row in looked)
+        yield f"each answer was run, and so was the next size: {trials.count} runs in all, at most {most} per answer"
+    workspace = max((_largest_operand(trace) for trace in _answered(trials, rows)), default=0)
+    if workspace:
         yield (
-            f"sizes that fit were run, and so was the next size; {trials.count} runs in all, at most {most} per answer"
+            f"cuDNN's workspaces are not counted: a convolution may take up to {format_bytes(workspace)} more for a "
+            "moment; --margin leaves room"
         )
     if any(not row.monotone for row in rows):
         yield "memory does not only grow here: a size below an answer needs more than there is"

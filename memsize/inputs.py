@@ -55,6 +55,7 @@ _ALIASES = {
 _SCALAR = "()"
 _SEPARATOR = re.compile(r"\s*[,xX×]\s*")
 _WHOLE = re.compile(r"[0-9]{1,20}")
+_SPAN = re.compile(r"(-?[0-9]{1,20})\.\.(-?[0-9]{1,20})", re.ASCII)
 _EXAMPLES = "write it like 3,64,64 or input_ids=512:int64"
 _MOST_ELEMENTS = 2**63 - 1
 
@@ -64,13 +65,14 @@ class InputSpec:
     """One input of a model. `shape` has no batch dimension; ``()`` is one number per sample.
 
     `name` is a keyword of the model's forward (None: given by position), `dtype` torch's own name (None: whatever the
-    model computes in). Raises `InputError` for a name, size or dtype that cannot be. ``str(spec)`` is the text that
-    `parse_input` reads.
+    model computes in), `span` the least and the greatest value of an input of integers. Raises `InputError` for what
+    cannot be. ``str(spec)`` is the text that `parse_input` reads.
     """
 
     name: str | None
     shape: tuple[int, ...]
     dtype: str | None = None
+    span: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.name is not None and (not self.name.isidentifier() or keyword.iskeyword(self.name)):
@@ -81,27 +83,33 @@ class InputSpec:
             raise InputError(f"input {format_shape(self.shape)} has more elements than a tensor can hold (2^63 - 1)")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InputError(f"no dtype {self.dtype!r}: {suggestion(self.dtype, DTYPES)}")
+        if self.span is not None:
+            _check_span(self.span, self.dtype)
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.shape))
         if self.name is None and self.dtype is None:
             shape = shape or _SCALAR
         name = "" if self.name is None else f"{self.name}="
-        return name + shape + ("" if self.dtype is None else f":{self.dtype}")
+        dtype = "" if self.dtype is None else f":{self.dtype}"
+        return name + shape + dtype + ("" if self.span is None else ":{}..{}".format(*self.span))
 
 
 def parse_input(text: str) -> InputSpec:
-    """The input that ``[name=]sizes[:dtype]`` describes; raises `InputError` saying which part is wrong.
+    """The input that ``[name=]sizes[:dtype[:least..greatest]]`` describes; raises `InputError` saying what is wrong.
 
     Sizes are separated by commas or ``x`` and leave the batch dimension out. A name or a dtype alone
     (``"label=:int64"``), or ``()``, is one number per sample.
     """
     head, equals, rest = text.rpartition("=")
-    sizes, colon, dtype = (part.strip() for part in rest.partition(":"))
+    sizes, colon, rest = (part.strip() for part in rest.partition(":"))
+    dtype, ranged, span = (part.strip() for part in rest.partition(":"))
     if not sizes and not equals and not dtype:
         raise InputError(f"cannot read {text!r} as an input: {_EXAMPLES}")
     try:
-        return InputSpec(head.strip() if equals else None, _parse_sizes(sizes), _parse_dtype(dtype) if colon else None)
+        name = head.strip() if equals else None
+        limits = _parse_span(span) if ranged else None
+        return InputSpec(name, _parse_sizes(sizes), _parse_dtype(dtype) if colon else None, limits)
     except InputError as error:
         raise InputError(f"input {text!r}: {error}") from None
 
@@ -138,6 +146,23 @@ def _parse_dtype(text: str) -> str:
         raise InputError("a dtype is missing after ':', such as int64")
     name = text.removeprefix("torch.")
     return _ALIASES.get(name, name)
+
+
+def _parse_span(text: str) -> tuple[int, int]:
+    found = _SPAN.fullmatch(text)
+    if not found:
+        raise InputError(f"{text!r} is not a range: write it like 0..999, from the least value to the greatest")
+    return int(found[1]), int(found[2])
+
+
+def _check_span(span: tuple[int, int], dtype: str | None) -> None:
+    low, high = span
+    bits = re.fullmatch(r"(u?)int([0-9]+)", dtype or "")
+    if not bits:
+        raise InputError(f"a range is for integers, not for {dtype or 'the model’s floating dtype'}")
+    most = 2 ** (int(bits[2]) - (not bits[1])) - 1
+    if not (0 if bits[1] else -most - 1) <= low <= high <= most:
+        raise InputError(f"no range {low}..{high} of {dtype}: it goes up, and its values fit the dtype")
 
 
 def _check_size(size: int) -> None:

@@ -80,6 +80,8 @@ def test_the_plain_command(asked: Asked, capsys: pytest.CaptureFixture[str]) -> 
     assert callable(progress)
     assert asked.options == {
         "inputs": (InputSpec(None, (3, 64, 64)),),
+        "input_data": None,
+        "seq_len": None,
         "batch_size": 1,
         "arguments": {},
         "scenarios": None,

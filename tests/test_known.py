@@ -215,6 +215,18 @@ def test_choices_by_unknown_scores_have_values(name: str) -> None:
     assert list(mode.values.assumptions) == [EVEN]
 
 
+def test_routing_stays_even_where_its_masks_are_too_large_to_keep() -> None:
+    mode = Answers()
+    with mode:
+        chosen = torch.empty(200_000, 64, device=META).topk(2).indices
+        mask = F.one_hot(chosen, 64).permute(2, 1, 0)
+        assert known(mask) is None
+        assert mask.sum((-1, -2)).gt(0).nonzero().shape == (64, 1)
+        # 200,000·2 choices among 64 experts
+        assert [places.shape for places in torch.where(mask[3])] == [(6_250,)] * 2
+    assert list(mode.values.assumptions) == [EVEN]
+
+
 def test_a_selection_keeps_everything_and_its_count_agrees() -> None:
     mode = Answers()
     with mode:

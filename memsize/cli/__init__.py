@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import click
 
 from memsize.cli.checkpoint import checkpoint
+from memsize.cli.fit import fit
+from memsize.cli.layout import layout
 from memsize.cli.report import report
 from memsize.cli.session import Session
 from memsize.cli.timeline import timeline
@@ -41,6 +43,8 @@ def memsize(context: click.Context) -> None:
 memsize.add_command(report)
 memsize.add_command(checkpoint)
 memsize.add_command(timeline)
+memsize.add_command(fit)
+memsize.add_command(layout)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

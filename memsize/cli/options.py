@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import click
 
 from memsize.cli.session import Session
-from memsize.errors import OutputError
+from memsize.errors import InputError, OutputError
+from memsize.loading.target import parse_target
 from memsize.nearest import suggestion
 from memsize.render import FORMATS
 from memsize.training import LOSSES
@@ -20,7 +21,12 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def run_options(command: Command) -> Command:
     """Give `command` the argument `target` and what says how to run it: its input, its constructor, its training."""
-    return _with(command, _RUN)
+    return _with(command, (*_INPUT, *_TRAINING))
+
+
+def input_options(command: Command) -> Command:
+    """Give `command` the argument `target` and what says how to build it, what it is given and in which mode."""
+    return _with(command, _INPUT)
 
 
 def output_options(command: Command, formats: Iterable[str] = FORMATS) -> Command:
@@ -43,13 +49,21 @@ def parse_unit(text: str) -> str:
     return found
 
 
+def check_maker(maker: str | None, inputs: tuple[str, ...]) -> None:
+    """Raise `InputError` or `TargetError` for what cannot be the value of --inputs, beside those of --input."""
+    if maker is not None:
+        if inputs:
+            raise InputError("give the inputs with --input or with --inputs, not with both")
+        parse_target(maker)
+
+
 def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
     session = context.find_object(Session)
     if session is not None:
         session.debug = debug
 
 
-_RUN = (
+_INPUT = (
     click.argument("target"),
     click.option(
         "-i",
@@ -58,6 +72,18 @@ _RUN = (
         multiple=True,
         metavar="SHAPE",
         help="Input without its batch dimension: 3,64,64, input_ids=512:int64 or 3,64,64:float16. Repeat for several.",
+    ),
+    click.option(
+        "--inputs",
+        "maker",
+        metavar="FUNCTION",
+        help="Function that returns the inputs, as file.py:make_inputs; it is given the batch_size if it takes one.",
+    ),
+    click.option(
+        "--seq-len",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Tokens of the texts that hf: models are given. [default: 512, or what fits]",
     ),
     click.option(
         "-b",
@@ -82,6 +108,9 @@ _RUN = (
         type=click.Choice(["train", "eval"]),
         help="Run the model as in training or as in evaluation.",
     ),
+)
+
+_TRAINING = (
     click.option(
         "--train",
         metavar="OPTIMIZER",

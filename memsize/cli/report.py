@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import click
 
-from memsize.cli.options import output_options, parse_unit, run_options
+from memsize.cli.options import check_maker, output_options, parse_unit, run_options
 from memsize.cli.output import destination
 from memsize.cli.progress import Progress
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
@@ -43,6 +43,7 @@ from memsize.training import Training
       memsize report model.py:Net --input 3,224,224 --batch-size 8
       memsize report model.py:Net --arg width=64 --arg norm=batch --input 3x32x32
       memsize report nets.text:build --input input_ids=512:int64 --scenario fp32,amp-bf16
+      memsize report hf:config.json --seq-len 2048 --train adamw
       memsize report model.py:Net --input 3,64,64 -o report.html
     """,
 )
@@ -62,6 +63,8 @@ from memsize.training import Training
 def report(
     target: str,
     inputs: tuple[str, ...],
+    maker: str | None,
+    seq_len: int | None,
     batch_size: int,
     arguments: tuple[str, ...],
     mode: Literal["train", "eval"],
@@ -84,10 +87,12 @@ def report(
     """What each byte of TARGET is, scenario by scenario, and why it did or didn't shrink.
 
     TARGET is path.py:Name or package.module:name. The name is a Module class, a function that returns a Module, or a
-    Module instance; it may be left out when the file defines one Module class only.
+    Module instance; it may be left out when the file defines one Module class only. It can also be a library's model,
+    which needs no --input: hf:config.json, hf:llama, timm:resnet50, torchvision:vgg16.
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
     parse_target(target)
+    check_maker(maker, inputs)
     specs, values = parse_inputs(inputs), parse_arguments(arguments)
     select(scenarios)
     training = Training(train, loss, steps, accumulate, ema=ema) if train else None
@@ -98,6 +103,8 @@ def report(
         found, error = _found(
             target,
             inputs=specs,
+            input_data=maker,
+            seq_len=seq_len,
             batch_size=batch_size,
             arguments=values,
             scenarios=scenarios,

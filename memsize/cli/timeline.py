@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from memsize.cli.options import output_options, parse_unit, run_options
+from memsize.cli.options import check_maker, output_options, parse_unit, run_options
 from memsize.cli.output import Destination, destination
 from memsize.cli.progress import Progress
 from memsize.cli.report import parse_arguments
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 def timeline(
     target: str,
     inputs: tuple[str, ...],
+    maker: str | None,
+    seq_len: int | None,
     batch_size: int,
     arguments: tuple[str, ...],
     mode: Literal["train", "eval"],
@@ -67,6 +69,7 @@ def timeline(
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
     parse_target(target)
+    check_maker(maker, inputs)
     parse_inputs(inputs)
     values, asked, where = parse_arguments(arguments), scenario_named(scenario), card(gpu or DEFAULT_GPU)
     if train:
@@ -81,6 +84,8 @@ def timeline(
         traced = api.trace(
             target,
             inputs or None,
+            input_data=maker,
+            seq_len=seq_len,
             scenario=asked.name,
             optimizer=train,
             loss=loss,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memsize.device.cards import DEFAULT, Card, card
@@ -18,7 +19,7 @@ LOCAL = "local"
 class Budget:
     """What a process may take on a GPU. `device` is all of it, `context` what CUDA takes of that at most.
 
-    `card` decides which kernels run; its own size counts only where `name` is its name.
+    `card` decides which kernels run.
     """
 
     name: str
@@ -33,26 +34,46 @@ class Budget:
         return self.device - self.context - self.margin
 
 
-def card_budget(where: Card, *, margin: str | int = 0, cuda: str | None = None) -> Budget:
-    """The budget of a whole card. `margin` is bytes, or text such as ``"500MiB"`` or ``"5%"`` of the card."""
-    return _checked(Budget(where.name, where, where.bytes, context(cuda).high, _margin(margin, where.bytes)))
+def budgets(
+    gpu: str | Iterable[str] | None = None, budget: str | int | None = None, margin: str | int = 0
+) -> tuple[Budget, ...]:
+    """The budgets of cards by name (one, a comma list, several), or of a number of bytes on one of them.
 
-
-def bytes_budget(
-    size: str | int, *, where: str | None = None, margin: str | int = 0, cuda: str | None = None
-) -> Budget:
-    """A budget of `size` bytes on the device, on a card called `where` (None: the usual one).
-
-    Raises `InputError` where nothing is left for the allocator.
+    Without either it is the usual card's. Raises `InputError` for an unknown card, for bytes on several, and where
+    nothing is left for the allocator.
     """
-    device = parse_bytes(size) if isinstance(size, str) else size
-    return _checked(Budget("the budget", card(where or DEFAULT), device, context(cuda).high, _margin(margin, device)))
+    parts = gpu.split(",") if isinstance(gpu, str) else gpu or (DEFAULT,)
+    names = [name.strip() for name in parts if name.strip()]
+    cards = tuple({found.name: found for found in map(_card, names)}.values())
+    if budget is None:
+        return tuple(_budget(where.name, where, where.bytes, margin) for where in cards)
+    if len(cards) != 1:
+        raise InputError("a budget is that of one GPU: name one, or leave the budget out")
+    device = parse_bytes(budget) if isinstance(budget, str) else budget
+    return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin),)
 
 
-def _checked(budget: Budget) -> Budget:
+def _card(name: str) -> Card:
+    return local_card() if name.lower() == LOCAL else card(name)
+
+
+def local_card() -> Card:
+    """The first GPU of this machine; raises `InputError` where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError("this machine has no GPU that PyTorch can use: name one, such as t4 or a100")
+    _, total = torch.cuda.mem_get_info()
+    name = torch.cuda.get_device_name()
+    return Card(f"{name} (local)", torch.cuda.get_device_capability(), total, "torch.cuda.mem_get_info")
+
+
+def _budget(name: str, where: Card, device: int, margin: str | int) -> Budget:
+    budget = Budget(name, where, device, context().high, _margin(margin, device))
     if budget.allocator <= 0:
-        taken = f"{format_bytes(budget.context)} for the CUDA context and {format_bytes(budget.margin)} of margin"
-        raise InputError(f"{budget.name} has {format_bytes(budget.device)}: nothing is left after {taken}")
+        taken = f"{format_bytes(budget.context)} for the CUDA context"
+        spare = f" and a margin of {format_bytes(budget.margin)}" if budget.margin else ""
+        raise InputError(f"{name} has {format_bytes(device)}: nothing is left after {taken}{spare}")
     return budget
 
 

@@ -8,7 +8,6 @@ from memsize.findings.finding import Finding
 from memsize.fitting.budget import Budget
 from memsize.fitting.crossings import Crossing
 from memsize.fitting.footprint import Bind
-from memsize.fitting.forecast import FIXED
 from memsize.fitting.rows import ANSWERED, FitRow, Remedied
 from memsize.record import Role
 from memsize.units import Bytes
@@ -26,7 +25,13 @@ NOUNS: dict[Role, str] = {
     "temporary": "temporaries",
     "workspace": "workspaces",
 }
-_ONE: dict[str, str] = {"batch": "sample", "seq_len": "position", "image": "pixel of height and width"}
+UNITS_OF: dict[str, str] = {"batch": "sample", "seq_len": "position", "image": "pixel"}
+"""What one more of that which varies is."""
+
+
+def first_line(reason: str) -> str:
+    """What went wrong, without where and with what."""
+    return reason.partition("\n")[0].strip().rstrip(".")
 
 
 def findings(
@@ -93,13 +98,13 @@ def _binding(row: FitRow, vary: str) -> Iterator[Finding]:
     yield Finding(f"fit-{row.status}", row.peak, (), texts[row.status] + ".", values)
     if row.bind is not None and row.status in ("found", "open", "none", "exceeds"):
         yield _stops(row, row.bind, vary)
-    if row.status == "none" and row.bind is not None:
-        yield from _fixed_cost(row, row.bind)
+    if row.status == "none":
+        yield from _fixed_cost(row)
 
 
 def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
     at = " at {layer}" if bind.layer else ""
-    one = _ONE.get(vary, f"step of {vary}")
+    one = UNITS_OF.get(vary, f"step of {vary}")
     adds = f" One more {one} adds {{per_step}} to the peak." if row.per_step else ""
     return Finding(
         "fit-binds",
@@ -117,10 +122,9 @@ def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
     )
 
 
-def _fixed_cost(row: FitRow, bind: Bind) -> Iterator[Finding]:
+def _fixed_cost(row: FitRow) -> Iterator[Finding]:
     """Where what does not depend on the size is too much already."""
-    fixed = {role: size for role, size in bind.roles.items() if role in FIXED}
-    total = sum(fixed.values())
+    total = sum(row.standing.values())
     if total > row.budget:
         yield Finding(
             "fit-fixed-cost",
@@ -128,7 +132,7 @@ def _fixed_cost(row: FitRow, bind: Bind) -> Iterator[Finding]:
             (),
             "No size could fit: {roles} take {fixed} whatever it is, {beyond} more than there are.",
             {
-                "roles": tuple(NOUNS[role] for role in fixed),
+                "roles": tuple(NOUNS[role] for role in row.standing),
                 "fixed": Bytes(total),
                 "beyond": Bytes(total - row.budget),
             },
@@ -157,36 +161,45 @@ def _refused(row: FitRow, vary: str) -> Iterator[Finding]:
     """Sizes that the model does not run with, and the rule that they suggest."""
     if not row.refused:
         return
-    size, reason = max(row.refused.items()) if row.status == "refused" else next(iter(row.refused.items()))
+    bound = row.next_size
+    size = bound if bound is not None and bound in row.refused else next(iter(row.refused))
+    reason = row.refused[size]
     rule = " Sizes that ran are multiples of {step}." if row.step > 1 else ""
     yield Finding(
         "fit-refused",
         None,
         (),
         f"The model refuses {{vary}} {{size}}: {{reason}}.{rule}",
-        {"vary": vary, "size": size, "reason": reason.rstrip("."), "step": row.step},
+        {"vary": vary, "size": size, "reason": first_line(reason), "step": row.step},
     )
 
 
 def _remedied(remedied: Remedied, vary: str) -> Iterator[Finding]:
     """What is enough."""
-    alone = tuple(row.name for row in remedied.rows if row.outcome == "fits")
+    order = ("nothing", "speed", "numbers", "training")
+    enough = sorted((row for row in remedied.rows if row.outcome == "fits"), key=lambda row: order.index(row.changes))
+    alone = tuple(row.name for row in enough)
     values = {"vary": vary, "size": remedied.size, "scenario": remedied.scenario}
     if remedied.peak <= remedied.budget:
         return
     if alone:
-        text = "To fit {vary} {size} under {scenario}, {first} is enough by itself" + (
-            "; so is each of {others}." if len(alone) > 2 else "; so is {others}." if len(alone) > 1 else "."
-        )
-        yield Finding("remedy-enough", None, (), text, values | {"first": alone[0], "others": ", ".join(alone[1:])})
+        rest = _listed(alone[1:])
+        also = f"; so {'are' if len(alone) > 2 else 'is'} {{rest}}" if len(alone) > 1 else ""
+        text = f"To fit {{vary}} {{size}} under {{scenario}}, {{first}} is enough by itself{also}."
+        yield Finding("remedy-enough", None, (), text, values | {"first": alone[0], "rest": rest})
     elif remedied.combination:
-        together = {"together": " and ".join(remedied.combination), "peak": Bytes(remedied.combined or 0)}
+        together = {"together": _listed(remedied.combination), "peak": Bytes(remedied.combined or 0)}
         text = "No remedy is enough for {vary} {size} under {scenario}; {together} together need {peak}."
         yield Finding("remedy-combination", remedied.combined, (), text, values | together)
     else:
         yield Finding(
             "remedy-none", None, (), "No remedy, and no set of them that was tried, fits {vary} {size}.", values
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names or ("",)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _crossing(crossing: Crossing, vary: str) -> Finding:

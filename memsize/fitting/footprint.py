@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -19,6 +19,7 @@ class Footprint:
     size: int
     trace: Trace
     config: AllocatorConfig
+    _taken: dict[int, int | None] = field(default_factory=dict, repr=False)
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
@@ -46,25 +47,36 @@ class Footprint:
 
     def fits(self, capacity: int) -> bool:
         """Whether the run ends well with `capacity` bytes for the allocator."""
+        return self.takes(capacity) is not None
+
+    def takes(self, capacity: int) -> int | None:
+        """The most that is reserved when there are `capacity` bytes; None where the run ends without memory."""
         if self.requested > capacity:
-            return False
+            return None
         if self.unbounded.reserved.bytes <= capacity:
-            return True
-        return self.unbounded.allocated.bytes <= capacity and self.bounded(capacity).out_of_memory is None
+            return self.unbounded.reserved.bytes
+        if self.unbounded.allocated.bytes > capacity:
+            return None
+        if capacity not in self._taken:
+            replayed = self.bounded(capacity)
+            self._taken[capacity] = None if replayed.out_of_memory else replayed.reserved.bytes
+        return self._taken[capacity]
 
     def needs(self, capacity: int | None = None) -> int:
         """The least capacity that the run ends well with, between its blocks' peak and its segments'.
 
-        Found by halving, in steps of 2 MiB, the grain of segments. A `capacity` that is tried already saves half of it.
+        Found by halving, in steps of 2 MiB, the grain of segments. A `capacity` that was looked at saves half of it.
         """
         high = self.unbounded.reserved.bytes
         low = (self.unbounded.allocated.bytes - 1) // SEGMENT_STEP * SEGMENT_STEP
         if capacity is not None:
-            whole = capacity // SEGMENT_STEP * SEGMENT_STEP
-            high, low = (min(high, whole), low) if self.fits(whole) else (high, max(low, whole))
+            taken = self.takes(capacity)
+            high, low = (high, max(low, capacity)) if taken is None else (min(high, taken), low)
         while high - low > SEGMENT_STEP:
-            middle = low + (high - low) // (2 * SEGMENT_STEP) * SEGMENT_STEP
-            high, low = (middle, low) if self.fits(middle) else (high, middle)
+            middle = (low + (high - low) // 2) // SEGMENT_STEP * SEGMENT_STEP
+            middle = middle if middle > low else high - SEGMENT_STEP
+            taken = self.takes(middle)
+            high, low = (high, middle) if taken is None else (taken, low)
         return high
 
 

@@ -6,7 +6,7 @@ line, or the parabola, through the runs at hand, and the whole is replayed like 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from memsize.device.allocator import replay
@@ -23,8 +23,10 @@ FIXED: Final[frozenset[Role]] = frozenset(
     {"parameter", "buffer", "gradient", "optimizer state", "master weight", "workspace"}
 )
 """Roles whose bytes are those of the model, whatever it is given."""
-_REPLAYED: Final = 150_000
-"""How many events a look around the answer may replay: about a quarter of a second."""
+_REPLAYED: Final = 50_000
+"""How many events may be replayed to look at every size: about a tenth of a second."""
+_LOOKS: Final = 8
+"""How many sizes are looked at otherwise, below what tensors alone allow, and beyond the edge."""
 
 
 class Forecast:
@@ -55,18 +57,21 @@ class Forecast:
         except InputError:  # rounding broke a storage that is resized in place
             return False
 
-    def largest(self, capacity: int, most: int, step: int = 1) -> int:
-        """The largest multiple of `step` up to `most` that would fit, 0 where none would.
+    def largest(self, capacity: int, most: int, step: int = 1, least: int = 0) -> int:
+        """The largest multiple of `step` up to `most` that would fit; `least`, which is known to fit, where none would.
 
-        Tensors alone say from where on nothing can fit. From there down each size is replayed, where that is quick;
-        where it is not, the edge is found by halving, and a few sizes beyond it are tried.
+        Tensors alone say from where on nothing can fit. From there down each size is replayed, some of them, or all
+        where that is quick; then the edge is found by halving, and a few sizes beyond it are tried.
         """
-        top = _last(lambda k: self.requested(k * step) <= capacity, most // step)
-        looks = max(_REPLAYED // max(len(self._storages), 1), 4)
-        if top > looks:
-            edge = _last(lambda k: self.fits(k * step, capacity), top)
-            top, looks = min(edge + 4, top), edge + 4
-        return step * next((k for k in range(top, max(top - looks, 0), -1) if self.fits(k * step, capacity)), 0)
+        low = least // step
+        top = _last(lambda k: self.requested(k * step) <= capacity, low, most // step)
+        looks = top - low if (top - low) * len(self._storages) <= _REPLAYED else _LOOKS
+        for k in range(top, max(top - looks, low), -1):
+            if self.fits(k * step, capacity):
+                return k * step
+        low = _last(lambda k: self.fits(k * step, capacity), low, max(top - looks, low))
+        beyond = range(min(low + _LOOKS, top - looks), low, -1)
+        return next((k * step for k in beyond if self.fits(k * step, capacity)), low * step)
 
     def _deltas(self, size: int) -> Array:
         amounts = self._at(size).round().clip(min=1)
@@ -105,11 +110,11 @@ def _exponents(run: Footprint, powers: bool) -> Array:
     return np.array([exponent(storage) for storage, _ in run.pairs], dtype=np.float64)
 
 
-def _last(holds: Any, most: int) -> int:
-    """The largest number up to `most` for which `holds`, if it holds up to some number and not beyond; 0 for none."""
-    if holds(most):
+def _last(holds: Callable[[int], bool], least: int, most: int) -> int:
+    """The largest number up to `most` for which `holds`, if it holds from `least` up to some number and not beyond."""
+    if most <= least or holds(most):
         return most
-    low, high = 0, 1
+    low, high = least, least + 1
     while high < most and holds(high):
         low, high = high, 2 * high
     high = min(high, most)
@@ -122,8 +127,7 @@ def _last(holds: Any, most: int) -> int:
 def forecast(runs: Mapping[int, Footprint], capacity: int, *, powers: bool = False) -> Forecast | None:
     """The best forecast that `runs` allow near `capacity`; None where there is no run."""
     groups: dict[int, list[Footprint]] = {}
-    # Where memory grows in steps, two runs of one step would point nowhere: the last of each step stands for it.
-    for run in {(run.shape, run.requested): run for _, run in sorted(runs.items())}.values():
+    for run in runs.values():
         groups.setdefault(run.shape, []).append(run)
     if not groups:
         return None
@@ -131,9 +135,19 @@ def forecast(runs: Mapping[int, Footprint], capacity: int, *, powers: bool = Fal
     def distance(run: Footprint) -> int:
         return abs(run.requested - capacity)
 
-    ordered = [sorted(group, key=distance) for group in groups.values()]
+    ordered = [sorted(_edges(group), key=distance) for group in groups.values()]
     best = min(ordered, key=lambda group: (len(group) < 2, distance(group[0])))
     return Forecast(_spread(best[:3]), powers=powers)
+
+
+def _edges(runs: list[Footprint]) -> list[Footprint]:
+    """The largest run of each need: where memory grows in steps, two runs of one step would point nowhere.
+
+    Runs that all need the same say that nothing grows: two of them stay.
+    """
+    ascending = sorted(runs, key=lambda run: run.size)
+    edges = list({run.requested: run for run in ascending}.values())
+    return edges if len(edges) > 1 or len(runs) < 2 else [ascending[0], ascending[-1]]
 
 
 def _spread(runs: list[Footprint]) -> list[Footprint]:

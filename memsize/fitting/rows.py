@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from memsize.fitting.footprint import Bind
+from memsize.record import Role
 
 Status = Literal["found", "open", "refused", "endless", "none", "fits", "exceeds", "unavailable"]
 """What an answer is.
@@ -26,8 +27,9 @@ class FitRow:
     `size` is the largest that fits (None: none does), or the one that was asked about; `peak` the least that the
     allocator needs for it, `headroom` what is left. `next_size` and `next_peak` are those of the next size that was
     run, `bind` is where that runs out. `per_step` is what one more sample (or position …) adds to what tensors ask for
-    at their peak, `fixed` what does not depend on it. `looked` lists the sizes that were run for the answer, `step`
-    what sizes have to be a multiple of, `refused` the sizes that the model failed with and why.
+    at their peak, `fixed` what does not depend on it, and `standing` what the model and its training hold of that, by
+    role. `looked` lists the sizes that were run for the answer, `step` what sizes have to be a multiple of, `refused`
+    the sizes that the model failed with and why.
     """
 
     scenario: str
@@ -43,6 +45,7 @@ class FitRow:
     per_step: int | None = None
     fixed: int | None = None
     bind: Bind | None = None
+    standing: Mapping[Role, int] = field(default_factory=dict)
     looked: tuple[int, ...] = ()
     step: int = 1
     refused: Mapping[int, str] = field(default_factory=dict)
@@ -58,12 +61,14 @@ class FitRow:
 class RemedyRow:
     """One remedy at the size that was asked about: what it needs then, and what that saves.
 
-    `outcome` is ``"fits"``, ``"saves"``, ``"no help"`` or ``"not here"``, the last with the `reason`.
+    `changes` is what else it changes: nothing, the speed, the numbers (by rounding) or the training. `outcome` is
+    ``"fits"``, ``"saves"``, ``"no help"`` or ``"not here"``, the last with the `reason`.
     """
 
     name: str
     title: str
     cost: str
+    changes: Literal["nothing", "speed", "numbers", "training"]
     outcome: Literal["fits", "saves", "no help", "not here"]
     peak: int | None = None
     saved: int | None = None

@@ -33,15 +33,17 @@ class Answer:
     """What a search found for a capacity.
 
     `largest` is the run of the largest size that fits (None: not even the least that runs), `above` that of the next
-    size where it was run and needs more. `refused` says why the model failed, by size; `step` is what sizes have to be
-    a multiple of, as far as was seen. `closed` is whether nothing lies between `largest` and what is above it: where it
-    isn't, the runs ended first, and the answer lies between the two. `endless` says that even the largest size that is
-    looked at fits. `looked` lists the sizes in the order of their runs.
+    size where it was run and needs more; `bound` is that size, or the next one, which the model refused. `refused` says
+    why the model failed, by size; `step` is what sizes have to be a multiple of, as far as was seen. `closed` is
+    whether nothing lies between `largest` and `bound`: where it isn't, the runs ended first, and the answer lies
+    between the two. `endless` says that even the largest size that is looked at fits. `looked` lists the sizes in the
+    order of their runs.
     """
 
     capacity: int
     largest: Footprint | None
     above: Footprint | None
+    bound: int | None
     refused: Mapping[int, str]
     step: int
     closed: bool
@@ -55,10 +57,9 @@ class Answer:
         return self.largest.size if self.largest else 0
 
     @property
-    def ceiling(self) -> int | None:
-        """The next size where the model refuses it rather than the memory."""
-        after = self.size + self.step
-        return after if self.largest and self.closed and not self.above and after in self.refused else None
+    def ceiling(self) -> str | None:
+        """Why the model refuses the next size, where it does."""
+        return self.refused.get(self.bound) if self.largest and self.bound is not None else None
 
     @property
     def monotone(self) -> bool:
@@ -112,6 +113,7 @@ class _Search:
             self.capacity,
             self.runs.get(low),
             self.runs.get(high) if high is not None else None,
+            high,
             dict(self.refused),
             self.step,
             self._closed(low, high),
@@ -125,7 +127,7 @@ class _Search:
         try:
             self.runs[size] = self.measure(size)
         except ForwardError as error:
-            self.refused[size] = " ".join(str(error).split())
+            self.refused[size] = str(error)
             self.failure = error
 
     # -- which sizes there are ----------------------------------------------------------------------------------------
@@ -180,10 +182,12 @@ class _Search:
         return beside if high is None or beside < high else None
 
     def _named(self, low: int, high: int | None) -> int | None:
-        """A size that the model's own refusal names: 1,024 in a message about 1,025 positions."""
+        """A size that the model's own refusal names, 1,024 in a message about 1,100 positions, and then the next."""
         if high not in self.refused:
             return None
         named = {int(text) for text in re.findall(r"\d+", self.refused[high])}
+        if low in named:
+            return self._up(low)
         for size in sorted(named, reverse=True):
             if low < size < high and size % self.step == 0 and size not in self.refused:
                 return size
@@ -191,7 +195,7 @@ class _Search:
 
     def _pointed(self, low: int, high: int | None, after: int) -> int:
         """Where the forecast points, if that is well inside the bracket; else ever farther in from where it points."""
-        size, step, stride = self._forecast(), self.step, 2**self.nudges
+        size, step, stride = self._forecast(low), self.step, 2**self.nudges
         least, most = self._up(low, stride), self.most if high is None else high - stride * step
         if least <= size <= most and size not in self.refused:
             self.nudges = 0 if size > least else self.nudges + 1
@@ -204,9 +208,10 @@ class _Search:
             return middle
         return min(middle, least) if size < least else max(middle, most // step * step)
 
-    def _forecast(self) -> int:
+    def _forecast(self, low: int) -> int:
         found = forecast(self.runs, self.capacity, powers=self.powers)
         if found is None:
             return 0
         # What points far away from all runs is not worth much: it only says in which direction to go.
-        return min(found.largest(self.capacity, self.most, self.step), 64 * max(*self.runs, 64))
+        farthest = 2 * max(self.runs) if self.powers and len(found.runs) == 1 else 64 * max(*self.runs, 64)
+        return min(found.largest(self.capacity, self.most, self.step, low), farthest)

@@ -1,5 +1,7 @@
 """Targets → models: ``load("model.py:Test")`` imports what the target names and builds its module.
 
+Models that a library names (``timm:resnet18``) are built by `hubs`, and come with inputs that suit them.
+
 The module is built without the memory of its weights where its constructor allows that: large parameters and buffers
 are then `meta` tensors. See `weightless` for how, `scope` for what is importable meanwhile.
 """
@@ -10,8 +12,8 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -20,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from memsize.errors import TargetError
 from memsize.loading.blame import describe
 from memsize.loading.building import build, random_numbers_kept
+from memsize.loading.defaults import InputMaker, Request
+from memsize.loading.functions import input_maker
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import Target, parse_target
 from memsize.nearest import suggestion
@@ -27,20 +31,26 @@ from memsize.nearest import suggestion
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["LoadedModel", "Target", "load", "parse_target"]
+__all__ = ["InputMaker", "LoadedModel", "Request", "Target", "input_maker", "load", "load_inputs", "parse_target"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A target's module, its name (``model.py:Test``), and what a reader must know about how it was built."""
+    """A target's module, its name (``model.py:Test``), and what a reader must know about how it was built.
+
+    `inputs` makes those that suit it, where its library says which they are.
+    """
 
     module: nn.Module
     name: str
     notes: tuple[str, ...] = ()
     scope: ImportScope | None = field(default=None, repr=False, compare=False)
+    inputs: InputMaker | None = field(default=None, repr=False, compare=False)
 
     def importable(self) -> AbstractContextManager[None]:
         """While it is entered, what the target could import while it loaded can be imported again: by its forward."""
+        if self.inputs is not None:
+            return nullcontext()  # a library's model imports what is installed
         if self.scope is None:
             raise ValueError(f"{self.name} was not loaded from a target")
         return self.scope.entered()
@@ -53,6 +63,11 @@ def load(target: str | Target, arguments: Mapping[str, object] | None = None) ->
     `TargetError` saying what is wrong with the target, or which line of the user's failed.
     """
     target = parse_target(target) if isinstance(target, str) else target
+    if target.library is not None:
+        from memsize.loading.hubs import named
+
+        found = named(target, arguments or {})
+        return LoadedModel(found.module, found.name, found.notes, inputs=found.inputs)
     scope, module_name = _scope(target)
     with random_numbers_kept(), scope.entered():
         module = _imported(target, scope, module_name)
@@ -60,6 +75,29 @@ def load(target: str | Target, arguments: Mapping[str, object] | None = None) ->
         label = f"{target.place}:{name}"
         built, note = build(_looked_up(module, name, target), label, arguments or {}, scope.owns)
     return LoadedModel(built, label, (note,) if note else (), scope)
+
+
+def load_inputs(text: str) -> InputMaker:
+    """The function that ``file.py:make_inputs`` or ``package.module:make_inputs`` names, as a maker of inputs.
+
+    Raises `TargetError` where there is no such function, `InputError` where it asks for more than it is given.
+    """
+    target = parse_target(text)
+    if target.library is not None or target.name is None:
+        raise TargetError(f"{text!r} names no function that makes inputs: write it like inputs.py:make_inputs")
+    scope, module_name = _scope(target)
+    with random_numbers_kept(), scope.entered():
+        function = _looked_up(_imported(target, scope, module_name), target.name, target)
+    label = f"{target.place}:{target.name}"
+    if not callable(function):
+        raise TargetError(f"{label} is no function: --inputs wants one that returns the model's inputs")
+    maker = input_maker(function, label, scope)
+
+    def make(request: Request) -> Any:
+        with scope.entered():
+            return maker.make(request)
+
+    return replace(maker, make=make)
 
 
 def _scope(target: Target) -> tuple[ImportScope, str]:

@@ -136,7 +136,7 @@ def split(parts: int) -> Remedy:
 
     title = f"{parts} backwards per step, each with a part of the batch"
     cost = "smaller kernels, so slower; batch norms see the parts' statistics"
-    return Remedy("accumulation", title, cost, "speed", frozenset({"accumulation"}), apply)
+    return Remedy(f"accumulation ×{parts}", title, cost, "speed", frozenset({"accumulation"}), apply)
 
 
 def _entry(name: str, title: str, cost: str, changes: Changes, groups: str, apply: Callable[[Case], Any]) -> Remedy:

@@ -41,16 +41,16 @@ def try_remedies(run: Run, base: Case, size: int, capacity: int, gpu: str, *, pa
 
 
 def _tried(run: Run, base: Case, remedy: Remedy, peak: int, capacity: int) -> tuple[Remedy, RemedyRow]:
+    said = (remedy.name, remedy.title, remedy.cost, remedy.changes)
     try:
         found = run(_with(base, remedy))
     except (NotApplicable, ForwardError, ScenarioError, InputError) as error:
-        reason = " ".join(str(error).split())
-        return remedy, RemedyRow(remedy.name, remedy.title, remedy.cost, "not here", reason=reason)
+        return remedy, RemedyRow(*said, "not here", reason=str(error))
     needs = found.needs(capacity)
     saved = peak - needs
     fits = needs <= capacity < peak
     outcome = "fits" if fits else "saves" if saved >= _GRAIN else "no help"
-    return remedy, RemedyRow(remedy.name, remedy.title, remedy.cost, outcome, needs, saved)  # type: ignore[arg-type]
+    return remedy, RemedyRow(*said, outcome, needs, saved)  # type: ignore[arg-type]
 
 
 def _with(case: Case, remedy: Remedy) -> Case:

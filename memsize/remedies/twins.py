@@ -118,9 +118,18 @@ def _freeze(model: nn.Module) -> None:
         parameter.requires_grad_(False)
 
 
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    """The head of a language model, which adapters leave alone as PEFT's ``all-linear`` does."""
+    ask = getattr(model, "get_output_embeddings", None)
+    return ask() if callable(ask) else None
+
+
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:
     """Linear layers with their widths; transformers' `Conv1D` is one that stores its weight the other way round."""
+    head = _output_layer(model)
     for module in model.modules():
+        if module is head:
+            continue
         if isinstance(module, nn.Linear):
             yield module, module.in_features, module.out_features
         elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nx", None), int):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from memsize.findings.finding import join_names
 from memsize.fitreport import Fit
-from memsize.fitting.explain import NOUNS
+from memsize.fitting.explain import NOUNS, UNITS_OF, first_line
 from memsize.fitting.rows import ANSWERED, FitRow, RemedyRow
 from memsize.sections.parts import (
     Cell,
@@ -72,6 +72,7 @@ def fit_table(fit: Fit) -> Table:
     columns = [Column("scenario", "scenario", "name", 100, "how the model is stored and run")]
     if len(fit.budgets) > 1:
         columns.append(Column("gpu", "GPU", "text", 99, "where it is run"))
+    step = UNITS_OF.get(fit.vary, "step")
     answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
     columns += [
         Column("size", answer, "count", 98, "the answer"),
@@ -82,7 +83,7 @@ def fit_table(fit: Fit) -> Table:
         columns += [
             Column("next_size", "next", "count", 84, "the next size, which does not fit"),
             Column("next_peak", "needs", "bytes", 83, "the least that the allocator would need for it"),
-            Column("per_step", "per step", "bytes", 75, "what one more adds to what tensors ask for at their peak"),
+            Column("per_step", f"per {step}", "bytes", 75, "what one more adds to what tensors ask for at their peak"),
         ]
     columns += [
         Column("fixed", "fixed", "bytes", 70, "what does not depend on the size"),
@@ -150,9 +151,9 @@ def _remarks(fit: Fit) -> Iterator[Remark]:
 
 def _remark(fit: Fit, row: FitRow) -> str | None:
     if row.status == "unavailable":
-        return row.reason
+        return first_line(row.reason or "")
     if row.status == "refused":
-        return f"the model does not run with {fit.vary} {row.next_size:,}: {row.reason}"
+        return f"the model does not run with {fit.vary} {row.next_size:,}: {first_line(row.reason or '')}"
     if row.status == "open":
         beyond = f"; {fit.vary} {row.next_size:,} does not" if row.next_size else ""
         return f"{fit.vary} {row.size:,} fits{beyond}; what lies between was not run"
@@ -170,7 +171,6 @@ def remedy_table(fit: Fit) -> Table:
         Column("outcome", "at this size", "text", 95, "whether it fits with this remedy alone"),
         Column("saved", "saves", "bytes", 98, "how much less the allocator needs"),
         Column("peak", "needs then", "bytes", 90, "the least that the allocator needs with it"),
-        Column("cost", "costs", "text", 80, "what one pays"),
     )
     tried = [row for row in found.rows if row.outcome != "not here"]
     return Table(
@@ -179,10 +179,18 @@ def remedy_table(fit: Fit) -> Table:
         caption=f"Remedies for {found.scenario} at {fit.vary} {found.size:,} on {found.gpu}, each run by itself",
         columns=columns,
         rows=tuple(_remedy_row(row) for row in tried),
-        remarks=tuple(
-            Remark(row.name, "not here", row.reason or "") for row in found.rows if row.outcome == "not here"
-        ),
+        remarks=tuple(_remedy_remarks(found.rows)),
     )
+
+
+def _remedy_remarks(rows: Iterable[RemedyRow]) -> Iterator[Remark]:
+    """What those that help cost, and why others mean nothing here."""
+    for row in rows:
+        if row.outcome in ("fits", "saves"):
+            yield Remark(row.name, "costs", row.cost)
+    for row in rows:
+        if row.outcome == "not here":
+            yield Remark(row.name, "not here", first_line(row.reason or ""))
 
 
 def _remedy_row(row: RemedyRow) -> tuple[Cell, ...]:
@@ -191,7 +199,6 @@ def _remedy_row(row: RemedyRow) -> tuple[Cell, ...]:
         _OUTCOMES[row.outcome],
         Bytes(row.saved or 0),
         Bytes(row.peak or 0),
-        row.cost,
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from memsize.tracing.assumptions import assumed_of
-from memsize.tracing.known import cell_of, is_small, known, remember
+from memsize.tracing.known import ASSUMED_ELEMENTS, cell_of, is_small, known, remember
 from memsize.tracing.nest import map_tensors, tensors_in
 
 
@@ -82,3 +83,14 @@ def mixes_devices(args: Any, kwargs: Any) -> bool:
 
 def _with_size(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     return (tensor for tensor in tensors_in((args, kwargs)) if tensor.dim() or tensor.is_meta)
+
+
+def sampled_share(func: Any, real: tuple[Any, Any], shape: tuple[int, ...]) -> float:
+    """How large a part of an elementwise op's result is true, by its first rows; evenly spread ones are all alike."""
+    rows = max(1, min(shape[0], ASSUMED_ELEMENTS // max(math.prod(shape[1:]), 1))) if shape else 1
+
+    def begin(value: torch.Tensor) -> torch.Tensor:
+        return value[:rows] if value.dim() == len(shape) and value.shape[0] == shape[0] else value
+
+    sample: torch.Tensor = func(*map_tensors(begin, real[0]), **real[1])
+    return int(sample.count_nonzero()) / max(sample.numel(), 1)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.utils._device import _device_constructors
 
 from memsize.semantics.substitution import Function, Substitution, Substitutions
@@ -87,6 +88,7 @@ def _substitutions() -> tuple[Substitution, ...]:
         Substitution(Tensor, "to", _moved),
         Substitution(Tensor, "cuda", _moved_to_cuda),
         *(Substitution(torch._VF, name, _with_states_moved) for name in _RECURRENT),
+        Substitution(OpOverloadPacket, "__call__", _given_numbers),
         Substitution(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
         Substitution(torch.cuda, "current_device", lambda _: lambda: 0),
     )
@@ -157,12 +159,28 @@ def _index(numbers: list[Any]) -> Any:
     return torch.tensor(numbers, device=_META) if plain else numbers
 
 
+def _given_numbers(original: Function) -> Function:
+    """Quantized ops want their scale as a number; torch.fx hands them the tensor that has it, and PyTorch reads it."""
+
+    def called(packet: OpOverloadPacket, *args: Any, **kwargs: Any) -> Any:
+        if packet._qualified_op_name.startswith("quantized::"):
+            args = tuple(_number(each) for each in args)
+        return original(packet, *args, **kwargs)
+
+    return called
+
+
+def _number(value: Any) -> Any:
+    is_number = isinstance(value, Tensor) and value.is_meta and not value.dim() and known(value) is not None
+    return value.item() if is_number else value
+
+
 def _formatted(original: Function) -> Function:
     """A known number in an f-string is itself: ``self[f"expert_{index}"]``."""
 
     def formatted(tensor: Tensor, spec: str) -> str:
-        is_number = tensor.is_meta and tensor.dim() == 0 and known(tensor) is not None
-        text: str = format(tensor.item(), spec) if is_number else original(tensor, spec)
+        number = _number(tensor)
+        text: str = original(tensor, spec) if number is tensor else format(number, spec)
         return text
 
     return formatted

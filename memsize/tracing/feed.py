@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from memsize.errors import InputError
 from memsize.inputs import InputSpec
+from memsize.loading.defaults import InputMaker, Request
 from memsize.record import InputTensor
 from memsize.tracing.calls import spec_of
 from memsize.tracing.known import known, remember
@@ -24,11 +27,13 @@ class Feed:
     """The inputs of one call. `make(batch)` gives fresh `meta` arguments for a batch size.
 
     `resizable` says whether the batch size can be chosen; where it can't, `make` is only asked for `batch_size`.
+    `note` is what a reader must know of these inputs.
     """
 
     make: Callable[[int], Call]
     batch_size: int
     resizable: bool
+    note: str | None = None
 
     def call(self, batch_size: int | None = None, floating: torch.dtype | None = None) -> Call:
         """Arguments on `meta`, floating ones cast to `floating` if given."""
@@ -39,7 +44,8 @@ class Feed:
 def feed_from_specs(specs: Sequence[InputSpec], batch_size: int) -> Feed:
     """A feed of tensors made from specs: floating ones unknown, integer and boolean ones valid for look-ups.
 
-    Integers are 0, and 1 where the name says that it is a mask, so that every position counts.
+    Integers are 0, and 1 where the name says that it is a mask, so that every position counts; those with a range are
+    spread evenly over it.
     """
     if batch_size < 1:
         raise InputError(f"batch size {batch_size}: it must be at least 1")
@@ -60,6 +66,8 @@ def feed_from_data(data: Any) -> Feed:
     args, kwargs = _arguments(data)
     twin = meta_copy((args, kwargs))
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(twin)}
+    if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+        sizes.add(0)  # its rows are steps of several samples
     batch = sizes.pop() if len(sizes) == 1 else 0
 
     def make(size: int) -> Call:
@@ -67,6 +75,20 @@ def feed_from_data(data: Any) -> Feed:
         return copied if size == batch or not batch else map_tensors(lambda t: _resized(t, size), copied)
 
     return Feed(make, batch or 1, batch > 0)
+
+
+def feed_from_maker(maker: InputMaker, request: Request) -> Feed:
+    """A feed of inputs that are made on request; where they come in one size only, of those."""
+    if not maker.resizable:
+        return feed_from_data(maker.make(request))
+    made = cache(lambda size: maker.make(replace(request, batch_size=size)))
+
+    def make(size: int) -> Call:
+        twin: Call = meta_copy(_arguments(made(size)))
+        return twin
+
+    make(request.batch_size)  # what is wrong with them shows now
+    return Feed(make, request.batch_size, True, maker.note)
 
 
 def input_tensors(call: Call) -> tuple[InputTensor, ...]:
@@ -87,8 +109,17 @@ def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     if dtype.is_floating_point or dtype.is_complex:
         return tensor
+    if spec.span is not None:
+        return remember(tensor, _spread(spec.span, tensor))
     value = 1 if "mask" in (spec.name or "") else 0
     return remember(tensor, torch.full(shape, value, dtype=dtype, device="cpu"))
+
+
+def _spread(span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    """Whole numbers from the first of `span` to the last, each about as often, in rising order."""
+    low, high = span
+    place = torch.arange(like.numel(), dtype=torch.float64, device="cpu") / max(like.numel() - 1, 1)
+    return (low + (place * (high - low)).round()).to(like.dtype).reshape(like.shape)
 
 
 def _arguments(data: Any) -> Call:

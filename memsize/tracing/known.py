@@ -30,13 +30,15 @@ class Cell:
     """Whether the values in one piece of memory are still known, what was assumed to know them, and whether they are
     one number expanded.
 
-    A view of such a number can have values of its own: it is a part then, with a cell of its own.
+    A view of such a number can have values of its own: it is a part then, with a cell of its own. Of truth values that
+    are too many to keep, `share` is how large a part of them is true.
     """
 
-    __slots__ = ("_parts", "_whole", "assumed", "uniform", "valid")
+    __slots__ = ("_parts", "_whole", "assumed", "share", "uniform", "valid")
 
-    def __init__(self, assumed: str | None = None, uniform: bool = False) -> None:
+    def __init__(self, assumed: str | None = None, uniform: bool = False, share: float | None = None) -> None:
         self.assumed = assumed
+        self.share = share
         self.uniform = uniform
         self.valid = True
         self._parts: list[Cell] = []
@@ -92,6 +94,12 @@ def cell_of(tensor: torch.Tensor) -> Cell | None:
     """The cell of `tensor`'s memory, if its values were ever known."""
     entry = tensor.__dict__.get(_ATTRIBUTE)
     return None if entry is None else entry[1]
+
+
+def share_of(tensor: torch.Tensor) -> float | None:
+    """How large a part of `tensor` is true, where that is all that is known of it."""
+    cell = cell_of(tensor) if tensor.is_meta else None
+    return cell.share if cell is not None and cell.valid else None
 
 
 def is_small(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memsize.tracing.assumptions import EVEN, KEEPS, assumed_of, even_counts
-from memsize.tracing.known import ASSUMED_ELEMENTS, Cell, cell_of, is_small, is_uniform, known, remember
+from memsize.tracing.known import ASSUMED_ELEMENTS, Cell, cell_of, is_small, is_uniform, known, remember, share_of
 
 _aten = torch.ops.aten
 _TRUTH = (torch.bool, torch.uint8)
@@ -42,11 +42,13 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 def _count(rely: Rely, mask: torch.Tensor) -> int | None:
     """How many elements of a large mask are true, None where its values should be looked at one by one."""
-    real = known(mask)
-    if real is None:
+    real, share = known(mask), share_of(mask)
+    if real is None and share is None:
         rely(KEEPS)
         return mask.numel()
     rely(assumed_of([cell_of(mask)]))
+    if real is None or share is not None:
+        return round(mask.numel() * (share or 0))
     if is_uniform(real) and real.numel():
         return real.numel() if bool(real.flatten()[0]) else 0
     return None
@@ -57,7 +59,7 @@ def _nonzero(rely: Rely, mask: torch.Tensor) -> torch.Tensor:
     count = _count(rely, mask)
     real = known(mask)
     assumed = KEEPS if real is None else assumed_of([cell_of(mask)])
-    if count is None or (count and is_small(mask)):
+    if count is None or (count == mask.numel() and is_small(mask)):
         places = (torch.ones(mask.shape, dtype=torch.bool) if real is None else real).nonzero()
         return remember(_meta(mask.dim(), len(places)).t(), places, Cell(assumed))
     return _meta(mask.dim(), count).t()

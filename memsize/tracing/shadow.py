@@ -16,6 +16,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -61,6 +62,13 @@ def shadow(model: nn.Module) -> nn.Module:
     return _Copy().module(_inside(model))
 
 
+def in_mode(twin: nn.Module, training: bool) -> nn.Module:
+    """`twin` with its training flag set, by its own `train`; an exported program refuses, and stays as it is."""
+    with suppress(NotImplementedError):
+        twin.train(training)
+    return twin
+
+
 def meta_copy(value: Any) -> Any:
     """`value` (any nest: a model's inputs, say) with each of its tensors on `meta`, sharing memory as before."""
     return _Copy().part(value)
@@ -96,7 +104,8 @@ class _Copy:
         if isinstance(module, torch.jit.ScriptModule):
             self._script(module)
         else:
-            self.memo[id(module)] = type(module).__new__(type(module))
+            # Not the class's own __new__: it may want arguments, and torch.fx's makes a class without the forward.
+            self.memo[id(module)] = object.__new__(type(module))
 
     def _script(self, module: torch.jit.ScriptModule) -> None:
         """TorchScript copies itself, values and all; its tensors are then replaced. Constants of its code stay."""

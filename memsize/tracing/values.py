@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memsize.semantics import suspended
-from memsize.tracing.arguments import assumed_by, blank, mixes_devices, moved, on_host, real_arguments
+from memsize.tracing.arguments import assumed_by, blank, mixes_devices, moved, on_host, real_arguments, sampled_share
 from memsize.tracing.assumptions import (
     CHECKED,
     COPIED,
@@ -35,6 +35,7 @@ from memsize.tracing.known import (
     is_small,
     known,
     remember,
+    share_of,
     uniform,
 )
 from memsize.tracing.nest import map_tensors, tensors_in
@@ -141,8 +142,13 @@ class Values:
         for tensor, value in zip(tensors_in(result), values, strict=False):
             if tensor.is_meta and tensor.shape == value.shape:
                 remember(tensor, value, cell)
-        if computed is None and op.aliases:
+        if computed is not None:
+            return
+        if op.aliases:
             _share_cells(args[0], result)
+        elif op.pointwise and cell.assumed and _is_whole(first):
+            cell.share = sampled_share(func, real, tuple(first.shape))
+            remember(first, None, cell)
 
     def _cell(self, func: Any, op: OpInfo, args: Any, kwargs: Any) -> Cell:
         """That of the memory which the result shares, or a new one that assumes what the arguments do."""
@@ -172,8 +178,12 @@ class Values:
         """What can be known of a result although an argument is not."""
         if op.aliases:
             _share_cells(args[0], result)
-        elif op.informative:
-            self._inform(op, args, kwargs, result)
+        elif op.informative or op.preserving:
+            share = share_of(args[0]) if isinstance(args[0], torch.Tensor) else None
+            if share is not None:
+                _pass_share_on(op, args, result, share)
+            elif op.informative:
+                self._inform(op, args, kwargs, result)
 
     def _inform(self, op: OpInfo, args: Any, kwargs: Any, result: Any) -> None:
         if op.choice is not None:
@@ -333,6 +343,16 @@ def _share_cells(source: Any, result: Any) -> None:
         for tensor in tensors_in(result):
             if tensor.is_meta:
                 remember(tensor, None, cell)
+
+
+def _pass_share_on(op: OpInfo, args: Any, result: torch.Tensor, share: float) -> None:
+    """Copies, counts and comparisons with 0 of truth values of which only their share is known."""
+    cell = cell_of(args[0])
+    assumed = None if cell is None else cell.assumed
+    if op.counts:
+        uniform(result, round(share * args[0].numel() / max(result.numel(), 1)), assumed)
+    elif op.preserving or (op.comparison in ("ne", "gt") and len(args) == 2 and args[1] == 0):
+        remember(result, None, Cell(assumed, share=share))
 
 
 def _computed_once(func: Any, op: OpInfo, real: Any, first: torch.Tensor) -> torch.Tensor | None:

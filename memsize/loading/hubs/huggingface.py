@@ -16,12 +16,13 @@ from typing import Any
 
 from memsize.errors import TargetError
 from memsize.loading.hubs.huggingface_inputs import input_maker
-from memsize.loading.hubs.library import Named, constructed, imported, unknown
+from memsize.loading.hubs.library import Named, constructed, imported, is_broken, unknown
 
 _TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM", "CTC",
-    "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION",
-    "OBJECT_DETECTION", "UNIVERSAL_SEGMENTATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "MASK_GENERATION",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION", "ZERO_SHOT_OBJECT_DETECTION", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION", "OBJECT_DETECTION", "UNIVERSAL_SEGMENTATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION",
+    "MASK_GENERATION",
 )  # fmt: skip
 """The tasks whose class a config without `architectures` gets, the first that knows its type."""
 
@@ -128,7 +129,7 @@ def _check_names(kind: Any, data: Mapping[str, Any], arguments: Mapping[str, obj
     known = {*vars(defaults), *data, *getattr(defaults, "attribute_map", {}), "architectures", "dtype"}
     for name in arguments:
         if name not in known and not hasattr(defaults, name):
-            raise unknown(f"the config of {label}", name, sorted(known))
+            raise unknown(f"the config of {label}", name, sorted(known), "entry")
 
 
 def _replaced(data: dict[str, Any], arguments: Mapping[str, object]) -> dict[str, Any]:
@@ -217,15 +218,7 @@ def _is_torchvisions(error: BaseException) -> bool:
         if "torchvision" in str(cause):
             return True
         cause = cause.__cause__ or cause.__context__
-    return _fails("torchvision")
-
-
-def _fails(name: str) -> bool:
-    try:
-        imported(name)
-    except TargetError as error:
-        return error.__cause__ is not None
-    return False
+    return is_broken("torchvision")
 
 
 def _root(error: BaseException) -> str:

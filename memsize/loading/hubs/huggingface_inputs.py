@@ -229,9 +229,8 @@ def _token(config: Any, name: str) -> int | None:
 
 def _plain_token(*configs: Any) -> int:
     """The smallest id that no config names as a special token."""
-    special = {
-        value for config in configs for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))
-    }
+    entries = [entry for config in configs for entry in vars(config).items()]
+    special = {v for name, v in entries if name.endswith(("token_id", "token_index")) and isinstance(v, int)}
     return next(token for token in range(1, len(special) + 2) if token not in special)
 
 

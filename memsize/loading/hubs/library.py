@@ -49,17 +49,31 @@ def constructed(
     factory: Callable[..., Any], label: str, arguments: Mapping[str, object]
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """What a library's function builds, without its weights, and notes on how; raises `TargetError` if it can't."""
-    module, note = build(factory, label, arguments, lambda _: False)
+    try:
+        module, note = build(factory, label, arguments, lambda _: False)
+    except TargetError as error:
+        if isinstance(error.__cause__, ImportError) and is_broken("torchvision"):
+            raise TargetError(f"{error} (the installed torchvision cannot be imported)") from error
+        raise
     return module, (note,) if note else ()
 
 
-def unknown(label: str, name: str, names: Iterable[str]) -> TargetError:
-    """The error for a `name` that a library does not have, with those that are near."""
+def unknown(label: str, name: str, names: Iterable[str], what: str = "model") -> TargetError:
+    """The error for a `name` that a library, or one of its configs, does not have, with those that are near."""
     known = tuple(names)
     hint = suggestion(name, known)
     if hint.startswith("known"):
         hint = f"known: {', '.join(known[:_MOST_NAMES])} and {len(known) - _MOST_NAMES:,} more"
-    return TargetError(f"{label} has no model {name!r}: {hint}")
+    return TargetError(f"{label} has no {what} {name!r}: {hint}")
+
+
+def is_broken(name: str) -> bool:
+    """Whether the library `name` is installed and cannot be imported."""
+    try:
+        imported(name)
+    except TargetError as error:
+        return error.__cause__ is not None
+    return False
 
 
 @contextmanager
@@ -78,8 +92,8 @@ def quiet() -> Iterator[None]:
 def _broken(name: str, error: Exception) -> str:
     text = reason(error)
     guilty = "torchvision" if "torchvision" in text else name
-    own = "" if guilty == name else f" (it needs {guilty})"
+    who = f"the installed {name}" if guilty == name else f"{name} needs {guilty}, and the installed one"
     return (
-        f"the installed {guilty} cannot be imported{own}: {text}; install the one built for this torch, such as with "
+        f"{who} cannot be imported: {text}; install the one built for this torch, such as with "
         f"pip install --force-reinstall {guilty}"
     )

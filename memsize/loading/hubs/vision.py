@@ -95,7 +95,9 @@ def _objects(shape: tuple[int, ...], module: Any) -> dict[str, Any]:
     import torch
 
     _, height, width = shape
-    corners = [[width * i / 8, height * i / 8, width * (i + 4) / 8, height * (i + 4) / 8] for i in range(1, 1 + _OBJECTS)]
+    corners = [
+        [width * i / 8, height * i / 8, width * (i + 4) / 8, height * (i + 4) / 8] for i in range(1, 1 + _OBJECTS)
+    ]
     objects = {"boxes": torch.tensor(corners), "labels": torch.ones(_OBJECTS, dtype=torch.int64)}
     heads = getattr(module, "roi_heads", None)
     if getattr(heads, "mask_head", None) is not None:

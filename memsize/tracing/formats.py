@@ -1,0 +1,323 @@
+"""How images and volumes lie in memory while a model runs: strides of every layer's tensors, and of every op's.
+
+The ledger's shape rules give outputs the strides that CUDA's kernels do, so an op that loses channels last shows as one
+whose argument has it and whose result does not. A copy that only rearranges shows as `clone` or `_to_copy` with other
+strides; those that a kernel makes on its way are known from the kernels' sources (`_HIDDEN`).
+
+A result that is a view changes nothing, whatever its strides say: ``permute(0, 2, 3, 1)`` of channels last is row-major
+and is the same memory. So formats are compared between an argument and a new tensor of the same rank only, or of any
+rank where the op does nothing but copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from memsize.layout import Audit, Copy, Format, LayerFormats, Loss
+from memsize.layout import Run as FormatsRun
+from memsize.tracing.calls import Calls, spec_of
+from memsize.tracing.feed import Call, input_tensors
+from memsize.tracing.ledger import Ledger
+from memsize.tracing.nest import map_tensors, tensors_in
+from memsize.tracing.quiet import collector_paused
+from memsize.tracing.run import Run, Setup
+from memsize.tracing.shapes import strides as layout
+
+_aten = torch.ops.aten
+_COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_Event = TypeVar("_Event", Copy, Loss)
+_Kernel = Callable[[Any, Any], Iterator[tuple[torch.Tensor, Format]]]
+
+
+# -- formats ----------------------------------------------------------------------------------------------------------
+
+
+def format_of(tensor: torch.Tensor) -> Format | None:
+    """The format of an image or a volume; None for tensors of other ranks, and for those without strides."""
+    if tensor.dim() not in (4, 5) or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    last = tensor.is_contiguous(memory_format=_format_for(tensor))
+    if tensor.is_contiguous():
+        return "either" if last else "row-major"
+    return "channels last" if last else "other"
+
+
+def _format_for(tensor: torch.Tensor) -> torch.memory_format:
+    return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+
+
+def _is_last(tensor: torch.Tensor) -> bool:
+    """Whether kernels take `tensor` for channels last; slices of such tensors are, with gaps."""
+    return tensor.dim() in (4, 5) and tensor.numel() > 0 and layout.is_channels_last(tensor.shape, tensor.stride())
+
+
+def convert(twin: nn.Module) -> int:
+    """Rearrange the weights of `twin` (ours to change) as ``.to(memory_format=torch.channels_last)`` does, volumes too;
+    returns how many.
+    """
+    converted = 0
+    for tensor in dict.fromkeys((*twin.parameters(), *twin.buffers())):
+        if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and format_of(tensor) in (
+            "row-major",
+            "other",
+        ):
+            tensor.data = _rearranged(tensor)
+            converted += 1
+    return converted
+
+
+def convert_call(call: Call) -> tuple[Call, int]:
+    """The same arguments with floating images and volumes in channels last, and how many those are."""
+    found = [tensor for tensor in tensors_in(call) if _is_convertible(tensor)]
+    if not found:
+        return call, 0
+    args, kwargs = map_tensors(lambda tensor: _rearranged(tensor) if _is_convertible(tensor) else tensor, call)
+    return (args, kwargs), len(found)
+
+
+def _is_convertible(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and format_of(tensor) in ("row-major", "other")
+
+
+def _rearranged(tensor: torch.Tensor) -> torch.Tensor:
+    strides = layout.channels_last(tensor.shape)
+    if not tensor.is_meta:
+        return tensor.detach().contiguous(memory_format=_format_for(tensor))
+    twin = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    if not isinstance(tensor, nn.Parameter):
+        twin.__dict__.update(tensor.__dict__)  # what is known of its values
+    return twin
+
+
+# -- copies inside kernels --------------------------------------------------------------------------------------------
+
+
+def _convolution(args: Any, _: Any) -> Iterator[tuple[torch.Tensor, Format]]:
+    """cuDNN takes one format: channels last where the input or the weight suggests it, except in float64. What lies
+    otherwise is made so (ConvUtils.h, `cudnn_conv_suggest_memory_format`; Convolution.cpp, ``contiguous``).
+    """
+    tensor, weight = args[0], args[1]
+    last = tensor.dtype is not torch.float64 and (_is_last(tensor) or _is_last(weight))
+    wanted: Format = "channels last" if last else "row-major"
+    return ((operand, wanted) for operand in (tensor, weight) if not _has(operand, wanted))
+
+
+def _first_row_major(args: Any, _: Any) -> Iterator[tuple[torch.Tensor, Format]]:
+    """The first argument, made contiguous."""
+    if isinstance(args[0], torch.Tensor) and not args[0].is_contiguous():
+        yield args[0], "row-major"
+
+
+_HIDDEN: dict[Any, _Kernel] = {
+    _aten.convolution.default: _convolution,
+    # cuda/layer_norm_kernel.cu `layer_norm_cuda`: expect_contiguous
+    _aten.native_layer_norm.default: _first_row_major,
+    # cuda/SoftMax.cu `host_softmax`: input_.contiguous()
+    _aten._softmax.default: _first_row_major,
+    _aten._log_softmax.default: _first_row_major,
+    # cuda/ReflectionPad.cu: input_.contiguous()
+    _aten.reflection_pad2d.default: _first_row_major,
+    # cuda/TensorTransformations.cu `roll_cuda`: self.contiguous()
+    _aten.roll.default: _first_row_major,
+}
+"""Arguments that CUDA's kernels rearrange before they begin, and the format that they are brought into."""
+
+
+def _has(tensor: torch.Tensor, wanted: Format) -> bool:
+    if wanted == "row-major":
+        return tensor.is_contiguous()
+    return tensor.dim() in (4, 5) and tensor.is_contiguous(memory_format=_format_for(tensor))
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+class FormatLedger(Ledger):
+    """A ledger that also writes down which op loses channels last and which copies to rearrange."""
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__(device)
+        self.copies: list[tuple[int, Copy]] = []
+        self.losses: list[tuple[int, Loss]] = []
+        self._last: set[int] = set()
+        """Storages that were seen in channels last."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.count
+        self._see(args)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            self._compare(func, args, kwargs, result, before)
+        return result
+
+    def _see(self, value: Any) -> None:
+        for tensor in _tensors(value):
+            if format_of(tensor) == "channels last":
+                self._last.add(self.index_of(tensor))
+
+    def _compare(self, func: Any, args: Any, kwargs: Any, result: Any, before: int) -> None:
+        hidden = _HIDDEN.get(func)
+        if hidden is not None:
+            for tensor, after in hidden(args, kwargs):
+                self._copied(func, tensor, after, hidden=True)
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(first, torch.Tensor) or self.index_of(first) < before:
+            return
+        if func in _COPIES:
+            self._compare_copy(func, args[0], first)
+        elif format_of(first) == "row-major" and any(_is_image_in(t, first) for t in self._activations(args)):
+            self._lost(func, first)
+
+    def _activations(self, args: Any) -> Iterator[torch.Tensor]:
+        """The tensors among `args` that are no parameters or buffers."""
+        for tensor in _tensors(args):
+            index = self.index_of(tensor)
+            if index >= 0 and self._roles[index] not in ("parameter", "buffer"):
+                yield tensor
+
+    def _compare_copy(self, func: Any, source: torch.Tensor, copy: torch.Tensor) -> None:
+        if _same_order(source, copy):
+            return
+        after = format_of(copy) or ("row-major" if copy.is_contiguous() else "other")
+        self._copied(func, source, after, hidden=False, size=copy.untyped_storage().nbytes())
+        if after == "row-major" and self.index_of(source) in self._last:
+            self._lost(func, copy)
+
+    def _copied(self, func: Any, source: torch.Tensor, after: Format, hidden: bool, size: int | None = None) -> None:
+        before: Format = format_of(source) or ("row-major" if source.is_contiguous() else "other")
+        nbytes = source.numel() * source.element_size() if size is None else size
+        copy = Copy("", _name(func), spec_of(source), before, after, nbytes, hidden, _place())
+        self.copies.append((self.clock.layer, copy))
+
+    def _lost(self, func: Any, tensor: torch.Tensor) -> None:
+        after = format_of(tensor) or "row-major"
+        self.losses.append((self.clock.layer, Loss("", _name(func), spec_of(tensor), after, _place())))
+
+
+def _is_image_in(tensor: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether `tensor` is in channels last and of the rank of `result`: what `result` could have been in too."""
+    return tensor.dim() == result.dim() and _is_last(tensor) and format_of(tensor) != "either"
+
+
+def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the elements of both lie in the same order, gaps and repetitions (a stride of 0) apart."""
+    before, after = one.stride(), other.stride()
+    dims = [dim for dim in range(one.dim()) if one.shape[dim] > 1 and before[dim]]
+    return sorted(dims, key=lambda dim: -before[dim]) == sorted(dims, key=lambda dim: -after[dim])
+
+
+class FormatCalls(Calls):
+    """The calls of modules, with the formats of what they were given and returned in the first forward."""
+
+    def __init__(self, twin: nn.Module, ledger: Ledger) -> None:
+        super().__init__(twin, ledger)
+        self.given: dict[int, list[Format]] = {}
+        self.returned: dict[int, list[Format]] = {}
+
+    def _returned(self, index: int, result: Any, start: int, given: list[tuple[torch.Tensor, int]]) -> None:
+        super()._returned(index, result, start, given)
+        self.given.setdefault(index, []).extend(_formats(tensor for tensor, _ in given))
+        self.returned.setdefault(index, []).extend(_formats(tensors_in(result)))
+
+
+class FormatRun(Run):
+    """One forward of a twin whose formats are watched."""
+
+    ledger: FormatLedger
+    calls: FormatCalls
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, tables=False)
+        # The instruments of a plain run have only seen the inputs.
+        self.ledger = FormatLedger(setup.device)
+        self.calls = FormatCalls(setup.twin, self.ledger)
+        self._enter_inputs()
+
+    def found(self) -> FormatsRun:
+        """What was seen."""
+        seen = self.calls.seen
+        paths = [entry.path for entry in seen]
+        path: Callable[[int], str] = lambda index: paths[index] if index >= 0 else ""  # noqa: E731
+        return FormatsRun(
+            layers=tuple(self._layer(index) for index in range(len(seen))),
+            copies=tuple(_at(copy, path(layer)) for layer, copy in self.ledger.copies),
+            losses=tuple(_at(loss, path(layer)) for layer, loss in self.ledger.losses),
+        )
+
+    def _layer(self, index: int) -> LayerFormats:
+        seen = self.calls.seen[index]
+        return LayerFormats(
+            path=seen.path,
+            type=seen.type,
+            depth=seen.depth,
+            leaf=seen.leaf,
+            calls=seen.calls,
+            parameters=tuple(_formats(seen.module.parameters(recurse=False))),
+            inputs=tuple(self.calls.given.get(index, ())),
+            outputs=tuple(self.calls.returned.get(index, ())),
+            specs=tuple(output.spec for output in seen.outputs),
+        )
+
+
+def run_formats(setup: Setup) -> FormatsRun:
+    """The formats of one forward in gradient mode; raises `ForwardError` when the model's own code fails."""
+    run = FormatRun(setup)
+    with run.recording(), torch.enable_grad(), setup.autocast():
+        run.result = setup.twin(*setup.call[0], **setup.call[1])
+    found = run.found()
+    run.ledger.close()
+    return found
+
+
+def audit(prepared: Callable[[], Setup]) -> Audit:
+    """A model run as it is, and in channels last. `prepared` gives a fresh twin, ready to be run, each time."""
+    setup = prepared()
+    inputs, training = input_tensors(setup.call), setup.training
+    with collector_paused():
+        plain = run_formats(setup)
+        setup = prepared()
+        converted = convert(setup.twin)
+        call, converted_inputs = convert_call(setup.call)
+        last = run_formats(replace(setup, call=call))
+    double = any(parameter.dtype is torch.float64 for parameter in setup.twin.parameters())
+    return Audit(setup.model, inputs, setup.scenario, training, plain, last, converted, converted_inputs, double)
+
+
+def _at(event: _Event, path: str) -> _Event:
+    return replace(event, layer=path)
+
+
+def _formats(tensors: Any) -> Iterator[Format]:
+    return (found for found in map(format_of, tensors) if found is not None)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for item in value:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)
+
+
+def _name(func: Any) -> str:
+    return str(func._overloadpacket.__name__)
+
+
+def _place() -> str:
+    """The innermost line of the model's own code: what asked for the op that is running."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not run_formats.__code__:
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and file[:1] != "<":
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

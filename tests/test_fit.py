@@ -1,0 +1,740 @@
+"""The largest size that fits: against brute force over every size, and what is said of it.
+
+`MEMSIZE_GOLDEN=write pytest tests/test_fit.py` writes the golden files anew; read the difference before keeping it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+import memsize
+from memsize import api
+from memsize.cli import run
+from memsize.device import AllocatorConfig, card
+from memsize.errors import ForwardError, InputError
+from memsize.findings.finding import Finding
+from memsize.fitreport import Fit
+from memsize.fitting.budget import Budget, budgets
+from memsize.fitting.case import Case
+from memsize.fitting.crossings import first_size, most_of, peak_phase
+from memsize.fitting.footprint import Bind, Footprint, bind
+from memsize.fitting.forecast import Forecast
+from memsize.fitting.rows import FitRow, Remedied, RemedyRow
+from memsize.fitting.search import MOST_RUNS, largest
+from memsize.fitting.trials import Trials
+from memsize.fitting.vary import Place, Vary, parse_vary
+from memsize.inputs import parse_input
+from memsize.record import Event, InputTensor, Storage, TensorSpec, Trace
+from memsize.render.fit import render
+from memsize.scenario import SCENARIOS
+from memsize.tracing.feed import feed_from_data, feed_from_specs
+from memsize.training import Training
+from tests import models
+
+MiB = 1 << 20
+GOLDEN = Path(__file__).parent / "golden"
+CONTEXT = 650 * MiB
+"""What the CUDA context may take."""
+
+
+# The search, on records made by hand
+
+
+def footprint(size: int, fixed: int, varying: list[int]) -> Footprint:
+    """A run that allocates `fixed` bytes, then each of `varying`, and frees these in turn."""
+    sizes = [fixed, *varying]
+    storages = tuple(
+        Storage(count, "activation" if i else "parameter", -1, "op", "uint8", (size if i else count,), -1)
+        for i, count in enumerate(sizes)
+    )
+    born = [Event(i, count, 0, -1, "op") for i, count in enumerate(sizes)]
+    gone = [Event(i, -count, 0, -1, "op") for i, count in enumerate(sizes) if i]
+    trace = Trace("m", "fp32", True, size, "2.13.0", (), (), (), storages=storages, events=tuple(born + gone))
+    return Footprint(size, trace, AllocatorConfig())
+
+
+def refusing(divisor: int = 1, floor: int = 1, ceiling: int = 10**9) -> Callable[[int], int]:
+    """The identity on sizes that a model runs with."""
+
+    def size(n: int) -> int:
+        if n % divisor:
+            raise ForwardError(f"shape '[{n // divisor}, {divisor}]' is invalid")
+        if n < floor:
+            raise ForwardError("Expected more than 1 value per channel when training")
+        if n > ceiling:
+            raise ForwardError(f"The size of tensor a ({n}) must match the size of tensor b ({ceiling})")
+        return n
+
+    return size
+
+
+SHAPES: dict[str, Callable[[int], int]] = {
+    "line": lambda n: n,
+    "parabola": lambda n: n + n * n // 4,
+    "steps of 8": lambda n: -(-n // 8) * 8,
+    "falls after 32": lambda n: n if n <= 32 else n // 3,
+    "multiples of 2": refusing(divisor=2),
+    "multiples of 3": refusing(divisor=3),
+    "multiples of 7": refusing(divisor=7),
+    "multiples of 8": refusing(divisor=8),
+    "from 2": refusing(floor=2),
+    "up to 40": refusing(ceiling=40),
+}
+MOST = 64
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(SHAPES)),
+    st.integers(1, 200 * MiB),
+    st.lists(st.integers(MiB, 8 * MiB), min_size=1, max_size=5),
+    st.floats(0, 1),
+)
+def test_the_search_against_every_size(shape: str, fixed: int, per: list[int], place: float) -> None:
+    looked: list[int] = []
+
+    def measure(size: int) -> Footprint:
+        looked.append(size)
+        return footprint(size, fixed, [p * SHAPES[shape](size) for p in per])
+
+    every: dict[int, Footprint] = {}
+    for size in range(1, 3 * MOST):
+        try:
+            every[size] = footprint(size, fixed, [p * SHAPES[shape](size) for p in per])
+        except ForwardError:
+            continue
+    peaks = [run.unbounded.reserved.bytes for size, run in every.items() if size <= MOST]
+    capacity = int(min(peaks) / 2 + place * (max(peaks) - min(peaks) / 2))
+    fitting = [size for size, run in every.items() if run.fits(capacity)]
+
+    answer = largest(measure, capacity)
+    assert len(looked) == len(answer.looked) <= MOST_RUNS
+    assert answer.size == 0 or answer.size in fitting
+    if shape == "falls after 32":
+        # The answer is an edge: it fits, and the next does not. There may be another one farther on.
+        assert answer.bound == answer.size + 1 and not every[answer.bound].fits(capacity)
+    elif answer.closed:
+        assert answer.size == max(fitting, default=0)
+    else:
+        # Memory that grows in steps may need more runs than there are. Then the answer says between what it lies.
+        assert shape == "steps of 8"
+        assert answer.bound is not None and answer.size <= max(fitting) < answer.bound
+
+
+@pytest.mark.parametrize("shape", ["line", "parabola", "from 2", "up to 40"])
+def test_plain_shapes_take_few_runs(shape: str) -> None:
+    answer = largest(lambda size: footprint(size, MiB, [5 * MiB * SHAPES[shape](size)]), 1000 * MiB)
+    # 1 + 5·n MiB in segments: at most 199; n + n²/4 ≤ 199 up to 26.
+    assert answer.size == {"line": 199, "parabola": 26, "from 2": 199, "up to 40": 40}[shape]
+    assert len(answer.looked) <= 6
+
+
+def test_refused_sizes_are_told_with_their_reasons() -> None:
+    answer = largest(lambda size: footprint(size, MiB, [MiB * refusing(divisor=4)(size)]), 100 * MiB)
+    # 13 is refused, 8 runs; 99 MiB of which a multiple of 4 is 96; segments are even numbers of MiB.
+    assert (answer.size, answer.step) == (96, 4)
+    assert "invalid" in answer.refused[13]
+    ceiling = largest(lambda size: footprint(size, MiB, [refusing(ceiling=1024)(size)]), 100 * MiB)
+    assert (ceiling.size, ceiling.bound, ceiling.above) == (1024, 1025, None)
+    assert ceiling.ceiling is not None and "1024" in ceiling.ceiling
+
+
+def test_a_model_that_runs_with_no_size_raises_its_own_error() -> None:
+    def measure(size: int) -> Footprint:
+        raise ForwardError("not at all")
+
+    with pytest.raises(ForwardError, match="not at all"):
+        largest(measure, MiB)
+
+
+def test_nothing_fits_and_everything_fits() -> None:
+    none = largest(lambda size: footprint(size, 50 * MiB, [MiB * size]), 40 * MiB)
+    assert (none.size, none.largest, none.bound) == (0, None, 1)
+    endless = largest(lambda size: footprint(size, 50 * MiB, [MiB]), 60 * MiB)
+    assert endless.endless and endless.size == 2**20
+
+
+@given(st.integers(1, 50 * MiB), st.lists(st.integers(1, 30 * MiB), min_size=1, max_size=6))
+def test_what_is_needed_is_the_least_that_fits(fixed: int, varying: list[int]) -> None:
+    run = footprint(1, fixed, varying)
+    # Every multiple of 2 MiB from the blocks' peak to the segments'.
+    steps = range(run.unbounded.allocated.bytes // (2 * MiB) * 2 * MiB, run.unbounded.reserved.bytes + 1, 2 * MiB)
+    assert run.needs() == next(step for step in steps if run.fits(step))
+    for capacity in (steps[0], steps[len(steps) // 2] + 1000, steps[-1]):
+        assert run.needs(capacity) == run.needs()
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 40), st.integers(1, 1000))
+def test_a_forecast_from_two_runs_is_exact_on_a_line(a: int, b: int, first: int, more: int, size: int) -> None:
+    runs = [footprint(n, 1000, [a * n + b]) for n in (first, first + more)]
+    forecast = Forecast(runs)
+    assert forecast.pairs(size) == footprint(size, 1000, [a * size + b]).pairs
+    assert forecast.requested(size) == 1000 + a * size + b
+
+
+@given(st.integers(1, 1000), st.integers(0, 1000), st.integers(1, 500))
+def test_a_forecast_from_three_runs_is_exact_on_a_parabola(a: int, b: int, size: int) -> None:
+    runs = [footprint(n, 1000, [a * n * n + b * n]) for n in (10, 20, 50)]
+    assert Forecast(runs).requested(size) == 1000 + a * size * size + b * size
+
+
+def test_what_binds() -> None:
+    # 8 MiB of parameters, then 12 and 20: the second does not fit into 30.
+    found = bind(footprint(1, 8 * MiB, [12 * MiB, 20 * MiB]), 30 * MiB)
+    assert (found.role, found.request, found.op) == ("activation", 20 * MiB, "op")
+    assert found.roles == {"activation": 32 * MiB, "parameter": 8 * MiB}
+
+
+@given(st.integers(1, 5000), st.integers(-3, 3))
+def test_a_crossing_is_where_it_was_measured(edge: int, off: int) -> None:
+    measured: list[int] = []
+
+    def holds(size: int) -> bool:
+        measured.append(size)
+        return size >= edge
+
+    # The forecast is off by a few; measuring puts it right.
+    assert first_size(lambda size: size >= edge + off, holds) == edge
+    assert len(measured) <= 6
+    assert first_size(lambda size: False, holds) is None
+
+
+# What varies, and how much there is
+
+
+def test_vary() -> None:
+    ids, image = (
+        InputTensor("input_ids", TensorSpec("int64", (2, 16)), 256),
+        InputTensor("0", TensorSpec("float32", (2, 3, 8, 8)), 1536),
+    )
+    assert parse_vary("batch") == Vary()
+    assert parse_vary("seq_len").places([ids]) == (Place("input_ids", 1),)
+    assert parse_vary("image").places([image]) == (Place("0", 2), Place("0", 3))
+    assert parse_vary("input_ids:1").size([ids]) == 16
+    for text, problem in [
+        ("0", "cannot read"),
+        ("x:y", "cannot read"),
+        ("0:0", "is the batch"),
+    ]:
+        with pytest.raises(InputError, match=problem):
+            parse_vary(text)
+    for text, problem in [("labels:1", "no input"), ("0:4", "no dimension 4"), ("0:1,0:2", "not of one size")]:
+        with pytest.raises(InputError, match=problem):
+            parse_vary(text).places([image])
+    with pytest.raises(InputError, match="no such dimension"):
+        parse_vary("image").places([ids])
+
+
+def test_budgets() -> None:
+    (t4,) = budgets("t4", margin="5%")
+    # 14.56 GiB, less 650 MiB and a twentieth.
+    device = round(14.56 * 2**30)
+    assert (t4.name, t4.device, t4.allocator) == ("Tesla T4", device, device - CONTEXT - round(device / 20))
+    assert [budget.name for budget in budgets("t4, a100")] == ["Tesla T4", "A100 40GB"]
+    (some,) = budgets(budget="15109MiB", margin=100)
+    assert some.allocator == 15109 * MiB - CONTEXT - 100
+    for options, problem in [
+        ({"gpu": "t5"}, "no GPU 't5'"),
+        ({"budget": "600MiB"}, "nothing is left"),
+        ({"gpu": "t4,a100", "budget": "20GB"}, "one GPU"),
+        ({"budget": "much"}, "cannot read"),
+    ]:
+        with pytest.raises(InputError, match=problem):
+            budgets(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_local_gpu() -> None:
+    with pytest.raises(InputError, match="no GPU that PyTorch can use"):
+        budgets("local")
+
+
+# The search, on models that are run
+
+
+class Narrow(nn.Module):
+    """A linear stack whose activations dwarf its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.ReLU())))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+class Padded(Narrow):
+    """Pads its batch to a multiple of 8: memory grows in steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(pad(x, (0, 0, 0, 0, 0, -len(x) % 8)))
+
+
+class Sparing(Narrow):
+    """Checkpoints from a batch of 33 on: memory falls there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) <= 32:
+            return super().forward(x)
+        return self.head(checkpoint(self.layers, x, use_reentrant=False))
+
+
+class Normed(nn.Module):
+    """A batch norm, which wants two samples at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.norm, self.head = nn.Linear(256, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.wide(x)).relu())
+
+
+class Grouped(Narrow):
+    """Takes its batch in groups of 4."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(len(x) // 4, 4 * x.shape[1], 64))
+
+
+ZOO: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "narrow": (Narrow, "4000,64"),
+    "padded": (Padded, "4000,64"),
+    "sparing": (Sparing, "4000,64"),
+    "grouped": (Grouped, "1000,64"),
+    "normed": (Normed, "256"),
+    "convolutional": (models.Small, "3,32,32"),
+    "attention": (models.Attention, "256,64"),
+    "recurrent": (models.Recurrent, "50,16"),
+}
+CASE = Case(SCENARIOS["fp32"], card("a100"), Training("adamw"))
+
+
+@cache
+def trials(name: str) -> Trials:
+    build, size = ZOO[name]
+    feed = feed_from_specs((parse_input(size),), 1)
+    return Trials(name, build(), feed, True, Vary(), lambda _: None)
+
+
+@cache
+def brute_force(name: str) -> dict[int, Footprint]:
+    """The run of every batch up to `MOST` that the model runs with."""
+    found = {}
+    for size in range(1, MOST + 1):
+        try:
+            found[size] = trials(name).run(CASE, size)
+        except ForwardError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@settings(max_examples=80)
+@given(st.sampled_from(sorted(ZOO)), st.floats(0, 1))
+def test_models_against_every_batch(name: str, place: float) -> None:
+    check_against_brute_force(name, place)
+
+
+@pytest.mark.parametrize("name", ["narrow", "sparing", "padded"])
+@pytest.mark.parametrize("place", [0.2, 0.7])
+def test_some_models_against_every_batch(name: str, place: float) -> None:
+    check_against_brute_force(name, place)
+
+
+def check_against_brute_force(name: str, place: float) -> None:
+    every = brute_force(name)
+    needs = [run.needs() for run in every.values()]
+    capacity = int(min(needs) - 2 * MiB + place * (max(needs) - min(needs) + 2 * MiB))
+    fitting = [size for size, run in every.items() if run.fits(capacity)]
+    looked: list[int] = []
+
+    def measure(size: int) -> Footprint:
+        looked.append(size)
+        return trials(name).run(CASE, size)
+
+    answer = largest(measure, capacity, most=MOST)
+    assert len(looked) <= MOST_RUNS
+    assert answer.size == 0 or answer.size in fitting
+    if not answer.closed:
+        assert answer.bound is not None and not every[answer.bound].fits(capacity)
+    elif answer.bound is not None:
+        assert answer.bound not in fitting
+    if name != "sparing" and answer.closed:
+        assert answer.size == max(fitting, default=0)
+
+
+def test_runs_are_made_once() -> None:
+    own = Trials("m", Narrow(), feed_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
+    for _ in range(2):
+        own.run(CASE, 8)
+        own.run(replace(CASE, card=card("a100-80gb"), config=AllocatorConfig(expandable_segments=True)), 8)
+    assert own.count == 1
+    own.run(replace(CASE, card=card("h100")), 8)
+    assert own.count == 2
+
+
+def test_a_run_is_the_trace_of_that_batch() -> None:
+    run = trials("narrow").run(CASE, 12)
+    step = memsize.trace(Narrow(), (4000, 64), batch_size=12, steps=2)
+    assert run.requested == step.peak.requested
+    assert run.unbounded.reserved.bytes == step.peak.reserved
+
+
+# What is reported
+
+
+def fit_of(model: nn.Module, size: str, **options: object) -> Fit:
+    return memsize.fit(model, size, **({"scenarios": "fp32", "train": "adamw"} | options))  # type: ignore[arg-type]
+
+
+def row_of(fit: Fit, scenario: str = "fp32") -> FitRow:
+    return next(row for row in fit.fit_rows if row.scenario == scenario)
+
+
+def test_the_largest_batch_of_a_stack() -> None:
+    fit = fit_of(Narrow(), "4000,64", budget=str(CONTEXT + 200 * MiB))
+    row = row_of(fit)
+    assert row.status == "found"
+    assert row.size is not None and row.next_size == row.size + 1
+    # Each sample is 4000·64 float32. Kept for backward: the input and each layer's output, of which the in-place-less
+    # ReLUs keep theirs and the linear layers' are freed: 1 + 4 of them, and the logits with their log-softmax.
+    sample, logits = 4000 * 64 * 4, 4000 * 10 * 4
+    assert row.per_step is not None and 5 * sample + logits <= row.per_step <= 9 * sample + 3 * logits
+    assert row.peak is not None and row.next_peak is not None
+    assert row.peak <= 200 * MiB < row.next_peak
+    assert row.headroom == 200 * MiB - row.peak
+    assert row.bind is not None and row.bind.role == "activation"
+    assert len(row.looked) <= MOST_RUNS
+    assert {size for _, size in fit.traces} == set(row.looked)
+
+
+def test_more_scenarios_and_gpus() -> None:
+    fit = fit_of(Narrow(), "4000,64", scenarios=None, gpu=["t4", "a100-80gb", "a100"])
+    assert [row.scenario for row in fit.fit_rows[::3]] == [
+        "fp32",
+        "fp16",
+        "bf16",
+        "amp-fp16",
+        "amp-bf16",
+        "int8-weight",
+    ]
+    table = fit.rows.pivot(index="scenario", columns="gpu", values="size")
+    assert (table["Tesla T4"] < table["A100 40GB"]).all() and (table["A100 40GB"] < table["A100 80GB"]).all()
+    # Two cards of one capability share their runs.
+    assert fit.runs < sum(len(row.looked) for row in fit.fit_rows) + 1
+    assert "fp16 fits most" in repr(fit.why()) or "bf16 fits most" in repr(fit.why())
+
+
+def test_one_batch_is_one_run() -> None:
+    fit = fit_of(Narrow(), "4000,64", batch=4, gpu="t4")
+    row = row_of(fit)
+    assert (row.status, row.size, fit.runs, fit.remedied) == ("fits", 4, 1, None)
+    short = fit_of(Narrow(), "4000,64", batch=64, budget=CONTEXT + 100 * MiB, remedies=False)
+    row = row_of(short)
+    assert (row.status, short.runs) == ("exceeds", 1)
+    assert row.headroom is not None and row.headroom < 0
+    assert "does not fit" in short.why()[0].text()
+
+
+def test_inference_keeps_nothing() -> None:
+    trained, inferred = fit_of(Narrow(), "4000,64", gpu="t4"), fit_of(Narrow(), "4000,64", gpu="t4", train=None)
+    assert (row_of(trained).size or 0) < (row_of(inferred).size or 0)
+    assert inferred.optimizer == ""
+
+
+def test_what_does_not_depend_on_the_batch_is_too_much() -> None:
+    fit = fit_of(Normed(), "256", budget=CONTEXT + 4 * MiB)
+    row = row_of(fit)
+    # 256·2048 + 2048 + 4096 + 20490 parameters, with gradients and two states: 4·4 bytes each.
+    parameters = 256 * 2048 + 2048 + 2 * 2048 + 2048 * 10 + 10
+    assert row.status == "none" and row.size is None and row.next_size == 2
+    assert row.standing["parameter"] == row.standing["gradient"] == 4 * parameters
+    assert row.standing["optimizer state"] == 2 * 4 * parameters
+    codes = [finding.code for finding in fit.findings]
+    assert codes[0] == "fit-none" and "fit-fixed-cost" in codes and "fit-refused" in codes
+    cost = next(finding for finding in fit.findings if finding.code == "fit-fixed-cost")
+    assert cost.bytes is not None and cost.bytes >= 4 * 4 * parameters
+    assert "more than there are" in cost.text()
+    refused = next(finding for finding in fit.findings if finding.code == "fit-refused")
+    assert "batch 1" in refused.text() and "more than 1 value per channel" in refused.text()
+
+
+def test_a_sequence_has_an_end() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(100, 32), nn.Parameter(torch.zeros(256, 32))
+            self.head = nn.Linear(32, 100)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.words(ids) + self.places[: ids.shape[1]])
+
+    fit = fit_of(Positions(), "ids=64:int64", vary="seq_len", batch=2, gpu="t4")
+    row = row_of(fit)
+    assert (row.status, row.size, row.next_size) == ("refused", 256, 257)
+    assert row.reason is not None and "256" in row.reason
+    assert fit.inputs[0].spec.shape == (2, 64)
+
+
+def test_attention_grows_with_the_square_of_its_sequence() -> None:
+    class Scores(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.mT).softmax(-1) @ x
+
+    fit = memsize.fit(Scores(), (64, 16), vary="0:1", scenarios="fp32", budget=CONTEXT + 600 * MiB)
+    row = row_of(fit)
+    # The scores and their softmax, 4 bytes each, are 8·L² of 600 MiB: L is at most √(75·2^20) = 8,868.
+    assert row.status == "found" and row.size is not None and 8000 < row.size <= 8868
+    assert len(row.looked) <= MOST_RUNS
+
+
+def test_an_image_has_two_sides() -> None:
+    fit = memsize.fit(
+        nn.Conv2d(3, 8, 3, padding=1), (3, 32, 32), vary="image", scenarios="fp32", batch=2, budget="1GiB"
+    )
+    row = row_of(fit)
+    # Input and output, 2·(3 + 8)·S²·4 bytes of 374 MiB: S is at most √(374·2^20 / 88) = 2,111.
+    assert row.status == "found" and row.size is not None and 2000 < row.size <= 2111
+
+
+def test_inputs_that_disagree_on_a_batch() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x.sum() + y.sum()
+
+    fit = memsize.fit(Two(), input_data=(torch.zeros(3, 4), torch.zeros(5)), gpu="t4", scenarios="as-given")
+    assert fit.fit_rows[0].status == "fits"
+    assert any("do not agree" in note for note in fit.notes)
+
+
+def test_given_tensors_are_grown() -> None:
+    own = Trials("m", Narrow(), feed_from_data(torch.zeros(4, 10, 64)), True, parse_vary("0:1"), lambda _: None)
+    assert own.asked == 10
+    assert own.run(CASE, 25).trace.inputs[0].spec.shape == (4, 25, 64)
+
+
+def test_a_scenario_that_cannot_be_run() -> None:
+    fit = fit_of(Narrow(), "10,64", scenarios="fp32,int8-static", gpu="t4")
+    row = row_of(fit, "int8-static")
+    assert row.status == "unavailable" and row.reason
+    with pytest.raises(ForwardError):
+        fit_of(Narrow(), "10,63")
+
+
+def test_the_crossovers() -> None:
+    fit = fit_of(Normed(), "256", gpu="a100", crossovers=True)
+    found = {finding.code: finding for finding in fit.findings if finding.code.startswith("crossing")}
+    assert set(found) == {"crossing-autocast", "crossing-activations", "crossing-peak"}
+    runs = {scenario: trials_of(scenario) for scenario in ("fp32", "amp-bf16")}
+
+    def check(code: str, holds: Callable[[int], bool]) -> None:
+        size = found[code].values["size"]
+        assert isinstance(size, int) and holds(size)
+        if size > 2:
+            assert not holds(size - 1)
+        else:
+            with pytest.raises(ForwardError):  # a batch norm refuses one sample
+                holds(size - 1)
+
+    check("crossing-autocast", lambda n: runs["amp-bf16"](n).requested < runs["fp32"](n).requested)
+    check(
+        "crossing-activations", lambda n: most_of(runs["fp32"](n), "activation") > most_of(runs["fp32"](n), "parameter")
+    )
+    check("crossing-peak", lambda n: peak_phase(runs["fp32"](n)) != "optimizer")
+
+
+def trials_of(scenario: str) -> Callable[[int], Footprint]:
+    case = replace(CASE, scenario=SCENARIOS[scenario])
+    return lambda size: trials("normed").run(case, size)
+
+
+# What it looks like
+
+
+def made_by_hand() -> Fit:
+    """Two scenarios on two GPUs, one of which could not be run, and remedies."""
+    t4, a100 = budgets("t4,a100")
+    roles = {"activation": 9000 * MiB, "parameter": 100 * MiB}
+    held = Bind("backward", "encoder.layers.11.feed_forward.second", "mm", "activation", 50 * MiB, roles)  # type: ignore[arg-type]
+    plain = FitRow(
+        scenario="fp32",
+        title="every floating tensor in float32",
+        gpu=t4.name,
+        budget=t4.allocator,
+        status="found",
+        size=167,
+        peak=14_224 * MiB,
+        next_size=168,
+        next_peak=14_336 * MiB,
+        per_step=83 * MiB,
+        fixed=317 * MiB,
+        bind=held,
+        looked=(13, 167, 168),
+    )
+    rows = (
+        plain,
+        replace(plain, gpu=a100.name, budget=a100.allocator, status="open", size=470, next_size=480),
+        replace(plain, scenario="bf16", status="none", size=None, peak=None, next_size=2, refused={1: "too few\nat x"}),
+        replace(plain, scenario="bf16", gpu=a100.name, budget=a100.allocator, status="endless", size=2**20, bind=None),
+        FitRow("int8-static", "static int8", t4.name, t4.allocator, "unavailable", "it is modelled"),
+        FitRow("int8-static", "static int8", a100.name, a100.allocator, "unavailable", "it is modelled"),
+    )
+    remedies = (
+        RemedyRow("autocast", "torch.autocast", "rounding", "numbers", "fits", 9000 * MiB, 5224 * MiB),
+        RemedyRow("SGD", "plain SGD", "another optimizer", "training", "saves", 14_000 * MiB, 224 * MiB),
+        RemedyRow("fused optimizer", "fused=True", "none", "nothing", "no help", 14_224 * MiB, 0),
+        RemedyRow("LoRA", "adapters", "only adapters learn", "training", "not here", reason="no linear layer"),
+    )
+    return Fit(
+        model="model.py:Net",
+        inputs=(InputTensor("0", TensorSpec("float32", (1, 3, 224, 224)), 602_112),),
+        vary="batch",
+        budgets=(t4, a100),
+        fit_rows=rows,
+        optimizer="adamw",
+        findings=(Finding("budget", 1, (), "There is {a}.", {"a": 1}),),
+        remedied=Remedied("fp32", t4.name, 168, t4.allocator, 14_336 * MiB, remedies),
+        notes=("a note",),
+        runs=9,
+    )
+
+
+def check(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("MEMSIZE_GOLDEN") == "write":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("format", "suffix"), [("text", "txt"), ("markdown", "md"), ("csv", "csv"), ("html", "html")])
+def test_golden(format: str, suffix: str) -> None:
+    check(f"fit.{suffix}", render(made_by_hand(), format))
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_golden_at_a_terminals_width(width: int) -> None:
+    text = render(made_by_hand(), "text", width=width)
+    assert max(map(len, text.splitlines())) <= width
+    check(f"fit.{width}.txt", text)
+
+
+def test_the_same_figures_everywhere(tmp_path: Path) -> None:
+    fit = fit_of(Narrow(), "4000,64", budget=CONTEXT + 200 * MiB, scenarios="fp32,bf16")
+    data = json.loads(fit.to_json(tmp_path / "fit.json"))
+    assert data == json.loads((tmp_path / "fit.json").read_text())
+    frame, rows = fit.rows, list(csv.DictReader(io.StringIO(render(fit, "csv"))))
+    for place, row in enumerate(fit.fit_rows):
+        for name in ("size", "peak", "next_size", "next_peak", "per_step", "fixed"):
+            value = getattr(row, name)
+            assert value == data["rows"][place][name] == int(rows[place][name]) == frame[name][place]
+    assert data["budgets"][0]["allocator"] == 200 * MiB
+    assert fit._repr_html_().count("<table") == 1
+    assert str(fit) == render(fit, "text")
+    assert data["runs"] == fit.runs
+
+
+def test_every_finding_reads_as_a_sentence() -> None:
+    fits = [
+        fit_of(Narrow(), "4000,64", budget=CONTEXT + 200 * MiB, crossovers=True),
+        fit_of(Normed(), "256", budget=CONTEXT + 4 * MiB),
+        fit_of(Grouped(), "1000,64", gpu="t4", scenarios="fp32,bf16"),
+    ]
+    for finding in (finding for fit in fits for finding in fit.why()):
+        text = finding.text()
+        assert text.endswith(".") and not text.endswith("..")
+        assert "{" not in text and "None" not in text
+
+
+# The command
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
+    """What the command passes to the API, which answers with a fit made by hand; the folder holds a model.py."""
+    kept: dict[str, object] = {}
+
+    def fake(target: str, **options: object) -> Fit:
+        kept.update(options, target=target)
+        return made_by_hand()
+
+    monkeypatch.setattr(api, "fit", fake)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text("")
+    return kept
+
+
+def test_the_plain_command(asked: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["fit", "model.py:Net", "--input", "3,64,64", "--gpu", "t4"]) == 0
+    assert capsys.readouterr().out == render(made_by_hand(), "text")
+    assert (asked["target"], asked["gpu"], asked["batch"], asked["vary"]) == ("model.py:Net", "t4", None, "batch")
+    assert asked["train"] is None and asked["remedies"] is None and asked["crossovers"] is False
+    assert asked["inputs"] == (parse_input("3,64,64"),)
+
+
+def test_every_option_reaches_the_api(asked: dict[str, object], tmp_path: Path) -> None:
+    options = "--batch 32 --vary 0:1 --budget 10GiB --margin 5% --train sgd --accumulate 2 --ema --loss mse --mode eval"
+    more = "--no-remedies --crossovers --allocator expandable_segments:True --arg width=64 -s bf16 -o fit.json"
+    assert run(["fit", "model.py:Net", "-i", "3,64", *options.split(), *more.split()]) == 0
+    assert asked["train"] == Training("sgd", "mse", accumulate=2, ema=True)
+    assert asked["config"] == AllocatorConfig(expandable_segments=True)
+    assert (asked["batch"], asked["vary"], asked["budget"], asked["margin"]) == (32, "0:1", "10GiB", "5%")
+    assert (asked["remedies"], asked["crossovers"], asked["mode"]) == (False, True, "eval")
+    assert asked["arguments"] == {"width": 64}
+    assert json.loads((tmp_path / "fit.json").read_text())["schema"] == "memsize.fit/1"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--gpu", "t5"], "no GPU 't5'"),
+        (["--vary", "what"], "cannot read 'what'"),
+        (["--budget", "1MiB"], "nothing is left"),
+        (["--train", "adamm"], "no optimizer 'adamm'"),
+        (["--allocator", "x:1"], "no allocator setting"),
+        (["-f", "pdf"], "no format 'pdf'"),
+        (["-s", "fp31"], "no scenario 'fp31'"),
+    ],
+)
+def test_what_is_wrong_shows_first(
+    asked: dict[str, object], capsys: pytest.CaptureFixture[str], options: list[str], problem: str
+) -> None:
+    assert run(["fit", "model.py:Net", "--input", "3,64,64", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and problem in err and not asked
+
+
+def test_the_command_on_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n\n\ndef net(width=64):\n    return nn.Sequential(nn.Linear(64, width), nn.ReLU(),"
+        " nn.Linear(width, 10))\n"
+    )
+    target = f"{tmp_path / 'net.py'}:net"
+    sys.modules.pop("net", None)
+    assert (
+        run(["fit", target, "--input", "64", "--train", "adamw", "--budget", "700MiB", "-s", "fp32", "-f", "csv"]) == 0
+    )
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert row["status"] == "found" and int(row["size"]) > 1000
+    assert int(row["peak"]) <= 50 * MiB < int(row["next_peak"])
+
+
+def test_unused_budget_type() -> None:
+    assert Budget("x", card("t4"), 10, 3, 2).allocator == 5

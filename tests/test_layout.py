@@ -1,0 +1,318 @@
+"""The memory-format audit: formats beside a real run's, ops that are known to lose channels last, copies in bytes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memsize.api import audit_layout
+from memsize.cli import run
+from memsize.errors import ForwardError, OutputError
+from memsize.layout import LayoutReport
+from memsize.render.layout import render
+from memsize.sections.layout import sections
+from memsize.sections.parts import Findings, Table
+from memsize.tracing.formats import format_of
+
+Write = Callable[[str, str], Path]
+
+IMAGE = 8 * 16 * 16 * 4
+"""Bytes of one float32 image of 8 channels and 16 × 16 pixels."""
+
+
+class Body(nn.Module):
+    """A 3×3 convolution to 8 channels, what is under test, and another 3×3 convolution."""
+
+    def __init__(self, middle: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(3, 8, 3, padding=1)
+        self.middle = middle
+        self.tail = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.middle(self.head(x)))
+
+
+class Kept(nn.Module):
+    """Ops that keep the format, on the CPU as on CUDA: norm, activation, pooling, sums, cat, slices, resizing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=4)
+        self.point = nn.Conv2d(16, 4, 1)
+        self.pool = nn.MaxPool2d(2)
+        self.mean = nn.AvgPool2d(2)
+        self.up = nn.Upsample(scale_factor=2, mode="nearest")
+        self.gate = nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm(self.conv(x)))
+        z = self.deep(y) + y
+        w = self.point(torch.cat((y, z), 1))
+        return self.up(self.mean(self.gate(self.pool(w)) * 2)[:, 1:])
+
+
+class ChannelNorm(nn.Module):
+    """ConvNeXt's way: a LayerNorm over the channels, between two permutations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def shuffled(x: Tensor) -> Tensor:
+    """ShuffleNet's channel shuffle in two groups."""
+    batch, channels, height, width = x.shape
+    return x.view(batch, 2, channels // 2, height, width).transpose(1, 2).contiguous().view(x.shape)
+
+
+def audit(model: nn.Module, *size: int, batch: int = 1, scenario: str = "as-given") -> LayoutReport:
+    return audit_layout(model, size or (3, 16, 16), batch_size=batch, scenario=scenario)
+
+
+def codes(report: LayoutReport) -> set[str]:
+    return {finding.code for finding in report.findings}
+
+
+def losses(report: LayoutReport) -> list[tuple[str, str]]:
+    return [(loss.layer, loss.op) for loss in report.audit.last.losses]
+
+
+def copies(report: LayoutReport) -> list[tuple[str, str, int]]:
+    return [(copy.layer, copy.op, copy.bytes) for copy in report.audit.last.copies]
+
+
+# Formats beside those of a real run
+
+
+def real_formats(model: nn.Module, x: Tensor) -> dict[str, list[str | None]]:
+    """The formats that each module of `model` really returns on the CPU in channels last."""
+    found: dict[str, list[str | None]] = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _m, _i, out, name=name: found.setdefault(name, []).append(format_of(out)))
+    model.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
+    return found
+
+
+@pytest.mark.parametrize("make", [Kept, lambda: Body(ChannelNorm()), lambda: Body(torch.relu), lambda: Body(shuffled)])
+def test_formats_are_those_of_a_real_run(make: Callable[[], nn.Module]) -> None:
+    report = audit(make())
+    real = real_formats(make(), torch.rand(1, 3, 16, 16))
+    assert {layer.path: list(layer.outputs) for layer in report.audit.last.layers} == real
+
+
+def test_what_keeps_the_format_copies_nothing() -> None:
+    report = audit(Kept())
+    assert losses(report) == [] and copies(report) == []
+    assert report.audit.last.copied == 0
+    # 3×3 weights are rearranged; the 1×1 weight lies both ways, and the input is an image.
+    assert (report.audit.converted, report.audit.converted_inputs) == (2, 1)
+    assert codes(report) == {"channels-last-kept"}
+
+
+def test_volumes_have_a_format_of_their_own() -> None:
+    model = nn.Sequential(nn.Conv3d(3, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.MaxPool3d(2))
+    report = audit(model, 3, 8, 16, 16)
+    assert [layer.outputs for layer in report.audit.last.layers] == [("channels last",)] * 5
+    assert losses(report) == [] and report.audit.converted == 1
+
+
+# Ops that lose it
+
+
+def test_a_copy_to_row_major_is_copied_back_by_the_next_convolution() -> None:
+    report = audit(Body(lambda x: x.contiguous()))
+    assert losses(report) == [("", "clone")]
+    assert copies(report) == [("", "clone", IMAGE), ("tail", "convolution", IMAGE)]
+    assert report.audit.plain.copied == 0
+    assert codes(report) == {"channels-last-copies-more", "format-lost", "convolution-copies-back"}
+    # The tail's weight is channels last, so what it returns is again.
+    assert {layer.path: layer.outputs for layer in report.audit.last.layers}["tail"] == ("channels last",)
+    hidden = {copy.op: copy.hidden for copy in report.audit.last.copies}
+    assert hidden == {"clone": False, "convolution": True}
+
+
+def test_the_line_that_asked_for_it_is_named() -> None:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if line.endswith(".contiguous().view(x.shape)"))
+    assert [loss.place for loss in audit(Body(shuffled)).audit.last.losses] == [f"test_layout.py:{number}"]
+
+
+def test_a_channel_shuffle_is_a_copy_in_either_format() -> None:
+    report = audit(Body(shuffled))
+    assert losses(report) == [("", "clone")]
+    # Row-major copies the shuffle too; channels last also copies its result back.
+    assert (report.audit.plain.copied, report.audit.last.copied) == (IMAGE, 2 * IMAGE)
+
+
+def test_flatten_is_a_copy() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 256, 2))
+    report = audit(model, batch=4)
+    assert losses(report) == [("1", "clone")]
+    assert copies(report) == [("1", "clone", 4 * IMAGE)]
+
+
+def test_flatten_of_single_pixels_is_none() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    assert copies(audit(model)) == []
+
+
+def test_permuted_channels_are_views() -> None:
+    report = audit(Body(ChannelNorm()))
+    assert losses(report) == []
+    # In row-major, CUDA's layer norm makes what it is given contiguous, and the tail's input is permuted back to
+    # channels last strides, which cuDNN follows: it rearranges the tail's 8·8·3·3 weights.
+    assert [(c.layer, c.op, c.bytes) for c in report.audit.plain.copies] == [
+        ("middle.norm", "native_layer_norm", IMAGE),
+        ("tail", "convolution", 8 * 8 * 9 * 4),
+    ]
+    assert report.audit.last.copied == 0
+    assert "channels-last-copies-less" in codes(report)
+
+
+def test_a_permutation_that_channels_last_makes_free() -> None:
+    report = audit(Body(lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)))
+    assert losses(report) == [] and report.audit.last.copied == 0
+    assert report.audit.plain.copied == IMAGE + 8 * 8 * 9 * 4
+
+
+@pytest.mark.parametrize(
+    ("middle", "op"),
+    [
+        (nn.LayerNorm((8, 16, 16)), "native_layer_norm"),
+        (nn.Softmax(1), "_softmax"),
+        (nn.LogSoftmax(1), "_log_softmax"),
+        (nn.ReflectionPad2d(0), "reflection_pad2d"),
+        (nn.GroupNorm(2, 8), "clone"),
+    ],
+)
+def test_kernels_that_are_row_major(middle: nn.Module, op: str) -> None:
+    report = audit(Body(middle))
+    assert losses(report) == [("middle", op)]
+    assert copies(report) == [("middle", op, IMAGE), ("tail", "convolution", IMAGE)]
+    assert ("kernel-copies" in codes(report)) == (op != "clone")
+
+
+def test_cat_of_two_formats_is_row_major() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return torch.cat((y.contiguous(), y), 1)
+
+    assert losses(audit(Mixed())) == [("", "clone"), ("", "cat")]
+
+
+def test_float64_has_no_channels_last() -> None:
+    report = audit(Body(torch.relu).double())
+    assert {op for _, op in losses(report)} == {"convolution"}
+    # The head is given 3·16·16 doubles and 8·3·9 weights, the tail row-major images and 8·8·9 weights.
+    sizes = [3 * 256 * 8, 8 * 3 * 9 * 8, 8 * 8 * 9 * 8]
+    assert [size for _, _, size in copies(report)] == sizes
+    assert "float64-convolutions" in codes(report)
+
+
+def test_a_model_without_images() -> None:
+    report = audit(nn.Linear(8, 2), 8)
+    assert codes(report) == {"nothing-to-convert"}
+    assert "changes nothing" in str(report)
+
+
+def test_autocast_keeps_the_format_of_what_it_casts() -> None:
+    report = audit(Kept(), scenario="amp-bf16")
+    assert losses(report) == [] and copies(report) == []
+
+
+# What it leaves alone, and how it is shown
+
+
+def test_the_model_and_its_input_stay_as_they_are() -> None:
+    model, x = Kept(), torch.rand(2, 3, 16, 16)
+    audit_layout(model, input_data=x)
+    assert x.is_contiguous() and all(p.is_contiguous() for p in model.parameters())
+    assert not any(p.is_meta for p in model.parameters())
+    assert int(model.norm.num_batches_tracked) == 0
+
+
+def test_a_failing_forward_says_where() -> None:
+    with pytest.raises(ForwardError, match="tail"):
+        audit(Body(lambda x: x[:, :4]))
+
+
+def test_rows_add_up_to_the_total_at_every_depth() -> None:
+    inner = Body(lambda x: x.contiguous())
+    model = nn.Sequential(nn.Sequential(inner, nn.ReLU()), nn.Conv2d(8, 3, 3))
+    report = audit(model)
+    for depth in (None, 0, 1, 2, 3):
+        table = next(part for part in sections(report, depth) if isinstance(part, Table))
+        for column in (-1, -2):
+            assert sum(row[column] for row in table.rows) == table.total[column]
+    assert report.layers["copied_bytes"].sum() == report.audit.last.copied == 2 * IMAGE
+    assert report.copies["bytes"].sum() == 2 * IMAGE
+
+
+def test_each_format_of_the_report() -> None:
+    report = audit(Body(lambda x: x.contiguous()))
+    found = json.loads(report.to_json())
+    assert found["schema"] == "memsize.layout/1"
+    assert found["copied_bytes"] == 2 * IMAGE == sum(copy["bytes"] for copy in found["copies"])
+    assert [loss["op"] for loss in found["losses"]] == ["clone"]
+    rows = list(csv.DictReader(io.StringIO(render(report, "csv"))))
+    assert [row["path"] for row in rows] == ["", "head", "tail"]
+    assert sum(int(row["copied_bytes"]) for row in rows) == 2 * IMAGE
+    for form in ("text", "markdown", "html"):
+        assert "convolution" in render(report, form) and "channels last" in render(report, form)
+    assert "channels last" in report._repr_html_()
+    assert any(isinstance(part, Findings) for part in sections(report))
+    assert "Channels last is lost in" in str(report.why())
+    with pytest.raises(OutputError):
+        render(report, "pdf")
+
+
+def test_json_to_a_file(tmp_path: Path) -> None:
+    report = audit(Kept())
+    text = report.to_json(tmp_path / "layout.json")
+    assert (tmp_path / "layout.json").read_text(encoding="utf-8") == text
+
+
+def test_the_command(write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(
+        "net.py",
+        """
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self, width=8):
+                super().__init__()
+                self.conv = nn.Conv2d(3, width, 3)
+
+            def forward(self, x):
+                return self.conv(x).contiguous()
+        """.replace("\n        ", "\n"),
+    )
+    monkeypatch.chdir(file.parent)
+    assert run(["layout", "net.py", "--input", "3,16,16", "--arg", "width=4", "-b", "2"]) == 0
+    out, err = capsys.readouterr()
+    # 2 images of 4 channels, 14 × 14: 2·4·196·4 = 6,272 B
+    assert "lost in the model itself at net.py:10" in out and "0.01 MiB" in out
+    assert err == ""
+    assert run(["layout", "net.py", "--input", "3,16,16", "-f", "json", "--scenario", "amp-fp16"]) == 0
+    assert json.loads(capsys.readouterr().out)["scenario"] == "amp-fp16"
+    assert run(["layout", "net.py", "--input", "3,16,16", "--scenario", "fp17"]) == 2
+    assert "fp17" in capsys.readouterr().err

@@ -1,0 +1,593 @@
+"""Models by a library's own names, and inputs that are made for them or by the user's function."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import types
+import warnings
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+from memsize import api
+from memsize.cli import run
+from memsize.errors import InputError, TargetError
+from memsize.inputs import InputSpec, parse_input
+from memsize.loading import Request, Target, load, load_inputs, parse_target
+from memsize.tracing.feed import feed_from_data, feed_from_maker, feed_from_specs
+from memsize.tracing.known import known
+
+Python = Callable[..., subprocess.CompletedProcess[str]]
+Write = Callable[[str, str], Path]
+
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+# Embedding and head 2·100·32, final norm 32; per layer q and o 2·32·32, k and v 2·16·32, MLP 3·32·64, norms 2·32.
+TINY_PARAMETERS = 2 * 3200 + 32 + 2 * (2048 + 1024 + 6144 + 64)
+
+
+def refused(target: str, **arguments: object) -> str:
+    with pytest.raises(TargetError) as caught:
+        load(target, arguments)
+    return str(caught.value)
+
+
+# What the text says
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("timm:resnet18", Target(None, None, "resnet18", "timm")),
+        ("timm:vit?img_size=384&act=gelu", Target(None, None, "vit", "timm", (("img_size", 384), ("act", "gelu")))),
+        ("torchvision:vgg11", Target(None, None, "vgg11", "torchvision")),
+        ("hf:org/name", Target(None, None, "org/name", "hf")),
+        ("timm.models:resnet18", Target(None, "timm.models", "resnet18")),
+    ],
+)
+def test_reads_a_target(text: str, target: Target) -> None:
+    assert parse_target(text) == target
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("timm:", "no name"), ("hf: ", "no name"), ("timm:a?b", "cannot read 'b'"), ("timm:a?=1", "=1")]
+)
+def test_refuses_what_names_nothing(text: str, part: str) -> None:
+    with pytest.raises(TargetError, match=part):
+        parse_target(text)
+
+
+# transformers
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("transformers")
+        _ = module.LlamaForCausalLM
+    logging.disable(level)
+    return module
+
+
+@pytest.fixture
+def tiny(write: Write, transformers: Any) -> Path:
+    """A folder with the config of a two-layer Llama."""
+    return write("tiny/config.json", json.dumps(TINY)).parent
+
+
+def made(target: str, request: Request | None = None, **arguments: object) -> dict[str, Any]:
+    maker = load(target, arguments).inputs
+    assert maker is not None
+    found = maker.make(request or Request())
+    assert isinstance(found, dict)
+    return found
+
+
+def shapes(inputs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+
+
+def test_a_config_becomes_the_model_that_it_names(tiny: Path, transformers: Any) -> None:
+    real = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    for place in (tiny, tiny / "config.json"):
+        loaded = load(f"hf:{place}")
+        assert {n: (p.shape, p.dtype) for n, p in loaded.module.named_parameters()} == {
+            n: (p.shape, p.dtype) for n, p in real.named_parameters()
+        }
+        assert sum(p.numel() for p in loaded.module.parameters()) == TINY_PARAMETERS
+        assert loaded.name.endswith("(LlamaForCausalLM)") and loaded.notes == ()
+
+
+def test_a_report_needs_no_input(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", f"hf:{tiny}", "-b", "2", "--seq-len", "16", "-f", "json", "--scenario", "fp32"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(i["name"], i["shape"]) for i in found["inputs"]] == [("input_ids", [2, 16]), ("attention_mask", [2, 16])]
+    # The head returns 2·16·100 float32.
+    head = next(layer for layer in found["layers"] if layer["path"] == "lm_head")
+    assert head["output_bytes"] == 2 * 16 * 100 * 4
+
+
+def test_made_inputs_are_those_that_a_user_would_give(tiny: Path) -> None:
+    ids = ["input_ids=64:int64", "attention_mask=64:int64"]
+    given = api.report(f"hf:{tiny}", ids, scenarios="fp32,amp-bf16")
+    assert api.report(f"hf:{tiny}", scenarios="fp32,amp-bf16").scenario_results == given.scenario_results
+
+
+def test_a_training_step_and_a_fit_make_their_inputs_too(tiny: Path) -> None:
+    step = api.trace(f"hf:{tiny}", optimizer="sgd", batch_size=2, seq_len=8)
+    assert step.trace.inputs[0].spec.shape == (2, 8)
+
+
+def test_the_length_of_texts_follows_the_config(tiny: Path) -> None:
+    assert shapes(made(f"hf:{tiny}")) == {"input_ids": (1, 64), "attention_mask": (1, 64)}
+    assert shapes(made(f"hf:{tiny}", Request(3, 128)))["input_ids"] == (3, 128)
+    # RoBERTa's 514 positions have room for 512 tokens.
+    assert shapes(made("hf:roberta?num_hidden_layers=1&max_position_embeddings=130"))["input_ids"] == (1, 128)
+
+
+def test_ids_are_plain_tokens_that_end_a_sentence(tiny: Path) -> None:
+    ids = made(f"hf:{tiny}", eos_token_id=7, pad_token_id=3, bos_token_id=1)["input_ids"][0].tolist()
+    assert ids == [2] * 63 + [7]
+
+
+def test_entries_can_be_replaced(tiny: Path) -> None:
+    assert len(load(f"hf:{tiny}?num_hidden_layers=1").module.model.layers) == 1  # type: ignore[union-attr,arg-type]
+    assert load(f"hf:{tiny}", {"dtype": "bfloat16"}).module.lm_head.weight.dtype is torch.bfloat16  # type: ignore[union-attr]
+    kind = load(f"hf:{tiny}", {"architectures": "LlamaForSequenceClassification"}).name
+    assert kind.endswith("(LlamaForSequenceClassification)")
+    assert "did you mean hidden_size" in refused(f"hf:{tiny}", hidden_sise=3)
+
+
+def test_lists_with_an_entry_per_layer_follow_their_number(write: Write, transformers: Any) -> None:
+    data = TINY | {"model_type": "qwen3", "architectures": None, "layer_types": ["full_attention"] * 2}
+    write("qwen/config.json", json.dumps(data))
+    loaded = load(f"hf:{write('qwen/x', '').parent}?num_hidden_layers=1")
+    assert loaded.module.config.layer_types == ["full_attention"]  # type: ignore[union-attr]
+    assert loaded.name.endswith("(Qwen3ForCausalLM)")
+
+
+def test_the_dtype_of_a_config_is_the_models(write: Write, transformers: Any) -> None:
+    write("half/config.json", json.dumps(TINY | {"torch_dtype": "bfloat16"}))
+    report = api.report(f"hf:{write('half/x', '').parent}", scenarios="as-given")
+    assert report.totals.parameter_bytes == 2 * TINY_PARAMETERS
+
+
+def test_quantized_configs_say_so(write: Write, transformers: Any) -> None:
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    write("gptq/config.json", json.dumps(TINY | quantized))
+    (note,) = load(f"hf:{write('gptq/x', '').parent}").notes
+    assert "(gptq)" in note
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "expected"),
+    [
+        (
+            "t5?num_layers=1",
+            "T5ForConditionalGeneration",
+            {"input_ids": (1, 512), "decoder_input_ids": (1, 512), "attention_mask": (1, 512)},
+        ),
+        ("bert?num_hidden_layers=1", "BertForMaskedLM", {"input_ids": (1, 512), "attention_mask": (1, 512)}),
+        ("vit?num_hidden_layers=1&image_size=96", "ViTForImageClassification", {"pixel_values": (1, 3, 96, 96)}),
+        ("resnet?depths=[1,1,1,1]&num_channels=1", "ResNetForImageClassification", {"pixel_values": (1, 1, 224, 224)}),
+        (
+            "whisper?encoder_layers=1&decoder_layers=1",
+            "WhisperForConditionalGeneration",
+            {"input_features": (1, 80, 3000), "decoder_input_ids": (1, 448)},
+        ),
+        ("wav2vec2?num_hidden_layers=1", "Wav2Vec2ForCTC", {"input_values": (1, 16_000)}),
+        (
+            "clip",
+            "CLIPModel",
+            {"input_ids": (1, 77), "pixel_values": (1, 3, 224, 224), "attention_mask": (1, 77)},
+        ),
+        (
+            "videomae?num_hidden_layers=1",
+            "VideoMAEForVideoClassification",
+            {"pixel_values": (1, 16, 3, 224, 224)},
+        ),
+        (
+            "audio-spectrogram-transformer?num_hidden_layers=1",
+            "ASTForAudioClassification",
+            {"input_values": (1, 1024, 128)},
+        ),
+        ("LlamaModel?num_hidden_layers=1", "LlamaModel", {"input_ids": (1, 512), "attention_mask": (1, 512)}),
+    ],
+)
+def test_architectures_and_their_inputs(
+    target: str, kind: str, expected: dict[str, tuple[int, ...]], transformers: Any
+) -> None:
+    loaded = load(f"hf:{target}")
+    assert type(loaded.module).__name__ == kind
+    assert loaded.inputs is not None
+    assert shapes(loaded.inputs.make(Request())) == expected
+
+
+def test_an_image_stands_among_the_ids(transformers: Any) -> None:
+    found = made("hf:llava", Request(2, 10))
+    # 576 patches of a 336-pixel image, then the text.
+    assert shapes(found)["input_ids"] == (2, 586)
+    config = load("hf:llava").module.config
+    assert int((found["input_ids"][0] == config.image_token_id).sum()) == 576  # type: ignore[union-attr]
+
+
+def test_text_alone_is_said_to_be_alone(transformers: Any) -> None:
+    maker = load("hf:paligemma").inputs
+    assert maker is not None and maker.note is not None
+    assert "only text" in maker.note and "pixel_values" in maker.note
+
+
+def test_the_processors_size_is_taken_where_the_model_has_none(write: Write, transformers: Any) -> None:
+    folder = write("seg/config.json", json.dumps({"model_type": "segformer", "depths": [1, 1, 1, 1]})).parent
+    write("seg/preprocessor_config.json", json.dumps({"size": {"height": 64, "width": 96}}))
+    assert shapes(made(f"hf:{folder}")) == {"pixel_values": (1, 3, 64, 96)}
+
+
+def test_sequences_are_for_texts(transformers: Any) -> None:
+    with pytest.raises(InputError, match="takes images"):
+        made("hf:resnet?depths=[1,1,1,1]", Request(1, 128))
+
+
+def test_inputs_that_nobody_knows(transformers: Any) -> None:
+    with pytest.raises(InputError, match="takes past_values"):
+        made("hf:patchtst")
+
+
+def test_what_is_no_config(write: Write, transformers: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in refused(f"hf:{tmp_path / 'empty'}")
+    assert "no such file" in refused(f"hf:{tmp_path / 'other.json'}")
+    assert "neither model_type nor architectures" in refused(f"hf:{write('a.json', '{}')}")
+    assert "cannot read b.json" in refused(f"hf:{write('b.json', '{')}")
+    own = {"model_type": "mine", "auto_map": {"AutoModel": "modeling_mine.Mine"}}
+    assert "code of its own" in refused(f"hf:{write('c.json', json.dumps(own))}")
+    wrong = json.dumps(TINY | {"hidden_size": "wide"})
+    assert "is not a LlamaConfig" in refused(f"hf:{write('d.json', wrong)}")
+    assert "did you mean" in refused("hf:lama")
+    assert "hf download no-such/model" in refused("hf:no-such/model")
+
+
+# timm and torchvision, by stand-ins and, where they are installed, for real
+
+
+class Stand(types.ModuleType):
+    """A module with these attributes."""
+
+    def __init__(self, name: str, **attributes: Any) -> None:
+        super().__init__(name)
+        vars(self).update(attributes)
+
+
+class Classifier(nn.Module):
+    def __init__(self, channels: int = 3, size: tuple[int, int, int] | None = None) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(channels, 8, 3)
+        self.pretrained_cfg = {"input_size": size or (channels, 96, 64)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).mean((2, 3))
+
+
+def test_a_timm_model_has_the_size_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def create_model(name: str, **options: Any) -> nn.Module:
+        asked.update(name=name, **options)
+        return Classifier(options.get("in_chans", 3), (3, 96, 64))
+
+    stand = Stand("timm", create_model=create_model, is_model=lambda name: name == "tiny", list_models=lambda: ["tiny"])
+    monkeypatch.setitem(sys.modules, "timm", stand)
+    loaded = load("timm:tiny?in_chans=1", {"drop": 0.5})
+    assert asked == {"name": "tiny", "pretrained": False, "in_chans": 1, "drop": 0.5}
+    assert loaded.inputs is not None and loaded.name == "timm:tiny"
+    assert [t.shape for t in loaded.inputs.make(Request(4))] == [(4, 1, 96, 64)]
+    resized = load("timm:tiny?img_size=32").inputs
+    assert resized is not None
+    assert [t.shape for t in resized.make(Request())] == [(1, 3, 32, 32)]
+    assert "did you mean tiny?" in refused("timm:tyni")
+    assert "downloaded" in refused("timm:hf-hub:org/name")
+    assert "no pretrained weights" in refused("timm:tiny?pretrained=True")
+    with pytest.raises(InputError, match="takes images"):
+        api.report("timm:tiny", seq_len=5)
+
+
+def test_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, library in (("timm:x", "timm"), ("torchvision:x", "torchvision"), ("hf:x", "transformers")):
+        monkeypatch.setitem(sys.modules, library, None)
+        message = refused(name)
+        assert message.count("\n") == 0
+        assert library in message
+
+
+BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')\n"
+
+
+def test_a_broken_torchvision_breaks_nothing_else(write: Write, python: Python, transformers: Any) -> None:
+    write("torchvision/__init__.py", BROKEN)
+    write("PIL/__init__.py", "")
+    write(
+        "PIL/Image.py",
+        "class Image: ...\nclass Resampling:\n    NEAREST = BOX = BILINEAR = HAMMING = BICUBIC = LANCZOS = 0\n",
+    )
+    vit = "hf:vit?num_hidden_layers=1&hidden_size=32&num_attention_heads=2&intermediate_size=32"
+    code = f"from memsize.cli import run\nprint(run(['report', {vit!r}]), run(['report', 'torchvision:vgg11']))"
+    done = python("-c", code)
+    assert done.stdout.splitlines()[-1] == "0 2", done.stderr
+    error = done.stderr.strip().splitlines()[-1]
+    assert "installed torchvision cannot be imported" in error and "torchvision::nms does not exist" in error
+
+
+@pytest.fixture(scope="module")
+def real_torchvision() -> Iterator[Any]:
+    """torchvision. Where its compiled ops do not fit this torch, the ones that it names on import are declared."""
+    pytest.importorskip("importlib.util").find_spec("torchvision") or pytest.skip("no torchvision")
+    library = torch.library.Library("torchvision", "DEF")
+    for op in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, op):
+            library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield pytest.importorskip("torchvision")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("resnet18", {}, [(2, 3, 224, 224)]),
+        ("inception_v3", {"init_weights": False}, [(2, 3, 299, 299)]),
+        ("lraspp_mobilenet_v3_large", {}, [(2, 3, 520, 520)]),
+        ("r3d_18", {}, [(2, 3, 16, 112, 112)]),
+        ("raft_small", {}, [(2, 3, 520, 960)] * 2),
+    ],
+)
+def test_torchvision_models(
+    name: str, options: dict[str, Any], expected: list[tuple[int, ...]], real_torchvision: Any
+) -> None:
+    loaded = load(f"torchvision:{name}", options)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        real = real_torchvision.models.get_model(name, weights=None, **options)
+    assert sum(p.numel() for p in loaded.module.parameters()) == sum(p.numel() for p in real.parameters())
+    assert loaded.inputs is not None
+    assert [tuple(t.shape) for t in loaded.inputs.make(Request(2))] == expected
+
+
+def test_a_detector_is_given_objects_in_training(real_torchvision: Any) -> None:
+    maker = load("torchvision:maskrcnn_resnet50_fpn").inputs
+    assert maker is not None
+    images, objects = maker.make(Request(2))
+    assert [tuple(image.shape) for image in images] == [(3, 800, 1066)] * 2
+    assert {name: tuple(t.shape) for name, t in objects[0].items()} == {
+        "boxes": (2, 4),
+        "labels": (2,),
+        "masks": (2, 800, 1066),
+    }
+    assert len(maker.make(Request(2, training=False))) == 1
+    ssd = load("torchvision:ssd300_vgg16").inputs
+    assert ssd is not None
+    assert tuple(ssd.make(Request())[0][0].shape) == (3, 300, 300)
+
+
+def test_torchvision_names(real_torchvision: Any) -> None:
+    assert "did you mean resnet18" in refused("torchvision:resnte18")
+    assert "no pretrained weights" in refused("torchvision:resnet18", weights="DEFAULT")
+
+
+def test_timm_models(real_torchvision: Any) -> None:
+    timm = pytest.importorskip("timm")
+    loaded = load("timm:test_vit?num_classes=7")
+    real = timm.create_model("test_vit", num_classes=7)
+    assert {n: p.shape for n, p in loaded.module.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
+    assert loaded.inputs is not None
+    assert [tuple(t.shape) for t in loaded.inputs.make(Request(2))] == [(2, *real.pretrained_cfg["input_size"])]
+
+
+# Inputs from the user's function
+
+
+class Text(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self.embed(ids)
+
+
+INPUTS = """
+import torch
+
+def batched(batch_size):
+    return {"ids": torch.randint(0, 50, (batch_size, 6))}
+
+def lengthy(batch_size, training, seq_len=4):
+    return torch.zeros(batch_size, seq_len, dtype=torch.int64)
+
+def fixed():
+    return (torch.zeros(3, 5, dtype=torch.int64),)
+
+def huge(batch_size):
+    return {"ids": torch.zeros(2, 3, dtype=torch.int64), "scale": torch.rand(batch_size, 2**30)}
+
+def needy(size):
+    return torch.zeros(size)
+
+def nothing():
+    pass
+
+def failing():
+    return 1 / 0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def functions(write: Write) -> str:
+    return str(write("inputs.py", INPUTS))
+
+
+def first_shape(functions: str, name: str, request: Request | None = None) -> tuple[int, ...]:
+    feed = feed_from_maker(load_inputs(f"{functions}:{name}"), request or Request())
+    args, kwargs = feed.call()
+    return tuple((*args, *kwargs.values())[0].shape)
+
+
+def test_a_function_is_asked_for_what_it_can_give(functions: str) -> None:
+    assert first_shape(functions, "batched", Request(4)) == (4, 6)
+    assert first_shape(functions, "lengthy", Request(4)) == (4, 4)
+    assert first_shape(functions, "lengthy", Request(4, 9)) == (4, 9)
+    assert first_shape(functions, "fixed") == (3, 5)
+
+
+def test_its_values_stay_known(functions: str) -> None:
+    _, kwargs = feed_from_maker(load_inputs(f"{functions}:batched"), Request(2)).call()
+    values = known(kwargs["ids"])
+    assert values is not None and int(values.max()) < 50
+
+
+def test_large_tensors_are_never_made(functions: str) -> None:
+    feed = feed_from_maker(load_inputs(f"{functions}:huge"), Request(64))
+    assert feed.call()[1]["scale"].shape == (64, 2**30)  # 256 GiB
+
+
+def test_random_numbers_are_as_before(functions: str) -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first_shape(functions, "batched")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("needy", "needs size"),
+        ("nothing", "returned None"),
+        ("failing", "at inputs.py:23: ZeroDivisionError"),
+    ],
+)
+def test_what_is_wrong_with_a_function(functions: str, name: str, part: str) -> None:
+    with pytest.raises(InputError, match=part):
+        first_shape(functions, name)
+
+
+def test_what_is_no_function(functions: str) -> None:
+    for text, part in (("missing", "has no 'missing'"), ("number", "is no function")):
+        with pytest.raises(TargetError, match=part):
+            load_inputs(f"{functions}:{text}")
+    with pytest.raises(TargetError, match="names no function"):
+        load_inputs(functions)
+
+
+def test_sizes_that_a_function_does_not_take(functions: str) -> None:
+    with pytest.raises(InputError, match="takes no batch_size"):
+        first_shape(functions, "fixed", Request(4))
+    with pytest.raises(InputError, match="takes no seq_len"):
+        first_shape(functions, "batched", Request(1, 7))
+
+
+def test_the_command_takes_a_function(write: Write, functions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write("text.py", "from torch import nn\n\ndef build():\n    return nn.Embedding(50, 8)\n")
+    command = ["report", f"{model}:build", "--inputs", f"{functions}:fixed", "--scenario", "fp32"]
+    assert run(command) == 0
+    assert "int64[3,5]" in capsys.readouterr().out
+    assert run([*command, "--input", "5:int64"]) == 2
+    assert "not with both" in capsys.readouterr().err
+    assert run([*command[:2], "--input", "5:int64", "--seq-len", "3"]) == 2
+    assert "inputs that are made" in capsys.readouterr().err
+
+
+def test_a_function_in_python() -> None:
+    report = api.report(
+        Text(), input_data=lambda batch_size: torch.zeros(batch_size, 7, dtype=torch.int64), batch_size=3
+    )
+    assert report.trace.inputs[0].spec.shape == (3, 7)
+    with pytest.raises(InputError, match="give the input once"):
+        api.trace(Text(), "7:int64", input_data=torch.zeros(1, 7, dtype=torch.int64))
+
+
+# Nests
+
+
+@dataclass
+class Batch:
+    ids: Tensor
+    parts: dict[str, list[Tensor]]
+
+
+def test_any_nest_of_tensors_is_taken_and_resized() -> None:
+    feed = feed_from_data((Batch(torch.zeros(2, 3), {"a": [torch.ones(2, dtype=torch.int64)]}),))
+    assert feed.resizable and feed.batch_size == 2
+    ((batch,), _) = feed.call(5)
+    assert (batch.ids.shape, batch.parts["a"][0].shape) == ((5, 3), (5,))
+    assert batch.ids.is_meta
+
+
+def test_a_packed_sequence_has_no_batch_dimension() -> None:
+    packed = pack_sequence([torch.rand(4, 8), torch.rand(2, 8)])
+    feed = feed_from_data(packed)
+    assert not feed.resizable
+    report = api.report(nn.LSTM(8, 4), input_data=packed, scenarios="fp32")
+    # 6 steps of 4 hidden values in all
+    assert report.trace.layers[0].outputs[0].spec.shape == (6, 4)
+
+
+def test_a_batch_encoding_gives_keywords() -> None:
+    class BatchEncoding(UserDict):  # type: ignore[type-arg]
+        """As transformers' tokenizers return them."""
+
+    feed = feed_from_data(BatchEncoding(ids=torch.zeros(2, 3, dtype=torch.int64)))
+    args, kwargs = feed.call(4)
+    assert args == () and kwargs["ids"].shape == (4, 3)
+
+
+# Ranges
+
+
+def test_a_range_is_spread_evenly() -> None:
+    spec = parse_input("ids=6:int64:10..15")
+    assert spec == InputSpec("ids", (6,), "int64", (10, 15)) and str(spec) == "ids=6:int64:10..15"
+    _, kwargs = feed_from_specs([spec], 2).call()
+    values = known(kwargs["ids"])
+    assert values is not None
+    assert values.min() == 10 and values.max() == 15
+    assert values.flatten().bincount()[10:].min() >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("5:float32:0..3", "for integers"),
+        ("5:bool:0..1", "for integers"),
+        ("5:int64:3..0", "it goes up"),
+        ("5:int8:0..200", "fit the dtype"),
+        ("5:uint8:-1..3", "fit the dtype"),
+        ("5:int64:", "is not a range"),
+        ("5:int64:0-3", "is not a range"),
+    ],
+)
+def test_what_is_no_range(text: str, part: str) -> None:
+    with pytest.raises(InputError, match=part):
+        parse_input(text)
