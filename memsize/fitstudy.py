@@ -126,7 +126,7 @@ def _asked_row(trials: Trials, case: Case, row: FitRow, size: int) -> FitRow:
         peak=run.needs(row.budget),
         fixed=sum(_standing(run).values()),
         standing=_standing(run),
-        bind=bind(run, row.budget),
+        bind=bind(run, None),
         looked=(size,),
     )
 
@@ -151,7 +151,7 @@ def _searched_row(trials: Trials, case: Case, row: FitRow) -> FitRow:
         next_peak=high.needs(row.budget) if high else None,
         per_step=per_step,
         fixed=_fixed(found, per_step, trials.vary.batch),
-        bind=bind(high, row.budget) if high else None,
+        bind=bind(high, row.budget if low else None) if high else None,
         standing=_standing(run) if (run := low or high) else {},
         looked=found.looked,
         step=found.step,

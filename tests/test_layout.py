@@ -118,8 +118,8 @@ def test_what_keeps_the_format_copies_nothing() -> None:
     report = audit(Kept())
     assert losses(report) == [] and copies(report) == []
     assert report.audit.last.copied == 0
-    # 3×3 weights are rearranged; the 1×1 weight lies both ways, and the input is an image.
-    assert (report.audit.converted, report.audit.converted_inputs) == (2, 1)
+    # The weights of three convolutions, and the input.
+    assert (report.audit.converted, report.audit.converted_inputs) == (3, 1)
     assert codes(report) == {"channels-last-kept"}
 
 
@@ -156,6 +156,30 @@ def test_a_channel_shuffle_is_a_copy_in_either_format() -> None:
     assert losses(report) == [("", "clone")]
     # Row-major copies the shuffle too; channels last also copies its result back.
     assert (report.audit.plain.copied, report.audit.last.copied) == (IMAGE, 2 * IMAGE)
+
+
+def test_a_one_by_one_convolution_brings_the_format_back() -> None:
+    class Back(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Conv2d(3, 8, 3, padding=1)
+            self.tail = nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tail(self.head(x).contiguous())
+
+    # The tail's weight lies the same either way; its strides say channels last, and cuDNN goes by them.
+    report = audit(Back())
+    assert copies(report) == [("", "clone", IMAGE), ("tail", "convolution", IMAGE)]
+    assert real_formats(Back(), torch.rand(1, 3, 16, 16))["tail"] == ["channels last"]
+    assert report.audit.last.layers[2].outputs == ("channels last",)
+
+
+def test_a_sum_over_a_stack_is_row_major() -> None:
+    report = audit(Body(lambda x: torch.stack((x, x), 1).sum(1)))
+    assert losses(report) == [("", "sum")]
+    assert copies(report) == [("tail", "convolution", IMAGE)]
+    assert "channels-last-kept" not in codes(report)
 
 
 def test_flatten_is_a_copy() -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 
 from memsize.errors import ScenarioError
 from memsize.precision.layouts import GROUP, ITEM_BYTES, LAYOUTS, static_output_bytes
@@ -325,7 +326,7 @@ class TestApply:
             applied(nn.Linear(10, 4), "int8-dynamic")
 
     def test_computed_weights_are_left_alone(self) -> None:
-        pruned = nn.utils.prune.identity(nn.Linear(4, 4), "weight")
+        pruned = prune.identity(nn.Linear(4, 4), "weight")
         normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
         quantized = apply_layout(nn.Sequential(nn.Linear(4, 4), pruned, normed), LAYOUTS["int8-weight"])
         assert set(quantized.replaced) == {"0.weight"}

@@ -54,7 +54,8 @@ def verdict(audit: Audit) -> Iterator[Finding]:
     elif last:
         text = "Channels last copies {last} per forward to rearrange tensors, as much as row-major does."
         yield Finding("channels-last-copies-the-same", last, _layers(audit.last.copies), text, values)
-    if not audit.last.losses and _image_layers(audit):
+    back = any(copy.op == _CONVOLUTION for copy in audit.last.copies)
+    if not audit.last.losses and not back and _image_layers(audit):
         text = "No op loses channels last: all {count} layers that return images keep it."
         yield Finding("channels-last-kept", None, (), text, {"count": _image_layers(audit)})
 

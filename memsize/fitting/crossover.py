@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _FARTHEST = 2**24
+_STEPS = 4
+"""How far from the line the answer is looked for: each step is a run or two of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def _search(gap: Callable[[int], int], start: int, here: int, slope: int) -> int
 
 def _last_step(gap: Callable[[int], int], guess: int) -> int | None:
     """From a guess to the exact batch: memory need not be linear in the batch."""
-    for _ in range(16):
+    for _ in range(_STEPS):
         if gap(guess) >= 0:
             guess += 1
         elif guess > 1 and gap(guess - 1) < 0:

@@ -104,13 +104,13 @@ def _binding(row: FitRow, vary: str) -> Iterator[Finding]:
 
 def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
     at = " at {layer}" if bind.layer else ""
-    one = UNITS_OF.get(vary, f"step of {vary}")
-    adds = f" One more {one} adds {{per_step}} to the peak." if row.per_step else ""
+    adds = f" One more {UNITS_OF.get(vary, f'step of {vary}')} adds {{per_step}} to the peak." if row.per_step else ""
+    where = "It runs out in" if bind.request else "The peak is in"
     return Finding(
         "fit-binds",
         bind.roles[bind.role],
         (bind.layer,) if bind.layer else (),
-        f"It runs out in {{phase}}{at}, where {{held}} of {{alive}} are {{role}}.{adds}",
+        f"{where} {{phase}}{at}, where {{held}} of {{alive}} are {{role}}.{adds}",
         {
             "phase": bind.phase,
             "layer": bind.layer,
@@ -187,14 +187,14 @@ def _remedied(remedied: Remedied, vary: str) -> Iterator[Finding]:
         also = f"; so {'are' if len(alone) > 2 else 'is'} {{rest}}" if len(alone) > 1 else ""
         text = f"To fit {{vary}} {{size}} under {{scenario}}, {{first}} is enough by itself{also}."
         yield Finding("remedy-enough", None, (), text, values | {"first": alone[0], "rest": rest})
-    elif remedied.combination:
+    if remedied.combination:
         together = {"together": _listed(remedied.combination), "peak": Bytes(remedied.combined or 0)}
-        text = "No remedy is enough for {vary} {size} under {scenario}; {together} together need {peak}."
+        so_far = "That changes what is learnt" if alone else "No remedy is enough for {vary} {size} under {scenario}"
+        text = f"{so_far}; {{together}} together need {{peak}}."
         yield Finding("remedy-combination", remedied.combined, (), text, values | together)
-    else:
-        yield Finding(
-            "remedy-none", None, (), "No remedy, and no set of them that was tried, fits {vary} {size}.", values
-        )
+    elif not alone:
+        text = "No remedy, and no set of them that was tried, fits {vary} {size}."
+        yield Finding("remedy-none", None, (), text, values)
 
 
 def _listed(names: Sequence[str]) -> str:

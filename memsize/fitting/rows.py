@@ -26,10 +26,10 @@ class FitRow:
 
     `size` is the largest that fits (None: none does), or the one that was asked about; `peak` the least that the
     allocator needs for it, `headroom` what is left. `next_size` and `next_peak` are those of the next size that was
-    run, `bind` is where that runs out. `per_step` is what one more sample (or position …) adds to what tensors ask for
-    at their peak, `fixed` what does not depend on it, and `standing` what the model and its training hold of that, by
-    role. `looked` lists the sizes that were run for the answer, `step` what sizes have to be a multiple of, `refused`
-    the sizes that the model failed with and why.
+    run; `bind` is where that runs out, or the peak of a size that alone was run. `per_step` is what one more sample (or
+    position …) adds to what tensors ask for at their peak, `fixed` what does not depend on it, and `standing` what the
+    model and its training hold of that, by role. `looked` lists the sizes that were run for the answer, `step` what
+    sizes have to be a multiple of, `refused` the sizes that the model failed with and why.
     """
 
     scenario: str
@@ -80,7 +80,7 @@ class Remedied:
     """Remedies at one size of one scenario on one GPU, most bytes saved first.
 
     `peak` is what it needs without any. `combination` names the few that together fit, as run; `combined` is what it
-    needs with them. Empty where one remedy is enough, or where all together are not.
+    needs with them. Empty where one remedy that does not change what is learnt is enough, or where nothing is.
     """
 
     scenario: str

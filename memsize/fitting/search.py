@@ -26,6 +26,8 @@ LIMIT: Final = 2**20
 STARTS: Final = (13, 8, 60, 840, 1, 2)
 """Sizes that a model is tried with first: a prime, which no other dimension divides by, then those of many divisors."""
 _COARSEST: Final = 4096
+_JUMPS: Final = 2
+"""How often a forecast is believed that points beyond a size that does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class _Search:
         self.refused: dict[int, str] = {}
         self.looked: list[int] = []
         self.nudges = 0
+        self.jumps = 0
         self.failure: ForwardError | None = None
 
     def answer(self, start: int | None, runs: int) -> Answer:
@@ -199,6 +202,10 @@ class _Search:
         least, most = self._up(low, stride), self.most if high is None else high - stride * step
         if least <= size <= most and size not in self.refused:
             self.nudges = 0 if size > least else self.nudges + 1
+            return size
+        if high is not None and size > high and size not in {*self.refused, *self.runs} and self.jumps < _JUMPS:
+            # Beyond what does not fit something may fit again: requests of 10 MiB get segments of their own size.
+            self.jumps += 1
             return size
         self.nudges += 1
         if high is None:

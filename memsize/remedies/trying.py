@@ -35,7 +35,7 @@ def try_remedies(run: Run, base: Case, size: int, capacity: int, gpu: str, *, pa
     helpful = [remedy for remedy, row in tried if row.outcome in ("fits", "saves")]
     combination: tuple[str, ...] = ()
     combined: int | None = None
-    if peak > capacity and not any(row.outcome == "fits" for row in rows):
+    if peak > capacity and not any(row.outcome == "fits" and row.changes != "training" for row in rows):
         combination, combined = _combined(run, base, helpful, peak, capacity)
     return Remedied(base.scenario.name, gpu, size, capacity, peak, rows, combination, combined)
 

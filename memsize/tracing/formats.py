@@ -5,8 +5,7 @@ whose argument has it and whose result does not. A copy that only rearranges sho
 strides; those that a kernel makes on its way are known from the kernels' sources (`_HIDDEN`).
 
 A result that is a view changes nothing, whatever its strides say: ``permute(0, 2, 3, 1)`` of channels last is row-major
-and is the same memory. So formats are compared between an argument and a new tensor of the same rank only, or of any
-rank where the op does nothing but copy.
+and is the same memory. So an op that is given such a view and returns a row-major tensor has lost nothing.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ def convert(twin: nn.Module) -> int:
     """
     converted = 0
     for tensor in dict.fromkeys((*twin.parameters(), *twin.buffers())):
-        if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and format_of(tensor) in (
-            "row-major",
-            "other",
-        ):
+        if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and _is_convertible(tensor):
             tensor.data = _rearranged(tensor)
             converted += 1
     return converted
@@ -77,21 +73,25 @@ def convert(twin: nn.Module) -> int:
 
 def convert_call(call: Call) -> tuple[Call, int]:
     """The same arguments with floating images and volumes in channels last, and how many those are."""
-    found = [tensor for tensor in tensors_in(call) if _is_convertible(tensor)]
+    found = [tensor for tensor in tensors_in(call) if tensor.is_floating_point() and _is_convertible(tensor)]
     if not found:
         return call, 0
-    args, kwargs = map_tensors(lambda tensor: _rearranged(tensor) if _is_convertible(tensor) else tensor, call)
+    chosen = {id(tensor) for tensor in found}
+    args, kwargs = map_tensors(lambda tensor: _rearranged(tensor) if id(tensor) in chosen else tensor, call)
     return (args, kwargs), len(found)
 
 
 def _is_convertible(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and format_of(tensor) in ("row-major", "other")
+    """Whether `Tensor.to` would rearrange it. It goes by strides, so that the weight of a 1×1 convolution, whose
+    elements lie the same either way, is channels last for cuDNN afterwards (TensorConversions.cpp, `to_impl`).
+    """
+    return format_of(tensor) is not None and not _is_last(tensor)
 
 
 def _rearranged(tensor: torch.Tensor) -> torch.Tensor:
-    strides = layout.channels_last(tensor.shape)
     if not tensor.is_meta:
-        return tensor.detach().contiguous(memory_format=_format_for(tensor))
+        return tensor.detach().to(memory_format=_format_for(tensor))
+    strides = layout.channels_last(tensor.shape)
     twin = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
     if not isinstance(tensor, nn.Parameter):
         twin.__dict__.update(tensor.__dict__)  # what is known of its values
@@ -149,7 +149,7 @@ class FormatLedger(Ledger):
         self.copies: list[tuple[int, Copy]] = []
         self.losses: list[tuple[int, Loss]] = []
         self._last: set[int] = set()
-        """Storages that were seen in channels last."""
+        """Storages that were seen in channels last, and what was made of them in another order than row-major."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.count
@@ -174,15 +174,20 @@ class FormatLedger(Ledger):
             return
         if func in _COPIES:
             self._compare_copy(func, args[0], first)
-        elif format_of(first) == "row-major" and any(_is_image_in(t, first) for t in self._activations(args)):
-            self._lost(func, first)
+            return
+        after = format_of(first)
+        if after in ("row-major", "other") and any(map(self._was_last, _tensors(args))):
+            if after == "row-major":
+                self._lost(func, first)
+            else:
+                self._last.add(self.index_of(first))
 
-    def _activations(self, args: Any) -> Iterator[torch.Tensor]:
-        """The tensors among `args` that are no parameters or buffers."""
-        for tensor in _tensors(args):
-            index = self.index_of(tensor)
-            if index >= 0 and self._roles[index] not in ("parameter", "buffer"):
-                yield tensor
+    def _was_last(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is an image from channels last that is not row-major as it stands; weights are none."""
+        index = self.index_of(tensor)
+        if index not in self._last or self._roles[index] in ("parameter", "buffer"):
+            return False
+        return format_of(tensor) in ("channels last", "other")
 
     def _compare_copy(self, func: Any, source: torch.Tensor, copy: torch.Tensor) -> None:
         if _same_order(source, copy):
@@ -201,11 +206,6 @@ class FormatLedger(Ledger):
     def _lost(self, func: Any, tensor: torch.Tensor) -> None:
         after = format_of(tensor) or "row-major"
         self.losses.append((self.clock.layer, Loss("", _name(func), spec_of(tensor), after, _place())))
-
-
-def _is_image_in(tensor: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether `tensor` is in channels last and of the rank of `result`: what `result` could have been in too."""
-    return tensor.dim() == result.dim() and _is_last(tensor) and format_of(tensor) != "either"
 
 
 def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:

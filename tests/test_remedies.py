@@ -1,0 +1,405 @@
+"""Remedies: each run again by other means, what it saves against arithmetic, and the sets of them that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import memsize
+from memsize.device import AllocatorConfig, card
+from memsize.fitreport import Fit
+from memsize.fitting.case import Case, NotApplicable
+from memsize.fitting.footprint import Footprint
+from memsize.fitting.rows import RemedyRow
+from memsize.fitting.trials import Trials
+from memsize.fitting.vary import Vary
+from memsize.inputs import parse_input
+from memsize.remedies.eightbit import Adam8bit
+from memsize.remedies.table import RANK, REMEDIES, split
+from memsize.remedies.twins import repeated_blocks
+from memsize.scenario import SCENARIOS
+from memsize.tracing.feed import feed_from_specs
+from memsize.training import Training
+
+MiB = 1 << 20
+CONTEXT = 650 * MiB
+BATCH = 16
+WIDTH = 256
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Four residual blocks and a head."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Recomputed(Stack):
+    """The same with its own checkpoints."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class InPlace(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.act = nn.ReLU(inplace=True)
+
+
+class Adapter(nn.Module):
+    """A linear layer with an adapter, written by hand."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.a = nn.Parameter(torch.zeros(RANK, linear.in_features))
+        self.b = nn.Parameter(torch.zeros(linear.out_features, RANK))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + functional.linear(functional.linear(x, self.a), self.b) / RANK**0.5
+
+
+class Adapted(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.up, block.down = Adapter(block.up), Adapter(block.down)
+        self.head = Adapter(self.head)
+
+
+class HeadOnly(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+
+@cache
+def trials(build: Callable[[], nn.Module], size: str) -> Trials:
+    return Trials("m", build(), feed_from_specs((parse_input(size),), 1), True, Vary(), lambda _: None)
+
+
+BASE = Case(SCENARIOS["fp32"], card("a100"), Training("adamw"))
+SIZE = "128,256"
+
+
+def remedied(name: str, build: Callable[[], nn.Module] = Stack, base: Case = BASE, size: str = SIZE) -> Footprint:
+    """The run with one remedy."""
+    remedy = next(remedy for remedy in REMEDIES if remedy.name == name)
+    return trials(build, size).run(remedy.apply(base), BATCH)
+
+
+def by_itself(
+    build: Callable[[], nn.Module] = Stack, size: str = SIZE, batch: int = BATCH, **options: Any
+) -> Footprint:
+    """The run of a model that has the remedy in it, by `memsize.trace`."""
+    step = memsize.trace(build(), size, batch_size=batch, steps=2, **options)
+    return Footprint(batch, step.trace, AllocatorConfig())
+
+
+def same(one: Footprint, other: Footprint) -> bool:
+    return one.requested == other.requested and one.needs() == other.needs()
+
+
+# Each remedy, and the same by other means
+
+
+def test_checkpointing_is_what_the_model_could_do_itself() -> None:
+    assert same(remedied("activation checkpointing"), by_itself(Recomputed))
+    assert remedied("activation checkpointing").requested < by_itself().requested
+
+
+def test_checkpointing_under_autocast() -> None:
+    base = replace(BASE, scenario=SCENARIOS["amp-bf16"])
+    assert same(remedied("activation checkpointing", base=base), by_itself(Recomputed, scenario="amp-bf16"))
+
+
+def test_precision() -> None:
+    assert same(remedied("bf16 parameters"), by_itself(scenario="bf16"))
+    assert same(remedied("autocast"), by_itself(scenario="amp-bf16"))
+    older = replace(BASE, card=card("t4"))
+    assert same(remedied("autocast", base=older), by_itself(scenario="amp-fp16", gpu="t4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("fused optimizer", "adamw:fused"), ("foreach=False", "adamw:foreach=False"), ("SGD", "sgd")],
+)
+def test_optimizers(name: str, optimizer: str) -> None:
+    assert same(remedied(name), by_itself(optimizer=optimizer))
+
+
+def test_optimizer_options_are_kept() -> None:
+    base = replace(BASE, training=Training("adamw:amsgrad=True"))
+    assert same(remedied("fused optimizer", base=base), by_itself(optimizer="adamw:amsgrad=True,fused"))
+
+
+def test_eight_bits_of_state() -> None:
+    model = nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 10, bias=False))
+    step = memsize.trace(model, (100,), optimizer=Adam8bit, steps=2)
+    state = [storage.bytes for storage in step.trace.storages if storage.role == "optimizer state"]
+    # 5,000 weights: two bytes each and two float32 for each block of 256; two tables of 256 float32 for all of them.
+    # The bias of 50 and the weight of 500 elements are below 4,096: two float32 each.
+    blocks = -(-5000 // 256)
+    assert sorted(state) == sorted([5000, 5000, 4 * blocks, 4 * blocks, 1024, 1024, 200, 200, 2000, 2000])
+
+
+def test_eight_bits_saves_three_quarters_of_the_state() -> None:
+    small = "1,256"
+    saved = (
+        by_itself(size=small, batch=1).requested - trials(Stack, small).run(_with("8-bit optimizer state"), 1).requested
+    )
+    weights = 4 * 2 * 4 * WIDTH * WIDTH
+    # 8 bytes of state a weight become 2 and 8/256; AdamW's foreach step also keeps a temporary of 4 bytes.
+    assert weights * (8 - 2 - 8 / 256) * 0.99 <= saved <= weights * (8 - 2 - 8 / 256 + 4) * 1.01
+
+
+def _with(name: str) -> Case:
+    return next(remedy for remedy in REMEDIES if remedy.name == name).apply(BASE)
+
+
+def test_in_place_activations() -> None:
+    assert same(remedied("in-place activations"), by_itself(InPlace))
+
+
+def test_adapters() -> None:
+    found, written = remedied("LoRA"), by_itself(Adapted)
+    assert found.requested == written.requested
+
+
+def test_freezing() -> None:
+    assert same(remedied("freezing"), by_itself(HeadOnly))
+
+
+def test_accumulation() -> None:
+    parts = trials(Stack, SIZE).run(split(4).apply(BASE), BATCH)
+    assert same(parts, by_itself(batch=BATCH // 4, accumulate=4))
+    # A batch that cannot be divided is split so that its largest part is run: 16 = 6 + 6 + 4.
+    assert trials(Stack, SIZE).run(split(3).apply(BASE), BATCH).trace.inputs[0].spec.shape[0] == 6
+
+
+def test_expandable_segments() -> None:
+    run = remedied("expandable segments")
+    plain = trials(Stack, SIZE).run(BASE, BATCH)
+    assert run.trace is plain.trace
+    assert run.needs() == Footprint(BATCH, plain.trace, AllocatorConfig(expandable_segments=True)).needs()
+
+
+def test_gradients_that_are_kept_during_the_forward() -> None:
+    base = replace(BASE, training=Training("adamw", set_to_none=False))
+    assert same(remedied("set_to_none", base=base), by_itself())
+
+
+def test_quantized_weights_of_an_inference() -> None:
+    inference = replace(BASE, training=None)
+    assert same(remedied("int8 weights", base=inference), by_itself(scenario="int8-weight", optimizer=None))
+
+
+def test_a_chunked_loss_makes_no_logits() -> None:
+    words = 20_000
+
+    class Hidden(Stack):
+        """Returns what goes into the head."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Hidden(words)
+
+    def step(twin: Any) -> Callable[[Tensor], None]:
+        optimizer = torch.optim.AdamW(twin.parameters())
+
+        def part(hidden: Tensor, target: Tensor) -> Tensor:
+            return functional.cross_entropy(twin.head(hidden), target, reduction="sum")
+
+        def body(x: Tensor) -> None:
+            optimizer.zero_grad()
+            hidden = twin(x).flatten(0, 1)
+            target = torch.zeros(len(hidden), dtype=torch.int64, device=x.device)
+            losses = [
+                checkpoint(part, h, t, use_reentrant=False)
+                for h, t in zip(hidden.split(1024), target.split(1024), strict=True)
+            ]
+            (torch.stack(losses).sum() / len(hidden)).backward()
+            optimizer.step()
+
+        return body
+
+    written = memsize.trace(model, SIZE, batch_size=BATCH, step=step, steps=2)
+    found = remedied("chunked cross-entropy", lambda: Stack(words))
+    assert abs(found.requested - written.peak.requested) <= 4 * MiB
+    # 16·128 tokens: their logits are 16·128·20,000 float32, and log-softmax and gradient as many again.
+    plain = trials(lambda: Stack(words), SIZE).run(BASE, BATCH)
+    assert plain.requested - found.requested > 16 * 128 * words * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "reason"),
+    [
+        ("autocast", replace(BASE, scenario=SCENARIOS["bf16"]), "bf16 already"),
+        ("bf16 parameters", replace(BASE, scenario=SCENARIOS["amp-bf16"]), "amp-bf16 already"),
+        ("SGD", replace(BASE, training=Training("sgd-momentum")), "SGD already"),
+        ("8-bit optimizer state", replace(BASE, training=Training("sgd")), "Adam's state"),
+        ("fused optimizer", replace(BASE, training=Training("rmsprop")), "no such implementation"),
+        ("fused optimizer", replace(BASE, training=Training("adamw:fused")), "chosen already"),
+        ("fused optimizer", replace(BASE, training=Training(torch.optim.AdamW)), "as a function"),
+        ("set_to_none", BASE, "dropped before"),
+        ("activation checkpointing", replace(BASE, training=None), "nothing is trained"),
+        ("int8 weights", BASE, "quantized weights are not trained"),
+        ("chunked cross-entropy", replace(BASE, training=Training(loss="mse")), "not cross-entropy"),
+        ("chunked cross-entropy", BASE, "outputs or more"),
+        ("expandable segments", replace(BASE, config=AllocatorConfig(expandable_segments=True)), "already"),
+    ],
+)
+def test_remedies_that_mean_nothing_say_so(name: str, base: Case, reason: str) -> None:
+    with pytest.raises(NotApplicable, match=reason):
+        remedied(name, base=base)
+
+
+def test_which_blocks_are_repeated() -> None:
+    model = Stack()
+    assert repeated_blocks(model) == list(model.blocks)
+    with pytest.raises(NotApplicable, match="more than once"):
+        repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+
+
+def test_the_model_is_left_alone() -> None:
+    model = Stack()
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    fit_of(model, budget=CONTEXT + 60 * MiB)
+    assert before == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert not any(block.act.inplace for block in model.blocks)
+
+
+# What is made of them
+
+
+def fit_of(model: nn.Module, **options: object) -> Fit:
+    plain = {"batch": BATCH, "train": "adamw", "scenarios": "fp32"}
+    return memsize.fit(model, SIZE, **(plain | options))  # type: ignore[arg-type]
+
+
+def named(fit: Fit, name: str) -> RemedyRow:
+    assert fit.remedied is not None
+    return next(row for row in fit.remedied.rows if row.name.startswith(name))
+
+
+@cache
+def without_room() -> Fit:
+    return fit_of(Stack(), budget=CONTEXT + 100 * MiB)
+
+
+def test_remedies_come_where_the_batch_does_not_fit() -> None:
+    assert fit_of(Stack(), gpu="a100").remedied is None
+    assert fit_of(Stack(), budget=CONTEXT + 100 * MiB, remedies=False).remedied is None
+    assert fit_of(Stack(), gpu="a100", remedies=True).remedied is not None
+    found = without_room().remedied
+    assert found is not None and found.size == BATCH and found.peak > found.budget == 100 * MiB
+    saved = [row.saved or 0 for row in found.rows]
+    assert saved == sorted(saved, reverse=True)
+
+
+def test_each_row_is_a_run() -> None:
+    fit = without_room()
+    capacity = 100 * MiB
+    for name, options in [
+        ("autocast", {"scenario": "amp-bf16"}),
+        ("bf16 parameters", {"scenario": "bf16"}),
+        ("SGD", {"optimizer": "sgd"}),
+        ("fused optimizer", {"optimizer": "adamw:fused"}),
+    ]:
+        row, run = named(fit, name), by_itself(**options)
+        assert row.peak == run.needs(capacity)
+        assert row.saved == by_itself().needs(capacity) - run.needs(capacity)
+        assert (row.outcome == "fits") == run.fits(capacity)
+    assert named(fit, "chunked").outcome == "not here"
+    assert named(fit, "fused").outcome == "no help"
+    assert set(fit.remedies["name"]) == {row.name for row in fit.remedied.rows}  # type: ignore[union-attr]
+
+
+def test_quantizing_does_not_help_where_activations_bind() -> None:
+    fit = fit_of(Stack(), train=None, batch=64, budget=CONTEXT + 60 * MiB)
+    weights, halves = named(fit, "int8"), named(fit, "bf16")
+    assert (weights.saved or 0) < (halves.saved or 0)
+
+
+def test_the_fewest_parts_that_fit() -> None:
+    row = named(without_room(), "accumulation")
+    parts = int(row.name.rpartition("×")[2])
+    assert row.outcome == "fits"
+    assert by_itself(batch=BATCH // parts, accumulate=parts).fits(100 * MiB)
+    assert not by_itself(batch=BATCH // (parts // 2), accumulate=parts // 2).fits(100 * MiB)
+
+
+@pytest.mark.parametrize("mebibytes", [40, 60])
+def test_a_combination_where_no_remedy_is_enough(mebibytes: int) -> None:
+    # Freezing alone fits into 60 MiB, but only the head would learn: what keeps the training is sought as well.
+    fit = fit_of(Stack(), budget=CONTEXT + mebibytes * MiB)
+    found = fit.remedied
+    assert found is not None
+    assert {row.name for row in found.rows if row.outcome == "fits"} <= {"freezing"}
+    assert len(found.combination) > 1 and "freezing" not in found.combination
+    needs = [trials(Stack, SIZE).run(case, BATCH).needs(found.budget) for case in cases(found.combination)]
+    assert found.combined == needs[0] <= found.budget
+    # Without any one of them it does not fit.
+    assert all(need > found.budget for need in needs[1:])
+    assert any(finding.code == "remedy-combination" for finding in fit.findings)
+
+
+def cases(names: tuple[str, ...]) -> Iterator[Case]:
+    """The case with all remedies, then with all but one."""
+    for left_out in (None, *names):
+        case = BASE
+        for name in names:
+            if name != left_out:
+                remedy = next((r for r in REMEDIES if r.name == name), None) or split(int(name.rpartition("×")[2]))
+                case = remedy.apply(case)
+        yield case
+
+
+def test_nothing_helps_where_nothing_can() -> None:
+    fit = fit_of(Stack(), budget=CONTEXT + 2 * MiB)
+    assert fit.remedied is not None and not fit.remedied.combination
+    assert any(finding.code == "remedy-none" for finding in fit.findings)
+
+
+def test_a_language_model_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=9000)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    fit = memsize.fit(model, "input_ids=128:int64", batch=8, train="adamw", scenarios="fp32", budget=CONTEXT + 40 * MiB)
+    helpful = {row.name for row in fit.remedied.rows if row.outcome in ("fits", "saves")}  # type: ignore[union-attr]
+    assert {"activation checkpointing", "chunked cross-entropy"} <= helpful
+    assert not {row.reason for row in fit.remedied.rows if "failed" in (row.reason or "")}  # type: ignore[union-attr]
