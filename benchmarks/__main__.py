@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from benchmarks.measure import Line
 
-NAMES = ("startup", "resnet", "llama", "step", "replay")
+NAMES = ("startup", "resnet", "llama", "step", "fit", "replay")
 PEERS = ("torch", "torchinfo", "torchsummary", "transformers")
 Lines = Callable[[bool], Iterator[Line]]
 

@@ -10,8 +10,9 @@ import types
 import warnings
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +82,22 @@ def test_refuses_what_names_nothing(text: str, part: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def operators() -> torch.library.Library:
+def operators() -> torch.library.Library | None:
     """Where torchvision's compiled ops do not fit this torch, those that it names on import are declared."""
-    library = torch.library.Library("torchvision", "DEF")
-    if find_spec("torchvision"):
-        for op in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, op):
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")
+        try:
+            import_module("torchvision")
+        except RuntimeError:
+            library = torch.library.Library("torchvision", "DEF")
+            for op in ("nms", "qnms"):
                 library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library  # what it declares ends with it
+            return library  # what it declares ends with it
+    return None
 
 
 @pytest.fixture(scope="module")
-def transformers(operators: torch.library.Library) -> Any:
+def transformers(operators: torch.library.Library | None) -> Any:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     with warnings.catch_warnings():
@@ -354,7 +359,7 @@ def test_a_broken_torchvision_breaks_nothing_else(write: Write, python: Python, 
 
 
 @pytest.fixture(scope="module")
-def real_torchvision(operators: torch.library.Library) -> Any:
+def real_torchvision(operators: torch.library.Library | None) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("torchvision")

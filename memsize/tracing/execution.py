@@ -56,4 +56,3 @@ def _with_values(tensor: torch.Tensor) -> torch.Tensor:
             value.normal_(0.0, _SPREAD if isinstance(tensor, nn.Parameter) else 1.0)
     value = value.clone()
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-

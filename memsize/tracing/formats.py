@@ -121,6 +121,8 @@ _HIDDEN: dict[Any, _Kernel] = {
     _aten.convolution.default: _convolution,
     # cuda/layer_norm_kernel.cu `layer_norm_cuda`: expect_contiguous
     _aten.native_layer_norm.default: _first_row_major,
+    # group_norm.cpp `native_group_norm`; until PyTorch 2.13 `group_norm` itself has done so before
+    _aten.native_group_norm.default: _first_row_major,
     # cuda/SoftMax.cu `host_softmax`: input_.contiguous()
     _aten._softmax.default: _first_row_major,
     _aten._log_softmax.default: _first_row_major,
@@ -167,8 +169,8 @@ class FormatLedger(Ledger):
     def _compare(self, func: Any, args: Any, kwargs: Any, result: Any, before: int) -> None:
         hidden = _HIDDEN.get(func)
         if hidden is not None:
-            for tensor, after in hidden(args, kwargs):
-                self._copied(func, tensor, after, hidden=True)
+            for tensor, wanted in hidden(args, kwargs):
+                self._copied(func, tensor, wanted, hidden=True)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(first, torch.Tensor) or self.index_of(first) < before:
             return
