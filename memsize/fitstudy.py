@@ -300,7 +300,7 @@ def _notes(trials: Trials, rows: Sequence[FitRow]) -> Iterator[str]:
     if looked:
         most = max(len(row.looked) for row in looked)
         yield f"each answer was run, and so was the next size: {trials.count} runs in all, at most {most} per answer"
-    workspace = max((_largest_operand(trace) for trace in _answered(trials, rows)), default=0)
+    workspace = next((_largest_operand(trace) for trace in _answered(trials, rows)), 0)
     if workspace:
         yield (
             f"cuDNN's workspaces are not counted: a convolution may take up to {format_bytes(workspace)} more for a "

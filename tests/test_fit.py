@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from memsize.device import AllocatorConfig, card
 from memsize.errors import ForwardError, InputError
 from memsize.findings.finding import Finding
 from memsize.fitreport import Fit
-from memsize.fitting.budget import Budget, budgets
+from memsize.fitting.budget import budgets
 from memsize.fitting.case import Case
 from memsize.fitting.crossings import first_size, most_of, peak_phase
 from memsize.fitting.footprint import Bind, Footprint, bind
@@ -124,7 +125,7 @@ def test_the_search_against_every_size(shape: str, fixed: int, per: list[int], p
     fitting = [size for size, run in every.items() if run.fits(capacity)]
 
     answer = largest(measure, capacity)
-    assert len(looked) == len(answer.looked) <= MOST_RUNS
+    assert tuple(looked) == answer.looked and len(set(looked)) == len(looked) <= MOST_RUNS
     assert answer.size == 0 or answer.size in fitting
     if shape == "falls after 32":
         # The answer is an edge: it fits, and the next does not. There may be another one farther on.
@@ -494,6 +495,20 @@ def test_a_sequence_has_an_end() -> None:
     assert fit.inputs[0].spec.shape == (2, 64)
 
 
+def test_a_table_of_positions_is_not_left() -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(100, 32), nn.Embedding(200, 32)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.words(ids) + self.places(torch.arange(ids.shape[1]))
+
+    row = row_of(fit_of(Looked(), "ids=64:int64", vary="seq_len", gpu="t4"))
+    assert (row.status, row.size, row.next_size) == ("refused", 200, 201)
+    assert row.reason is not None and "index 200 is out of range: the table has 200 rows" in row.reason
+
+
 def test_attention_grows_with_the_square_of_its_sequence() -> None:
     class Scores(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -698,6 +713,8 @@ def test_every_option_reaches_the_api(asked: dict[str, object], tmp_path: Path) 
     assert (asked["batch"], asked["vary"], asked["budget"], asked["margin"]) == (32, "0:1", "10GiB", "5%")
     assert (asked["remedies"], asked["crossovers"], asked["mode"]) == (False, True, "eval")
     assert asked["arguments"] == {"width": 64}
+    assert run(["fit", "model.py:Net", "--inputs", "model.py:make", "--seq-len", "64"]) == 0
+    assert (asked["input_data"], asked["seq_len"], asked["inputs"]) == ("model.py:make", 64, ())
     assert json.loads((tmp_path / "fit.json").read_text())["schema"] == "memsize.fit/1"
 
 
@@ -705,6 +722,7 @@ def test_every_option_reaches_the_api(asked: dict[str, object], tmp_path: Path) 
     ("options", "problem"),
     [
         (["--gpu", "t5"], "no GPU 't5'"),
+        (["--inputs", "model.py:make"], "not with both"),
         (["--vary", "what"], "cannot read 'what'"),
         (["--budget", "1MiB"], "nothing is left"),
         (["--train", "adamm"], "no optimizer 'adamm'"),
@@ -736,5 +754,17 @@ def test_the_command_on_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert int(row["peak"]) <= 50 * MiB < int(row["next_peak"])
 
 
-def test_unused_budget_type() -> None:
-    assert Budget("x", card("t4"), 10, 3, 2).allocator == 5
+def test_help_loads_no_torch(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    heavy = ("torch", "pandas", "numpy", "tabulate", "jinja2")
+    code = "import sys\nfrom memsize.cli import run\nassert run(['fit', '--help']) == 0\n"
+    done = python("-c", f"{code}print(*({set(heavy)} & set(sys.modules)))")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "", done.stderr
+
+
+def test_an_inference_does_not_load_the_compiler(
+    python: Callable[..., subprocess.CompletedProcess[str]], toy_target: str
+) -> None:
+    options = ["fit", toy_target, "--input", "3,64,64", "--gpu", "t4", "-s", "fp32,amp-fp16"]
+    code = f"import sys\nfrom memsize.cli import run\nassert run({options}) == 0\n"
+    done = python("-c", f"{code}print(*({{'torch._dynamo', 'sympy', 'torchao'}} & set(sys.modules)))")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "", done.stderr

@@ -9,7 +9,7 @@ from typing import Literal
 
 import click
 
-from memsize.cli.options import output_options, parse_unit
+from memsize.cli.options import check_maker, output_options, parse_unit
 from memsize.cli.output import destination
 from memsize.cli.progress import Progress
 from memsize.cli.report import parse_arguments
@@ -40,6 +40,18 @@ from memsize.training import LOSSES, Training
     multiple=True,
     metavar="SHAPE",
     help="Input without its batch dimension: 3,64,64, input_ids=512:int64 or 3,64,64:float16. Repeat for several.",
+)
+@click.option(
+    "--inputs",
+    "maker",
+    metavar="FUNCTION",
+    help="Function that returns the inputs, as file.py:make_inputs; it is given the batch_size if it takes one.",
+)
+@click.option(
+    "--seq-len",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens of the texts that hf: models are given. [default: 512, or what fits]",
 )
 @click.option(
     "-b",
@@ -100,6 +112,8 @@ from memsize.training import LOSSES, Training
 def fit(
     target: str,
     inputs: tuple[str, ...],
+    maker: str | None,
+    seq_len: int | None,
     batch: int | None,
     vary: str,
     gpu: str | None,
@@ -122,11 +136,12 @@ def fit(
 ) -> None:
     """The largest batch of TARGET that fits a GPU, scenario by scenario, found by running it and the next.
 
-    TARGET is path.py:Name or package.module:name, as memsize report takes it. Of the GPU's memory the CUDA context and
-    the margin are taken off; what is left is the caching allocator's, and is replayed.
+    TARGET is path.py:Name, package.module:name or a library's model such as hf:llama, as memsize report takes it.
+    Of the GPU's memory the CUDA context and the margin are taken off; what is left is the caching allocator's.
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
     parse_target(target)
+    check_maker(maker, inputs)
     parse_vary(vary)
     specs, values, settings = parse_inputs(inputs), parse_arguments(arguments), AllocatorConfig.parse(allocator or "")
     select(scenarios)
@@ -143,6 +158,8 @@ def fit(
         found = api.fit(
             target,
             inputs=specs,
+            input_data=maker,
+            seq_len=seq_len,
             batch=batch,
             vary=vary,
             scenarios=scenarios,

@@ -106,17 +106,25 @@ def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
     at = " at {layer}" if bind.layer else ""
     adds = f" One more {UNITS_OF.get(vary, f'step of {vary}')} adds {{per_step}} to the peak." if row.per_step else ""
     where = "It runs out in" if bind.request else "The peak is in"
+    alive = sum(bind.roles.values())
+    apart = (row.next_peak or 0) - alive if bind.request else 0
+    cached = (
+        " Segments that nothing fits into hold {apart} beside: expandable segments may help."
+        if apart * 10 > alive
+        else ""
+    )
     return Finding(
         "fit-binds",
         bind.roles[bind.role],
         (bind.layer,) if bind.layer else (),
-        f"{where} {{phase}}{at}, where {{held}} of {{alive}} are {{role}}.{adds}",
+        f"{where} {{phase}}{at}, where {{held}} of {{alive}} are {{role}}.{cached}{adds}",
         {
             "phase": bind.phase,
             "layer": bind.layer,
             "role": NOUNS[bind.role],
             "held": Bytes(bind.roles[bind.role]),
-            "alive": Bytes(sum(bind.roles.values())),
+            "alive": Bytes(alive),
+            "apart": Bytes(apart),
             "per_step": Bytes(row.per_step or 0),
         },
     )

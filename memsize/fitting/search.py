@@ -139,12 +139,19 @@ class _Search:
     def step(self) -> int:
         """The least divisor that all sizes that ran have in common and no refused one has; 1 where none is needed."""
         # Of 1 and 2 a floor is the likelier reason: a batch norm wants more than one value.
-        refused = [size for size in self.refused if size > 2]
+        beyond = max(self.runs) if self._ended else self.most
+        refused = [size for size in self.refused if 2 < size <= beyond]
         if not refused:
             return 1
         common = math.gcd(*self.runs)
         steps = (d for d in range(2, min(common, _COARSEST) + 1) if common % d == 0)
         return next((d for d in steps if all(size % d for size in refused)), 1)
+
+    @property
+    def _ended(self) -> bool:
+        """Whether sizes have an end: a multiple of every divisor they can have was refused beyond all that ran."""
+        most, common = max(self.runs), math.gcd(*self.runs)
+        return any(size > most and size % common == 0 for size in self.refused)
 
     def _up(self, size: int, by: int = 1) -> int:
         """The `by`-th size after `size` that the model may run with."""
@@ -185,16 +192,17 @@ class _Search:
         return beside if high is None or beside < high else None
 
     def _named(self, low: int, high: int | None) -> int | None:
-        """A size that the model's own refusal names, 1,024 in a message about 1,100 positions, and then the next."""
-        if high not in self.refused:
+        """A size that the model's own refusal names, 1,024 in a message about 1,100 positions; then what follows it."""
+        beyond = [size for size in self.refused if size > low]
+        if low == 0 or not beyond or high in self.runs:
             return None
-        named = {int(text) for text in re.findall(r"\d+", self.refused[high])}
-        if low in named:
-            return self._up(low)
-        for size in sorted(named, reverse=True):
-            if low < size < high and size % self.step == 0 and size not in self.refused:
-                return size
-        return None
+        size, tried = min(beyond), {*self.runs, *self.refused}
+        named = _numbers(self.refused[size])
+        if low not in named:
+            inside = (n for n in sorted(named - tried) if low < n < size - 1 and n % self.step == 0)
+            return next(inside, None)
+        after = self._up(low) if self._ended else low + math.gcd(*self.runs)
+        return None if after in tried else after
 
     def _pointed(self, low: int, high: int | None, after: int) -> int:
         """Where the forecast points, if that is well inside the bracket; else ever farther in from where it points."""
@@ -222,3 +230,8 @@ class _Search:
         # What points far away from all runs is not worth much: it only says in which direction to go.
         farthest = 2 * max(self.runs) if self.powers and len(found.runs) == 1 else 64 * max(*self.runs, 64)
         return min(found.largest(self.capacity, self.most, self.step, low), farthest)
+
+
+def _numbers(text: str) -> set[int]:
+    """The whole numbers in a message."""
+    return {int(digits) for digits in re.findall(r"\d+", text)}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memsize.tracing.known import is_uniform, known
 from memsize.tracing.shapes.registry import shape_rule
 from memsize.tracing.shapes.strides import Shape, broadcast
 from memsize.tracing.shapes.tensors import Tensor, are_alike, are_plain, empty, like, overlaps
@@ -21,9 +22,22 @@ _WHOLE = (torch.int64, torch.int32)
 
 @shape_rule("aten::embedding")
 def _embedding(weight: Any, indices: Any, *_: Any, **__: Any) -> Any:
-    if not are_plain(weight, indices) or weight.dim() != 2 or indices.dtype not in _WHOLE:
+    if weight.dim() != 2 or indices.dtype not in _WHOLE:
+        return NotImplemented
+    _refuse_beyond(indices, weight.shape[0])
+    if not are_plain(weight, indices):
         return NotImplemented
     return empty((*indices.shape, weight.shape[1]), weight.dtype)
+
+
+def _refuse_beyond(indices: Tensor, rows: int) -> None:
+    """A look-up beyond the table fails, as it would with data: a position after the last one, say."""
+    values = known(indices)
+    if values is None or not values.numel():
+        return
+    largest = int(values.flatten()[0] if is_uniform(values) else values.max())
+    if largest >= rows:
+        raise IndexError(f"index {largest} is out of range: the table has {rows} rows")
 
 
 @shape_rule("aten::embedding_dense_backward")
