@@ -19,7 +19,7 @@ from memsize.device import replay
 from memsize.folds import alive, live_bytes, peak
 from memsize.record import Trace
 from memsize.tracing.feed import feed_from_data
-from memsize.tracing.run import Setup
+from memsize.tracing.run import Setup, run_inference
 from memsize.tracing.shadow import shadow
 from memsize.tracing.step import run_own_step, run_training
 from memsize.training import Training
@@ -252,6 +252,21 @@ def test_planned_and_real_steps_write_the_same_events(name: str, optimizer: str)
     planned = stepped(model, value, OPTIMIZERS[optimizer], "meta")
     real = stepped(model, value, OPTIMIZERS[optimizer], "cpu")
     assert lifetimes(planned) == lifetimes(real)
+
+
+# A CPU has fused encoder and attention paths of its own in evaluation, and keeps no statistics in a batch norm where
+# CUDA does. Of the checkpointed model one storage ends in another phase there, for a reason not found yet.
+DIFFERENT_ON_A_CPU = {"encoder", "attention", "batch norm 1d", "conv norm", "checkpointed"}
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in DIFFERENT_ON_A_CPU])
+def test_planned_and_real_inferences_write_the_same_events(name: str) -> None:
+    build, make = ZOO[name]
+    torch.manual_seed(0)
+    model, value = build(), make()
+    planned = Setup("m", "as-given", shadow(model), feed_from_data(value).call(), False)
+    real = Setup("m", "as-given", copy.deepcopy(model), ((value,), {}), False, device="cpu")
+    assert lifetimes(run_inference(planned)) == lifetimes(run_inference(real))
 
 
 def lifetimes(trace: Trace) -> list[tuple[int, str, int]]:
