@@ -103,15 +103,15 @@ def trace(
 ) -> StepTrace:
     """What is alive at every moment of a training step, and what a GPU would show at its peak.
 
-    `inputs` is a size without the batch dimension, text as on the command line or several of either, with `batch_size`;
-    or real inputs with their batch dimension: a tensor, a tuple of tensors, a mapping, or a function that returns
-    those. `input_data` is the latter alone, or the function's name as ``"file.py:make_inputs"``; a library's model
-    (``"hf:config.json"``) needs neither. `optimizer` is a name
-    (``"adamw"``, ``"adamw:fused"``, ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None for
-    one inference without gradients; `loss` a name of `memsize.training.LOSSES`, a function of the output, or None for
-    the one that the output suggests. `step` replaces all of that by the user's own loop: ``step(model)`` is called once
-    with the twin and returns the body, which is called `steps` times with the inputs. `gpu` names the card that is
-    meant and `config` the allocator's settings, as `PYTORCH_CUDA_ALLOC_CONF` writes them.
+    `inputs` is a size without the batch dimension, text as on the command line, or several of either (or of them,
+    parsed), with `batch_size`; or real inputs with their batch dimension: a tensor, a tuple of tensors, a mapping, or a
+    function that returns those. `input_data` is the latter alone, or the function's name as ``"file.py:make_inputs"``;
+    a library's model (``"hf:config.json"``) needs neither. `optimizer` is a name (``"adamw"``, ``"adamw:fused"``,
+    ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None for one inference without gradients;
+    `loss` a name of `memsize.training.LOSSES`, a function of the output, or None for the one that the output suggests.
+    `step` replaces all of that by the user's own loop: ``step(model)`` is called once with the twin and returns the
+    body, which is called `steps` times with the inputs. `gpu` names the card that is meant and `config` the allocator's
+    settings, as `PYTORCH_CUDA_ALLOC_CONF` writes them.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
@@ -121,11 +121,12 @@ def trace(
     where = card(gpu or DEFAULT_GPU)
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
     settings = AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
-    if inputs is not None and input_data is not None:
+    size, specs, data = _given(inputs)
+    if input_data is not None and (size is not None or specs or data is not None):
         raise InputError("give the input once: as inputs, or as input_data")
-    size, data = _size_or_data(inputs) if input_data is None else (None, input_data)
+    data = data if input_data is None else input_data
     with _loaded(model_or_target, arguments or {}, lambda _: None) as (name, model, _, maker):
-        feed = _feed(model, maker, size, (), data, (batch_size, seq_len, mode == "train"))
+        feed = _feed(model, maker, size, specs, data, (batch_size, seq_len, mode == "train"))
 
         from memsize.study import Study
 
@@ -232,14 +233,16 @@ def audit_layout(
         return LayoutReport(found, (*notes, *([feed.note] if feed.note else [])))
 
 
-def _size_or_data(inputs: Any) -> tuple[InputSize | None, Any]:
-    """`inputs` as a size or as data: sizes are text, integers, or sequences of those."""
+def _given(inputs: Any) -> tuple[InputSize | None, Sequence[InputSpec], Any]:
+    """`inputs` as a size, as parsed specs or as data: sizes are text, integers, or sequences of those."""
 
     def is_size(value: Any) -> bool:
         return isinstance(value, str) or (isinstance(value, (tuple, list)) and all(isinstance(n, int) for n in value))
 
-    several = isinstance(inputs, (tuple, list)) and len(inputs) > 0 and all(map(is_size, inputs))
-    return (inputs, None) if is_size(inputs) or several else (None, inputs)
+    if isinstance(inputs, (tuple, list)) and all(isinstance(spec, InputSpec) for spec in inputs):
+        return None, inputs, None
+    several = isinstance(inputs, (tuple, list)) and all(map(is_size, inputs))
+    return (inputs, (), None) if is_size(inputs) or several else (None, (), inputs)
 
 
 def compare(before: Any, after: Any, input_size: InputSize | None = None, **options: Any) -> Comparison:

@@ -6,10 +6,11 @@ DataFrames need pandas and the texts a renderer: both are imported when asked fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from memsize.answer import Answer
 from memsize.device.outlook import Outlook
 from memsize.findings.finding import Finding
 from memsize.folds import Totals, own_rows, stored_dtypes, totals
@@ -17,6 +18,8 @@ from memsize.record import Failure, Trace
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from memsize.sections.parts import Section
 
 Status = Literal["run", "modelled", "unavailable"]
 """How a scenario's figures came about: its trace was run, some are computed from another run, or there are none."""
@@ -65,15 +68,8 @@ class ScenarioResult:
         return figure / whole if figure is not None and whole else None
 
 
-class Why(tuple[Finding, ...]):
-    """The findings of a report, most important first; it prints as numbered sentences."""
-
-    def __repr__(self) -> str:
-        return "\n".join(f"{n}. {finding.text()}" for n, finding in enumerate(self, 1)) or "nothing to explain"
-
-
 @dataclass(frozen=True, slots=True, repr=False)
-class Report:
+class Report(Answer):
     """What each byte of one model is, scenario by scenario, and why.
 
     `trace` is the run that the layer table shows. `baseline` is what percentages compare with: unless given, the `fp32`
@@ -194,26 +190,10 @@ class Report:
         ]
         return DataFrame(rows)
 
-    def why(self) -> Why:
-        """The findings, most important first."""
-        return Why(self.findings)
+    def _sections(self) -> Sequence[Section]:
+        from memsize.sections import sections
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The report as JSON text, also written to `path` when given."""
-        text = self._drawn("json")
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
-
-    def __str__(self) -> str:
-        return self._drawn("text").rstrip("\n")
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        from memsize.render.html import fragment
-
-        return fragment(self)
+        return sections(self)
 
     def _drawn(self, form: str) -> str:
         from memsize.render import render

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memsize.document import Why
+from memsize.answer import Answer
 from memsize.findings.finding import Finding
 from memsize.fitting.budget import Budget
 from memsize.fitting.rows import FitRow, Remedied
@@ -16,9 +15,11 @@ from memsize.record import InputTensor, Trace
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from memsize.sections.parts import Section
+
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Fit:
+class Fit(Answer):
     """What fits: one row per scenario and GPU, findings about them, remedies, and the traces behind it all.
 
     `vary` names what was searched for, `asked` the size that was asked about (None: the largest), `optimizer` the
@@ -58,27 +59,10 @@ class Fit:
         frame = DataFrame([[getattr(row, name) for name in columns] for row in rows], columns=list(columns))
         return frame.astype({"peak": "Int64", "saved": "Int64"})
 
-    def why(self) -> Why:
-        """The findings, most important first."""
-        return Why(self.findings)
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The fit as JSON text, also written to `path` when given."""
-        text = self._drawn("json")
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
-
-    def __str__(self) -> str:
-        return self._drawn("text")
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        from memsize.render.html import embedded
+    def _sections(self) -> Sequence[Section]:
         from memsize.sections.fit import sections
 
-        return embedded(sections(self))
+        return sections(self)
 
     def _drawn(self, form: str) -> str:
         from memsize.render.fit import render

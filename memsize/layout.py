@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memsize.document import Why
+from memsize.answer import Answer
 from memsize.findings.finding import Finding
 from memsize.record import InputTensor, TensorSpec
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from memsize.sections.parts import Section
 
 Format = Literal["channels last", "row-major", "either", "other"]
 """How an image (4-D) or a volume (5-D) lies in memory. "either" is both at once: one channel, or one pixel; "other" is
@@ -105,7 +107,7 @@ class Audit:
 
 
 @dataclass(frozen=True, repr=False)
-class LayoutReport:
+class LayoutReport(Answer):
     """What `memsize layout` found: where channels last is kept, which op loses it, and what that copies."""
 
     audit: Audit
@@ -139,27 +141,10 @@ class LayoutReport:
         rows = [[getattr(copy, name) for name in names] for copy in self.audit.last.copies]
         return DataFrame(rows, columns=names).astype({"tensor": str})
 
-    def why(self) -> Why:
-        """The findings, most important first."""
-        return Why(self.findings)
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The report as JSON text, also written to `path` when given."""
-        text = self._drawn("json")
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
-
-    def __str__(self) -> str:
-        return self._drawn("text")
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        from memsize.render.html import embedded
+    def _sections(self) -> Sequence[Section]:
         from memsize.sections.layout import sections
 
-        return embedded(sections(self))
+        return sections(self)
 
     def _drawn(self, form: str) -> str:
         from memsize.render.layout import render

@@ -17,7 +17,8 @@ import pytest
 from memsize import api
 from memsize.cli import main, run
 from memsize.cli.progress import Progress
-from memsize.cli.report import describe_failure, parse_arguments
+from memsize.cli.report import describe_failure
+from memsize.cli.subject import parse_arguments
 from memsize.document import Report
 from memsize.errors import ForwardError, InputError
 from memsize.inputs import InputSpec

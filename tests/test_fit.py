@@ -662,7 +662,7 @@ def test_the_same_figures_everywhere(tmp_path: Path) -> None:
             assert value == data["rows"][place][name] == int(rows[place][name]) == frame[name][place]
     assert data["budgets"][0]["allocator"] == 200 * MiB
     assert fit._repr_html_().count("<table") == 1
-    assert str(fit) == render(fit, "text")
+    assert str(fit) == render(fit, "text").rstrip("\n")
     assert data["runs"] == fit.runs
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memsize.answer import Answer
 from memsize.checkpoint.against import Match
 from memsize.checkpoint.anatomy import Anatomy, Group, View
 from memsize.checkpoint.findings import findings
 from memsize.checkpoint.record import Contents
-from memsize.document import Why
 from memsize.findings.finding import Finding
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from memsize.sections.parts import Section
+
 
 @dataclass(frozen=True, repr=False)
-class CheckpointReport:
+class CheckpointReport(Answer):
     """What a checkpoint weighs and why. `match` says how it fits a model, when one was named."""
 
     contents: Contents
@@ -63,27 +65,10 @@ class CheckpointReport:
 
         return DataFrame(list(tensor_rows(self)))
 
-    def why(self) -> Why:
-        """The findings, most important first."""
-        return Why(self.findings)
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The report as JSON text, also written to `path` when given."""
-        text = self._drawn("json")
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
-
-    def __str__(self) -> str:
-        return self._drawn("text")
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
+    def _sections(self) -> Sequence[Section]:
         from memsize.checkpoint.sections import sections
-        from memsize.render.html import embedded
 
-        return embedded(sections(self))
+        return sections(self)
 
     def _drawn(self, form: str) -> str:
         from memsize.checkpoint.formats import render

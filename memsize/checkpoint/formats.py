@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -13,10 +10,8 @@ from memsize.checkpoint.anatomy import Group, View
 from memsize.checkpoint.document import CheckpointReport
 from memsize.checkpoint.record import USES, Tensor
 from memsize.checkpoint.sections import remains, sections
-from memsize.errors import OutputError
-from memsize.nearest import suggestion
-from memsize.record import TensorSpec
-from memsize.render import FORMATS, draw
+from memsize.render import check_format, draw
+from memsize.render.data import as_csv, as_json, finding_data, spec_data
 
 SCHEMA = "memsize.checkpoint/1"
 
@@ -29,10 +24,9 @@ def render(
     json holds everything, whatever `depth` says; csv has one row per module, which is a tensor unless `depth` is given.
     Raises `OutputError` for an unknown format or unit.
     """
-    if format not in FORMATS:
-        raise OutputError(f"no format {format!r}: {suggestion(format, FORMATS)}")
+    check_format(format)
     if format == "json":
-        return json.dumps(data(report, unit), indent=2, ensure_ascii=False) + "\n"
+        return as_json(data(report, unit))
     if format == "csv":
         return _csv(report, depth)
     return draw(sections(report, depth), format, unit, width)
@@ -65,9 +59,7 @@ def data(report: CheckpointReport, unit: str = "MiB") -> dict[str, Any]:
         "tensors": list(tensor_rows(report)),
         "remains": dict(remains(report)),
         "against": _match(report),
-        "findings": [
-            {"code": f.code, "layers": list(f.layers), "bytes": f.bytes, "text": f.text(unit)} for f in report.findings
-        ],
+        "findings": [finding_data(finding, unit) for finding in report.findings],
         "values": dict(contents.values),
         "classes": list(contents.classes),
         "missing": list(contents.missing),
@@ -100,11 +92,12 @@ def _stored(report: CheckpointReport, tensor: Tensor) -> dict[str, Any]:
     return {"file": report.contents.files[storage.file].name, "storage": storage.name, "offset": storage.offset}
 
 
-def _figures(group: Group) -> dict[str, Any]:
+def _figures(group: Group, separator: str | None = None) -> dict[str, Any]:
+    """The figures of a group; its dtypes as a list, or as one text with `separator`."""
     return {
         "tensors": group.tensors,
         "elements": group.elements,
-        "dtypes": list(group.dtypes),
+        "dtypes": list(group.dtypes) if separator is None else separator.join(group.dtypes),
         "bytes": group.bytes,
         "unneeded": group.unneeded,
     }
@@ -118,8 +111,8 @@ def _match(report: CheckpointReport) -> dict[str, Any] | None:
             {
                 "name": row.name,
                 "problem": row.problem,
-                "file": _spec(row.file),
-                "model": _spec(row.model),
+                "file": spec_data(row.file) if row.file else None,
+                "model": spec_data(row.model) if row.model else None,
                 "bytes": row.bytes,
             }
             for row in report.match.differences
@@ -127,16 +120,7 @@ def _match(report: CheckpointReport) -> dict[str, Any] | None:
     }
 
 
-def _spec(spec: TensorSpec | None) -> dict[str, Any] | None:
-    return {"dtype": spec.dtype, "shape": list(spec.shape)} if spec else None
-
-
 def _csv(report: CheckpointReport, depth: int | None) -> str:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(("part", "module", "tensors", "elements", "dtypes", "bytes", "unneeded"))
-    for group in report.anatomy.modules(View(depth)):
-        dtypes = "; ".join(group.dtypes)
-        figures = (group.tensors, group.elements, dtypes, group.bytes, group.unneeded)
-        writer.writerow((group.kind, group.name, *figures))
-    return file.getvalue()
+    columns = ("part", "module", "tensors", "elements", "dtypes", "bytes", "unneeded")
+    groups = report.anatomy.modules(View(depth))
+    return as_csv(columns, ((group.kind, group.name, *_figures(group, "; ").values()) for group in groups))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from memsize.cli.options import output_options, parse_unit
-from memsize.cli.output import destination
+from memsize.cli.options import output_options
+from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
-from memsize.cli.report import parse_arguments
+from memsize.cli.subject import parse_arguments
 from memsize.errors import InputError
 from memsize.loading.target import parse_target
 
@@ -47,10 +47,7 @@ def checkpoint(
     target: str | None,
     arguments: tuple[str, ...],
     depth: int | None,
-    unit: str,
-    format: str | None,
-    file: Path | None,
-    force: bool,
+    output: Destination,
 ) -> None:
     """What FILE weighs, and why: parts, dtypes, modules, and every byte that is no tensor's.
 
@@ -64,12 +61,11 @@ def checkpoint(
         raise InputError("--arg is for the model of --against: name one")
     if target is not None:
         parse_target(target)
-    where, unit = destination(file, format, force), parse_unit(unit)
 
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import api
 
         progress(f"reading {path}")
         found = api.read_checkpoint(path, against=target, arguments=values)
-        text = render(found, where.format, unit=unit, depth=depth, width=where.width)
-    where.write(text)
+        text = render(found, output.format, unit=output.unit, depth=depth, width=output.width)
+    output.write(text)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from pathlib import Path
 from typing import Literal
 
 import click
 
-from memsize.cli.options import check_maker, output_options, parse_unit
-from memsize.cli.output import destination
+from memsize.cli.options import allocator_option, output_options, scenarios_option
+from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
-from memsize.cli.report import parse_arguments
+from memsize.cli.subject import Subject, resized_subject_options, step_options
 from memsize.device import AllocatorConfig
 from memsize.fitting.budget import LOCAL, budgets
 from memsize.fitting.vary import parse_vary
-from memsize.inputs import parse_inputs
-from memsize.loading.target import parse_target
-from memsize.scenario import DEFAULT, select
-from memsize.training import LOSSES, Training
+from memsize.scenario import select
+from memsize.training import Training
 
 
 @click.command(
@@ -32,27 +29,7 @@ from memsize.training import LOSSES, Training
       memsize fit nets:gpt --input input_ids=512:int64 --vary seq_len --batch 8 --budget 24GB
     """,
 )
-@click.argument("target")
-@click.option(
-    "-i",
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="SHAPE",
-    help="Input without its batch dimension: 3,64,64, input_ids=512:int64 or 3,64,64:float16. Repeat for several.",
-)
-@click.option(
-    "--inputs",
-    "maker",
-    metavar="FUNCTION",
-    help="Function that returns the inputs, as file.py:make_inputs; it is given the batch_size if it takes one.",
-)
-@click.option(
-    "--seq-len",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Tokens of the texts that hf: models are given. [default: 512, or what fits]",
-)
+@resized_subject_options
 @click.option(
     "-b",
     "--batch",
@@ -70,21 +47,8 @@ from memsize.training import LOSSES, Training
 @click.option("--gpu", metavar="NAMES", help="GPUs, separated by commas: t4, a100, h100 …, or local. [default: a100]")
 @click.option("--budget", metavar="SIZE", help="The memory of the device instead of the card's: 15109MiB, 24GB.")
 @click.option("--margin", default="0", metavar="SIZE", help="Memory to leave free: 500MiB, or 5% of the device.")
-@click.option(
-    "-s",
-    "--scenario",
-    "scenarios",
-    metavar="NAMES",
-    help=f"Scenarios separated by commas, or all. [default: {', '.join(DEFAULT)}]",
-)
-@click.option(
-    "--train",
-    metavar="OPTIMIZER",
-    help="Run training steps with this optimizer: adamw, adamw:fused, sgd:momentum=0.9 … [default: inference]",
-)
-@click.option("--loss", metavar="NAME", help=f"Loss of the training: {', '.join(LOSSES)}. [default: by the output]")
-@click.option("--accumulate", default=1, type=click.IntRange(min=1), help="Backwards per training step.")
-@click.option("--ema", is_flag=True, help="Keep an averaged copy of the parameters in training.")
+@scenarios_option
+@step_options
 @click.option(
     "--mode",
     type=click.Choice(["train", "eval"]),
@@ -96,43 +60,22 @@ from memsize.training import LOSSES, Training
     help="Try what would make it fit. [default: where the batch that is asked for does not]",
 )
 @click.option("--crossovers", is_flag=True, help="Say from which size on autocast pays and where the peak moves.")
-@click.option(
-    "--allocator",
-    metavar="SETTINGS",
-    help="The caching allocator's settings, as PYTORCH_CUDA_ALLOC_CONF has them: expandable_segments:True …",
-)
-@click.option(
-    "--arg",
-    "arguments",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Argument of the constructor or function, as a Python literal; a bare word is a string. Repeatable.",
-)
+@allocator_option
 @output_options
 def fit(
-    target: str,
-    inputs: tuple[str, ...],
-    maker: str | None,
-    seq_len: int | None,
+    subject: Subject,
     batch: int | None,
     vary: str,
     gpu: str | None,
     budget: str | None,
     margin: str,
     scenarios: str | None,
-    train: str | None,
-    loss: str | None,
-    accumulate: int,
-    ema: bool,
+    training: Training | None,
     mode: Literal["train", "eval"] | None,
     remedies: bool | None,
     crossovers: bool,
     allocator: str | None,
-    arguments: tuple[str, ...],
-    unit: str,
-    format: str | None,
-    file: Path | None,
-    force: bool,
+    output: Destination,
 ) -> None:
     """The largest batch of TARGET that fits a GPU, scenario by scenario, found by running it and the next.
 
@@ -140,15 +83,11 @@ def fit(
     Of the GPU's memory the CUDA context and the margin are taken off; what is left is the caching allocator's.
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
-    parse_target(target)
-    check_maker(maker, inputs)
     parse_vary(vary)
-    specs, values, settings = parse_inputs(inputs), parse_arguments(arguments), AllocatorConfig.parse(allocator or "")
     select(scenarios)
+    config = AllocatorConfig.parse(allocator or "")
     if LOCAL not in (gpu or ""):
         budgets(gpu, budget, margin)
-    training = Training(train, loss, accumulate=accumulate, ema=ema) if train else None
-    where, unit = destination(file, format, force), parse_unit(unit)
 
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
@@ -156,10 +95,8 @@ def fit(
         from memsize.render.fit import render
 
         found = api.fit(
-            target,
-            inputs=specs,
-            input_data=maker,
-            seq_len=seq_len,
+            subject.target,
+            **subject.options(),
             batch=batch,
             vary=vary,
             scenarios=scenarios,
@@ -168,12 +105,11 @@ def fit(
             gpu=gpu,
             budget=budget,
             margin=margin,
-            config=settings,
+            config=config,
             remedies=remedies,
             crossovers=crossovers,
-            arguments=values,
             progress=progress,
         )
         progress("writing the answer")
-        text = render(found, where.format, unit=unit, width=where.width)
-    where.write(text)
+        text = render(found, output.format, unit=output.unit, width=output.width)
+    output.write(text)

@@ -18,12 +18,15 @@ from memsize.render import FORMATS, format_of
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A format, and the file that takes it (None: stdout). `width` is the terminal's, None where nobody watches."""
+    """A format, and the file that takes it (None: stdout). `width` is the terminal's, None where nobody watches; `unit`
+    is what sizes are drawn in.
+    """
 
     format: str
     file: Path | None
     overwrite: bool = False
     width: int | None = None
+    unit: str = "MiB"
 
     def write(self, content: str | bytes) -> None:
         """Write `content`; a file is announced on stderr. Raises `OutputError` when it cannot be written."""
@@ -47,7 +50,9 @@ BINARY = ("snapshot",)
 """Formats that are no text."""
 
 
-def destination(file: Path | None, format: str | None, force: bool, formats: Formats = FORMATS) -> Destination:
+def destination(
+    file: Path | None, format: str | None, force: bool, formats: Formats = FORMATS, unit: str = "MiB"
+) -> Destination:
     """Where to write and how: `format` (one of `formats`) if it is given, else by the file's suffix, else text.
 
     Raises `OutputError` for what would only fail after the work is done.
@@ -59,14 +64,14 @@ def destination(file: Path | None, format: str | None, force: bool, formats: For
         raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{suffix}")
     if file is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        return Destination(format or "text", None, width=width)
+        return Destination(format or "text", None, width=width, unit=unit)
     if file.is_dir():
         raise OutputError(f"{file} is a folder: name a file in it")
     if not file.parent.is_dir():
         raise OutputError(f"cannot write {file}: there is no folder {file.parent}")
     if file.exists() and not force:
         raise _exists(file)
-    return Destination(format or _format_by_suffix(file, formats), file, force)
+    return Destination(format or _format_by_suffix(file, formats), file, force, unit=unit)
 
 
 def _format_by_suffix(file: Path, formats: Formats) -> str:

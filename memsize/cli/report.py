@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import sys
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
-from memsize.cli.options import check_maker, output_options, parse_unit, run_options
-from memsize.cli.output import destination
+from memsize.cli.options import (
+    allocator_option,
+    depth_option,
+    execute_option,
+    gpu_option,
+    output_options,
+    scenarios_option,
+)
+from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
+from memsize.cli.subject import Subject, subject_options, training_options
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.document import Report
-from memsize.errors import ForwardError, InputError, OutputError
-from memsize.inputs import parse_inputs
-from memsize.loading.target import parse_target
+from memsize.errors import ForwardError, OutputError
 from memsize.nearest import suggestion
 from memsize.record import Failure
 from memsize.render import COLUMNS, render
-from memsize.scenario import DEFAULT, SCENARIOS, select
+from memsize.scenario import SCENARIOS, select
 from memsize.training import Training
 
 
@@ -47,42 +50,25 @@ from memsize.training import Training
       memsize report model.py:Net --input 3,64,64 -o report.html
     """,
 )
-@run_options
-@click.option(
-    "-s",
-    "--scenario",
-    "scenarios",
-    metavar="NAMES",
-    help=f"Scenarios separated by commas, or all. [default: {', '.join(DEFAULT)}]",
-)
-@click.option(
-    "--depth", type=click.IntRange(min=0), metavar="N", help="Show layers down to this depth; deeper ones are added up."
-)
+@subject_options
+@training_options
+@gpu_option
+@allocator_option
+@execute_option
+@scenarios_option
+@depth_option
 @click.option("--columns", metavar="NAMES", help="Columns of the layer table, separated by commas.")
 @output_options
 def report(
-    target: str,
-    inputs: tuple[str, ...],
-    maker: str | None,
-    seq_len: int | None,
-    batch_size: int,
-    arguments: tuple[str, ...],
-    mode: Literal["train", "eval"],
-    train: str | None,
+    subject: Subject,
+    training: Training | None,
     gpu: str | None,
-    steps: int,
-    loss: str | None,
-    accumulate: int,
-    ema: bool,
     allocator: str | None,
     execute: bool,
     scenarios: str | None,
     depth: int | None,
     columns: str | None,
-    unit: str,
-    format: str | None,
-    file: Path | None,
-    force: bool,
+    output: Destination,
 ) -> None:
     """What each byte of TARGET is, scenario by scenario, and why it did or didn't shrink.
 
@@ -91,33 +77,24 @@ def report(
     which needs no --input: hf:config.json, hf:llama, timm:resnet50, torchvision:vgg16.
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
-    parse_target(target)
-    check_maker(maker, inputs)
-    specs, values = parse_inputs(inputs), parse_arguments(arguments)
     select(scenarios)
-    training = Training(train, loss, steps, accumulate, ema=ema) if train else None
-    where, chosen, unit = destination(file, format, force), _columns(columns), parse_unit(unit)
+    chosen, config = _columns(columns), AllocatorConfig.parse(allocator) if allocator else None
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         found, error = _found(
-            target,
-            inputs=specs,
-            input_data=maker,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            arguments=values,
+            subject.target,
+            **subject.options(),
             scenarios=scenarios,
-            mode=mode,
             train=training,
-            gpu=_gpu(gpu or (DEFAULT_GPU if allocator else None), where.format),
-            config=AllocatorConfig.parse(allocator) if allocator else None,
+            gpu=_gpu(gpu or (DEFAULT_GPU if allocator else None), output.format),
+            config=config,
             execute=execute,
             progress=progress,
         )
         progress("writing the report")
-        text = render(found, where.format, unit=unit, depth=depth, columns=chosen, width=where.width)
-    where.write(text)
+        text = render(found, output.format, unit=output.unit, depth=depth, columns=chosen, width=output.width)
+    output.write(text)
     if error is not None:
         raise error
 
@@ -143,34 +120,11 @@ def _found(target: str, **options: Any) -> tuple[Report, ForwardError | None]:
     return found, ForwardError(describe_failure(stopped), found.trace) if stopped else None
 
 
-def parse_arguments(texts: Iterable[str]) -> dict[str, object]:
-    """The arguments that ``name=value`` texts give: Python literals, and anything else as the string it is.
-
-    Raises `InputError` for a text without a name, and for a name that comes twice.
-    """
-    arguments: dict[str, object] = {}
-    for text in texts:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if not equals or not name.isidentifier():
-            raise InputError(f"cannot read the argument {text!r}: write it like width=64")
-        if name in arguments:
-            raise InputError(f"the argument {name!r} is given twice")
-        arguments[name] = _literal(value)
-    return arguments
-
-
 def describe_failure(failure: Failure) -> str:
     """Which layer stopped the forward, what it was given, and why, in one sentence."""
     layer = f"{failure.layer} ({failure.type})" if failure.layer else f"the model itself ({failure.type})"
     given = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
     return f"the forward failed in {layer}{given}: {failure.reason}"
-
-
-def _literal(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
 
 
 def _columns(text: str | None) -> tuple[str, ...] | None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
-from memsize.cli.options import check_maker, output_options, parse_unit, run_options
-from memsize.cli.output import Destination, destination
+from memsize.cli.options import allocator_option, execute_option, gpu_option, output_options_for, scenario_option
+from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
-from memsize.cli.report import parse_arguments
+from memsize.cli.subject import Subject, subject_options, training_options
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.device.cards import card
-from memsize.inputs import parse_inputs
-from memsize.loading.target import parse_target
+from memsize.device.config import AllocatorConfig
 from memsize.render.timeline import FORMATS, render
 from memsize.scenario import scenario_named
 from memsize.training import Training
@@ -38,77 +36,53 @@ if TYPE_CHECKING:
     A .pickle is a PyTorch memory snapshot: https://pytorch.org/memory_viz opens it.
     """,
 )
-@run_options
-@click.option("-s", "--scenario", default="fp32", show_default=True, metavar="NAME", help="How the model is run.")
-@partial(output_options, formats=FORMATS)
+@subject_options
+@training_options
+@gpu_option
+@allocator_option
+@execute_option
+@scenario_option("fp32")
+@output_options_for(FORMATS)
 def timeline(
-    target: str,
-    inputs: tuple[str, ...],
-    maker: str | None,
-    seq_len: int | None,
-    batch_size: int,
-    arguments: tuple[str, ...],
-    mode: Literal["train", "eval"],
-    train: str | None,
+    subject: Subject,
+    training: Training | None,
     gpu: str | None,
-    steps: int,
-    loss: str | None,
-    accumulate: int,
-    ema: bool,
     allocator: str | None,
     execute: bool,
     scenario: str,
-    unit: str,
-    format: str | None,
-    file: Path | None,
-    force: bool,
+    output: Destination,
 ) -> None:
     """Live bytes by role over the operations of training steps of TARGET, or of one inference without --train.
 
     TARGET is path.py:Name or package.module:name, as memsize report takes it.
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
-    parse_target(target)
-    check_maker(maker, inputs)
-    parse_inputs(inputs)
-    values, asked, where = parse_arguments(arguments), scenario_named(scenario), card(gpu or DEFAULT_GPU)
-    if train:
-        Training(train, loss, steps, accumulate, ema=ema)
-    output, unit = destination(file, format, force, FORMATS), parse_unit(unit)
+    asked, where, config = scenario_named(scenario), card(gpu or DEFAULT_GPU), AllocatorConfig.parse(allocator or "")
 
     # What the user's model prints goes to stderr: stdout holds the timeline and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import api
 
-        progress(f"{asked.name}, batch {batch_size}")
+        progress(f"{asked.name}, batch {subject.batch_size}")
         traced = api.trace(
-            target,
-            inputs or None,
-            input_data=maker,
-            seq_len=seq_len,
+            subject.target,
+            **subject.options(),
+            **(asdict(training) if training else {"optimizer": None}),
             scenario=asked.name,
-            optimizer=train,
-            loss=loss,
-            steps=steps,
-            accumulate=accumulate,
-            ema=ema,
-            config=allocator,
-            execute=execute,
             gpu=where.name,
-            batch_size=batch_size,
-            arguments=values,
-            mode=mode,
+            config=config,
+            execute=execute,
         )
         progress("writing the timeline")
-        content = _content(traced, output, unit)
+        content = _content(traced, output)
     output.write(content)
 
 
-def _content(traced: StepTrace, output: Destination, unit: str) -> str | bytes:
+def _content(traced: StepTrace, output: Destination) -> str | bytes:
     if output.format == "snapshot":
         from memsize.snapshot import pickled
 
         return pickled(traced.trace, traced.config)
     from memsize.timeline import timeline
 
-    return render(timeline(traced.trace, traced.config), output.format, unit, output.width)
+    return render(timeline(traced.trace, traced.config), output.format, output.unit, output.width)

@@ -13,7 +13,7 @@ from memsize.nearest import suggestion
 from memsize.sections import COLUMNS, Section, sections
 from memsize.units import DECIMAL, UNITS
 
-__all__ = ["COLUMNS", "FORMATS", "draw", "format_of", "render"]
+__all__ = ["COLUMNS", "FORMATS", "check_format", "draw", "format_of", "render"]
 
 FORMATS: dict[str, tuple[str, ...]] = {
     "text": (".txt",),
@@ -41,7 +41,7 @@ def render(
     isn't. json holds everything, whatever `depth` and `columns` say; csv holds the layer table. Raises `OutputError`
     for an unknown format, unit or column.
     """
-    _check(format, FORMATS, "format")
+    check_format(format)
     _check(unit, UNITS | DECIMAL, "unit")
     for column in columns or ():
         _check(column, COLUMNS, "column")
@@ -77,6 +77,11 @@ def draw(parts: Sequence[Section], format: str, unit: str = "MiB", width: int | 
     from memsize.render import text
 
     return text.render(parts, unit, width)
+
+
+def check_format(name: str) -> None:
+    """Raise `OutputError` unless `name` is one of `FORMATS`."""
+    _check(name, FORMATS, "format")
 
 
 def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:

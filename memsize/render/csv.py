@@ -6,11 +6,10 @@ separated by a semicolon and a space.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 
 from memsize.document import Report
+from memsize.render.data import as_csv
 from memsize.sections import COLUMNS, Cell, Path, Specs, Words, layer_table
 
 SEPARATOR = "; "
@@ -36,11 +35,8 @@ NAMES = {
 def render(report: Report, depth: int | None = None, columns: Sequence[str] | None = None) -> str:
     """The layer table of `report`, all its columns unless some are chosen."""
     table = layer_table(report, depth, columns or COLUMNS)
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(NAMES[column.key] for column in table.columns)
-    writer.writerows([_value(cell) for cell in row] for row in table.rows)
-    return file.getvalue()
+    names = [NAMES[column.key] for column in table.columns]
+    return as_csv(names, ([_value(cell) for cell in row] for row in table.rows))
 
 
 def _value(cell: Cell) -> str | int:

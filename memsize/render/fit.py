@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from dataclasses import asdict
 from typing import Any
 
-from memsize.errors import OutputError
 from memsize.fitreport import Fit
-from memsize.nearest import suggestion
-from memsize.render import FORMATS, draw
+from memsize.render import check_format, draw
+from memsize.render.data import as_json, finding_data, input_data, records_as_csv
 from memsize.sections.fit import records, sections
 
 SCHEMA = "memsize.fit/1"
@@ -22,12 +18,11 @@ def render(fit: Fit, format: str, *, unit: str = "MiB", width: int | None = None
 
     Raises `OutputError` for an unknown format or unit.
     """
-    if format not in FORMATS:
-        raise OutputError(f"no format {format!r}: {suggestion(format, FORMATS)}")
+    check_format(format)
     if format == "json":
-        return json.dumps(data(fit, unit), indent=2, ensure_ascii=False) + "\n"
+        return as_json(data(fit, unit))
     if format == "csv":
-        return _csv(fit)
+        return records_as_csv(list(records(fit)))
     return draw(sections(fit), format, unit, width)
 
 
@@ -41,9 +36,7 @@ def data(fit: Fit, unit: str = "MiB") -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "model": fit.model,
-        "inputs": [
-            {"name": i.name, "dtype": i.spec.dtype, "shape": list(i.spec.shape), "bytes": i.bytes} for i in fit.inputs
-        ],
+        "inputs": [input_data(tensor) for tensor in fit.inputs],
         "vary": fit.vary,
         "asked": fit.asked,
         "optimizer": fit.optimizer or None,
@@ -59,9 +52,7 @@ def data(fit: Fit, unit: str = "MiB") -> dict[str, Any]:
         ],
         "rows": [row | extra for row, extra in zip(records(fit), extras, strict=True)],
         "remedies": _remedies(fit),
-        "findings": [
-            {"code": f.code, "bytes": f.bytes, "layers": list(f.layers), "text": f.text(unit)} for f in fit.findings
-        ],
+        "findings": [finding_data(finding, unit) for finding in fit.findings],
         "notes": list(fit.notes),
         "runs": fit.runs,
     }
@@ -71,12 +62,3 @@ def _remedies(fit: Fit) -> dict[str, Any] | None:
     if fit.remedied is None:
         return None
     return asdict(fit.remedied) | {"combination": list(fit.remedied.combination)}
-
-
-def _csv(fit: Fit) -> str:
-    file = io.StringIO()
-    rows = list(records(fit))
-    writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()

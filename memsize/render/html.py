@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from memsize.document import Report
 from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_phrases
 from memsize.render.text import LEFT
-from memsize.sections import Cell, Column, Heading, Label, Missing, Section, Table, Title, sections
+from memsize.sections import Cell, Column, Heading, Label, Missing, Section, Table, Title
 from memsize.units import Bytes
 
 if TYPE_CHECKING:
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 def render(parts: Iterable[Section], unit: str) -> str:
     """`parts` as a page that stands on its own."""
     return _template().render(**context(parts, unit), standalone=True) + "\n"
-
-
-def fragment(report: Report, unit: str = "MiB") -> str:
-    """`report` as the part of a page that a notebook shows below a cell."""
-    return embedded(sections(report), unit)
 
 
 def embedded(parts: Iterable[Section], unit: str = "MiB") -> str:

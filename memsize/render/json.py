@@ -6,22 +6,21 @@ scenario's `reason` says why.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
 from memsize.device.outlook import Outlook
 from memsize.document import Report, ScenarioResult, figures
-from memsize.findings.finding import Finding
 from memsize.folds import Row, own_rows
-from memsize.record import InputTensor, Output, StoredTensor, TensorSpec
+from memsize.record import Output, StoredTensor
+from memsize.render.data import as_json, finding_data, input_data, spec_data
 
 SCHEMA = "memsize.report/1"
 
 
 def render(report: Report, unit: str = "MiB") -> str:
     """`report` as JSON text; `unit` is for the sentences of its findings, figures are in bytes."""
-    return json.dumps(data(report, unit), indent=2, ensure_ascii=False) + "\n"
+    return as_json(data(report, unit))
 
 
 def data(report: Report, unit: str = "MiB") -> dict[str, Any]:
@@ -34,7 +33,7 @@ def data(report: Report, unit: str = "MiB") -> dict[str, Any]:
         "torch": trace.torch,
         "training": trace.training,
         "batch_size": trace.batch_size,
-        "inputs": [_input(tensor) for tensor in trace.inputs],
+        "inputs": [input_data(tensor) for tensor in trace.inputs],
         "parameters": {"count": totals.parameters, "trainable": totals.trainable, "bytes": totals.parameter_bytes},
         "buffers": {"bytes": totals.buffer_bytes},
         "attributes": {"bytes": totals.attribute_bytes},
@@ -42,7 +41,7 @@ def data(report: Report, unit: str = "MiB") -> dict[str, Any]:
         "layers": [_layer(row) for row in own_rows(trace)],
         "tensors": [_tensor(tensor) for tensor in trace.tensors],
         "scenarios": [_scenario(report, result) for result in report.scenario_results],
-        "findings": [_finding(finding, unit) for finding in report.findings],
+        "findings": [finding_data(finding, unit) for finding in report.findings],
         "assumptions": list(report.assumptions),
         "notes": list(report.remarks),
         "gpu": report.gpu or None,
@@ -51,16 +50,8 @@ def data(report: Report, unit: str = "MiB") -> dict[str, Any]:
     }
 
 
-def _spec(spec: TensorSpec) -> dict[str, Any]:
-    return {"dtype": spec.dtype, "shape": list(spec.shape)}
-
-
-def _input(tensor: InputTensor) -> dict[str, Any]:
-    return {"name": tensor.name, **_spec(tensor.spec), "bytes": tensor.bytes}
-
-
 def _output(output: Output) -> dict[str, Any]:
-    return {**_spec(output.spec), "memory": output.memory, "bytes": output.bytes}
+    return {**spec_data(output.spec), "memory": output.memory, "bytes": output.bytes}
 
 
 def _layer(row: Row) -> dict[str, Any]:
@@ -88,14 +79,14 @@ def _tensor(tensor: StoredTensor) -> dict[str, Any]:
         "name": tensor.name,
         "kind": tensor.kind,
         "layer": tensor.layer,
-        **_spec(tensor.spec),
+        **spec_data(tensor.spec),
         "elements": tensor.elements,
         "bytes": tensor.bytes,
         "reported_bytes": tensor.reported_bytes,
         "trainable": tensor.trainable,
         "tied_to": tensor.tied_to,
         "wrapper": tensor.wrapper,
-        "parts": [{"name": part.name, **_spec(part.spec), "bytes": part.bytes} for part in tensor.parts],
+        "parts": [{"name": part.name, **spec_data(part.spec), "bytes": part.bytes} for part in tensor.parts],
         "used": tensor.used,
         "differentiable": tensor.differentiable,
     }
@@ -131,13 +122,4 @@ def _outlook(outlook: Outlook | None) -> dict[str, Any] | None:
         "peak_op": outlook.peak_op,
         "roles": dict(outlook.roles),
         "storages": [{**living._asdict(), "shape": list(living.shape)} for living in outlook.storages],
-    }
-
-
-def _finding(finding: Finding, unit: str) -> dict[str, Any]:
-    return {
-        "code": finding.code,
-        "layers": list(finding.layers),
-        "bytes": finding.bytes,
-        "text": finding.text(unit),
     }

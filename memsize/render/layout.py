@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from dataclasses import asdict
 from typing import Any
 
-from memsize.errors import OutputError
 from memsize.layout import LayoutReport, Run, layer_row
-from memsize.nearest import suggestion
-from memsize.record import InputTensor, TensorSpec
-from memsize.render import FORMATS, draw
+from memsize.render import check_format, draw
+from memsize.render.data import as_json, finding_data, input_data, records_as_csv, spec_data
 from memsize.sections.layout import sections
 
 SCHEMA = "memsize.layout/1"
@@ -26,12 +21,11 @@ def render(
     json holds everything, whatever `depth` says; csv has one row per module, whose bytes are its own. Raises
     `OutputError` for an unknown format or unit.
     """
-    if format not in FORMATS:
-        raise OutputError(f"no format {format!r}: {suggestion(format, FORMATS)}")
+    check_format(format)
     if format == "json":
-        return json.dumps(data(report, unit), indent=2, ensure_ascii=False) + "\n"
+        return as_json(data(report, unit))
     if format == "csv":
-        return _csv(report)
+        return records_as_csv([layer_row(report.audit, layer) for layer in report.audit.last.layers])
     return draw(sections(report, depth), format, unit, width)
 
 
@@ -43,7 +37,7 @@ def data(report: LayoutReport, unit: str = "MiB") -> dict[str, Any]:
         "model": audit.model,
         "scenario": audit.scenario,
         "training": audit.training,
-        "inputs": [_input(tensor) for tensor in audit.inputs],
+        "inputs": [input_data(tensor) for tensor in audit.inputs],
         "converted": {"inputs": audit.converted_inputs, "weights": audit.converted},
         "copied_bytes": audit.last.copied,
         "row_major_copied_bytes": audit.plain.copied,
@@ -57,7 +51,7 @@ def data(report: LayoutReport, unit: str = "MiB") -> dict[str, Any]:
                 "parameters": list(layer.parameters),
                 "inputs": list(layer.inputs),
                 "outputs": list(layer.outputs),
-                "output": [_spec(spec) for spec in layer.specs],
+                "output": [spec_data(spec) for spec in layer.specs],
                 "copied_bytes": audit.last.copied_in(layer.path),
                 "row_major_copied_bytes": audit.plain.copied_in(layer.path),
             }
@@ -66,29 +60,10 @@ def data(report: LayoutReport, unit: str = "MiB") -> dict[str, Any]:
         "copies": _events(audit.last, "copies"),
         "row_major_copies": _events(audit.plain, "copies"),
         "losses": _events(audit.last, "losses"),
-        "findings": [
-            {"code": f.code, "layers": list(f.layers), "bytes": f.bytes, "text": f.text(unit)} for f in report.findings
-        ],
+        "findings": [finding_data(finding, unit) for finding in report.findings],
         "notes": list(report.notes),
     }
 
 
 def _events(run: Run, kind: str) -> list[dict[str, Any]]:
-    return [asdict(event) | {"tensor": _spec(event.tensor)} for event in getattr(run, kind)]
-
-
-def _input(tensor: InputTensor) -> dict[str, Any]:
-    return {"name": tensor.name, **_spec(tensor.spec), "bytes": tensor.bytes}
-
-
-def _spec(spec: TensorSpec) -> dict[str, Any]:
-    return {"dtype": spec.dtype, "shape": list(spec.shape)}
-
-
-def _csv(report: LayoutReport) -> str:
-    rows = [layer_row(report.audit, layer) for layer in report.audit.last.layers]
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+    return [asdict(event) | {"tensor": spec_data(event.tensor)} for event in getattr(run, kind)]

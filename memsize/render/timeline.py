@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from typing import Final
 
 from memsize.render import draw
+from memsize.render.data import as_csv
 from memsize.sections.timeline import timeline_sections
 from memsize.timeline import Timeline, to_data
 
@@ -48,9 +47,5 @@ def _text(found: Timeline, unit: str, width: int | None) -> str:
 
 
 def _csv(found: Timeline) -> str:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
     columns = found.table()
-    writer.writerow(columns)
-    writer.writerows(zip(*columns.values(), strict=True))
-    return file.getvalue()
+    return as_csv(columns, zip(*columns.values(), strict=True))

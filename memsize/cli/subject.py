@@ -1,0 +1,159 @@
+"""What a command is about, as values: the target with its inputs, and the training that is asked for.
+
+Everything that can be wrong with them shows before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import click
+
+from memsize.cli.values import grouped
+from memsize.errors import InputError
+from memsize.inputs import InputSpec, parse_inputs
+from memsize.loading.target import parse_target
+from memsize.training import LOSSES, Training
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A target, what it is built with, what it is given and in which mode. `batch_size` and `mode` may be left open."""
+
+    target: str
+    inputs: tuple[InputSpec, ...]
+    maker: str | None
+    seq_len: int | None
+    arguments: dict[str, object]
+    batch_size: int | None = None
+    mode: Literal["train", "eval"] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the API's functions that say the same; what is left open is not among them."""
+        chosen = {"batch_size": self.batch_size, "mode": self.mode}
+        return {
+            "inputs": self.inputs,
+            "input_data": self.maker,
+            "seq_len": self.seq_len,
+            "arguments": self.arguments,
+            **{name: value for name, value in chosen.items() if value is not None},
+        }
+
+
+def _subject(
+    target: str,
+    inputs: tuple[str, ...],
+    maker: str | None,
+    seq_len: int | None,
+    arguments: tuple[str, ...],
+    **rest: Any,
+) -> Subject:
+    parse_target(target)
+    if maker is not None:
+        if inputs:
+            raise InputError("give the inputs with --input or with --inputs, not with both")
+        parse_target(maker)
+    return Subject(target, parse_inputs(inputs), maker, seq_len, parse_arguments(arguments), **rest)
+
+
+def parse_arguments(texts: Iterable[str]) -> dict[str, object]:
+    """The arguments that ``name=value`` texts give: Python literals, and anything else as the string it is.
+
+    Raises `InputError` for a text without a name, and for a name that comes twice.
+    """
+    arguments: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not name.isidentifier():
+            raise InputError(f"cannot read the argument {text!r}: write it like width=64")
+        if name in arguments:
+            raise InputError(f"the argument {name!r} is given twice")
+        arguments[name] = _literal(value)
+    return arguments
+
+
+def _literal(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def _training(train: str | None, loss: str | None, accumulate: int, ema: bool, steps: int = 3) -> Training | None:
+    return Training(train, loss, steps, accumulate, ema=ema) if train else None
+
+
+_TARGET = click.argument("target")
+_INPUTS = (
+    click.option(
+        "-i",
+        "--input",
+        "inputs",
+        multiple=True,
+        metavar="SHAPE",
+        help="Input without its batch dimension: 3,64,64, input_ids=512:int64 or 3,64,64:float16. Repeat for several.",
+    ),
+    click.option(
+        "--inputs",
+        "maker",
+        metavar="FUNCTION",
+        help="Function that returns the inputs, as file.py:make_inputs; it is given the batch_size if it takes one.",
+    ),
+    click.option(
+        "--seq-len",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Tokens of the texts that hf: models are given. [default: 512, or what fits]",
+    ),
+)
+_BATCH = click.option(
+    "-b",
+    "--batch-size",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Samples in the batch.",
+)
+_ARGUMENTS = click.option(
+    "--arg",
+    "arguments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Argument of the constructor or function, as a Python literal; a bare word is a string. Repeatable.",
+)
+_MODE = click.option(
+    "--mode",
+    default="train",
+    show_default=True,
+    type=click.Choice(["train", "eval"]),
+    help="Run the model as in training or as in evaluation.",
+)
+_TRAIN = click.option(
+    "--train",
+    metavar="OPTIMIZER",
+    help="Run training steps with this optimizer: adamw, adamw:fused, sgd:momentum=0.9 …",
+)
+_STEPS = click.option(
+    "--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Training steps to run."
+)
+_STEP = (
+    click.option("--loss", metavar="NAME", help=f"Loss of the training: {', '.join(LOSSES)}. [default: by the output]"),
+    click.option("--accumulate", default=1, type=click.IntRange(min=1), help="Backwards per training step."),
+    click.option("--ema", is_flag=True, help="Keep an averaged copy of the parameters in training."),
+)
+
+subject_options = grouped("subject", (_TARGET, *_INPUTS, _BATCH, _ARGUMENTS, _MODE), _subject)
+"""The parameter `subject`: a `Subject` with the size of its batch and its mode."""
+
+resized_subject_options = grouped("subject", (_TARGET, *_INPUTS, _ARGUMENTS), _subject)
+"""The parameter `subject` of a command that chooses batch and mode itself."""
+
+training_options = grouped("training", (_TRAIN, _STEPS, *_STEP), _training)
+"""The parameter `training`: a `Training`, or None for inference."""
+
+step_options = grouped("training", (_TRAIN, *_STEP), _training)
+"""The same without the number of steps."""
