@@ -50,8 +50,9 @@ def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
     was all met before has 0 bytes and `tied_to`. Of views of one block each has its own extent, and the first of them
     also what none covers.
     """
-    order = {path: index for index, (path, _) in enumerate(model.named_modules())}
-    held = [*_registered(model), *_attributes(model)]
+    modules = list(model.named_modules())
+    order = {path: index for index, (path, _) in enumerate(modules)}
+    held = [*_registered(modules), *_attributes(modules)]
     claims = [_Claim(entry.name, entry.pieces) for entry in held]
     _share(claims)
     rows = [_row(entry, claim) for entry, claim in zip(held, claims, strict=True)]
@@ -293,8 +294,11 @@ def _elements(tensor: torch.Tensor) -> int:
     return tensor.numel() * _PAIRED.get(str(tensor.dtype).removeprefix("torch."), 1)
 
 
-def _registered(model: nn.Module) -> Iterator[_Held]:
-    for path, module in model.named_modules():
+_Modules = list[tuple[str, nn.Module]]
+
+
+def _registered(modules: _Modules) -> Iterator[_Held]:
+    for path, module in modules:
         yield from _own(module, f"{path}." if path else "", path)
 
 
@@ -310,9 +314,8 @@ def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_Held]:
         yield from _packed(packed, name, layer, prefix)
 
 
-def _attributes(model: nn.Module) -> Iterator[_Held]:
+def _attributes(modules: _Modules) -> Iterator[_Held]:
     """Tensors that modules hold without registering them: as attributes, or inside lists, tuples, dicts and modules."""
-    modules = list(model.named_modules())
     seen = {id(module) for _, module in modules}
     for _, module in modules:
         seen.update(id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))

@@ -167,9 +167,13 @@ class Run:
         """The stored tensors with what the run showed of them: whether an op read them, whether a gradient reaches
         them.
         """
-        twin, ledger = self.setup.twin, self.ledger
-        held: dict[str, torch.Tensor] = dict(twin.named_parameters(remove_duplicate=False))
-        held |= dict(twin.named_buffers(remove_duplicate=False))
+        ledger = self.ledger
+        held: dict[str, torch.Tensor] = {}
+        for path, module in self.setup.twin.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    held[prefix + name] = tensor
 
         def seen(tensor: StoredTensor) -> StoredTensor:
             source = held.get(tensor.name)
@@ -183,9 +187,17 @@ class Run:
 
 def give_shapes(twin: nn.Module, call: Call, training: bool, device: str = "meta") -> None:
     """One forward ahead of any run, in which lazy modules learn their shapes; why it fails is for the run to say."""
-    if any(is_lazy(tensor) for tensor in (*twin.parameters(), *twin.buffers())):
+    if _is_lazy(twin):
         with suppress(Exception), undisturbed(), torch.no_grad(), Ledger(device):
             twin.train(training)(*call[0], **call[1])
+
+
+def _is_lazy(twin: nn.Module) -> bool:
+    """Whether a parameter or buffer has no shape yet. Asked before every run, hence without `parameters()`, which looks
+    for ties.
+    """
+    registries = (own for module in twin.modules() for own in (module._parameters, module._buffers))
+    return any(tensor is not None and is_lazy(tensor) for own in registries for tensor in own.values())
 
 
 def _layers(

@@ -127,7 +127,7 @@ class _Copy:
             elif name == "_compiled_call_impl":
                 state[name] = None
             else:
-                state[name] = self.part(value)
+                state[name] = value if type(value) in _CONSTANTS else self.part(value)
         if isinstance(module, nn.DataParallel):
             state["device_ids"] = []  # it hands everything to the one module inside
 
