@@ -353,3 +353,9 @@ def peak(trace: Trace) -> Peak:
         role = trace.storages[storage].role
         roles[role] = roles.get(role, 0) + size
     return Peak(index, live[index], roles)
+
+
+def split_phase(text: str) -> tuple[str, int]:
+    """A phase's name and step, which the record writes as ``"backward 2"``."""
+    name, _, step = text.rpartition(" ")
+    return (name, int(step)) if step.isdecimal() and name else (text, 0)

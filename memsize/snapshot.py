@@ -17,8 +17,9 @@ from typing import Any, Final, NamedTuple
 
 from memsize.device import AllocatorConfig, replay
 from memsize.device.allocator import Segment
+from memsize.folds import split_phase
 from memsize.record import Event, Trace
-from memsize.timeline import phases, split_phase
+from memsize.timeline import phases
 
 PROTOCOL: Final = 4
 """The newest pickle protocol that the viewer reads: its own unpickler refuses anything above."""

@@ -14,24 +14,11 @@ from typing import Any, Final, NamedTuple
 
 from memsize.device import AllocatorConfig, replay
 from memsize.errors import InputError
+from memsize.folds import split_phase
 from memsize.record import Event, Role, Trace
+from memsize.roles import ROLES, in_order
 
 SCHEMA: Final = "memsize.timeline/1"
-
-ROLES: Final[tuple[Role, ...]] = (
-    "parameter",
-    "buffer",
-    "master weight",
-    "optimizer state",
-    "workspace",
-    "gradient",
-    "input",
-    "activation",
-    "cast copy",
-    "output",
-    "temporary",
-)
-"""The order in which roles are stacked: what stays longest first."""
 
 
 class Phase(NamedTuple):
@@ -187,7 +174,6 @@ def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:
     assert levels is not None
     delta = tuple(event.delta for event in events)
     role = [storages[event.storage].role for event in events]
-    occurring = set(role)
     return Timeline(
         model=trace.model,
         scenario=trace.scenario,
@@ -196,7 +182,7 @@ def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:
         op=tuple(event.op for event in events),
         layer=tuple(event.layer for event in events),
         delta=delta,
-        live={name: tuple(_column(name, role, delta)) for name in ROLES if name in occurring},
+        live={name: tuple(_column(name, role, delta)) for name in in_order(role)},
         allocated=tuple(levels.allocated.tolist()),
         reserved=tuple(levels.reserved.tolist()),
         assumptions=trace.assumptions,
@@ -230,12 +216,6 @@ _FEW: Final = 4
 
 def _phase_of(event: Event) -> int:
     return event.phase
-
-
-def split_phase(text: str) -> tuple[str, int]:
-    """A phase's name and step, which the record writes as ``"backward 2"``."""
-    name, _, step = text.rpartition(" ")
-    return (name, int(step)) if step.isdecimal() and name else (text, 0)
 
 
 class Course(NamedTuple):

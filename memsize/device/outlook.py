@@ -10,7 +10,7 @@ from memsize.device.allocator import Replay, replay
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import Interval, context
 from memsize.device.workspace import cudnn_workspace
-from memsize.folds import alive
+from memsize.folds import alive, split_phase
 from memsize.record import Role, Storage, Trace
 
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "cudnn_convolution"})
@@ -60,7 +60,7 @@ def outlook(
     index = replayed.requested.event
     living = alive(trace, index)
     event = trace.events[index] if index >= 0 else None
-    phase, step = _phase(trace, event.phase) if event else ("", 0)
+    phase, step = split_phase(trace.phases[event.phase]) if event else ("", 0)
     return Outlook(
         requested=replayed.requested.bytes,
         allocated=replayed.allocated.bytes,
@@ -86,12 +86,6 @@ def _device(trace: Trace, replayed: Replay, outside: Interval) -> Interval:
     workspace = cudnn_workspace(max(operands, default=0))
     reserved = replayed.reserved.bytes
     return Interval(reserved + outside.low + workspace.low, reserved + outside.high + workspace.high)
-
-
-def _phase(trace: Trace, phase: int) -> tuple[str, int]:
-    """A phase's name and step: the record writes ``"backward 2"``."""
-    name, _, step = trace.phases[phase].rpartition(" ")
-    return (name, int(step)) if step.isdecimal() and name else (trace.phases[phase], 0)
 
 
 def _roles(trace: Trace, living: Mapping[int, int]) -> dict[Role, int]:

@@ -9,22 +9,9 @@ from memsize.fitting.budget import Budget
 from memsize.fitting.crossings import Crossing
 from memsize.fitting.footprint import Bind
 from memsize.fitting.rows import ANSWERED, FitRow, Remedied
-from memsize.record import Role
+from memsize.roles import noun
 from memsize.units import Bytes
 
-NOUNS: dict[Role, str] = {
-    "parameter": "parameters",
-    "buffer": "buffers",
-    "input": "inputs",
-    "output": "outputs",
-    "activation": "activations",
-    "cast copy": "cast copies",
-    "gradient": "gradients",
-    "optimizer state": "optimizer state",
-    "master weight": "master weights",
-    "temporary": "temporaries",
-    "workspace": "workspaces",
-}
 UNITS_OF: dict[str, str] = {"batch": "sample", "seq_len": "position", "image": "pixel"}
 """What one more of that which varies is."""
 
@@ -121,7 +108,7 @@ def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
         {
             "phase": bind.phase,
             "layer": bind.layer,
-            "role": NOUNS[bind.role],
+            "role": noun(bind.role),
             "held": Bytes(bind.roles[bind.role]),
             "alive": Bytes(alive),
             "apart": Bytes(apart),
@@ -140,7 +127,7 @@ def _fixed_cost(row: FitRow) -> Iterator[Finding]:
             (),
             "No size could fit: {roles} take {fixed} whatever it is, {beyond} more than there are.",
             {
-                "roles": tuple(NOUNS[role] for role in row.standing),
+                "roles": tuple(noun(role) for role in row.standing),
                 "fixed": Bytes(total),
                 "beyond": Bytes(total - row.budget),
             },

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from memsize.render.cells import draw_bytes
-from memsize.sections.timeline import TITLES
+from memsize.roles import noun
 from memsize.timeline import Timeline
 from memsize.units import format_bytes
 
@@ -22,7 +22,7 @@ _EIGHTHS: Final = len(_BLOCKS) - 1
 def render(found: Timeline, unit: str, width: int | None = None) -> str:
     """The chart of a timeline that has events, in at most `width` characters, ending in a newline."""
     peaks = [draw_bytes(max(column), unit) for column in found.live.values()]
-    labels = [TITLES[role] for role in found.live]
+    labels = [noun(role) for role in found.live]
     left = max(map(len, (*labels, draw_bytes(found.peak.bytes, unit)))) + 1
     right = max(map(len, (*peaks, "at most")))
     room = max((width or WIDTH) - left - 2 - right, LEAST)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from memsize.record import Role
 from memsize.render import html
 from memsize.render.cells import MODEL, draw_bytes, shorten_path
-from memsize.sections.timeline import TITLES, timeline_sections
+from memsize.roles import noun
+from memsize.sections.timeline import timeline_sections
 from memsize.timeline import Timeline
 from memsize.units import DECIMAL, UNITS, format_bytes
 
@@ -126,7 +127,7 @@ def _areas(
     for role, above in zip(found.live, levels, strict=True):
         low, high = ([frame.y(size) for size in sizes] for sizes in (below, above))
         polygon = [*_outline(edges, high), *reversed(_outline(edges, low))]
-        yield role, _points(polygon), f"{TITLES[role]}: at most {format_bytes(max(found.live[role]), unit)}"
+        yield role, _points(polygon), f"{noun(role)}: at most {format_bytes(max(found.live[role]), unit)}"
         below = above
 
 
@@ -172,7 +173,7 @@ def _layers(found: Timeline, frame: Frame, unit: str, most: int) -> Iterator[Box
     for layer, start, stop in found.stretches(most):
         if layer is not None:
             summit = found.moment(max(range(start, stop), key=found.total.__getitem__))
-            roles = "".join(f"\n{TITLES[role]} {format_bytes(size, unit)}" for role, size in summit.roles.items())
+            roles = "".join(f"\n{noun(role)} {format_bytes(size, unit)}" for role, size in summit.roles.items())
             highest = f"at most {format_bytes(summit.bytes, unit)}{roles}"
             yield _box(frame, start, stop, layer or MODEL, f"{layer or MODEL} in {found.phase_at(start)}: {highest}")
 

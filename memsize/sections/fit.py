@@ -7,8 +7,9 @@ from typing import Any
 
 from memsize.findings.finding import join_names
 from memsize.fitreport import Fit
-from memsize.fitting.explain import NOUNS, UNITS_OF, first_line
+from memsize.fitting.explain import UNITS_OF, first_line
 from memsize.fitting.rows import ANSWERED, FitRow, RemedyRow
+from memsize.roles import noun
 from memsize.sections.parts import (
     Cell,
     Column,
@@ -112,7 +113,7 @@ def _row(fit: Fit, row: FitRow, searched: bool) -> tuple[Cell, ...]:
         _bytes(row, row.headroom),
         *(following if searched else ()),
         _bytes(row, row.fixed),
-        NOUNS[bind.role] if bind else None,
+        noun(bind.role) if bind else None,
         bind.phase if bind else None,
         Path(bind.layer) if bind and bind.layer else None,
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from memsize.findings.finding import Finding
-from memsize.record import Failure, InputTensor, TensorSpec
+from memsize.record import Failure, InputTensor, Role, TensorSpec
+from memsize.roles import TITLES
 from memsize.units import Bytes
 
 
@@ -66,6 +67,12 @@ class Column:
     kind: Kind
     weight: int
     help: str = ""
+
+
+def role_column(role: Role, meaning: str = "") -> Column:
+    """The column of the bytes that have a role."""
+    noun, weight = TITLES[role]
+    return Column(role, noun, "bytes", weight, f"{noun}{meaning}" if meaning else "")
 
 
 @dataclass(frozen=True, slots=True)

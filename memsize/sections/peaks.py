@@ -7,19 +7,9 @@ from collections.abc import Sequence
 from memsize.device.outlook import Living, Outlook
 from memsize.document import Report, ScenarioResult
 from memsize.record import Role
-from memsize.sections.parts import Cell, Column, Label, Path, Remark, Section, Table
+from memsize.roles import in_order
+from memsize.sections.parts import Cell, Column, Label, Path, Remark, Section, Table, role_column
 from memsize.units import Bytes
-
-_ROLES: tuple[tuple[Role, str, int], ...] = (
-    ("parameter", "parameters", 60),
-    ("gradient", "gradients", 58),
-    ("optimizer state", "optimizer state", 56),
-    ("master weight", "master weights", 54),
-    ("activation", "activations", 59),
-    ("cast copy", "cast copies", 50),
-    ("temporary", "temporaries", 57),
-    ("workspace", "workspaces", 40),
-)
 
 
 def peak_sections(report: Report) -> tuple[Section, ...]:
@@ -33,7 +23,7 @@ def peak_table(report: Report) -> Table:
     """One row per scenario and run: its peak in the allocator's terms, and what is alive there by role."""
     results = [(result, run) for result in report.scenario_results for run in ("inference", "training")]
     shown = [(result, run, look) for result, run in results if (look := _outlook(result, run))]
-    roles = [entry for entry in _ROLES if any(entry[0] in look.roles for _, _, look in shown)]
+    roles = in_order(role for _, _, look in shown for role in look.roles)
     columns = (
         Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
         Column("run", "peak of", "text", 98, "one forward without gradients, or a training step"),
@@ -44,14 +34,14 @@ def peak_table(report: Report) -> Table:
         Column("device_high", "to", "bytes", 80, "reserved, the context and cuDNN's workspace, at most"),
         Column("phase", "in", "text", 85, "the phase that the peak falls in"),
         Column("layer", "at", "name", 70, "the layer that the peak falls in"),
-        *(Column(role, title, "bytes", weight, f"{title} alive at the peak") for role, title, weight in roles),
+        *(role_column(role, " alive at the peak") for role in roles),
     )
     return Table(
         name="peaks",
         title="Peaks",
         caption=_title(report),
         columns=columns,
-        rows=tuple(_peak_row(result, run, look, [role for role, _, _ in roles]) for result, run, look in shown),
+        rows=tuple(_peak_row(result, run, look, roles) for result, run, look in shown),
         remarks=tuple(
             Remark(result.name, "training", result.untrained) for result in report.scenario_results if result.untrained
         ),

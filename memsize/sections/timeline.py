@@ -2,42 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
-from memsize.record import Role
-from memsize.sections.parts import Cell, Column, Notes, Path, Section, Table, Title, Words
-from memsize.timeline import ROLES, Course, Timeline, courses
+from memsize.roles import in_order
+from memsize.sections.parts import Cell, Column, Notes, Path, Section, Table, Title, Words, role_column
+from memsize.timeline import Course, Timeline, courses
 from memsize.units import Bytes
-
-TITLES: Final[Mapping[Role, str]] = {
-    "parameter": "parameters",
-    "buffer": "buffers",
-    "master weight": "master weights",
-    "optimizer state": "optimizer state",
-    "workspace": "workspaces",
-    "gradient": "gradients",
-    "input": "inputs",
-    "activation": "activations",
-    "cast copy": "cast copies",
-    "output": "outputs",
-    "temporary": "temporaries",
-}
-"""What the bytes of a role are called together."""
-
-_WEIGHTS: Final[Mapping[Role, int]] = {
-    "parameter": 60,
-    "activation": 59,
-    "gradient": 58,
-    "temporary": 57,
-    "optimizer state": 56,
-    "master weight": 54,
-    "cast copy": 50,
-    "workspace": 40,
-    "buffer": 35,
-    "output": 30,
-    "input": 20,
-}
 
 
 def timeline_sections(found: Timeline) -> tuple[Section, ...]:
@@ -96,8 +66,8 @@ def _course_row(course: Course) -> tuple[Cell, ...]:
 def alive_table(found: Timeline) -> Table:
     """One row per phase: what is alive by role at its highest moment. Roles add up to what is live then."""
     told = courses(found)
-    roles = [role for role in ROLES if any(role in course.summit.roles for course in told)]
-    columns = (*_PHASE, *(Column(role, TITLES[role], "bytes", _WEIGHTS[role]) for role in roles))
+    roles = in_order(role for course in told for role in course.summit.roles)
+    columns = (*_PHASE, *map(role_column, roles))
     rows = tuple((*_phase_cells(c), *(Bytes(c.summit.roles.get(role, 0)) for role in roles)) for c in told)
     return Table("alive", "Alive", columns, rows, caption="Alive at the highest moment of each phase")
 
