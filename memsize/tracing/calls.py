@@ -19,6 +19,7 @@ from torch import nn
 from memsize.record import Memory, Output, TensorSpec
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.nest import arguments_in, tensors_in
+from memsize.tracing.quiet import CompilerImport
 from memsize.tracing.reach import parameters_reached
 
 
@@ -55,6 +56,7 @@ class Calls:
         self.kept: Set[int] = set()
         self.reached: Set[int] = set()
         self._claimed: set[int] = set()
+        self._compiler = CompilerImport()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -71,6 +73,7 @@ class Calls:
         clock = self.ledger.clock
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            self._compiler.forget()
             outer, start = clock.enter(index), self.ledger.count
             given = [(tensor, _version(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
             try:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 _SEED = 0
+_COMPILER = "torch._dynamo"
 
 
 @contextmanager
@@ -27,6 +28,23 @@ def collector_paused() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+class CompilerImport:
+    """Notices that PyTorch's compiler was imported meanwhile, and lets go of what that keeps.
+
+    The first `torch.utils.checkpoint` of a process imports it, in the middle of the model's forward. The import leaves
+    reference cycles with the frames that it runs in, and so with everything that the forwards above it hold.
+    """
+
+    def __init__(self) -> None:
+        self._pending = _COMPILER not in sys.modules
+
+    def forget(self) -> None:
+        """To be called as often as modules are: collects once, when the import is over."""
+        if self._pending and _COMPILER in sys.modules:
+            self._pending = False
+            gc.collect()
 
 
 @contextmanager
