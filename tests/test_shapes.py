@@ -287,6 +287,8 @@ REAL: dict[str, list[tuple[Any, ...]]] = {
     "_foreach_norm.Scalar": [(LIST,)],
     "_foreach_copy_": [(LIST, LIST)],
     "_foreach_zero_": [(LIST,)],
+    "_transform_bias_rescale_qkv": [(meta(2, 5, 48), meta(48), 4)],
+    "_masked_softmax": [(meta(2, 4, 5, 5), meta(5, 5).bool(), 3, 0)],
 }  # fmt: skip
 
 QUERY, KEY = meta(2, 4, 40, 16), meta(2, 4, 24, 16)

@@ -1,10 +1,12 @@
 """What PyTorch asks about the device before it acts, answered as on a machine with CUDA.
 
 `torch.autocast("cuda")` and `GradScaler` disable themselves where CUDA is missing, `custom_fwd` casts only CUDA
-tensors, checkpointing restores autocast for the device of its tensors, and no region can be opened for ``meta`` by
-name. The answers change only while `cuda_semantics` is open, and only for the threads that opened it.
+tensors, checkpointing restores autocast for the device of its tensors, no region can be opened for ``meta`` by name,
+and the fused paths of `torch.nn` are for devices that they know. The answers change only while `cuda_semantics` is
+open, and only for the threads that opened it.
 
-Source: torch/amp/autocast_mode.py, torch/amp/grad_scaler.py, torch/utils/checkpoint.py.
+Source: torch/amp/autocast_mode.py, torch/amp/grad_scaler.py, torch/utils/checkpoint.py,
+torch/nn/modules/transformer.py and activation.py.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils.backend_registration
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -40,7 +43,30 @@ def _questions() -> tuple[Substitution, ...]:
         Substitution(mode, "_cast", _casting_stand_ins),
         Substitution(torch, "clear_autocast_cache", _dropping_copies),
         Substitution(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
+        Substitution(torch.utils.backend_registration, "_privateuse1_backend_name", _named_too),
     )
+
+
+class _NameOfStandIn(str):
+    """The name of PyTorch's private backend, and in a thread where ``meta`` stands for CUDA that of ``meta`` too.
+
+    The fused paths of `torch.nn` are for tensors on a CPU, on CUDA or on the private backend.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        semantics = current()
+        return str.__eq__(self, other) or (other == "meta" and semantics is not None and semantics.meta)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _named_too(original: Any) -> Any:
+    return _NameOfStandIn(original)
 
 
 def _always(answer: bool) -> Callable[[Function], Function]:

@@ -133,10 +133,10 @@ def _register_once() -> None:
 
 def _kernels() -> Mapping[str, Kernel]:
     """Every kernel by operator name. What autocast wraps is decided on after its casts; attention does both itself."""
-    from memsize.semantics import attention, autocast, dropout, norms, rnn, softmax
+    from memsize.semantics import attention, autocast, dropout, encoder, norms, rnn, softmax
 
     decided = {**dropout.kernels(), **norms.kernels(), **rnn.kernels(), **softmax.kernels()}
-    return {**decided, **autocast.kernels(decided), **attention.kernels()}
+    return {**decided, **autocast.kernels(decided), **attention.kernels(), **encoder.kernels()}
 
 
 def _registered(kernels: Mapping[str, Kernel]) -> list[Any]:

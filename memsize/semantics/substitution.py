@@ -1,4 +1,4 @@
-"""Functions of PyTorch that something else stands in for, for a while and for some threads only."""
+"""What something else stands in for in PyTorch, for a while and for some threads only: functions, and names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _NOTHING = object()
 
 
 class Substitution(NamedTuple):
-    """A function of PyTorch, by the module or class that holds it, and what makes its stand-in out of the original."""
+    """A function of PyTorch, by the module or class that holds it, and what makes its stand-in out of the original.
+
+    It may also be a value: then its stand-in finds out itself which thread it answers.
+    """
 
     owner: Any
     name: str
@@ -71,7 +74,9 @@ class Substitutions:
         original = getattr(owner, name)
         made_of, made = self._made.get(substitution, (None, None))
         if made_of is not original or made is None:
-            made = self._answering(original, stand_in(original))
+            made = stand_in(original)
+            if callable(original):
+                made = self._answering(original, made)
             self._made[substitution] = original, made
         self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
         setattr(owner, name, made)

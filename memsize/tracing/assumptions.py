@@ -21,6 +21,7 @@ EQUAL = "two tensors that the model compares as a whole (torch.equal, torch.allc
 CHECKED = "what PyTorch itself checks (that istft's windows add up to something) is in order"
 RANDOM = "random numbers that the model decides by are one fixed draw"
 NUMBER = "a number read out of an activation (.item()) is taken to be 1.0"
+PADDED = "the encoder computes the padding along: PyTorch's nested tensors, which leave it out, are not followed"
 COPIED = "values that the model copies to the CPU are taken to be 1.0, integers 0, conditions true"
 
 MIXED = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"

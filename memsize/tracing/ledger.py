@@ -21,6 +21,7 @@ _MULTIPLIES = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
+        _aten._addmm_activation.default,
         _aten.bmm.default,
         _aten.baddbmm.default,
         _aten.addbmm.default,

@@ -22,6 +22,7 @@ from memsize.tracing.assumptions import (
     KEEPS,
     MIXED,
     NUMBER,
+    PADDED,
     RANDOM,
     assumed_of,
     spread_evenly,
@@ -48,6 +49,7 @@ _TO = _aten._to_copy.default
 _COMPARED = (_aten.equal.default, _aten.allclose.default)
 _DRAW = _aten.rand.default
 _PACK = _aten._pack_padded_sequence.default
+_LEFT_ALIGNED = _aten._nested_tensor_from_mask_left_aligned.default
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _HOST_LIMIT = 2**31
 """Bytes of stand-in arguments that an op without a meta kernel may take on the CPU."""
@@ -283,6 +285,13 @@ class Values:
             return NotImplemented
         return _PACK(data, self._to(lengths, device=torch.device("cpu")), batch_first)
 
+    def _left_aligned(self, tensor: torch.Tensor, _mask: torch.Tensor) -> Any:
+        """Whether a padded batch can become a nested tensor, which nobody here follows."""
+        if not tensor.is_meta:
+            return NotImplemented
+        self.rely(PADDED)
+        return False
+
     # -- what meta cannot do ------------------------------------------------------------------------------------------
 
     def _on_cpu(self, func: Any, op: OpInfo, args: Any, kwargs: Any) -> Any:
@@ -321,6 +330,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _TO: Values._to,
     _DRAW: Values._draw,
     _PACK: Values._pack,
+    _LEFT_ALIGNED: Values._left_aligned,
     **dict.fromkeys(_COMPARED, Values._compare),
 }
 """Ops that ask for values, and what answers instead of PyTorch; NotImplemented leaves it to PyTorch after all."""

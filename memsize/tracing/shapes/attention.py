@@ -45,6 +45,20 @@ def _flash(
     return like(query), sums, None, None, rows[2], key.shape[2], *states, empty((0,), query.dtype)
 
 
+@shape_rule("aten::_transform_bias_rescale_qkv")
+def _rescaled(qkv: Any, bias: Any, heads: int) -> Any:
+    """Query, key and value by head, three parts of one block (cuda/attention.cu)."""
+    if not are_plain(qkv, bias) or qkv.dim() != 3:
+        return NotImplemented
+    batch, tokens, width = qkv.shape
+    return empty((3, batch, heads, tokens, width // 3 // heads), bias.dtype).unbind()
+
+
+@shape_rule("aten::_masked_softmax")
+def _masked_softmax(scores: Any, _mask: Any, _dim: int | None = None, _kind: int | None = None) -> Any:
+    return like(scores) if are_plain(scores) else NotImplemented
+
+
 @shape_rule("aten::_scaled_dot_product_flash_attention_backward", "aten::_scaled_dot_product_cudnn_attention_backward")
 def _like_inputs(_grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
     return (like(query), like(key), like(value)) if _fits(query, key, value) else NotImplemented
