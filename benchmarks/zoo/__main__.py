@@ -1,0 +1,65 @@
+"""`python -m benchmarks.zoo [LIBRARY …]`: every model of timm, torchvision and transformers (hf) through memsize."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.zoo import results
+from benchmarks.zoo.case import Case, Outcome
+from benchmarks.zoo.runner import Limits, outcomes
+from benchmarks.zoo.sources import FILES, source
+from benchmarks.zoo.table import failures, page, summary
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    chosen = _parser().parse_args(arguments)
+    unknown = set(chosen.libraries) - set(FILES)
+    if unknown:
+        _parser().error(f"no library {', '.join(sorted(unknown))}: choose from {', '.join(FILES)}")
+    file: Path = chosen.results
+    if not chosen.resume and file.exists():
+        file.unlink()
+    known = {outcome.case.target: outcome for outcome in results.read(file)}
+    wanted = [case for library in chosen.libraries or FILES for case in _cases(library, chosen.only)]
+    left = [case for case in wanted if case.target not in known]
+    limits = Limits(chosen.seconds, int(chosen.memory * 2**30))
+    for outcome in tqdm(outcomes(left, chosen.workers, limits), total=len(left), unit="model"):
+        results.append(file, outcome)
+        known[outcome.case.target] = outcome
+    _tell([known[case.target] for case in wanted], chosen.page)
+
+
+def _cases(library: str, only: str) -> Iterable[Case]:
+    return (case for case in source(library).cases() if fnmatch(case.name, only))
+
+
+def _tell(found: Sequence[Outcome], file: Path | None) -> None:
+    print(summary(found))
+    for target, way, cause in failures(found):
+        print(f"{target} ({way}): {cause}")
+    if file is not None:
+        file.write_text(page(found), encoding="utf-8")
+        print(f"Wrote {file}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__.partition(": ")[2])
+    add = parser.add_argument
+    add("libraries", nargs="*", metavar="LIBRARY", help=f"whose models: {', '.join(FILES)} (default: all)")
+    add("--only", default="*", metavar="PATTERN", help="models whose name fits, such as 'resnet*'")
+    add("--workers", type=int, default=1, help="processes side by side (default: %(default)s)")
+    add("--seconds", type=float, default=120, help="the most that one model may take (default: %(default)s)")
+    add("--memory", type=float, default=4, help="GiB that a worker may hold, 0: no limit (default: %(default)s)")
+    add("--results", type=Path, default=Path("zoo.jsonl"), help="the results file (default: %(default)s)")
+    add("--resume", action="store_true", help="keep what the results file has and run what is missing")
+    add("--page", type=Path, help="write the page with the tables there")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What the zoo run showed, as a summary for the terminal and as a page for the documentation."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
+
+from tabulate import tabulate
+
+from benchmarks.zoo.case import BATCH, Case, Outcome
+from benchmarks.zoo.sources import FILES, source
+
+SLOWEST = 10
+"""Rows of the table of the slowest models."""
+
+_TITLES = ("library", "models", "inference", "training step", "parameter counts equal")
+
+_PAGE = """# The zoo
+
+Every model that a library knows by name, through memsize by that name, without weights: one inference in evaluation
+mode, and training steps with AdamW in training mode, on a batch of {batch} of the inputs that memsize makes. Parameters
+are counted against the library's own model, built without memsize. Made by `python -m benchmarks.zoo`, with
+{versions}.
+
+{summary}
+
+{libraries}
+## What failed, and why
+
+{failures}
+
+## The slowest
+
+Seconds of the slowest training steps: building the model, two steps, and what a GPU would show of them.
+
+{slowest}
+"""
+
+
+def summary(found: Sequence[Outcome], style: str = "simple") -> str:
+    """One row per library: how many models, and how many of them succeeded in what."""
+    rows = []
+    for library in FILES:
+        own = [outcome for outcome in found if outcome.case.library == library]
+        if own:
+            rows.append((_labelled(library), f"{len(own):,}", *_shares(own)))
+    return tabulate(rows, _TITLES, style, disable_numparse=True, colalign=("left", *["right"] * 4) if rows else None)
+
+
+def _shares(own: Sequence[Outcome]) -> Iterator[str]:
+    tests: tuple[Callable[[Outcome], bool], ...] = (
+        lambda outcome: outcome.inference.succeeded,
+        lambda outcome: outcome.training.succeeded,
+        lambda outcome: outcome.counts_agree,
+    )
+    for test in tests:
+        count = sum(map(test, own))
+        yield f"{count:,} ({100 * count / len(own):.1f} %)"
+
+
+def _labelled(library: str) -> str:
+    return ", ".join(f"{name} {version(name)}" for name in source(library).DISTRIBUTIONS)
+
+
+def failures(found: Iterable[Outcome]) -> Iterator[tuple[str, str, str]]:
+    """Target, what failed, and the cause, of everything that failed."""
+    for outcome in found:
+        inference, training = outcome.inference, outcome.training
+        target = written(outcome.case)
+        if inference.reason and inference.reason == training.reason:
+            yield target, "inference, training", inference.reason
+        else:
+            for way, attempt in (("inference", inference), ("training", training)):
+                if not attempt.succeeded:
+                    yield target, way, attempt.reason
+        if not outcome.counts_agree and outcome.uncounted not in (inference.reason, training.reason):
+            yield target, "parameter count", outcome.uncounted or f"{outcome.ours:,}, theirs is {outcome.theirs:,}"
+
+
+def written(case: Case) -> str:
+    """The target with its arguments, as a user types it."""
+    arguments = "&".join(f"{name}={value}" for name, value in case.arguments.items())
+    return f"{case.target}?{arguments}" if arguments else case.target
+
+
+def page(found: Sequence[Outcome]) -> str:
+    """The page of the documentation."""
+    failed = [(f"`{target}`", way, _escaped(cause)) for target, way, cause in failures(found)]
+    slowest = sorted(found, key=lambda outcome: -outcome.training.seconds)[:SLOWEST]
+    timed = [(f"`{written(o.case)}`", f"{o.training.seconds:.1f}", f"{o.inference.seconds:.1f}") for o in slowest]
+    libraries = [source(library).ABOUT for library in FILES if any(o.case.library == library for o in found)]
+    return _PAGE.format(
+        batch=BATCH,
+        versions=f"torch {version('torch')} and Python {platform.python_version()}",
+        summary=summary(found, "github"),
+        libraries="\n".join(f"- {about}" for about in libraries) + "\n",
+        failures=_table(failed, ("model", "in", "cause")) if failed else "Nothing.",
+        slowest=_table(timed, ("model", "training, s", "inference, s")),
+    )
+
+
+def _table(rows: Sequence[Sequence[str]], titles: Sequence[str]) -> str:
+    return tabulate(rows, titles, "github", disable_numparse=True)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", r"\|").replace("<", "&lt;")

@@ -1,0 +1,58 @@
+"""One case through memsize, as a user would send it there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import memsize
+from benchmarks.zoo.case import BATCH, Case
+from benchmarks.zoo.sources import source
+from memsize.errors import MemsizeError
+
+Part = tuple[str, Any]
+STEPS = 2
+"""Training steps: optimizer state is made in the first, so that the second is an ordinary one."""
+_LONGEST = 300
+
+
+def parts(case: Case) -> Iterator[Part]:
+    """The parts of an `Outcome` as they become known: the fields of an `Attempt` for each trace, and the counts."""
+    ways: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("inference", {"optimizer": None, "mode": "eval"}),
+        ("training", {"optimizer": "adamw", "mode": "train", "steps": STEPS}),
+    )
+    library, ours = source(case.library), None
+    for way, options in ways:
+        attempt, count = _attempt(case, options)
+        ours = count if ours is None else ours
+        yield way, attempt
+    yield "ours", ours
+    theirs, reason = _asked(lambda: library.parameters(case))
+    yield "theirs", theirs
+    yield "uncounted", reason
+
+
+def _attempt(case: Case, options: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """One trace and the parameters that memsize counts in it."""
+    start = time.perf_counter()
+    found, reason = _asked(lambda: memsize.trace(case.target, arguments=case.arguments, batch_size=BATCH, **options))
+    peak, taken = found and found.peak.allocated, time.perf_counter() - start
+    count = found and sum(layer.parameters for layer in found.trace.layers)
+    return {"peak": peak, "reason": reason, "seconds": round(taken, 2)}, count
+
+
+def _asked(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What `call` returns and why it returns nothing; what is no error of memsize's own is named by its type."""
+    try:
+        return call(), ""
+    except MemsizeError as error:
+        return None, _one_line(str(error))
+    except Exception as error:
+        return None, _one_line(f"{type(error).__name__}: {error}")
+
+
+def _one_line(text: str) -> str:
+    line = "; ".join(part.strip() for part in text.splitlines() if part.strip())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
