@@ -281,6 +281,36 @@ def test_the_same_model_as_by_plain_construction(make: Callable[[], nn.Module]) 
     assert all(p.is_meta for p in model.parameters() if not isinstance(p, lazy) and p.numel() >= SMALLEST)
 
 
+class Windows(nn.Module):
+    """What timm's window attention does: the table that says which position is which is made where a weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(100, 100)
+        self.register_buffer("index", torch.empty(4, 4, dtype=torch.long))
+        places = torch.arange(4, device=self.proj.weight.device)
+        self.index.copy_(places[:, None] - places[None, :] + 3)
+        self.register_buffer("angles", torch.linspace(0, 1, 3).to(self.proj.weight.device))
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3, device=self.proj.weight.device)]
+
+
+def test_what_is_made_where_a_weight_is_has_values() -> None:
+    with Weightless():
+        model = Windows()
+    assert model.proj.weight.is_meta
+    assert model.index.tolist() == [[3, 2, 1, 0], [4, 3, 2, 1], [5, 4, 3, 2], [6, 5, 4, 3]]
+    assert model.angles.tolist() == model.rates == [0, 0.5, 1]
+
+
+def test_what_the_constructor_itself_makes_on_meta_stays_there() -> None:
+    with Weightless():
+        with torch.device("meta"):
+            model = nn.Linear(4, 4)
+        large = nn.Linear(100, 100)
+    assert model.weight.is_meta and model.bias.is_meta
+    assert large.weight.is_meta and not large.bias.is_meta
+
+
 def test_integers_are_not_made_up() -> None:
     with Weightless():
         counts = torch.zeros(4, dtype=torch.int64)

@@ -6,6 +6,9 @@ at them: drop-path rates from ``linspace(…).tolist()``, lengths, index tables.
 
 Asking for a number that was not made raises, and so does filling a real integer tensor from such numbers. Known limit:
 a small real floating tensor that is filled from them keeps what it held before.
+
+A tensor that is made "where the weight is" is meant for the CPU: from the first weight that was not made on, `meta` is
+taken for that. A constructor that asks for `meta` itself gets it only before.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ SMALLEST_INTEGER = 2**20
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _META = torch.device("meta")
+_CPU = torch.device("cpu")
 
 
 class UnknownValueError(RuntimeError):
@@ -37,6 +41,8 @@ class Weightless(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._left_out = False
+        """Whether some tensor that was asked for on the CPU is on `meta` already."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -59,10 +65,14 @@ class Weightless(TorchDispatchMode):
                 return args[0]
             shape_rule = _SHAPE_RULES.get(func)
             return shape_rule(*args, **kwargs) if shape_rule else _run_on_meta(func, args, kwargs)
-        if _makes_tensors(func) and _is_cpu(kwargs.get("device")):
-            made = _try_on_meta(func, args, kwargs)
-            if isinstance(made, torch.Tensor) and _is_large(made):
-                return made
+        if _makes_tensors(func):
+            if self._left_out and kwargs.get("device") == _META:
+                kwargs["device"] = _CPU
+            if _is_cpu(kwargs.get("device")):
+                made = _try_on_meta(func, args, kwargs)
+                if isinstance(made, torch.Tensor) and _is_large(made):
+                    self._left_out = True
+                    return made
         return func(*args, **kwargs)
 
 
