@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.zoo import operators
 from memsize.semantics import autocast, autocast_region, cuda_semantics, unknown_operators
 
 aten = torch.ops.aten
@@ -288,7 +290,49 @@ def test_samples_run() -> None:
 def test_every_wrapped_operator_is_known_and_sampled() -> None:
     assert unknown_operators() == ()
     assert set(wrapped_here()) <= set(SAMPLES) | set(UNSAMPLED)
-    assert set(autocast.kernels()) == set(wrapped_here()) - {"_cudnn_rnn"}  # memsize.semantics.rnn casts for it
+    own = {name for name in autocast.kernels() if "::" not in name}
+    assert own == set(wrapped_here()) - {"_cudnn_rnn"}  # memsize.semantics.rnn casts for it
+
+
+class Declared(TorchDispatchMode):
+    """Writes down the dtypes that torchvision's operators are given in the end, and returns what they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[tuple[str, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "torchvision":
+            return func(*args, **(kwargs or {}))
+        self.given.append(tuple(str(arg.dtype) for arg in args if isinstance(arg, Tensor)))
+        pooled = args[0].new_empty(len(args[1]), 3)
+        return pooled if func._schema.name.endswith("align") else (pooled, pooled.to(torch.int32))
+
+
+@pytest.fixture(scope="module")
+def torchvisions() -> None:
+    """torchvision's operators, wrapped for autocast as it wraps them where it is not installed itself."""
+    operators.declare()
+    if not torch._C._dispatch_has_kernel("torchvision::roi_align"):
+        library = operators.declare_schemas()
+        for name in ("roi_align", "roi_pool"):
+            library.impl(name, lambda *args: args[0], "AutocastCUDA")  # that there is one is what counts
+
+
+@pytest.mark.parametrize("lower", LOWER, ids=str)
+def test_operators_of_torchvision_compute_in_float32(torchvisions: None, lower: torch.dtype) -> None:
+    """torchvision/_autograd_registrations.py: cast to float32, and everything that comes out to the input's dtype."""
+    image, boxes = torch.empty(1, 3, 8, 8, dtype=lower, device="meta"), torch.empty(2, 5, device="meta")
+    ops = torch.ops.torchvision
+    with Declared() as declared, cuda_semantics():
+        with autocast_region(lower):
+            aligned = ops.roi_align(image, boxes, 1.0, 2, 2, 2, False)
+            pooled = ops.roi_pool(image, boxes, 1.0, 2, 2)
+        ops.roi_align(image, boxes, 1.0, 2, 2, 2, False)
+    cast = ("torch.float32", "torch.float32")
+    assert declared.given == [cast, cast, (str(lower), "torch.float32")]
+    assert [each.dtype for each in (aligned, *pooled)] == [lower] * 3
+    assert set(unknown_operators()) == set()
 
 
 def test_an_operator_outside_the_table_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:

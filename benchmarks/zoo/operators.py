@@ -78,7 +78,7 @@ def _declaring_what_cannot_be_loaded() -> Iterator[None]:
         except OSError:
             if Path(path).parts[-2:-1] != ("torchvision",) or not Path(path).name.startswith("_C"):
                 raise
-            _declare()
+            declare_schemas()
 
     torch.ops.load_library = load_or_declare  # type: ignore[method-assign]
     try:
@@ -87,9 +87,11 @@ def _declaring_what_cannot_be_loaded() -> Iterator[None]:
         del torch.ops.load_library
 
 
-def _declare() -> None:
+def declare_schemas() -> torch.library.Library:
+    """Declare the operators as the compiled part would; only where nothing else has, and for good."""
     library = torch.library.Library("torchvision", "DEF")
     for schema in SCHEMAS:
         library.define(schema)
     library.impl("_cuda_version", lambda: -1, "CompositeExplicitAutograd")  # not a build for CUDA
     _declared.append(library)
+    return library

@@ -2,10 +2,11 @@
 
 Everything is driven by PyTorch's own state, so that a user's nested and disabled regions count. `POLICIES` is the one
 table of the operators. Only those that the installed torch wraps are given a kernel, so that each version behaves as it
-does: 2.12 added `rms_norm` and dropped dimensions by name (``.dimname``), 2.14 added `linalg_matrix_sqrth`.
+does: 2.12 added `rms_norm` and dropped dimensions by name (``.dimname``), 2.14 added `linalg_matrix_sqrth`. Operators
+of libraries are known by their full names, and get their kernels once their library is there.
 
 Source: aten/src/ATen/autocast_mode.h (the lists and the wrappers), autocast_mode.cpp (the cache, the refused loss),
-aten/src/ATen/cudnn/AutocastRNN.cpp.
+aten/src/ATen/cudnn/AutocastRNN.cpp; torchvision/csrc/ops/autocast (since 0.28 torchvision/_autograd_registrations.py).
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from torch import Tensor
 
 from memsize.semantics.key import KEY, Kernel, Semantics, current, overload
 
-Policy = Literal["lower precision", "float32", "float32 output", "float32 appended", "promote", "refused", "cuDNN RNN"]
-"""How autocast treats an operator: cast every floating argument to the region's dtype; cast them to float32; ask for a
-float32 result unless the caller named a dtype; call the overload that takes a dtype, with float32; cast all to the
-widest dtype among them; refuse. A cuDNN RNN casts its flat weights in one piece."""
+Policy = Literal[
+    "lower precision", "float32", "float32 and back", "float32 output", "float32 appended", "promote", "refused",
+    "cuDNN RNN",
+]  # fmt: skip
+"""How autocast treats an operator: cast every floating argument to the region's dtype; cast them to float32; that, and
+give the result the first argument's dtype; ask for a float32 result unless the caller named a dtype; call the overload
+that takes a dtype, with float32; cast all to the widest dtype among them; refuse. A cuDNN RNN casts its flat weights in
+one piece."""
 
 _LISTS: dict[Policy, str] = {
     "lower precision": """
@@ -41,7 +46,10 @@ _LISTS: dict[Policy, str] = {
         binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
         _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
-        upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth""",
+        upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth torchvision::nms""",
+    "float32 and back": """
+        torchvision::roi_align torchvision::roi_pool torchvision::ps_roi_align torchvision::ps_roi_pool
+        torchvision::deform_conv2d""",
     "float32 output": """
         prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
         linalg_matrix_norm.str_ord sum sum.dim_IntList prod.dim_Dimname softmax.Dimname log_softmax.Dimname
@@ -52,7 +60,10 @@ _LISTS: dict[Policy, str] = {
     "cuDNN RNN": "_cudnn_rnn",
 }
 POLICIES: dict[str, Policy] = {name: policy for policy, names in _LISTS.items() for name in names.split()}
-"""What autocast does to each operator of CUDA, by name without its namespace."""
+"""What autocast does to each operator of CUDA, by its name: without the namespace where that is ``aten``."""
+
+LATE = tuple(name for name in POLICIES if "::" in name)
+"""Operators that are there only once their library is imported."""
 
 _POSITIONAL_DTYPE = {"softmax.int": 2, "log_softmax.int": 2}
 """Where an operator takes its result's dtype by position. All others take it by keyword."""
@@ -176,6 +187,27 @@ def _lower_precision(name: str, beneath: Kernel | None) -> Kernel:
 
 def _float32(name: str, beneath: Kernel | None) -> Kernel:
     return _casting(name, beneath, lambda _: torch.float32)
+
+
+def _float32_and_back(name: str, beneath: Kernel | None) -> Kernel:
+    """A kernel that casts every argument to float32, and everything that comes out to the first argument's dtype."""
+    call: Any = beneath
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal call
+        call = call or overload(name)
+        _exclude(KEY, True)
+        try:
+            semantics = active()
+            if semantics is None:
+                return call(*args, **kwargs)
+            found = call(*cast_arguments(args, torch.float32, semantics), **kwargs)
+            dtype = args[0].dtype
+            return found.to(dtype) if isinstance(found, Tensor) else tuple(each.to(dtype) for each in found)
+        finally:
+            _exclude(KEY, False)
+
+    return kernel
 
 
 def _casting(name: str, beneath: Kernel | None, dtype_of: Callable[[str], torch.dtype]) -> Kernel:
@@ -303,6 +335,7 @@ def _refused(name: str, beneath: Kernel | None) -> Kernel:
 _KERNELS: dict[Policy, Callable[[str, Kernel | None], Kernel]] = {
     "lower precision": _lower_precision,
     "float32": _float32,
+    "float32 and back": _float32_and_back,
     "float32 output": _float32_output,
     "float32 appended": _float32_appended,
     "promote": _promote,

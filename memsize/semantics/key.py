@@ -59,7 +59,9 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.Lock()
-_library: list[Any] = []
+_libraries: list[Any] = []
+_registered: set[str] = set()
+"""Names of the operators that have their kernel on the key."""
 
 
 def current() -> Semantics | None:
@@ -119,16 +121,26 @@ class suspended:  # noqa: N801 - reads as the context manager that it is
 
 
 def overload(name: str) -> Any:
-    """The callable of the operator `name` (``"softmax.int"``), without the checks of its Python face."""
-    packet, _, variant = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), variant or "default")._op
+    """The callable of the operator `name` (``"softmax.int"``, ``"torchvision::nms"``), without the checks of its Python
+    face.
+    """
+    namespace, _, own = name.rpartition("::")
+    packet, _, variant = own.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace or NAMESPACE), packet), variant or "default")._op
 
 
 def _register_once() -> None:
-    """Put every kernel on the key, unless an earlier call has."""
+    """Put the kernels on the key that aren't: PyTorch's own at the first call, a library's once it is imported."""
+    from memsize.semantics.autocast import LATE
+
     with _lock:
-        if not _library:
-            _library.extend(_registered(_kernels()))
+        if not _libraries:
+            fallback = torch.library.Library("_", "IMPL", KEY.name)
+            fallback.fallback(torch.library.fallthrough_kernel, KEY.name)
+            _libraries.append(fallback)
+        elif not any(name not in _registered and torch._C._dispatch_has_kernel(name) for name in LATE):
+            return
+        _register({name: kernel for name, kernel in _kernels().items() if name not in _registered})
 
 
 def _kernels() -> Mapping[str, Kernel]:
@@ -139,11 +151,14 @@ def _kernels() -> Mapping[str, Kernel]:
     return {**decided, **autocast.kernels(decided), **attention.kernels(), **encoder.kernels()}
 
 
-def _registered(kernels: Mapping[str, Kernel]) -> list[Any]:
-    """The libraries that hold `kernels`; they must stay alive."""
-    fallback = torch.library.Library("_", "IMPL", KEY.name)
-    fallback.fallback(torch.library.fallthrough_kernel, KEY.name)
-    library = torch.library.Library(NAMESPACE, "IMPL", KEY.name)
+def _register(kernels: Mapping[str, Kernel]) -> None:
+    """Put `kernels` on the key; the libraries that hold them must stay alive."""
+    libraries: dict[str, torch.library.Library] = {}
     for name, kernel in kernels.items():
-        library.impl(name, kernel)
-    return [fallback, library]
+        namespace, _, own = name.rpartition("::")
+        namespace = namespace or NAMESPACE
+        if namespace not in libraries:
+            libraries[namespace] = torch.library.Library(namespace, "IMPL", KEY.name)
+        libraries[namespace].impl(own, kernel)
+        _registered.add(name)
+    _libraries.extend(libraries.values())
