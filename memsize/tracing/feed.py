@@ -99,8 +99,15 @@ def input_tensors(call: Call) -> tuple[InputTensor, ...]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating tensors in `dtype`."""
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+    """`value` with its floating tensors in `dtype`, what is known of their values as well."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype is dtype:
+            return tensor
+        real = known(tensor) if tensor.is_meta else None
+        return tensor.to(dtype) if real is None else remember(tensor.to(dtype), real.to(dtype))
+
+    return map_tensors(cast, value)
 
 
 def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
