@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memsize.tracing.answers import Answers
-from memsize.tracing.assumptions import COPIED, EQUAL, EVEN, FINITE, KEEPS, NUMBER, RANDOM, spread_evenly
+from memsize.tracing.assumptions import COPIED, COVERED, EQUAL, EVEN, FINITE, KEEPS, NUMBER, RANDOM, spread_evenly
 from memsize.tracing.known import known
 from memsize.tracing.values import UnknownValueError
 
@@ -242,6 +244,24 @@ def test_a_selection_keeps_everything_and_its_count_agrees() -> None:
         assert scores.unique().shape == (15,)
         assert scores.unique(dim=0).shape == (5, 3)
     assert list(mode.values.assumptions) == [KEEPS]
+
+
+def test_masks_are_pasted_over_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision's Mask R-CNN reads the corners of its boxes; a module of that name stands for it here."""
+
+    def paste_masks_in_image(_: Any, boxes: Tensor, __: tuple[int, int]) -> list[int]:
+        return [int(corner) for box in boxes.to(torch.int64) for corner in box]
+
+    module = ModuleType("torchvision.models.detection.transform")
+    module.paste_masks_in_image = paste_masks_in_image  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    mode = Answers()
+    with mode:
+        assert module.paste_masks_in_image(None, torch.tensor([[1.0, 2, 3, 4]], device=META), (30, 40)) == [1, 2, 3, 4]
+        assert not mode.values.assumptions
+        assert module.paste_masks_in_image(None, unknown(2, 4), (30, 40)) == [0, 0, 40, 30] * 2
+    assert list(mode.values.assumptions) == [COVERED]
+    assert module.paste_masks_in_image is paste_masks_in_image
 
 
 def test_known_masks_select_exactly() -> None:

@@ -10,9 +10,7 @@ import types
 import warnings
 from collections import UserDict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
+from benchmarks.zoo.operators import declare
 from memsize import api
 from memsize.cli import run
 from memsize.errors import InputError, TargetError
@@ -82,22 +81,13 @@ def test_refuses_what_names_nothing(text: str, part: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def operators() -> torch.library.Library | None:
-    """Where torchvision's compiled ops do not fit this torch, those that it names on import are declared."""
-    with warnings.catch_warnings(), suppress(ImportError):
-        warnings.simplefilter("ignore")
-        try:
-            import_module("torchvision")
-        except RuntimeError:
-            library = torch.library.Library("torchvision", "DEF")
-            for op in ("nms", "qnms"):
-                library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            return library  # what it declares ends with it
-    return None
+def operators() -> None:
+    """Where torchvision's compiled ops do not fit this torch, they are declared."""
+    declare()
 
 
 @pytest.fixture(scope="module")
-def transformers(operators: torch.library.Library | None) -> Any:
+def transformers(operators: None) -> Any:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     with warnings.catch_warnings():
@@ -404,6 +394,18 @@ def test_a_detector_is_given_objects_in_training(real_torchvision: Any) -> None:
     assert tuple(ssd.make(Request())[0][0].shape) == (3, 300, 300)
 
 
+@pytest.mark.parametrize("scenario", ["fp32", "fp16", "amp-bf16"])
+def test_a_detector_finds_and_learns_in_any_precision(real_torchvision: Any, scenario: str) -> None:
+    found = api.trace("torchvision:maskrcnn_resnet50_fpn", optimizer=None, mode="eval", scenario=scenario)
+    # 100 objects, each with its mask over the whole image: one after the other, then all in one.
+    masks = 100 * 800 * 1066 * (2 if scenario == "fp16" else 4)
+    assert max(s.bytes for s in found.trace.storages) == masks
+    assert any("cover all of it" in assumption for assumption in found.assumptions)
+    trained = api.trace("torchvision:maskrcnn_resnet50_fpn", optimizer="sgd", steps=1, scenario=scenario)
+    gradients = sum(s.bytes for s in trained.trace.storages if s.role == "gradient")
+    assert gradients == sum(layer.trainable for layer in trained.trace.layers) * (2 if scenario == "fp16" else 4)
+
+
 def test_torchvision_names(real_torchvision: Any) -> None:
     assert "did you mean resnet18" in refused("torchvision:resnte18")
     assert "no pretrained weights" in refused("torchvision:resnet18", weights="DEFAULT")
@@ -557,6 +559,13 @@ def test_any_nest_of_tensors_is_taken_and_resized() -> None:
     ((batch,), _) = feed.call(5)
     assert (batch.ids.shape, batch.parts["a"][0].shape) == ((5, 3), (5,))
     assert batch.ids.is_meta
+
+
+def test_a_cast_input_keeps_its_values() -> None:
+    _, kwargs = feed_from_data({"boxes": torch.tensor([[1.0, 2, 3, 4]])}).call(floating=torch.float16)
+    values = known(kwargs["boxes"])
+    assert kwargs["boxes"].dtype is torch.float16
+    assert values is not None and values.dtype is torch.float16 and values.tolist() == [[1, 2, 3, 4]]
 
 
 def test_a_packed_sequence_has_no_batch_dimension() -> None:

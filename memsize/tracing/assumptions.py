@@ -17,6 +17,7 @@ from memsize.tracing.known import ASSUMED_ELEMENTS, Cell, remember
 FINITE = "every value is finite (isnan and isinf answer no)"
 EVEN = "choices by activations (top-k, argmax, sort) fall evenly: a router sends every expert the same share"
 KEEPS = "a selection by values that depend on the data (a boolean index, nonzero, nms) keeps every element: the most"
+COVERED = "objects whose masks a detector pastes into the image cover all of it: the most"
 EQUAL = "two tensors that the model compares as a whole (torch.equal, torch.allclose) are equal"
 CHECKED = "what PyTorch itself checks (that istft's windows add up to something) is in order"
 RANDOM = "random numbers that the model decides by are one fixed draw"

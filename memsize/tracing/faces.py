@@ -26,6 +26,7 @@ from memsize.semantics.substitution import Function, Substitution, Substitutions
 from memsize.tracing.assumptions import MIXED
 from memsize.tracing.known import known
 from memsize.tracing.nest import map_tensors, tensors_in
+from memsize.tracing.pasting import boxes_answered
 
 _META = torch.device("meta")
 _FACTORIES = """
@@ -50,6 +51,7 @@ def enter(notes: dict[str, None]) -> None:
     with ExitStack() as regions:
         regions.enter_context(_faces.standing())
         regions.enter_context(_uncompiled())
+        regions.enter_context(boxes_answered())
         _thread.regions.append(regions.pop_all())
     _thread.notes.append(notes)
 
