@@ -361,6 +361,8 @@ def real_torchvision(operators: torch.library.Library | None) -> Any:
         ("resnet18", {}, [(2, 3, 224, 224)]),
         ("inception_v3", {"init_weights": False}, [(2, 3, 299, 299)]),
         ("lraspp_mobilenet_v3_large", {}, [(2, 3, 520, 520)]),
+        ("vit_b_16", {"image_size": 64}, [(2, 3, 64, 64)]),
+        ("vit_h_14", {}, [(2, 3, 224, 224)]),  # its usual weights are of 518
         ("r3d_18", {}, [(2, 3, 16, 112, 112)]),
         ("raft_small", {}, [(2, 3, 520, 960)] * 2),
     ],

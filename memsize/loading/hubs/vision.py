@@ -1,7 +1,7 @@
 """``torchvision:NAME``: any model of `torchvision.models.list_models()`, with inputs of its kind.
 
-Sizes come from the transforms that belong to its weights (``crop_size``), from the model's own resizing (detection), or
-from what its weights ask for at least. No weights are loaded.
+Sizes come from the model where it takes one only (ViT, SSD) or resizes what it is given (detection), else from the
+transforms that belong to its weights (``crop_size``), or from what its weights ask for at least. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def load(name: str, arguments: Mapping[str, object]) -> Named:
 
 def _maker(models: Any, name: str, module: Any, place: str, label: str) -> Callable[[Request], Any]:
     arguments = _detection if ".detection" in place else _pair if ".optical_flow" in place else _images
-    shape = _detection_size(module) if arguments is _detection else _size(models, name, place)
+    shape = _detection_size(module) if arguments is _detection else _size(models, name, place, module)
 
     def make(request: Request) -> Any:
         if request.seq_len is not None:
@@ -51,14 +51,15 @@ def _maker(models: Any, name: str, module: Any, place: str, label: str) -> Calla
     return make
 
 
-def _size(models: Any, name: str, place: str) -> tuple[int, ...]:
+def _size(models: Any, name: str, place: str, module: Any) -> tuple[int, ...]:
     """Channels, for clips frames, height and width."""
     if ".optical_flow" in place:
         return (3, *_FLOW_SIZE)
     weights = getattr(models.get_model_weights(name), "DEFAULT", None)
     options = getattr(weights.transforms, "keywords", None) or {} if weights is not None else {}
     meta = weights.meta if weights is not None else {}
-    side = options.get("crop_size") or options.get("resize_size") or meta.get("min_size") or 224
+    own = getattr(module, "image_size", None)
+    side = own or options.get("crop_size") or options.get("resize_size") or meta.get("min_size") or 224
     sides = (side, side) if isinstance(side, int) else (tuple(side) * 2)[:2]
     if ".video" in place:
         return (3, max(FRAMES, meta.get("min_temporal_size", 1)), *sides)
