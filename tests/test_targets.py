@@ -127,6 +127,19 @@ def test_a_config_becomes_the_model_that_it_names(tiny: Path, transformers: Any)
         assert loaded.name.endswith("(LlamaForCausalLM)") and loaded.notes == ()
 
 
+def test_transformers_is_not_asked_for_all_its_names(
+    tiny: Path, transformers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listing them takes half a second, more than a report of most models."""
+
+    def listed(_: Any) -> list[str]:
+        raise AssertionError
+
+    monkeypatch.setattr(type(transformers), "__dir__", listed)
+    assert load(f"hf:{tiny}").name.endswith("(LlamaForCausalLM)")
+    assert load("hf:LlamaModel", {"num_hidden_layers": 1}).name.endswith("(LlamaModel)")
+
+
 def test_a_report_needs_no_input(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", f"hf:{tiny}", "-b", "2", "--seq-len", "16", "-f", "json", "--scenario", "fp32"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -180,10 +180,12 @@ def _attribute(transformers: Any, name: str) -> Any:
     transformers looks whether torchvision is installed, not whether it works. Where it does not, classes that only
     *could* use it fail to import too; they are then asked for as if it were not there.
     """
-    if name not in dir(transformers):
-        return None
     try:
         return getattr(transformers, name)
+    except AttributeError as error:
+        if name not in dir(transformers):  # half a second: only where there is a doubt
+            return None
+        raise TargetError(f"transformers cannot import {name}: {_root(error)}") from error
     except (ImportError, RuntimeError) as error:
         if not _is_torchvisions(error):
             raise TargetError(f"transformers cannot import {name}: {_root(error)}") from error
