@@ -25,7 +25,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One trace: the bytes that a GPU would hand out at its peak, or the reason why there is none."""
+    """One trace: the bytes that a GPU would hand out at its peak, or the reason why there is none.
+
+    `seconds` are those of the processor: what else the machine does meanwhile does not count.
+    """
 
     peak: int | None = None
     reason: str = ""

@@ -19,7 +19,7 @@ _TITLES = ("library", "models", "inference", "training step", "parameter counts 
 _PAGE = """# The zoo
 
 Every model that a library knows by name, through memsize by that name, without weights: one inference in evaluation
-mode, and training steps with AdamW in training mode, on a batch of {batch} of the inputs that memsize makes. Parameters
+mode, and one training step with AdamW in training mode, on a batch of {batch} of the inputs that memsize makes. Parameters
 are counted against the library's own model, built without memsize. Made by `python -m benchmarks.zoo`, with
 {versions}.
 
@@ -32,7 +32,8 @@ are counted against the library's own model, built without memsize. Made by `pyt
 
 ## The slowest
 
-Seconds of the slowest training steps: building the model, two steps, and what a GPU would show of them.
+Seconds of processor time for all that one call of `memsize.trace` does: it builds the model, runs it, and follows what a
+GPU's allocator would do.
 
 {slowest}
 """
