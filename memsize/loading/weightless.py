@@ -13,13 +13,13 @@ taken for that. A constructor that asks for `meta` itself gets it only before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_any, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 SMALLEST = 4096
 """Floating tensors with this many elements or more are made on `meta`."""
@@ -60,7 +60,7 @@ class Weightless(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a wrapper subclass first takes itself apart; its parts come here
         kwargs = dict(kwargs or {})
-        if tree_any(_is_meta, (args, kwargs)):
+        if _any_meta(args) or _any_meta(kwargs.values()):
             if _only_fills(func) and args:
                 return args[0]
             shape_rule = _SHAPE_RULES.get(func)
@@ -166,5 +166,12 @@ def _is_cpu(device: Any) -> bool:
     return device is None or torch.device(device).type == "cpu"
 
 
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
+def _any_meta(values: Iterable[Any]) -> bool:
+    """Whether a tensor among `values`, or in a list among them, is on `meta`: asked for every op of a constructor."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                return True
+        elif isinstance(value, (list, tuple)) and _any_meta(value):
+            return True
+    return False
