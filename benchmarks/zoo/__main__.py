@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file: Path = chosen.results
     if not chosen.resume and file.exists():
         file.unlink()
-    known = {outcome.case.target: outcome for outcome in results.read(file)}
+    known = {outcome.case.target: outcome for outcome in results.resumed(file)}
     wanted = [case for library in chosen.libraries or FILES for case in _cases(library, chosen.only)]
     left = [case for case in wanted if case.target not in known]
     limits = Limits(chosen.seconds, int(chosen.memory * 2**30))

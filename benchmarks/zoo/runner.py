@@ -108,7 +108,7 @@ class _Worker:
         finally:
             timer.cancel()
         if late.is_set():
-            return parts, f"took more than {self.limits.seconds:.0f} s"
+            return parts, f"took more than {self.limits.seconds:g} s"
         return parts, f"the process ended with status {process.wait()}"
 
     def end(self) -> None:

@@ -1,0 +1,185 @@
+"""A sample of the zoo, and the script that runs all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.zoo import __main__ as script
+from benchmarks.zoo import results, table
+from benchmarks.zoo.case import Attempt, Case, Outcome, decode, encode
+from benchmarks.zoo.operators import declare
+from benchmarks.zoo.runner import Limits, outcomes
+from benchmarks.zoo.trial import parts
+
+FEW = {"num_hidden_layers": 2}
+SAMPLE = (
+    # Decoders with and without experts, encoders, an image, a sound; both halves of a translator, and more images.
+    *(Case("hf", name, FEW) for name in "llama gpt2 mixtral bert vit wav2vec2".split()),
+    *(Case("hf", name) for name in ("t5", "resnet", "segformer")),
+    *(Case("timm", name) for name in "test_vit test_resnet test_efficientnet test_convnext levit_128s".split()),
+    *(Case("timm", name) for name in "mixer_s32_224 mobilenetv3_small_050 poolformer_s12".split()),
+    *(Case("torchvision", name) for name in "resnet18 vit_b_16 raft_small r3d_18 lraspp_mobilenet_v3_large".split()),
+    *(Case("torchvision", name) for name in "fasterrcnn_mobilenet_v3_large_320_fpn maskrcnn_resnet50_fpn".split()),
+)
+_PACKAGES = {"hf": "transformers"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators() -> None:
+    """Those of a torchvision that was built for another torch are declared."""
+    declare()
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.target)
+def test_a_sample_of_the_zoo(case: Case) -> None:
+    package = _PACKAGES.get(case.library, case.library)
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    told = dict(parts(case))
+    assert {way: told[way]["reason"] for way in ("inference", "training")} == {"inference": "", "training": ""}
+    assert told["ours"] == told["theirs"] > 0
+    assert told["training"]["peak"] > told["inference"]["peak"] > 0
+
+
+def test_what_fails_is_told_with_its_cause() -> None:
+    told = dict(parts(Case("hf", "lama")))
+    assert "did you mean llama" in told["inference"]["reason"] and "did you mean llama" in told["training"]["reason"]
+    assert told["ours"] is None and told["theirs"] is None and "lama" in told["uncounted"]
+
+
+# The runner
+
+
+def test_a_worker_tells_what_came_of_each_case() -> None:
+    cases = (Case("hf", "resnet"), Case("hf", "lama"))
+    good, bad = outcomes(cases, 1, Limits())
+    assert (good.case, bad.case) == cases
+    assert good.succeeded and good.ours == good.theirs
+    assert not bad.succeeded and bad.inference.reason == bad.training.reason
+    assert "did you mean llama" in bad.inference.reason
+
+
+@pytest.mark.parametrize(
+    ("limits", "part"),
+    [(Limits(seconds=0.1), "took more than 0.1 s"), (Limits(memory=2**20), "the process ended with status")],
+)
+def test_a_worker_that_dies_ends_neither_the_run_nor_the_next_case(limits: Limits, part: str) -> None:
+    cases = [Case("hf", "resnet"), Case("hf", "bert"), Case("hf", "vit")]
+    found = list(outcomes(cases, 2, limits))
+    assert sorted(each.case.name for each in found) == ["bert", "resnet", "vit"]
+    for outcome in found:
+        assert part in outcome.inference.reason and outcome.inference.reason == outcome.training.reason
+        assert outcome.uncounted == outcome.training.reason and not outcome.counts_agree
+
+
+# The results file
+
+ATTEMPTS = st.builds(Attempt, st.none() | st.integers(0), st.text(), st.floats(0, 1e3))
+OUTCOMES = st.builds(
+    Outcome,
+    st.builds(Case, st.sampled_from(["hf", "timm"]), st.text(), st.dictionaries(st.text(), st.integers() | st.text())),
+    ATTEMPTS,
+    ATTEMPTS,
+    st.none() | st.integers(0),
+    st.none() | st.integers(0),
+    st.text(),
+)
+
+
+@settings(max_examples=30)
+@given(OUTCOMES)
+def test_an_outcome_survives_its_file(outcome: Outcome) -> None:
+    assert decode(encode(outcome)) == outcome
+
+
+def outcome(name: str, library: str = "timm", **changes: object) -> Outcome:
+    made = Outcome(Case(library, name), Attempt(1, seconds=0.5), Attempt(2, seconds=1.5), 10, 10)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "zoo.jsonl"
+    assert results.resumed(file) == []
+    results.append(file, outcome("a"))
+    results.append(file, outcome("b"))
+    file.write_text(file.read_text()[:-3])
+    assert results.resumed(file) == [outcome("a")]
+    results.append(file, outcome("c"))
+    assert results.resumed(file) == [outcome("a"), outcome("c")]
+
+
+# The script
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A library of three models, and the names of those that were run."""
+    ran: list[str] = []
+
+    def run(cases: Iterable[Case], workers: int, limits: Limits) -> Iterator[Outcome]:
+        for case in cases:
+            ran.append(case.name)
+            yield outcome(case.name)
+
+    library = SimpleNamespace(
+        ABOUT="three", DISTRIBUTIONS=("torch",), cases=lambda: [Case("timm", name) for name in ("ab", "ac", "b")]
+    )
+    for module in (script, table):
+        monkeypatch.setattr(module, "source", lambda _: library)
+    monkeypatch.setattr(script, "outcomes", run)
+    return ran
+
+
+def test_the_script_runs_what_is_asked_for_and_goes_on(
+    few: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, page = tmp_path / "zoo.jsonl", tmp_path / "zoo.md"
+    script.main(["timm", "--only", "a*", "--results", str(file)])
+    assert few == ["ab", "ac"]
+    script.main(["timm", "--resume", "--results", str(file), "--page", str(page)])
+    assert few == ["ab", "ac", "b"]
+    out = capsys.readouterr().out
+    assert "3 (100.0 %)" in out and f"Wrote {page}" in out
+    assert "| `timm:ab`" in page.read_text()
+    script.main(["timm", "--results", str(file)])
+    assert few == ["ab", "ac", "b"] * 2
+
+
+def test_an_unknown_library(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["tim"])
+    assert "choose from timm, torchvision, hf" in capsys.readouterr().err
+
+
+def test_the_page(few: list[str]) -> None:
+    found = [
+        outcome("a"),
+        outcome("b", training=Attempt(reason="no <way> | out"), ours=11),
+        outcome("c", inference=Attempt(reason="died"), training=Attempt(reason="died"), theirs=None, uncounted="died"),
+        outcome("d", theirs=None, uncounted="no count"),
+    ]
+    assert list(table.failures(found)) == [
+        ("timm:b", "training", "no <way> | out"),
+        ("timm:b", "parameter count", "11, theirs is 10"),
+        ("timm:c", "inference, training", "died"),
+        ("timm:d", "parameter count", "no count"),
+    ]
+    page = table.page(found)
+    # Of four models three run in inference, two in training, and one of the counts agrees.
+    row = next(line for line in page.splitlines() if line.startswith("| torch "))
+    assert [cell.strip() for cell in row.split("|")[2:6]] == ["4", "3 (75.0 %)", "2 (50.0 %)", "1 (25.0 %)"]
+    assert r"no &lt;way> \| out" in page
+    assert table.page([outcome("a")]).count("Nothing.") == 1
+
+
+def test_a_target_is_written_as_a_user_types_it() -> None:
+    assert table.written(Case("hf", "bert", FEW)) == "hf:bert?num_hidden_layers=2"
+    assert table.written(Case("timm", "resnet18")) == "timm:resnet18"
