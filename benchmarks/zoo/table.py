@@ -18,22 +18,29 @@ _TITLES = ("library", "models", "inference", "training step", "parameter counts 
 
 _PAGE = """# The zoo
 
-Every model that a library knows by name, through memsize by that name, without weights: one inference in evaluation
-mode, and one training step with AdamW in training mode, on a batch of {batch} of the inputs that memsize makes. Parameters
-are counted against the library's own model, built without memsize. Made by `python -m benchmarks.zoo`, with
-{versions}.
+Every model that a library knows by name is run through memsize by that name, without weights: one inference in
+evaluation mode and one training step with AdamW, on a batch of {batch} of the inputs that memsize makes. Its parameters
+are counted against those of the model that the library's own constructor makes.
+
+    python -m benchmarks.zoo --page docs/zoo.md
+
+With {versions}:
 
 {summary}
 
 {libraries}
+
+torchvision's detectors run operators that are compiled for one build of torch. Where they cannot be loaded the script
+declares them, which is all that a run without data needs; `memsize` itself asks for a torchvision that can be imported.
+
 ## What failed, and why
 
 {failures}
 
 ## The slowest
 
-Seconds of processor time for all that one call of `memsize.trace` does: it builds the model, runs it, and follows what a
-GPU's allocator would do.
+Seconds of processor time that one call of `memsize.trace` takes: it builds the model, runs it, and follows what a GPU's
+allocator would do.
 
 {slowest}
 """
@@ -95,7 +102,7 @@ def page(found: Sequence[Outcome]) -> str:
         batch=BATCH,
         versions=f"torch {version('torch')} and Python {platform.python_version()}",
         summary=summary(found, "github"),
-        libraries="\n".join(f"- {about}" for about in libraries) + "\n",
+        libraries="\n".join(f"- {about}" for about in libraries),
         failures=_table(failed, ("model", "in", "cause")) if failed else "Nothing.",
         slowest=_table(timed, ("model", "training, s", "inference, s")),
     )
