@@ -159,6 +159,21 @@ def test_an_unknown_library(capsys: pytest.CaptureFixture[str]) -> None:
     assert "choose from timm, torchvision, hf" in capsys.readouterr().err
 
 
+def test_a_library_that_is_not_there(
+    few: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> Iterator[Case]:
+        raise ModuleNotFoundError(name="timm")
+
+    file = tmp_path / "zoo.jsonl"
+    results.append(file, outcome("a"))
+    monkeypatch.setattr(script.source("timm"), "cases", missing)
+    with pytest.raises(SystemExit):
+        script.main(["timm", "--results", str(file)])
+    assert "timm is not installed" in capsys.readouterr().err
+    assert results.resumed(file) == [outcome("a")]
+
+
 def test_the_page(few: list[str]) -> None:
     found = [
         outcome("a"),

@@ -17,21 +17,29 @@ from benchmarks.zoo.table import failures, page, summary
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    chosen = _parser().parse_args(arguments)
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
     unknown = set(chosen.libraries) - set(FILES)
     if unknown:
-        _parser().error(f"no library {', '.join(sorted(unknown))}: choose from {', '.join(FILES)}")
-    file: Path = chosen.results
-    if not chosen.resume and file.exists():
-        file.unlink()
-    known = {outcome.case.target: outcome for outcome in results.resumed(file)}
-    wanted = [case for library in chosen.libraries or FILES for case in _cases(library, chosen.only)]
-    left = [case for case in wanted if case.target not in known]
+        parser.error(f"no library {', '.join(sorted(unknown))}: choose from {', '.join(FILES)}")
+    try:
+        wanted = [case for library in chosen.libraries or FILES for case in _cases(library, chosen.only)]
+    except ModuleNotFoundError as error:
+        parser.error(f"{error.name} is not installed")
+    if not chosen.resume:
+        chosen.results.unlink(missing_ok=True)
     limits = Limits(chosen.seconds, int(chosen.memory * 2**30))
-    for outcome in tqdm(outcomes(left, chosen.workers, limits), total=len(left), unit="model"):
+    _tell(_run(wanted, chosen.results, chosen.workers, limits), chosen.page)
+
+
+def _run(wanted: Sequence[Case], file: Path, workers: int, limits: Limits) -> list[Outcome]:
+    """The outcomes of the cases that are wanted; those that the file does not have are run, and added to it."""
+    known = {outcome.case.target: outcome for outcome in results.resumed(file)}
+    left = [case for case in wanted if case.target not in known]
+    for outcome in tqdm(outcomes(left, workers, limits), total=len(left), unit="model"):
         results.append(file, outcome)
         known[outcome.case.target] = outcome
-    _tell([known[case.target] for case in wanted], chosen.page)
+    return [known[case.target] for case in wanted]
 
 
 def _cases(library: str, only: str) -> Iterable[Case]:
