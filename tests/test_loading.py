@@ -302,6 +302,13 @@ def test_what_is_made_where_a_weight_is_has_values() -> None:
     assert model.angles.tolist() == model.rates == [0, 0.5, 1]
 
 
+def test_a_call_that_names_no_device_makes_no_weights() -> None:
+    with Weightless():
+        large = torch.ops.aten.zeros.default([100, 100])
+        stacked = torch.cat([large, torch.ones(1, 100)])
+    assert large.is_meta and stacked.is_meta and stacked.shape == (101, 100)
+
+
 def test_what_the_constructor_itself_makes_on_meta_stays_there() -> None:
     with Weightless():
         with torch.device("meta"):

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 SMALLEST = 4096
 """Floating tensors with this many elements or more are made on `meta`."""
@@ -81,8 +80,7 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     written = [tensor for tensor in _written(func, args, kwargs) if not tensor.is_meta]
     if any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in written):
         raise UnknownValueError(f"{func} fills a real {written[0].dtype} tensor from weights that were not made")
-    moved_args, moved = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
-    result = func(*moved_args, **_for_meta(func, moved))
+    result = func(*map(_to_meta, args), **_for_meta(func, kwargs))
     return written[0] if len(written) == 1 and isinstance(result, torch.Tensor) else result
 
 
@@ -118,9 +116,8 @@ def _only_fills(func: Any) -> bool:
 
 def _try_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` makes on `meta`, or None where it cannot be made there."""
-    moved_args, moved = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
     try:
-        return func(*moved_args, **_for_meta(func, moved))
+        return func(*map(_to_meta, args), **_for_meta(func, kwargs))
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -129,7 +126,7 @@ def _for_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """`kwargs` as `func` takes them on `meta`: that device, no pinned memory, no generator of another device."""
     if _makes_tensors(func) and _is_cpu(kwargs.get("device")):
         kwargs = kwargs | {"device": _META}
-    return {name: value for name, value in kwargs.items() if name not in ("pin_memory", "generator")}
+    return {name: _to_meta(value) for name, value in kwargs.items() if name not in ("pin_memory", "generator")}
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -157,9 +154,11 @@ def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.numel() >= (SMALLEST if floating else SMALLEST_INTEGER)
 
 
-def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A stand-in for a small real tensor. Single numbers stay: PyTorch mixes them with any device."""
-    return tensor if tensor.is_meta or tensor.dim() == 0 else tensor.to(_META)
+def _to_meta(value: Any) -> Any:
+    """`value` with stand-ins for its small real tensors. Single numbers stay: PyTorch mixes them with any device."""
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta or value.dim() == 0 else value.to(_META)
+    return list(map(_to_meta, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_cpu(device: Any) -> bool:
