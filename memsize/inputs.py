@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from memsize.errors import InputError
 from memsize.nearest import suggestion
 
-DTYPES = (
+_USUAL = (
     "float32",
     "float16",
     "bfloat16",
@@ -34,7 +34,10 @@ DTYPES = (
     "uint64",
     "bool",
 )
-"""The dtypes an input can have, by torch's own names."""
+_BITS = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
+_SHORT = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+DTYPES = (*_USUAL, "float4_e2m1fn_x2", *_SHORT, *_BITS)
+"""The dtypes an input can have, by torch's own names; quantized ones need scales, which no shape gives."""
 
 _ALIASES = {
     "float": "float32",
@@ -82,7 +85,7 @@ class InputSpec:
         if math.prod(self.shape) > _MOST_ELEMENTS:
             raise InputError(f"input {format_shape(self.shape)} has more elements than a tensor can hold (2^63 - 1)")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise InputError(f"no dtype {self.dtype!r}: {suggestion(self.dtype, DTYPES)}")
+            raise InputError(f"no dtype {self.dtype!r}: {suggestion(self.dtype, _USUAL)}")
         if self.span is not None:
             _check_span(self.span, self.dtype)
 
@@ -158,7 +161,7 @@ def _parse_span(text: str) -> tuple[int, int]:
 def _check_span(span: tuple[int, int], dtype: str | None) -> None:
     low, high = span
     bits = re.fullmatch(r"(u?)int([0-9]+)", dtype or "")
-    if not bits:
+    if not bits or int(bits[2]) < 8:
         raise InputError(f"a range is for integers, not for {dtype or 'the model’s floating dtype'}")
     most = 2 ** (int(bits[2]) - (not bits[1])) - 1
     if not (0 if bits[1] else -most - 1) <= low <= high <= most:

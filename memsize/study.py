@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from memsize.tracing.step import run_own_step, run_training
 from memsize.training import Training
 
 _AMP = ("amp-fp16", "amp-bf16")
+_CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
 
@@ -167,11 +168,12 @@ class Study:
         recipe = apply_scenario(twin, scenario)
         if recipe.quantized:
             self._left[scenario.name] = dict(recipe.quantized.left)
-        call = self.feed.call(batch, recipe.floating)
+        as_given = scenario.recipe == "as-given"
+        call = self.feed.call(batch, recipe.floating, typed_too=not as_given or self._inputs_are_cast)
         return Setup(
             model=self.name,
             device="cpu" if self.execute else "meta",
-            notes=(_EXECUTED,) if self.execute else (),
+            notes=self._notes(as_given),
             scenario=scenario.name,
             twin=recipe.twin,
             call=executable_call(call) if self.execute else call,
@@ -185,6 +187,26 @@ class Study:
             scaled=scenario.autocast == "float16",
             workspaces=workspaces(self.gpu),
         )
+
+    def _notes(self, as_given: bool) -> tuple[str, ...]:
+        cast = (_CAST.format(_name(self._given_floating)),) if as_given and self._inputs_are_cast else ()
+        return (*cast, *((_EXECUTED,) if self.execute else ()))
+
+    @cached_property
+    def _given_floating(self) -> torch.dtype | None:
+        return floating_dtype(self.model)
+
+    @cached_property
+    def _inputs_are_cast(self) -> bool:
+        """Whether the model as it is needs floating inputs of its own dtype instead of those that it is given."""
+        if self._given_floating is None or self.feed.typed_dtypes() <= {self._given_floating}:
+            return False
+        call = self.feed.call(floating=self._given_floating, typed_too=False)
+        try:
+            kept_for_backward(Setup(self.name, "as-given", shadow(self.model), call, self.training))
+        except ForwardError:
+            return True
+        return False
 
     def _evidence(self, given: Trace, results: Sequence[ScenarioResult]) -> Evidence:
         runs = {result.name: result.trace for result in results if result.trace}
@@ -241,6 +263,10 @@ def is_float32(trace: Trace) -> bool:
     floats = {t.spec.dtype for t in held if getattr(torch, t.spec.dtype).is_floating_point}
     plain = not any(tensor.parts or tensor.wrapper or tensor.kind == "packed" for tensor in held)
     return plain and floats <= {"float32"}
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _one_line(error: Exception) -> str:

@@ -619,6 +619,7 @@ def test_a_range_is_spread_evenly() -> None:
     [
         ("5:float32:0..3", "for integers"),
         ("5:bool:0..1", "for integers"),
+        ("5:int4:0..7", "for integers"),
         ("5:int64:3..0", "it goes up"),
         ("5:int8:0..200", "fit the dtype"),
         ("5:uint8:-1..3", "fit the dtype"),

@@ -21,9 +21,11 @@ class InputMaker:
     """`make` gives the arguments of one call, with their batch dimension: a mapping of keywords, a tuple of positions,
     or the only one. Tensors may be `meta` where nobody reads their values.
 
-    `resizable` says whether `make` heeds the batch size; `note` what a reader must know of these inputs.
+    `resizable` says whether `make` heeds the batch size; `note` what a reader must know of these inputs, and `untyped`
+    that their floating dtype is the model's, whatever `make` gives.
     """
 
     make: Callable[[Request], Any]
     resizable: bool = True
     note: str | None = None
+    untyped: bool = True

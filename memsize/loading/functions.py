@@ -32,7 +32,7 @@ def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | N
             raise InputError(f"{label} takes no batch_size, so it says itself how many samples there are")
         return _called(function, asked, label, scope)
 
-    return InputMaker(make, resizable="batch_size" in taken)
+    return InputMaker(make, resizable="batch_size" in taken, untyped=False)
 
 
 def _taken(function: Callable[..., Any], label: str) -> set[str]:

@@ -62,7 +62,8 @@ class Blanks:
             cell = cell_of(original)
             value = known(original)
             return twin if cell is None or value is None else remember(twin, value.clone(), Cell(cell.assumed))
-        return self._remembered(twin, original) if looked_at and is_small(original) else twin
+        has_values = original.untyped_storage().device.type != "meta"  # a FakeTensor only seems to have some
+        return self._remembered(twin, original) if looked_at and has_values and is_small(original) else twin
 
     def _new(self, original: torch.Tensor, looked_at: bool) -> torch.Tensor:
         if is_lazy(original):

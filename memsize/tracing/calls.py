@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from memsize.record import Memory, Output, TensorSpec
+from memsize.stored import pieces
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.nest import arguments_in, tensors_in
 from memsize.tracing.quiet import CompilerImport
@@ -102,7 +103,8 @@ class Calls:
             with clock.during("forward"):
                 result = call(*args, **kwargs)
                 for tensor in tensors_in(result):
-                    self.ledger.mark(tensor, "output")
+                    for _, piece in pieces(tensor):
+                        self.ledger.mark(piece, "output")
             if not self.complete:
                 self.complete = True
                 self.kept = {reference.index for reference in self.ledger.live.values()}
@@ -118,11 +120,12 @@ class Calls:
             seen.outputs.append(self._output(tensor, start, given))
 
     def _output(self, tensor: torch.Tensor, start: int, given: list[tuple[torch.Tensor, int]]) -> Output:
-        storage = self.ledger.index_of(tensor)
-        if storage >= start and storage not in self._claimed:
-            self._claimed.add(storage)
-            return Output(spec_of(tensor), "new", self.ledger.size(storage))
-        return Output(spec_of(tensor), _shared(tensor, storage, start, given), 0)
+        storages = [self.ledger.index_of(piece) for _, piece in pieces(tensor)]
+        new = {storage for storage in storages if storage >= start and storage not in self._claimed}
+        if new:
+            self._claimed |= new
+            return Output(spec_of(tensor), "new", sum(map(self.ledger.size, new)))
+        return Output(spec_of(tensor), _shared(tensor, storages[0] if storages else -1, start, given), 0)
 
 
 def _shared(tensor: torch.Tensor, storage: int, start: int, given: list[tuple[torch.Tensor, int]]) -> Memory:
@@ -148,7 +151,9 @@ def _version(tensor: torch.Tensor) -> int:
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """The dtype and shape of a tensor, in the record's terms."""
-    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    # A nested tensor has no one shape: its number of elements stands for it.
+    shape = (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)
+    return TensorSpec(str(tensor.dtype).removeprefix("torch."), shape)
 
 
 def _seen(path: str, module: nn.Module) -> Seen:

@@ -24,6 +24,11 @@ FLOAT_ELEMENTS = 2**10
 """Floating ones up to this many: scales, rotary frequencies, the boxes of a few images."""
 
 _ATTRIBUTE = "_memsize_known"
+UNREADABLE = frozenset(
+    [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)]
+    + [torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2, torch.float4_e2m1fn_x2]
+)
+"""Dtypes without kernels: PyTorch stores them, and can neither copy nor compare them."""
 
 
 class Cell:
@@ -104,6 +109,8 @@ def share_of(tensor: torch.Tensor) -> float | None:
 
 def is_small(tensor: torch.Tensor) -> bool:
     """Whether values of this dtype and size are worth keeping."""
+    if tensor.dtype in UNREADABLE:
+        return False
     limit = FLOAT_ELEMENTS if tensor.is_floating_point() or tensor.is_complex() else INTEGER_ELEMENTS
     return tensor.numel() <= limit
 

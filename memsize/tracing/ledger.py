@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memsize.record import Event, Role, Storage
+from memsize.stored import pieces
 from memsize.tracing.answers import DETACH, Answers, answers_itself
 from memsize.tracing.clock import Clock
 
@@ -146,7 +147,7 @@ class Ledger(Answers):
         if found is not None:
             return found.index
         held = storage.nbytes() if size is None else size
-        index = self._open(role, held, op, tensor.dtype, tuple(tensor.shape))
+        index = self._open(role, held, op, tensor.dtype, _shape(tensor))
         reference = _StorageRef(storage, self._leave)
         reference.address, reference.index = address, index
         self.live[address] = reference
@@ -206,11 +207,18 @@ class Ledger(Answers):
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """A pack hook (`torch.autograd.graph.saved_tensors_hooks`): autograd keeps `tensor` for backward."""
         index = self.index_of(tensor)
+        if index >= 0:
+            self._keep(index)
+        elif hasattr(tensor, "__tensor_flatten__"):  # a wrapper keeps what it is made of
+            for _, piece in pieces(tensor):
+                self._keep(self.index_of(piece))
+        return tensor
+
+    def _keep(self, index: int) -> None:
         if index >= 0 and self._saved_by[index] < 0 and self._roles[index] not in ("parameter", "buffer"):
             self._saved_by[index] = self.clock.layer
             if self._roles[index] == "temporary":
                 self._roles[index] = "activation"
-        return tensor
 
     def kept(self, alive: Set[int]) -> int:
         """Bytes of those storages among `alive` that are kept for backward."""
@@ -250,3 +258,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def _address(tensor: torch.Tensor) -> int:
     storage = _storage(tensor)
     return -1 if storage is None else storage._cdata
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)

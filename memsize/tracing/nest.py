@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -23,6 +25,19 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from value
     else:
         yield from _walk(value, set())
+
+
+def objects_in(value: Any) -> Iterator[Any]:
+    """Everything in `value` that is no tensor and not plain, itself first: what holds the tensors."""
+    met: set[int] = set()
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, (torch.Tensor, *_PLAIN)) or id(each) in met:
+            continue
+        met.add(id(each))
+        yield each
+        waiting.extend(_parts(each))
 
 
 def arguments_in(value: Any) -> Iterator[torch.Tensor]:
@@ -55,31 +70,78 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from value
     elif not isinstance(value, (type, torch.nn.Module)) and not callable(value):
-        yield from list(getattr(value, "__dict__", {}).values())
+        yield from _attributes(value).values()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds by name, in its dictionary or in slots."""
+    slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return held | getattr(value, "__dict__", {})
+
+
+def _names(slots: Any) -> list[str]:
+    return [name for name in ([slots] if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` rebuilt with `function` applied to each of its tensors; what holds none comes back as it is."""
+    """`value` rebuilt with `function` applied to each of its tensors; what holds none comes back as it is.
+
+    A tensor or an object that is found twice is the same in both places afterwards. Objects are rebuilt where they are
+    sequences, sets, mappings or dataclasses, and others as copies with the attributes that changed.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, item) for item in value)
-    if isinstance(value, Mapping):
-        return _map_mapping(function, value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **fields)
-    return value
+    return _Mapped(function).of(value)
 
 
-def _map_mapping(function: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any]) -> Any:
-    mapped = {key: map_tensors(function, item) for key, item in value.items()}
-    try:
-        return type(value)(mapped)  # type: ignore[call-arg]
-    except TypeError:
-        # A mapping with a constructor of its own: a plain dict answers the same look-ups.
-        return mapped
+class _Mapped:
+    """One pass of `map_tensors`. The memo keeps what it knows by its address alive."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.function = function
+        self.memo: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return value
+        if id(value) not in self.memo:
+            self.memo[id(value)] = (value, value)  # what holds itself is met again before it is made
+            self.memo[id(value)] = (value, self._new(value))
+        return self.memo[id(value)][1]
+
+    def _new(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.function(value)
+        if isinstance(value, PackedSequence):
+            return PackedSequence(self.of(value.data), *value[1:])  # the rest are its indices, in part on the CPU
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.of, value))
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return type(value)(map(self.of, value))
+        if isinstance(value, Mapping):
+            return self._mapping(value)
+        if isinstance(value, (type, torch.nn.Module)) or callable(value):
+            return value
+        return self._object(value)
+
+    def _mapping(self, value: Mapping[Any, Any]) -> Any:
+        mapped = {key: self.of(item) for key, item in value.items()}
+        if isinstance(value, defaultdict):
+            return defaultdict(value.default_factory, mapped)
+        try:
+            return type(value)(mapped)  # type: ignore[call-arg]
+        except TypeError:
+            # A mapping with a constructor of its own: a plain dict answers the same look-ups.
+            return mapped
+
+    def _object(self, value: Any) -> Any:
+        held = _attributes(value)
+        mapped = {name: self.of(item) for name, item in held.items()}
+        changed = {name: item for name, item in mapped.items() if item is not held[name]}
+        if not changed:
+            return value
+        twin = copy.copy(value)
+        for name, item in changed.items():
+            object.__setattr__(twin, name, item)  # also where a dataclass is frozen
+        return twin

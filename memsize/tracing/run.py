@@ -161,7 +161,8 @@ class Run:
                         ledger.enter(piece, "buffer")
         ledger.clock.layer = -1
         for tensor in tensors_in(self.setup.call):
-            ledger.enter(tensor, "input")
+            for _, piece in pieces(tensor):
+                ledger.enter(piece, "input")
 
     def _with_use(self) -> tuple[StoredTensor, ...]:
         """The stored tensors with what the run showed of them: whether an op read them, whether a gradient reaches

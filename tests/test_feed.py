@@ -1,0 +1,236 @@
+"""What a model is given: nests of every kind, with the dtypes, the sharing and the sizes that they have."""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+import memsize
+from memsize.errors import InputError
+from memsize.inputs import parse_inputs
+from memsize.stored import tensor_bytes
+from memsize.tracing.feed import cast_floating, feed_from_data, feed_from_specs
+from memsize.tracing.nest import map_tensors, tensors_in
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Derived:
+    value: Tensor
+    twice: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.twice = self.value * 2
+
+
+@dataclass(slots=True)
+class Slotted:
+    left: Tensor
+    right: Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    left: Tensor
+    right: list[Tensor]
+
+
+class Slots:
+    __slots__ = ("left", "right")
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.left, self.right = left, right
+
+
+class Reading(nn.Module):
+    """Applies a Linear(16, 8) to the tensors that `pick` finds in its input."""
+
+    def __init__(self, pick: Callable[[Any], list[Tensor]]) -> None:
+        super().__init__()
+        self.pick, self.body = pick, nn.Linear(16, 8)
+
+    def forward(self, given: Any) -> list[Tensor]:
+        return [self.body(tensor) for tensor in self.pick(given)]
+
+
+def both(given: Any) -> list[Tensor]:
+    return [given.left, given.right]
+
+
+def items(given: Any) -> list[Tensor]:
+    return [given["left"], given["right"]]
+
+
+A, B = torch.randn(4, 16), torch.randn(4, 16)
+NESTS: dict[str, tuple[Callable[[Any], list[Tensor]], Any]] = {
+    "named tuple": (both, Pair(A, B)),
+    "dataclass with a derived field": (lambda given: [given.value, given.twice], Derived(A)),
+    "dataclass with slots": (both, Slotted(A, B)),
+    "frozen dataclass": (lambda given: [given.left, *given.right], Frozen(A, [B])),
+    "object": (both, types.SimpleNamespace(left=A, right=B)),
+    "object with slots": (both, Slots(A, B)),
+    "dictionary": (items, {"left": A, "right": B}),
+    "dictionary with defaults": (
+        lambda given: [given["left"], *given["none"], given["right"]],
+        defaultdict(list, left=A, right=B),
+    ),
+    "set": (list, {A, B}),
+    "list in a tuple": (lambda given: [*given[0], given[1]], ([A], B)),
+}
+
+
+@pytest.mark.parametrize("name", NESTS)
+def test_a_nest_is_given_counted_and_cast(name: str) -> None:
+    pick, data = NESTS[name]
+    report = memsize.report(Reading(pick), input_data=(data,), scenarios="fp32,fp16")
+    # two float32[4,16] of 256 bytes, and half of that
+    assert [(result.status, result.figure("input_bytes")) for result in report.scenario_results] == [
+        ("run", 512),
+        ("run", 256),
+    ]
+    assert [tuple(output.spec.shape) for output in report.trace.layers[0].outputs] == [(4, 8)] * 2
+
+
+@pytest.mark.parametrize("name", NESTS)
+def test_a_nest_is_rebuilt_as_what_it_is(name: str) -> None:
+    _, data = NESTS[name]
+    rebuilt = cast_floating(data, torch.float64)
+    assert type(rebuilt) is type(data)
+    assert {tensor.dtype for tensor in tensors_in(rebuilt)} == {torch.float64}
+    assert {tensor.dtype for tensor in tensors_in(data)} == {torch.float32}
+
+
+def test_an_object_without_tensors_is_the_same_object() -> None:
+    held = types.SimpleNamespace(name="left")
+    assert map_tensors(lambda tensor: tensor.half(), [held])[0] is held
+
+
+def test_what_holds_itself_is_rebuilt_once() -> None:
+    loop: dict[str, Any] = {"left": A}
+    loop["self"] = loop
+    assert map_tensors(lambda tensor: tensor.half(), loop)["left"].dtype is torch.float16
+
+
+def test_packed_sequences_anywhere_have_no_batch() -> None:
+    packed = pack_sequence([torch.randn(5, 16), torch.randn(3, 16)])
+    model = Reading(lambda given: [given[0].data])
+    report = memsize.report(model, input_data=([packed],), scenarios="fp32,fp16")
+    # 8 rows of 16 float32, and the 5 batch sizes, which stay int64
+    assert [result.figure("input_bytes") for result in report.scenario_results] == [
+        8 * 16 * 4 + 5 * 8,
+        8 * 16 * 2 + 5 * 8,
+    ]
+    assert not feed_from_data(([packed],)).resizable
+
+
+def test_memory_that_inputs_share_counts_once() -> None:
+    model = Reading(list)
+    assert memsize.report(model, input_data=([A, A],), scenarios="fp32").totals.input_bytes == 256
+    assert memsize.report(model, input_data=([A[:2], A[2:]],), scenarios="fp32").totals.input_bytes == 256
+    assert memsize.trace(model, input_data=([A, A],), optimizer=None).peak.roles["input"] == 256
+
+
+def test_an_iterator_is_left_unread() -> None:
+    batches = iter([A, B])
+    with pytest.raises(InputError, match="read only once"):
+        memsize.report(Reading(list), input_data=(batches,))
+    assert next(batches) is A
+
+
+@pytest.mark.filterwarnings("ignore:.*eta state", "ignore:.*deprecated", "ignore:.*beta", "ignore:torch.quantize_per")
+@pytest.mark.parametrize("name", ["sparse_coo", "sparse_csr", "quantized"])
+def test_inputs_of_several_pieces_count_all_of_them(name: str) -> None:
+    held = (
+        torch.quantize_per_channel(A, torch.ones(4), torch.zeros(4), 0, torch.qint8)
+        if name == "quantized"
+        else A.relu()
+    )
+    held = held if name == "quantized" else held.to_sparse(layout=getattr(torch, name))
+    model = Reading(lambda given: [given[0]])
+    assert memsize.report(model, input_data=([A, held],), scenarios="fp32").totals.input_bytes == 256 + tensor_bytes(
+        held
+    )
+
+
+def test_jagged_tensors_run_in_one_size() -> None:
+    jagged = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged)
+    report = memsize.report(Reading(lambda given: [given]), input_data=(jagged,), scenarios="fp32,amp-bf16")
+    # 8 rows of 16 float32 and 3 offsets; 8 rows of 8 come out
+    assert report.totals.input_bytes == 8 * 16 * 4 + 3 * 8
+    assert report.totals.output_bytes == 8 * 8 * 4
+    assert [result.status for result in report.scenario_results] == ["run", "run"]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_strided_nested_tensors_are_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
+    with pytest.raises(InputError, match="jagged"):
+        memsize.report(Reading(lambda given: [given]), input_data=(nested,))
+
+
+def test_fake_tensors_are_as_good_as_real_ones() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    fake = FakeTensorMode().from_tensor(A)
+    assert (
+        memsize.report(Reading(lambda given: [given]), input_data=(fake,), scenarios="fp32").totals.input_bytes == 256
+    )
+
+
+# dtypes
+
+
+class Sampling(nn.Module):
+    """Half-precision weights beside a time in float32, as in diffusion models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 8).half()
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return self.body(x) * time.cos().half()
+
+
+def test_inputs_keep_their_dtype_where_the_model_runs_on_them() -> None:
+    data = (torch.randn(4, 16).half(), torch.rand(4, 1))
+    report = memsize.report(Sampling(), input_data=data, scenarios="as-given")
+    assert [str(tensor.spec) for tensor in report.trace.inputs] == ["float16[4,16]", "float32[4,1]"]
+    assert not report.remarks
+    specs = parse_inputs(["x=16", "time=1:float32"])
+    report = memsize.report(Sampling(), inputs=specs, batch_size=4, scenarios="as-given")
+    assert [str(tensor.spec) for tensor in report.trace.inputs] == ["float16[4,16]", "float32[4,1]"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_inputs_are_cast_where_the_model_needs_it_and_that_is_said(dtype: torch.dtype) -> None:
+    report = memsize.report(nn.Linear(16, 8), input_data=A.to(dtype), scenarios="as-given")
+    assert [str(tensor.spec) for tensor in report.trace.inputs] == ["float32[4,16]"]
+    assert "cast to float32" in report.remarks[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2])
+def test_quantized_floats_are_not_cast(dtype: torch.dtype) -> None:
+    model = Reading(lambda given: [given[0]])
+    held = torch.empty(4, 16, dtype=dtype)
+    report = memsize.report(model, input_data=([A, held],), scenarios="fp32,fp16")
+    assert [result.figure("input_bytes") for result in report.scenario_results] == [256 + 64, 128 + 64]
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_integers_of_less_than_a_byte(bits: int) -> None:
+    """PyTorch has these dtypes without any kernel, not even to copy them."""
+    model = Reading(lambda given: [given[0]])
+    for name in (f"int{bits}", f"uint{bits}"):
+        held = torch.empty(4, 16, dtype=getattr(torch, name))
+        assert memsize.report(model, input_data=([A, held],), scenarios="fp32").totals.input_bytes == 256 + 64
+        _, kwargs = feed_from_specs(parse_inputs([f"codes=16:{name}"]), 2).call()
+        assert (kwargs["codes"].dtype, tensor_bytes(kwargs["codes"])) == (getattr(torch, name), 32)
