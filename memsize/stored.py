@@ -6,8 +6,7 @@ it unpacks to. The memory that those pieces cover is then given out in registrat
 expanded tensors add nothing twice.
 
 Known limits: a packed object is counted as the tensors it unpacks to, not as the padded form that the CPU kernels keep;
-constants of a frozen TorchScript module are not seen; nor are tensors that only a closure or an object other than a
-module, list, tuple or dict holds.
+tensors are not seen that only a closure or an object other than a module, list, tuple or dict holds.
 """
 
 from __future__ import annotations
@@ -312,6 +311,8 @@ def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_Held]:
             yield _Held(prefix + name, "buffer", layer, buffer)
     for name, packed in _packed_objects(module):
         yield from _packed(packed, name, layer, prefix)
+    for name, constant in _constants(module):
+        yield _Held(prefix + name, "packed", layer, constant, "TorchScript constant")
 
 
 def _attributes(modules: _Modules) -> Iterator[_Held]:
@@ -372,6 +373,17 @@ def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> I
                 seen.add(id(held.tensor))
                 yield _Held(held.name, "attribute", layer, held.tensor)
         yield from _unregistered(inner, f"{path}.", layer, seen)
+
+
+# Constants of TorchScript
+
+
+def _constants(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the code of a scripted module: the weights of a frozen one, and what a trace had at hand."""
+    graph = getattr(module, "graph", None) if isinstance(module, torch.jit.ScriptModule) else None
+    for node in [] if graph is None else graph.findAllNodes("prim::Constant", recurse=True):
+        if node.hasAttribute("value") and node.kindOf("value") == "t":
+            yield node.output().debugName().removeprefix("self."), node.t("value")
 
 
 # Packed objects of torch.ao's quantized modules

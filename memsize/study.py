@@ -16,6 +16,7 @@ from memsize.device.outlook import Outlook, outlook
 from memsize.document import Report, ScenarioResult
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.findings.evidence import Evidence
+from memsize.findings.finding import join_names
 from memsize.findings.rules import findings
 from memsize.fitting import Crossover, find_crossover
 from memsize.folds import Totals, totals
@@ -28,6 +29,7 @@ from memsize.tracing.execution import executable, executable_call
 from memsize.tracing.feed import Feed
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.quiet import collector_paused
+from memsize.tracing.replicas import bucket_bytes, buckets_of
 from memsize.tracing.run import Setup, give_shapes, kept_for_backward, run_forward, run_inference
 from memsize.tracing.shadow import in_mode, shadow
 from memsize.tracing.step import run_own_step, run_training
@@ -35,6 +37,8 @@ from memsize.training import Training
 
 _AMP = ("amp-fp16", "amp-bf16")
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
+_LATE = "the forward registers {}: the model is shown as it is after a first forward"
+_SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
 
@@ -64,6 +68,7 @@ class Study:
         self.config = config
         self.peaks = gpu is not None or trained is not None
         self._untrained: dict[str, str] = {}
+        self._late: tuple[str, ...] = ()
         self._traces: dict[str, Trace] = {}
         self._left: dict[str, dict[str, str]] = {}
 
@@ -144,27 +149,45 @@ class Study:
 
     def run(self, scenario: Scenario, step: Callable[..., Any] | None, steps: int) -> Trace:
         """One run for its own sake: the user's own loop, training steps, or an inference where none are asked for."""
-        setup = self.prepared(scenario, self.feed.batch_size)
-        if step is not None:
-            return run_own_step(setup, step, steps)
-        return run_inference(setup) if self.trained is None else run_training(setup, self.trained)
+
+        def once(setup: Setup) -> Trace:
+            if step is not None:
+                return run_own_step(setup, step, steps)
+            return run_inference(setup) if self.trained is None else run_training(setup, self.trained)
+
+        return self._settled(once, scenario)
 
     def _run(self, scenario: Scenario) -> Trace:
-        batch = self.feed.batch_size
-        if self.trained is not None:
+        if (training := self.trained) is not None:
             try:
-                return run_training(self.prepared(scenario, batch), self.trained)
+                return self._settled(lambda setup: run_training(setup, training), scenario)
             except (ForwardError, InputError) as error:
                 # The forward alone may still run: then that is what the tables show.
                 self._untrained[scenario.name] = _one_line(error)
-        return run_forward(self.prepared(scenario, batch))
+        return self._settled(run_forward, scenario)
+
+    def _settled(self, run: Callable[[Setup], Trace], scenario: Scenario) -> Trace:
+        """The run of a twin that registers nothing any more: a model that does so in its forward is run once before."""
+        setup = self.prepared(scenario, self.feed.batch_size)
+        before = _registered(setup.twin)
+        failed: ForwardError | None = None
+        try:
+            trace = run(setup)
+        except ForwardError as error:
+            failed = error
+        if not self._late and (late := [name for name in _registered(setup.twin) if name not in before]):
+            self._late = tuple(late)
+            return self._settled(run, scenario)
+        if failed is not None:
+            raise failed
+        return trace
 
     def prepared(self, scenario: Scenario, batch: int) -> Setup:
         """A fresh twin, ready to be run under the scenario."""
         twin = executable(self.model) if self.execute else shadow(self.model)
         if not self.execute:
             # What a recipe does to a layer follows from its shapes.
-            give_shapes(twin, self.feed.call(batch, floating_dtype(twin)), self.training)
+            give_shapes(twin, self.feed.call(batch, floating_dtype(twin)), self.training, always=bool(self._late))
         recipe = apply_scenario(twin, scenario)
         if recipe.quantized:
             self._left[scenario.name] = dict(recipe.quantized.left)
@@ -185,12 +208,16 @@ class Study:
             sizes=recipe.sizes,
             masters=scenario.master_weights,
             scaled=scenario.autocast == "float16",
+            buckets=buckets_of(self.model),
             workspaces=workspaces(self.gpu),
         )
 
     def _notes(self, as_given: bool) -> tuple[str, ...]:
         cast = (_CAST.format(_name(self._given_floating)),) if as_given and self._inputs_are_cast else ()
-        return (*cast, *((_EXECUTED,) if self.execute else ()))
+        scripted = tuple(path for path, module in self.model.named_modules() if _hides_layers(module))
+        hidden = (_SCRIPTED.format(join_names(_outermost(scripted))),) if scripted else ()
+        late = (_LATE.format(join_names(self._late)),) if self._late else ()
+        return (*cast, *hidden, *late, *((_EXECUTED,) if self.execute else ()))
 
     @cached_property
     def _given_floating(self) -> torch.dtype | None:
@@ -220,6 +247,7 @@ class Study:
             optimizer=self._optimizer(),
             crossover=self._crossover(amp) if amp and "fp32" in runs else None,
             amp=amp,
+            buckets=bucket_bytes(self.model),
         )
 
     def _readings(self) -> tuple[Reading, ...]:
@@ -263,6 +291,18 @@ def is_float32(trace: Trace) -> bool:
     floats = {t.spec.dtype for t in held if getattr(torch, t.spec.dtype).is_floating_point}
     plain = not any(tensor.parts or tensor.wrapper or tensor.kind == "packed" for tensor in held)
     return plain and floats <= {"float32"}
+
+
+def _hides_layers(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.children())
+
+
+def _outermost(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(path for path in paths if not any(path.startswith(f"{o}." if o else "") for o in paths if o != path))
+
+
+def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -16,7 +16,8 @@ class Evidence:
     """`given` is the run of the model as it is; `runs` the scenarios that apply, by name.
 
     `left` says for each quantized scenario which modules it leaves alone and why. `crossover` compares what fp32
-    (first) and `amp` (second) keep from one batch size to the next.
+    (first) and `amp` (second) keep from one batch size to the next. `buckets` is what the gradient buckets of
+    distributed training take (None without it), and whether the gradients lie in them.
     """
 
     given: Trace
@@ -27,6 +28,7 @@ class Evidence:
     peaks: Mapping[str, Outlook] = field(default_factory=dict)
     optimizer: str = ""
     amp: str | None = None
+    buckets: tuple[int, bool] | None = None
 
     def totals(self, scenario: str) -> Totals | None:
         """The totals of a scenario that was run."""

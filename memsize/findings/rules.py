@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from memsize.findings import peaks, precision, structure
+from memsize.findings import parallel, peaks, precision, structure
 from memsize.findings.evidence import Evidence
 from memsize.findings.finding import Finding
 
@@ -21,6 +21,8 @@ RULES: tuple[Rule, ...] = (
     precision.amp_keeps_fp32_parameters,
     precision.what_binds_the_batch,
     peaks.training_peak,
+    parallel.data_parallel,
+    parallel.distributed,
     precision.quantization_leaves_layers,
     precision.low_bits_in_wide_containers,
     structure.unregistered,

@@ -20,6 +20,7 @@ from memsize.tracing.feed import Call, input_tensors
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.nest import tensors_in
 from memsize.tracing.quiet import undisturbed
+from memsize.tracing.replicas import Buckets
 from memsize.tracing.resizes import resizes_seen
 from memsize.tracing.shadow import in_mode
 
@@ -31,7 +32,7 @@ class Setup:
     `semantics` is open during the whole run and may tell the ledger of cast copies, `autocast` during forwards and
     losses. `rewrite` says how the scenario stores the twin's tensors where that is not how the twin itself holds them,
     and `sizes` what such parameters take, by name. `masters` asks for float32 master weights in the optimizer,
-    `scaled` for a GradScaler; `workspaces` are those of the GPU that is meant.
+    `scaled` for a GradScaler; `buckets` are those of distributed training, `workspaces` those of the GPU that is meant.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Setup:
     sizes: Mapping[str, int] = field(default_factory=dict)
     masters: bool = False
     scaled: bool = False
+    buckets: Buckets | None = None
     workspaces: Workspaces = field(default_factory=Workspaces)
     notes: tuple[str, ...] = ()
 
@@ -186,9 +188,12 @@ class Run:
         return tuple(map(seen, self.tensors))
 
 
-def give_shapes(twin: nn.Module, call: Call, training: bool, device: str = "meta") -> None:
-    """One forward ahead of any run, in which lazy modules learn their shapes; why it fails is for the run to say."""
-    if _is_lazy(twin):
+def give_shapes(twin: nn.Module, call: Call, training: bool, device: str = "meta", always: bool = False) -> None:
+    """One forward ahead of any run, in which lazy modules learn their shapes; why it fails is for the run to say.
+
+    `always` makes it for any model: for one that registers modules in its forward.
+    """
+    if always or _is_lazy(twin):
         with suppress(Exception), undisturbed(), torch.no_grad(), Ledger(device):
             twin.train(training)(*call[0], **call[1])
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from memsize.errors import MemsizeError
 from memsize.tracing.blank import Blanks
 
 _ATOMIC = (
@@ -50,6 +51,7 @@ _EMPTY = (*_MAPPINGS, *_SEQUENCES)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 """Modules that only wrap another for a compiler or a process group: what runs is the module inside."""
+_SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 _STATISTICS = ("running_mean", "running_var")
 _ORIGINAL = "_torchdynamo_orig_callable"
 
@@ -58,7 +60,16 @@ def shadow(model: nn.Module) -> nn.Module:
     """A twin of `model` on `meta`. Tensors that share memory share it in the twin; parameters keep `requires_grad`.
 
     Small tensors keep their values beside them, since models look at them.
+
+    Raises `MemsizeError` for a model that is sharded over a process group: no process holds all of it.
     """
+    sharded = next(
+        (module for module in model.modules() if _SHARDED & {kind.__name__ for kind in type(module).__mro__}), None
+    )
+    if sharded is not None:
+        raise MemsizeError(
+            f"{type(sharded).__name__} holds shards of its parameters: pass the model as it is before it is sharded"
+        )
     return _Copy().module(_inside(model))
 
 

@@ -57,11 +57,14 @@ def run_own_step(setup: Setup, step: Callable[..., Any], steps: int) -> Trace:
 @contextmanager
 def _as_trained(run: Run) -> Iterator[None]:
     """Gradient mode, optimizers as on CUDA, and gradients marked as they are accumulated."""
-    handles = [p.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for p in _trainable(run.setup.twin)]
+    trained, buckets = _trainable(run.setup.twin), run.setup.buckets
+    handles = [p.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for p in trained]
+    held = buckets.hold(trained, run.ledger) if buckets else []
     try:
         with torch.enable_grad(), as_on_cuda(), steps_watched(run.ledger):
             yield
     finally:
+        held.clear()
         for handle in handles:
             handle.remove()
 
@@ -108,7 +111,8 @@ class _Loop:
         return self.parameters if self.masters is None else self.masters
 
     def _zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=self.training.set_to_none)
+        views = self.setup.buckets is not None and self.setup.buckets.views  # of buckets, which stay
+        self.optimizer.zero_grad(set_to_none=self.training.set_to_none and not views)
         if self.masters is not None:
             for parameter in self.parameters:
                 parameter.grad = None

@@ -1,0 +1,77 @@
+"""What `DistributedDataParallel` adds to one process: buckets, in which gradients are sent to the others.
+
+It keeps them from the first step on: parameters are taken in reverse, and a bucket is closed once it has reached its
+limit, the first one's being smaller. Without ``gradient_as_bucket_view`` each gradient is stored
+twice, in ``.grad`` and in its bucket; with it, gradients are views of the buckets and are never freed. Source:
+`torch.nn.parallel.DistributedDataParallel` and ``compute_bucket_assignment_by_size`` of its reducer.
+
+Known limits: parameters that it was told to ignore are in the buckets all the same; NCCL's own buffers lie outside
+PyTorch's allocator; communication hooks are not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from memsize.tracing.ledger import Ledger
+
+_FIRST = 2**20
+_LATER = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The layout of gradients under `DistributedDataParallel`: the limit of a bucket in bytes, and whether gradients
+    are views of buckets.
+    """
+
+    limit: int = _LATER
+    views: bool = False
+
+    def sizes(self, parameters: Iterable[torch.Tensor]) -> list[tuple[torch.dtype, int]]:
+        """The dtype and elements of each bucket."""
+        closed: list[tuple[torch.dtype, int]] = []
+        filling: dict[torch.dtype, int] = {}
+        first: set[torch.dtype] = set()
+        for parameter in reversed(list(parameters)):
+            dtype = parameter.dtype
+            filling[dtype] = filling.get(dtype, 0) + parameter.numel()
+            if filling[dtype] * dtype.itemsize >= (self.limit if dtype in first else min(_FIRST, self.limit)):
+                closed.append((dtype, filling.pop(dtype)))
+                first.add(dtype)
+        return [*closed, *filling.items()]
+
+    def hold(self, parameters: list[torch.Tensor], ledger: Ledger) -> list[torch.Tensor]:
+        """Make what stays for the whole training, as gradients; what must be kept alive is returned."""
+        if self.views:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+                ledger.mark(parameter.grad, "gradient")
+            return []
+        device = ledger.device
+        held = [torch.empty(count, dtype=dtype, device=device) for dtype, count in self.sizes(parameters)]
+        for bucket in held:
+            ledger.mark(bucket, "gradient")
+        return held
+
+
+def buckets_of(model: nn.Module) -> Buckets | None:
+    """The buckets of a model that `DistributedDataParallel` wraps, None for any other."""
+    model = getattr(model, "_orig_mod", model)
+    if type(model).__name__ != "DistributedDataParallel":
+        return None
+    limit = int(getattr(model, "bucket_bytes_cap", _LATER))
+    return Buckets(limit, bool(getattr(model, "gradient_as_bucket_view", False)))
+
+
+def bucket_bytes(model: nn.Module) -> tuple[int, bool] | None:
+    """What the buckets of `model` take, and whether its gradients lie in them; None where it has none."""
+    buckets = buckets_of(model)
+    if buckets is None:
+        return None
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum(dtype.itemsize * count for dtype, count in buckets.sizes(trained)), buckets.views
