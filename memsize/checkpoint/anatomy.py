@@ -39,6 +39,8 @@ _NAMES: tuple[tuple[PartKind, re.Pattern[str]], ...] = (
         ),
     ),
 )
+_PACKED = re.compile(r"(^|\.)(_packed_params|_packed_weight(_ih|_hh)?|_all_weight_values)(\.|$)")
+"""Names under which torch.ao's quantized modules save what they keep in packed objects: tuples, not tensors."""
 _FLAT_EMA = re.compile(r"^(model_ema|ema|ema_model|module_ema)$")
 
 
@@ -87,7 +89,7 @@ class Anatomy:
         """Where each tensor belongs, in their order."""
         marks = {mark.keys: mark.kind for mark in self.contents.marks}
         containers = {tensor.keys[:-1] for tensor in self.contents.tensors}
-        heads = {keys[0] for keys in containers if keys}
+        heads = {keys[0] for keys in containers if keys and not _PACKED.search(keys[0])}
         named = any(_kind_of(head) == "model" for head in heads)
         memo: dict[tuple[str, ...], Place] = {}
         places = []
@@ -246,6 +248,8 @@ def _place(keys: tuple[str, ...], marks: Mapping[tuple[str, ...], PartKind], nam
     for length in range(len(keys), -1, -1):
         if keys[:length] in marks:
             return Place(marks[keys[:length]], length)
+    if _PACKED.search(keys[0]):
+        return Place("model", 0)
     kinds = [_kind_of(key) for key in keys[:2]]
     for length, kind in enumerate(kinds, 1):
         if kind is not None and kind != "model":
