@@ -7,11 +7,12 @@
     step = memsize.trace(model, (3, 64, 64), optimizer="adamw")
     step.peak                                            # what a GPU would show of a training step
     memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
+    memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
 
 Importing memsize does not import torch; the first report does.
 """
 
-from memsize.api import compare, fit, read_checkpoint, report, shape_rule, trace
+from memsize.api import audit_layout, compare, fit, read_checkpoint, report, shape_rule, trace
 from memsize.comparison import Comparison
 from memsize.document import Report
 from memsize.errors import (
@@ -24,6 +25,7 @@ from memsize.errors import (
     TargetError,
 )
 from memsize.fitreport import Fit
+from memsize.layoutreport import LayoutReport
 from memsize.steptrace import StepTrace
 from memsize.training import Training
 
@@ -35,6 +37,7 @@ __all__ = [
     "Fit",
     "ForwardError",
     "InputError",
+    "LayoutReport",
     "MemsizeError",
     "OutputError",
     "Report",
@@ -42,6 +45,7 @@ __all__ = [
     "StepTrace",
     "TargetError",
     "Training",
+    "audit_layout",
     "compare",
     "fit",
     "read_checkpoint",

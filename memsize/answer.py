@@ -13,10 +13,16 @@ if TYPE_CHECKING:
 
 
 class Why(tuple[Finding, ...]):
-    """The findings of an answer, most important first; it prints as numbered sentences."""
+    """The findings of an answer, most important first; it prints as numbered sentences, in a notebook as a list."""
 
     def __repr__(self) -> str:
         return "\n".join(f"{n}. {finding.text()}" for n, finding in enumerate(self, 1)) or "nothing to explain"
+
+    def _repr_html_(self) -> str:
+        from memsize.render.html import embedded
+        from memsize.sections import Findings, Notes
+
+        return embedded([Findings("Why", self) if self else Notes("Why", (repr(self),))])
 
 
 class Answer:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memsize.comparison import Comparison
     from memsize.device import AllocatorConfig
     from memsize.fitreport import Fit
-    from memsize.layout import LayoutReport
+    from memsize.layoutreport import LayoutReport
     from memsize.loading import InputMaker
     from memsize.steptrace import StepTrace
     from memsize.tracing.feed import Feed
@@ -224,7 +224,7 @@ def audit_layout(
     with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
         feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
-        from memsize.layout import LayoutReport
+        from memsize.layoutreport import LayoutReport
         from memsize.study import Study
         from memsize.tracing.formats import audit
 
@@ -380,4 +380,4 @@ def _specs(input_size: InputSize | None) -> tuple[InputSpec, ...]:
     return tuple(parse_input(text) for text in texts)
 
 
-__all__ = ["SCENARIOS", "compare", "fit", "read_checkpoint", "report", "trace"]
+__all__ = ["SCENARIOS", "audit_layout", "compare", "fit", "read_checkpoint", "report", "trace"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memsize.answer import Why
 from memsize.findings.evidence import Evidence
 from memsize.findings.finding import Finding
 from memsize.findings.precision import mixed_dtypes, wrappers_that_misreport
@@ -40,7 +41,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
-    """Two traces, tensor by tensor. It prints as a few sentences; `changes` is the table behind them."""
+    """Two traces, tensor by tensor. It prints as a few sentences, in a notebook as a page; `changes` is the table
+    behind them.
+    """
 
     before: Trace
     after: Trace
@@ -59,9 +62,15 @@ class Comparison:
 
         return DataFrame([_row(pair) for pair in self.pairs])
 
-    def why(self) -> tuple[Finding, ...]:
+    def why(self) -> Why:
         """What changed, what did not, and why, most important first."""
-        return self.findings
+        return Why(self.findings)
+
+    def _repr_html_(self) -> str:
+        from memsize.render.html import embedded
+        from memsize.sections.comparison import sections
+
+        return embedded(sections(self))
 
     def __repr__(self) -> str:
         first, second = self.totals

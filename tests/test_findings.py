@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import memsize
+from memsize.answer import Why
 from memsize.findings.finding import Finding
 from memsize.fitting import find_crossover
 from memsize.units import Bytes
@@ -155,6 +156,18 @@ def test_compare_half() -> None:
     assert "not floating" in unchanged.text()
     assert unchanged.bytes == 8
     assert comparison.changes["changed"].sum() == 6
+
+
+def test_in_a_notebook_they_are_pages() -> None:
+    comparison = memsize.compare(nn.Linear(8, 8), nn.Linear(8, 8).half())
+    page = comparison._repr_html_()
+    for part in ("<table>", "before", "after", "288", "144", "50%", "float16"):
+        assert part in page
+    assert repr(comparison.why()).startswith("1. What is stored went from")
+    listed = comparison.why()._repr_html_()
+    assert listed.count("<li>") == len(comparison.findings)
+    assert "nothing to explain" in Why(())._repr_html_()
+    assert "&lt;b&gt;" in Why([Finding("code", None, (), "<b>")])._repr_html_()
 
 
 def test_compare_with_an_input_also_compares_what_is_kept() -> None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memsize.api import audit_layout
+import memsize
+from memsize import audit_layout
 from memsize.cli import run
 from memsize.errors import ForwardError, OutputError
-from memsize.layout import LayoutReport
+from memsize.layoutreport import LayoutReport
 from memsize.render.layout import render
 from memsize.sections.layout import sections
 from memsize.sections.parts import Findings, Table
@@ -345,3 +346,30 @@ def test_the_command(write: Write, capsys: pytest.CaptureFixture[str], monkeypat
     assert json.loads(capsys.readouterr().out)["scenario"] == "amp-fp16"
     assert run(["layout", "net.py", "--input", "3,16,16", "--scenario", "fp17"]) == 2
     assert "fp17" in capsys.readouterr().err
+
+
+# In peaks
+
+
+class Permuted(nn.Module):
+    """Layer norm over the channels of an image, as ConvNeXt has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.permute(0, 2, 3, 1))
+
+
+def test_what_a_kernel_rearranges_is_part_of_the_peak() -> None:
+    step = memsize.trace(Permuted(), (32, 16, 16), optimizer=None)
+    image = 32 * 16 * 16 * 4
+    # the input, its row-major copy and the output, the mean and the deviation of 256 rows, weight and bias
+    assert step.peak.requested == 3 * image + 2 * 256 * 4 + 2 * 32 * 4
+    assert step.peak.roles["temporary"] >= image
+
+
+def test_contiguous_arguments_are_not_copied() -> None:
+    step = memsize.trace(nn.LayerNorm(32), (16, 16, 32), optimizer=None)
+    assert step.peak.requested == 2 * 32 * 16 * 16 * 4 + 2 * 256 * 4 + 2 * 32 * 4

@@ -96,7 +96,9 @@ def report(
         text = render(found, output.format, unit=output.unit, depth=depth, columns=chosen, width=output.width)
     output.write(text)
     if error is not None:
-        raise error
+        # A text on stdout has said why already.
+        told = output.file is None and output.format in ("text", "markdown")
+        raise ForwardError(_short(found.stopped)) if told and found.stopped else error
 
 
 def _gpu(name: str | None, form: str) -> str | None:
@@ -120,11 +122,18 @@ def _found(target: str, **options: Any) -> tuple[Report, ForwardError | None]:
     return found, ForwardError(describe_failure(stopped), found.trace) if stopped else None
 
 
+def _short(failure: Failure) -> str:
+    return f"the forward failed in {_layer(failure)}: the report says why"
+
+
+def _layer(failure: Failure) -> str:
+    return f"{failure.layer} ({failure.type})" if failure.layer else f"the model itself ({failure.type})"
+
+
 def describe_failure(failure: Failure) -> str:
     """Which layer stopped the forward, what it was given, and why, in one sentence."""
-    layer = f"{failure.layer} ({failure.type})" if failure.layer else f"the model itself ({failure.type})"
     given = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
-    return f"the forward failed in {layer}{given}: {failure.reason}"
+    return f"the forward failed in {_layer(failure)}{given}: {failure.reason}"
 
 
 def _columns(text: str | None) -> tuple[str, ...] | None:

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memsize.layout import Audit, Copy, Format, LayerFormats, Loss
-from memsize.layout import Run as FormatsRun
+from memsize.layoutreport import Audit, Copy, Format, LayerFormats, Loss
+from memsize.layoutreport import Run as FormatsRun
 from memsize.tracing.calls import Calls, spec_of
 from memsize.tracing.feed import Call, input_tensors
+from memsize.tracing.kernels import format_for, is_last, kernel_copies
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.nest import map_tensors, tensors_in
 from memsize.tracing.quiet import collector_paused
@@ -34,7 +35,6 @@ _aten = torch.ops.aten
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _Event = TypeVar("_Event", Copy, Loss)
-_Kernel = Callable[[Any, Any], Iterator[tuple[torch.Tensor, Format]]]
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
@@ -44,19 +44,10 @@ def format_of(tensor: torch.Tensor) -> Format | None:
     """The format of an image or a volume; None for tensors of other ranks, and for those without strides."""
     if tensor.dim() not in (4, 5) or tensor.layout is not torch.strided or not tensor.numel():
         return None
-    last = tensor.is_contiguous(memory_format=_format_for(tensor))
+    last = tensor.is_contiguous(memory_format=format_for(tensor))
     if tensor.is_contiguous():
         return "either" if last else "row-major"
     return "channels last" if last else "other"
-
-
-def _format_for(tensor: torch.Tensor) -> torch.memory_format:
-    return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-
-
-def _is_last(tensor: torch.Tensor) -> bool:
-    """Whether kernels take `tensor` for channels last; slices of such tensors are, with gaps."""
-    return tensor.dim() in (4, 5) and tensor.numel() > 0 and layout.is_channels_last(tensor.shape, tensor.stride())
 
 
 def convert(twin: nn.Module) -> int:
@@ -85,59 +76,17 @@ def _is_convertible(tensor: torch.Tensor) -> bool:
     """Whether `Tensor.to` would rearrange it. It goes by strides, so that the weight of a 1×1 convolution, whose
     elements lie the same either way, is channels last for cuDNN afterwards (TensorConversions.cpp, `to_impl`).
     """
-    return format_of(tensor) is not None and not _is_last(tensor)
+    return format_of(tensor) is not None and not is_last(tensor)
 
 
 def _rearranged(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
-        return tensor.detach().to(memory_format=_format_for(tensor))
+        return tensor.detach().to(memory_format=format_for(tensor))
     strides = layout.channels_last(tensor.shape)
     twin = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
     if not isinstance(tensor, nn.Parameter):
         twin.__dict__.update(tensor.__dict__)  # what is known of its values
     return twin
-
-
-# -- copies inside kernels --------------------------------------------------------------------------------------------
-
-
-def _convolution(args: Any, _: Any) -> Iterator[tuple[torch.Tensor, Format]]:
-    """cuDNN takes one format: channels last where the input or the weight suggests it, except in float64. What lies
-    otherwise is made so (ConvUtils.h, `cudnn_conv_suggest_memory_format`; Convolution.cpp, ``contiguous``).
-    """
-    tensor, weight = args[0], args[1]
-    last = tensor.dtype is not torch.float64 and (_is_last(tensor) or _is_last(weight))
-    wanted: Format = "channels last" if last else "row-major"
-    return ((operand, wanted) for operand in (tensor, weight) if not _has(operand, wanted))
-
-
-def _first_row_major(args: Any, _: Any) -> Iterator[tuple[torch.Tensor, Format]]:
-    """The first argument, made contiguous."""
-    if isinstance(args[0], torch.Tensor) and not args[0].is_contiguous():
-        yield args[0], "row-major"
-
-
-_HIDDEN: dict[Any, _Kernel] = {
-    _aten.convolution.default: _convolution,
-    # cuda/layer_norm_kernel.cu `layer_norm_cuda`: expect_contiguous
-    _aten.native_layer_norm.default: _first_row_major,
-    # group_norm.cpp `native_group_norm`; until PyTorch 2.13 `group_norm` itself has done so before
-    _aten.native_group_norm.default: _first_row_major,
-    # cuda/SoftMax.cu `host_softmax`: input_.contiguous()
-    _aten._softmax.default: _first_row_major,
-    _aten._log_softmax.default: _first_row_major,
-    # cuda/ReflectionPad.cu: input_.contiguous()
-    _aten.reflection_pad2d.default: _first_row_major,
-    # cuda/TensorTransformations.cu `roll_cuda`: self.contiguous()
-    _aten.roll.default: _first_row_major,
-}
-"""Arguments that CUDA's kernels rearrange before they begin, and the format that they are brought into."""
-
-
-def _has(tensor: torch.Tensor, wanted: Format) -> bool:
-    if wanted == "row-major":
-        return tensor.is_contiguous()
-    return tensor.dim() in (4, 5) and tensor.is_contiguous(memory_format=_format_for(tensor))
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -167,10 +116,8 @@ class FormatLedger(Ledger):
                 self._last.add(self.index_of(tensor))
 
     def _compare(self, func: Any, args: Any, kwargs: Any, result: Any, before: int) -> None:
-        hidden = _HIDDEN.get(func)
-        if hidden is not None:
-            for tensor, wanted in hidden(args, kwargs):
-                self._copied(func, tensor, wanted, hidden=True)
+        for tensor, wanted in kernel_copies(func, args, kwargs):
+            self._copied(func, tensor, wanted, hidden=True)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(first, torch.Tensor) or self.index_of(first) < before:
             return

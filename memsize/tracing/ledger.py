@@ -16,6 +16,7 @@ from memsize.record import Event, Role, Storage
 from memsize.stored import pieces
 from memsize.tracing.answers import DETACH, Answers, answers_itself
 from memsize.tracing.clock import Clock
+from memsize.tracing.kernels import kernel_copies
 
 _aten = torch.ops.aten
 _MULTIPLIES = frozenset(
@@ -99,6 +100,7 @@ class Ledger(Answers):
             self._note_each(result, op)
         if self.workspaces.lt and func is _aten.addmm.default:
             self._borrow(self.workspaces.lt, op)
+        self._note_copies(kernel_copies(func, args, kwargs), op)
         return result
 
     def _mark_read(self, args: Iterable[Any]) -> None:
@@ -127,9 +129,17 @@ class Ledger(Answers):
             size = self.workspaces.blas
             self._open("workspace", size, op, torch.uint8, (size,))
 
+    def _note_copies(self, copied: Iterable[tuple[torch.Tensor, Any]], op: str) -> None:
+        """What a kernel rearranges first is there beside its result, and gone at its end."""
+        begun = [(self._open("temporary", t.numel() * t.element_size(), op, t.dtype, _shape(t)), t) for t, _ in copied]
+        for index, tensor in begun:
+            self._end(index, tensor.numel() * tensor.element_size(), op)
+
     def _borrow(self, size: int, op: str) -> None:
         """A workspace that an op takes and gives back."""
-        index = self._open("workspace", size, op, torch.uint8, (size,))
+        self._end(self._open("workspace", size, op, torch.uint8, (size,)), size, op)
+
+    def _end(self, index: int, size: int, op: str) -> None:
         self.events.append(Event(index, -size, self.clock.phase, self.clock.layer, op))
 
     # -- what others tell it ------------------------------------------------------------------------------------------
