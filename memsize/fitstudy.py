@@ -86,7 +86,7 @@ def _answer(trials: Trials, question: Question, notes: Sequence[str]) -> Fit:
         optimizer=_optimizer(question.training),
         findings=findings(rows, question.budgets, trials.vary.text, remedied, crossings),
         remedied=remedied,
-        notes=(*notes, *_notes(trials, rows)),
+        notes=tuple(dict.fromkeys((*notes, *_notes(trials, question, rows)))),
         traces=traces,
         runs=trials.count,
     )
@@ -292,8 +292,9 @@ def _largest_operand(trace: Trace) -> int:
     return max((storage.bytes for storage in trace.storages if "convolution" in storage.op), default=0)
 
 
-def _notes(trials: Trials, rows: Sequence[FitRow]) -> Iterator[str]:
+def _notes(trials: Trials, question: Question, rows: Sequence[FitRow]) -> Iterator[str]:
     """What a reader must know about how the answers were found."""
+    yield from (note for budget in question.budgets for note in budget.notes)
     if not trials.resizable:
         yield "the inputs do not agree on a batch dimension, so that only the batch they have was looked at"
     looked = [row for row in rows if row.status not in ("unavailable", "fits", "exceeds")]
@@ -308,4 +309,4 @@ def _notes(trials: Trials, rows: Sequence[FitRow]) -> Iterator[str]:
         )
     if any(not row.monotone for row in rows):
         yield "memory does not only grow here: a size below an answer needs more than there is"
-    yield from dict.fromkeys(note for trace in trials.traces().values() for note in trace.notes)
+    yield from (note for trace in trials.traces().values() for note in trace.notes)

@@ -217,7 +217,7 @@ class Study:
         scripted = tuple(path for path, module in self.model.named_modules() if _hides_layers(module))
         hidden = (_SCRIPTED.format(join_names(_outermost(scripted))),) if scripted else ()
         late = (_LATE.format(join_names(self._late)),) if self._late else ()
-        return (*cast, *hidden, *late, *((_EXECUTED,) if self.execute else ()))
+        return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note)))
 
     @cached_property
     def _given_floating(self) -> torch.dtype | None:

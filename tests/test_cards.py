@@ -1,7 +1,9 @@
 """Cards, library workspaces and the context: names, sizes, and the arithmetic behind them."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,16 +27,49 @@ KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
         ("rtx 3060", "GeForce RTX 3060 12GB"),
         ("Tesla T4", "Tesla T4"),
         ("h100", "H100 80GB"),
+        ("Tesla P100-PCIE-16GB", "Tesla P100 16GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 80GB"),
+        ("NVIDIA GH200 480GB", "GH200 96GB"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "GeForce RTX 4060 Laptop"),
+        ("NVIDIA RTX 5000 Ada Generation", "RTX 5000 Ada"),
+        ("rtx2060", "GeForce RTX 2060"),
+        ("2060 super", "GeForce RTX 2060 SUPER"),
+        ("3080", "GeForce RTX 3080 10GB"),
+        ("3080 12gb", "GeForce RTX 3080 12GB"),
+        ("rtx 4060 ti", "GeForce RTX 4060 Ti 8GB"),
+        ("rtx 4060 ti 16gb", "GeForce RTX 4060 Ti 16GB"),
+        ("5060ti", "GeForce RTX 5060 Ti 16GB"),
+        ("AMD Instinct MI300X", "Instinct MI300X"),
+        ("mi250", "Instinct MI250X"),
+        ("Apple 16GB", "Apple 16GB"),
+        ("m1-16gb", "Apple 16GB"),
+        ("M2 Max 64GB", "Apple 64GB"),
+        ("MacBook Pro M3 36GB", "Apple 36GB"),
+        ("mps-32gb", "Apple 32GB"),
     ],
 )
 def test_names(name, found):
     assert card(name).name == found
 
 
-def test_an_unknown_card_is_refused_with_the_nearest():
-    with pytest.raises(InputError, match="no GPU 'RTX 4091' in the table: did you mean GeForce RTX 4090"):
-        card("RTX 4091")
-    with pytest.raises(InputError, match="known: Tesla V100 16GB"):
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("RTX 4091", "GeForce RTX 4090"),
+        ("5090 Ti", "GeForce RTX 5090"),
+        ("h10", "H100 80GB"),
+        ("RTX 3090 24GB", "GeForce RTX 3090"),
+        ("M2 Max", "Apple 8GB, Apple 16GB"),
+    ],
+)
+def test_an_unknown_card_is_refused_with_the_nearest(name, nearest):
+    with pytest.raises(InputError, match=f"no GPU '{name}' in the table: did you mean {nearest}"):
+        card(name)
+
+
+def test_a_name_like_no_other_is_answered_with_all():
+    with pytest.raises(InputError, match="known: Tesla P100 16GB"):
         card("?")
 
 
@@ -45,7 +80,10 @@ def test_every_name_and_alias_means_one_card():
     ]
 
 
-@pytest.mark.parametrize("entry", CARDS.values(), ids=lambda entry: entry.name)
+OF_A_MAKER = [entry for entry in CARDS.values() if entry.platform != "MPS"]
+
+
+@pytest.mark.parametrize("entry", OF_A_MAKER, ids=lambda entry: entry.name)
 def test_a_process_gets_less_than_what_is_printed_on_the_box(entry):
     assert entry.source
     assert 0.89 * _nominal(entry.name) < entry.bytes / 1e9 < 1.08 * _nominal(entry.name)
@@ -57,9 +95,60 @@ def _nominal(name):
         "Tesla T4": 16, "GeForce RTX 2080 Ti": 11, "A30": 24, "A10": 24, "A10G": 24, "GeForce RTX 3070": 8,
         "GeForce RTX 3090": 24, "RTX A4000": 16, "RTX A6000": 48, "L4": 24, "L40": 48, "L40S": 48, "RTX 6000 Ada": 48,
         "GeForce RTX 4060": 8, "GeForce RTX 4090": 24, "H100 NVL": 94, "H200": 141, "B200": 180, "B300": 288,
-        "GeForce RTX 5090": 32,
+        "GeForce RTX 5090": 32, "A2": 16, "A16": 16, "A40": 48, "GeForce GTX 1080 Ti": 11, "TITAN RTX": 24,
+        "GeForce RTX 2060": 6, "GeForce RTX 2060 SUPER": 8, "GeForce RTX 2070": 8, "GeForce RTX 2070 SUPER": 8,
+        "GeForce RTX 2080": 8, "GeForce RTX 2080 SUPER": 8, "GeForce RTX 3060 Ti": 8, "GeForce RTX 3070 Ti": 8,
+        "GeForce RTX 3070 Ti Laptop": 8, "GeForce RTX 3080 Ti": 12, "GeForce RTX 3090 Ti": 24,
+        "GeForce RTX 4060 Laptop": 8, "GeForce RTX 4070": 12, "GeForce RTX 4070 SUPER": 12,
+        "GeForce RTX 4070 Laptop": 8, "GeForce RTX 4070 Ti": 12, "GeForce RTX 4070 Ti SUPER": 16,
+        "GeForce RTX 4080": 16, "GeForce RTX 4080 SUPER": 16, "GeForce RTX 5060": 8, "GeForce RTX 5070": 12,
+        "GeForce RTX 5070 Ti": 16, "GeForce RTX 5080": 16, "Quadro RTX 5000": 16, "Quadro RTX 8000": 48,
+        "RTX A4500": 20, "RTX A5000": 24, "RTX A5500": 24, "RTX 2000 Ada": 16, "RTX 4000 Ada": 20, "RTX 4500 Ada": 24,
+        "RTX 5000 Ada": 32, "RTX PRO 6000 Blackwell": 96, "Instinct MI210": 64, "Instinct MI250X": 64,
+        "Instinct MI300X": 192,
     }  # fmt: skip
     return sizes.get(name) or int(name.split()[-1].removesuffix("GB"))
+
+
+def test_the_guide_lists_every_card():
+    guide = (Path(__file__).parent.parent / "docs" / "fit.md").read_text(encoding="utf-8")
+    listed = {name.strip() for row in guide.splitlines() if row.startswith("| ") for name in re.split(r"[|,]", row)}
+    assert {entry.name.removeprefix("GeForce RTX ") for entry in CARDS.values()} <= listed
+
+
+def test_a_card_that_was_not_seen_says_whose_figure_it_has():
+    derived = [entry for entry in CARDS.values() if "not seen" in entry.source]
+    assert {entry.name for entry in derived} > {"A2", "GeForce RTX 5060", "RTX A2000 6GB", "Apple 96GB"}
+    assert all(entry.source.startswith(("as the", "Metal's", "16,311 MiB")) for entry in derived)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        # What llama.cpp prints of Metal, in 10^6 bytes.
+        (16, 11_453.25),
+        (24, 17_179.89),
+        (32, 22_906.50),
+        (36, 28_991.03),
+        (48, 38_654.71),
+        (128, 103_079.22),
+        # What PyTorch says is "max allowed", 1.7 times as much, in GiB: 9.07 and 81.60.
+        (8, 9.07 * GiB / 1.7 / 1e6),
+        (64, 81.60 * GiB / 1.7 / 1e6),
+    ],
+)
+def test_what_metal_recommends(size, expected):
+    assert card(f"Apple {size}GB").bytes / 1e6 == pytest.approx(expected, rel=1e-3)
+
+
+def test_only_the_memory_is_known_where_cuda_does_not_run():
+    for name, platform in [("mi300x", "ROCm"), ("m2 16gb", "MPS")]:
+        entry = card(name)
+        assert entry.platform == platform and entry.capability == card("a100").capability
+        assert entry.kernels != card("a100").kernels
+        assert entry.note is not None and platform in entry.note and "A100 40GB" in entry.note
+    assert card("a100").note is None
+    assert card("a100").kernels == card("a100-80gb").kernels != card("t4").kernels
 
 
 @pytest.mark.parametrize(

@@ -260,9 +260,74 @@ def test_budgets() -> None:
             budgets(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_local_gpu() -> None:
+def test_a_mac_has_no_context() -> None:
+    (mac,) = budgets("M2 Max 64GB")
+    # Three quarters of 64 GiB are what Metal recommends.
+    assert mac.device == mac.allocator == 48 << 30
+    assert mac.notes and "MPS" in mac.notes[0]
+    with pytest.raises(InputError, match=r"nothing is left after a margin of 51,200\.00 MiB"):
+        budgets("M2 Max 64GB", margin="50GiB")
+
+
+def local(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True, mps: bool = False, hip: str | None = None) -> None:
+    """A machine whose GPU is made up: 20,000 of 24,000 MiB are free."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20_000 * MiB, 24_000 * MiB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12_000 * MiB)
+
+
+def test_the_local_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    local(monkeypatch)
+    (here,) = budgets("local")
+    assert (here.name, here.device, here.allocator) == ("Some GPU (local)", 24_000 * MiB, 24_000 * MiB - CONTEXT)
+    assert here.card.capability == (8, 6) and here.card.platform == "CUDA"
+    # What others have taken is told, not taken off: they may be gone when the model runs.
+    assert here.notes == ("4,000.00 MiB of Some GPU (local) are taken right now: --margin leaves room for what stays",)
+    assert [budget.name for budget in budgets("t4,local")] == ["Tesla T4", "Some GPU (local)"]
+    fit = fit_of(Narrow(), "4000,64", gpu="local")
+    assert row_of(fit).gpu == "Some GPU (local)" and row_of(fit).status == "found"
+    assert any("taken right now" in note for note in fit.notes)
+
+
+def test_a_local_gpu_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    local(monkeypatch)
+    # This process's own context is not what others have taken.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (23_500 * MiB, 24_000 * MiB))
+    assert budgets("local")[0].notes == ()
+
+
+def test_a_local_gpu_of_another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
+    local(monkeypatch, hip="6.2")
+    (here,) = budgets("local")
+    assert (here.card.platform, here.card.capability, here.device) == ("ROCm", (8, 0), 24_000 * MiB)
+    local(monkeypatch, cuda=False, mps=True)
+    (mac,) = budgets("local")
+    assert (mac.card.platform, mac.allocator) == ("MPS", 12_000 * MiB)
+
+
+def test_no_local_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy_target: str) -> None:
+    local(monkeypatch, cuda=False)
     with pytest.raises(InputError, match="no GPU that PyTorch can use"):
+        budgets("local")
+    assert run(["fit", toy_target, "--input", "3,64,64", "--gpu", "local"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: this machine has no GPU") and err.count("\n") == 1
+
+
+def test_a_local_gpu_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    local(monkeypatch)
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might be")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    with pytest.raises(
+        InputError, match=r"does not answer: CUDA error: all CUDA-capable devices are busy or unavailable$"
+    ):
         budgets("local")
 
 

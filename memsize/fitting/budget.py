@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from memsize.device.cards import DEFAULT, Card, card
 from memsize.device.context import context
@@ -13,13 +14,14 @@ from memsize.units import format_bytes, parse_bytes
 
 LOCAL = "local"
 """The name that means the GPU of this machine."""
+_ASKED: Final = "torch.cuda.mem_get_info"
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What a process may take on a GPU. `device` is all of it, `context` what CUDA takes of that at most.
 
-    `card` decides which kernels run.
+    `card` decides which kernels run. `notes` are what a reader must know about the figures.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Budget:
     device: int
     context: int
     margin: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def allocator(self) -> int:
@@ -57,24 +60,51 @@ def _card(name: str) -> Card:
     return local_card() if name.lower() == LOCAL else card(name)
 
 
-def local_card() -> Card:
-    """The first GPU of this machine; raises `InputError` where there is none."""
+def _taken(where: Card) -> tuple[str, ...]:
+    """What others have of a local GPU right now, where that is more than this process's own context may be."""
+    if where.source != _ASKED:
+        return ()
     import torch
 
+    free, total = torch.cuda.mem_get_info()
+    taken = format_bytes(total - free)
+    text = f"{taken} of {where.name} are taken right now: --margin leaves room for what stays"
+    return (text,) if total - free > context().high else ()
+
+
+def local_card() -> Card:
+    """The GPU of this machine that PyTorch uses; raises `InputError` where there is none or it does not answer."""
+    import torch
+
+    if torch.backends.mps.is_available():
+        recommended = torch.mps.recommended_max_memory()
+        return Card("the Apple GPU here", card(DEFAULT).capability, recommended, "Metal's own answer", platform="MPS")
     if not torch.cuda.is_available():
         raise InputError("this machine has no GPU that PyTorch can use: name one, such as t4 or a100")
-    _, total = torch.cuda.mem_get_info()
-    name = torch.cuda.get_device_name()
-    return Card(f"{name} (local)", torch.cuda.get_device_capability(), total, "torch.cuda.mem_get_info")
+    try:
+        _, total = torch.cuda.mem_get_info()
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    except RuntimeError as error:
+        raise InputError(f"the GPU of this machine does not answer: {str(error).partition(chr(10))[0]}") from None
+    if torch.version.hip:
+        return Card(f"{name} (local)", card(DEFAULT).capability, total, _ASKED, platform="ROCm")
+    return Card(f"{name} (local)", capability, total, _ASKED)
 
 
 def _budget(name: str, where: Card, device: int, margin: str | int) -> Budget:
-    budget = Budget(name, where, device, context().high, _margin(margin, device))
-    if budget.allocator <= 0:
-        taken = f"{format_bytes(budget.context)} for the CUDA context"
-        spare = f" and a margin of {format_bytes(budget.margin)}" if budget.margin else ""
-        raise InputError(f"{name} has {format_bytes(device)}: nothing is left after {taken}{spare}")
+    # Metal recommends what a process may take; it has no context that would come out of that.
+    taken = 0 if where.platform == "MPS" else context().high
+    notes = (*([where.note] if where.note else []), *_taken(where))
+    budget = Budget(name, where, device, taken, _margin(margin, device), notes)
+    if budget.margin < 0 or budget.allocator <= 0:
+        raise InputError(_nothing_left(budget))
     return budget
+
+
+def _nothing_left(budget: Budget) -> str:
+    taken = [f"{format_bytes(budget.context)} for the CUDA context"] if budget.context else []
+    taken += [f"a margin of {format_bytes(budget.margin)}"] if budget.margin else []
+    return f"{budget.name} has {format_bytes(budget.device)}: nothing is left after {' and '.join(taken)}"
 
 
 def _margin(margin: str | int, device: int) -> int:

@@ -43,5 +43,5 @@ class Case:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What decides the events: cards of one capability run the same kernels."""
-        return self.scenario.name, self.card.capability, self.training, self.edits, self.split
+        """What decides the events: cards of one generation run the same kernels."""
+        return self.scenario.name, self.card.kernels, self.training, self.edits, self.split

@@ -43,13 +43,14 @@ def findings(
 
 
 def _budget(budget: Budget) -> Finding:
-    margin = ", and a margin of {margin}" if budget.margin else ""
+    taken = ["the CUDA context may take {context}"] if budget.context else []
+    taken += ["the margin is {margin}"] if budget.margin else []
+    less = f", of which {' and '.join(taken)}" if taken else ""
     return Finding(
         "budget",
         budget.allocator,
         (),
-        "The allocator gets {allocator}: {name} has {device}, of which the CUDA context may take {context}"
-        f"{margin}.",
+        f"The allocator gets {{allocator}}: {{name}} has {{device}}{less}.",
         {
             "allocator": Bytes(budget.allocator),
             "name": budget.name,

@@ -38,7 +38,7 @@ class Trials:
         self._places = vary.places(self.inputs)
         self._traces: dict[tuple[object, ...], Trace] = {}
         self._runs: dict[tuple[object, ...], Footprint] = {}
-        self._studies: dict[tuple[int, int], Study] = {}
+        self._studies: dict[tuple[object, ...], Study] = {}
 
     @property
     def resizable(self) -> bool:
@@ -91,10 +91,10 @@ class Trials:
         return run_training(setup, replace(case.training, steps=2, accumulate=accumulate))
 
     def _study(self, case: Case) -> Study:
-        if case.card.capability not in self._studies:
+        if case.card.kernels not in self._studies:
             study = Study(self.name, self.model, self.feed, self.training, self.say, case.card)
-            self._studies[case.card.capability] = study
-        return self._studies[case.card.capability]
+            self._studies[case.card.kernels] = study
+        return self._studies[case.card.kernels]
 
 
 def _resized(call: Call, places: Iterable[Place], size: int) -> Call:
