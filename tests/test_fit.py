@@ -826,10 +826,11 @@ def test_help_loads_no_torch(python: Callable[..., subprocess.CompletedProcess[s
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "", done.stderr
 
 
-def test_an_inference_does_not_load_the_compiler(
-    python: Callable[..., subprocess.CompletedProcess[str]], toy_target: str
+@pytest.mark.parametrize("how", [[], ["--train", "adamw"], ["--train", "sgd-momentum", "--ema"]])
+def test_a_search_does_not_load_the_compiler(
+    python: Callable[..., subprocess.CompletedProcess[str]], toy_target: str, how: list[str]
 ) -> None:
-    options = ["fit", toy_target, "--input", "3,64,64", "--gpu", "t4", "-s", "fp32,amp-fp16"]
+    options = ["fit", toy_target, "--input", "3,64,64", "--gpu", "t4", "-s", "fp32,amp-fp16", *how]
     code = f"import sys\nfrom memsize.cli import run\nassert run({options}) == 0\n"
     done = python("-c", f"{code}print(*({{'torch._dynamo', 'sympy', 'torchao'}} & set(sys.modules)))")
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "", done.stderr

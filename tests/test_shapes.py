@@ -289,6 +289,7 @@ REAL: dict[str, list[tuple[Any, ...]]] = {
     "_foreach_zero_": [(LIST,)],
     "_transform_bias_rescale_qkv": [(meta(2, 5, 48), meta(48), 4)],
     "_masked_softmax": [(meta(2, 4, 5, 5), meta(5, 5).bool(), 3, 0)],
+    "_amp_foreach_non_finite_check_and_unscale_": [(LIST, meta(), meta()), (LIST, meta(1), meta(1))],
 }  # fmt: skip
 
 QUERY, KEY = meta(2, 4, 40, 16), meta(2, 4, 24, 16)
@@ -515,6 +516,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     "index.Tensor": [(ROWS, [truth(3)]), (ROWS, [whole(2), whole(3)]), (C4, [whole(2), whole(2)])],
     "gather": [(ROWS, 1, whole(4, 5, 8)), (ROWS, 1, whole(5, 8))],
     "_foreach_add_.List": [(LIST, LIST[:2]), (LIST, [meta(4, 3), meta(5), meta()])],
+    "_amp_foreach_non_finite_check_and_unscale_": [(LIST, meta(2), meta()), (LIST, meta(), whole())],
     "clamp": [(whole(3), 0.5), (ROWS,)],
     "constant_pad_nd": [(IMAGE, [1]), (IMAGE, [-9, 0])],
     "arange": [(5.5,), (5,)],

@@ -23,7 +23,8 @@ from memsize.tracing.feed import feed_from_data
 from memsize.tracing.run import Setup, run_inference
 from memsize.tracing.shadow import shadow
 from memsize.tracing.step import run_own_step, run_training
-from memsize.training import Training
+from memsize.training import OPTIMIZERS as NAMED
+from memsize.training import Training, parse_optimizer
 from tests import models
 from tests.conftest import Python
 
@@ -371,6 +372,16 @@ def test_optimizer_state_and_its_temporaries() -> None:
 def _temporaries(trace: Trace, index: int) -> int:
     held = alive(trace, index)
     return sum(size for storage, size in held.items() if trace.storages[storage].role == "temporary")
+
+
+@pytest.mark.parametrize("name", [*NAMED, "adamw:fused", "adam:foreach=False"])
+def test_an_optimizer_by_name_is_pytorchs_own(name: str) -> None:
+    spec = parse_optimizer(name)
+    own = lambda parameters: getattr(torch.optim, spec.cls)(parameters, **spec.options)  # noqa: E731
+    by_name, made = (memsize.trace(models.Small(), (3, 32, 32), optimizer=kind, steps=2).trace for kind in (name, own))
+    assert (by_name.events, by_name.storages, by_name.phases) == (made.events, made.storages, made.phases)
+    # Their class is as it was: a private one was stepped.
+    assert getattr(torch.optim, spec.cls).add_param_group is torch.optim.Optimizer.add_param_group
 
 
 def test_fused_adamw_needs_no_temporaries_and_counts_steps_on_the_gpu() -> None:

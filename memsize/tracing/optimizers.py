@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,9 +29,28 @@ def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tens
             made: torch.optim.Optimizer = kind(parameters)
             return made
         spec = parse_optimizer(kind)
-        return getattr(torch.optim, spec.cls)(parameters, **spec.options)  # type: ignore[no-any-return]
+        return _without_compiler(getattr(torch.optim, spec.cls))(parameters, **spec.options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"the optimizer {kind!r} cannot be made: {error}") from error
+
+
+@cache
+def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """`cls` with the methods that PyTorch wraps for torch.compile as they were written.
+
+    The wrappers do nothing here but import torch._dynamo, which takes as long as importing torch. What a wrapped step
+    does beside, choosing the gradient mode, is done here too. PyTorch hooks `step` for profilers class by class: it
+    finds this class unhooked and hooks it.
+    """
+    written = inspect.unwrap(cls.step)
+
+    def step(self: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+            result: float | None = written(self, closure)
+            return result
+
+    methods = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "zero_grad")}
+    return type(cls.__name__, (cls,), {**methods, "step": step})
 
 
 @contextmanager
