@@ -66,11 +66,10 @@ def _without_twins(trials: Trials, question: Question) -> Question:
 
 def _answer(trials: Trials, question: Question, notes: Sequence[str]) -> Fit:
     failures: list[Exception] = []
-    rows = tuple(
-        _row(trials, question, scenario, budget, failures)
-        for scenario in question.scenarios
-        for budget in question.budgets
-    )
+    rows: list[FitRow] = []
+    for scenario in question.scenarios:
+        for budget in question.budgets:
+            rows.append(_row(trials, question, scenario, budget, _likely(rows, scenario, budget), failures))
     if failures and all(row.status == "unavailable" for row in rows):
         raise failures[0]
     remedied = _remedied(trials, question, rows)
@@ -81,7 +80,7 @@ def _answer(trials: Trials, question: Question, notes: Sequence[str]) -> Fit:
         inputs=trials.inputs,
         vary=trials.vary.text,
         budgets=tuple(question.budgets),
-        fit_rows=rows,
+        fit_rows=tuple(rows),
         asked=question.asked,
         optimizer=_optimizer(question.training),
         findings=findings(rows, question.budgets, trials.vary.text, remedied, crossings),
@@ -102,7 +101,26 @@ def _optimizer(training: Training | None) -> str:
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _row(trials: Trials, question: Question, scenario: Scenario, budget: Budget, failures: list[Exception]) -> FitRow:
+def _likely(rows: Sequence[FitRow], scenario: Scenario, budget: Budget) -> int | None:
+    """The answer of a scenario before that computes in numbers of the same width: the search may begin there."""
+    alike = (row for row in reversed(rows) if row.gpu == budget.name and row.size and row.status == "found")
+    return next((row.size for row in alike if _width(SCENARIOS.get(row.scenario)) == _width(scenario)), None)
+
+
+def _width(scenario: Scenario | None) -> tuple[bool, bool]:
+    """Whether a scenario casts during its forward, and whether to 16 bits."""
+    computed = scenario and (scenario.autocast or scenario.dtype)
+    return bool(scenario and scenario.autocast), computed in ("float16", "bfloat16")
+
+
+def _row(
+    trials: Trials,
+    question: Question,
+    scenario: Scenario,
+    budget: Budget,
+    likely: int | None,
+    failures: list[Exception],
+) -> FitRow:
     row = FitRow(scenario.name, scenario.title, budget.name, budget.allocator, "unavailable")
     if scenario.is_modelled:
         return replace(row, reason="what its modules pass on is modelled and cannot be run")
@@ -110,7 +128,7 @@ def _row(trials: Trials, question: Question, scenario: Scenario, budget: Budget,
     try:
         if question.asked is not None or not trials.resizable:
             return _asked_row(trials, case, row, question.asked or trials.asked)
-        return _searched_row(trials, case, row)
+        return _searched_row(trials, case, row, likely)
     except (ScenarioError, ForwardError, InputError) as error:
         failures.append(error)
         return replace(row, reason=str(error))
@@ -131,13 +149,13 @@ def _asked_row(trials: Trials, case: Case, row: FitRow, size: int) -> FitRow:
     )
 
 
-def _searched_row(trials: Trials, case: Case, row: FitRow) -> FitRow:
+def _searched_row(trials: Trials, case: Case, row: FitRow, likely: int | None) -> FitRow:
     """The largest size that fits."""
 
     def measure(size: int) -> Footprint:
         return trials.run(case, size)
 
-    start = trials.asked if trials.asked > 1 else None
+    start = likely or (trials.asked if trials.asked > 1 else None)
     found = largest(measure, row.budget, start=start, known=trials.known(case), powers=not trials.vary.batch)
     low, high = found.largest, found.above
     per_step = _per_step(found)

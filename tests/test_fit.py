@@ -185,7 +185,7 @@ def test_what_is_needed_is_the_least_that_fits(fixed: int, varying: list[int]) -
 def test_a_forecast_from_two_runs_is_exact_on_a_line(a: int, b: int, first: int, more: int, size: int) -> None:
     runs = [footprint(n, 1000, [a * n + b]) for n in (first, first + more)]
     forecast = Forecast(runs)
-    assert forecast.pairs(size) == footprint(size, 1000, [a * size + b]).pairs
+    assert tuple(forecast.pairs(size)) == footprint(size, 1000, [a * size + b]).pairs
     assert forecast.requested(size) == 1000 + a * size + b
 
 
@@ -455,6 +455,27 @@ def test_runs_are_made_once() -> None:
     assert own.count == 1
     own.run(replace(CASE, card=card("h100")), 8)
     assert own.count == 2
+
+
+def test_runs_of_the_same_events_share_their_replays() -> None:
+    own = Trials("m", Narrow(), feed_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
+    half, brain, full = (own.run(replace(CASE, scenario=SCENARIOS[name]), 8) for name in ("fp16", "bf16", "fp32"))
+    assert half.replays is brain.replays and half.replays is not full.replays
+    assert half.trace.scenario == "fp16" and brain.trace.scenario == "bf16"
+    expandable = own.run(replace(CASE, config=AllocatorConfig(expandable_segments=True)), 8)
+    assert expandable.replays is not full.replays and own.count == 3
+
+
+def test_a_search_begins_where_one_like_it_ended() -> None:
+    fit = fit_of(
+        Narrow(), "4000,64", budget=CONTEXT + 200 * MiB, scenarios="fp32,fp16,bf16,amp-fp16,amp-bf16,int8-weight"
+    )
+    first, like_it = row_of(fit, "fp16"), row_of(fit, "bf16")
+    assert first.looked[0] == 13 and like_it.looked == (first.size, first.next_size)
+    assert row_of(fit, "amp-bf16").looked[0] == row_of(fit, "amp-fp16").size
+    assert row_of(fit, "int8-weight").looked[0] == row_of(fit).size
+    alone = fit_of(Narrow(), "4000,64", budget=CONTEXT + 200 * MiB, scenarios="bf16")
+    assert (row_of(alone, "bf16").size, row_of(alone, "bf16").peak) == (like_it.size, like_it.peak)
 
 
 def test_a_run_is_the_trace_of_that_batch() -> None:

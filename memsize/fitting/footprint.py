@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Final
 
 from memsize.device.allocator import Replay, replay
 from memsize.device.config import SEGMENT_STEP, AllocatorConfig
@@ -12,24 +14,13 @@ from memsize.folds import alive
 from memsize.record import Role, Trace
 
 
-@dataclass(frozen=True, eq=False)
-class Footprint:
-    """The run of one size (a batch, a length) and the settings of the allocator that serves it."""
+class Replays:
+    """What an allocator makes of one list of events. Each replay is made once, for all runs that make these events."""
 
-    size: int
-    trace: Trace
-    config: AllocatorConfig
-    _taken: dict[int, int | None] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def pairs(self) -> list[tuple[int, int]]:
-        """The events as the allocator takes them: a storage, and the bytes that it gains or loses."""
-        return [(event.storage, event.delta) for event in self.trace.events]
-
-    @cached_property
-    def shape(self) -> int:
-        """A number that runs share where they make the same events, apart from the bytes."""
-        return hash(tuple(storage if delta > 0 else ~storage for storage, delta in self.pairs))
+    def __init__(self, pairs: Sequence[tuple[int, int]], config: AllocatorConfig) -> None:
+        self.pairs = pairs
+        self.config = config
+        self._bounded: dict[int, Replay] = {}
 
     @cached_property
     def requested(self) -> int:
@@ -43,7 +34,55 @@ class Footprint:
 
     def bounded(self, capacity: int) -> Replay:
         """The replay with `capacity` bytes to have: cached blocks are given back before it fails."""
-        return replay(self.pairs, self.config, capacity=capacity)
+        if capacity not in self._bounded:
+            self._bounded[capacity] = replay(self.pairs, self.config, capacity=capacity)
+        return self._bounded[capacity]
+
+
+_LOOKS_AT_LACKS: Final = 6
+"""How often what a replay lacked is followed before the rest is halved: several small lacks may add up."""
+
+
+@dataclass(frozen=True, eq=False)
+class Footprint:
+    """The run of one size (a batch, a length) and the settings of the allocator that serves it.
+
+    `shared` are replays of the same events, where a run that makes them was replayed already.
+    """
+
+    size: int
+    trace: Trace
+    config: AllocatorConfig
+    shared: Replays | None = None
+
+    @cached_property
+    def replays(self) -> Replays:
+        """The allocator's part."""
+        return self.shared or Replays(pairs_of(self.trace), self.config)
+
+    @property
+    def pairs(self) -> Sequence[tuple[int, int]]:
+        """The events as the allocator takes them: a storage, and the bytes that it gains or loses."""
+        return self.replays.pairs
+
+    @cached_property
+    def shape(self) -> int:
+        """A number that runs share where they make the same events, apart from the bytes."""
+        return hash(tuple(storage if delta > 0 else ~storage for storage, delta in self.pairs))
+
+    @property
+    def requested(self) -> int:
+        """The most bytes that tensors ask for at one moment."""
+        return self.replays.requested
+
+    @property
+    def unbounded(self) -> Replay:
+        """The replay on a GPU without end, where cached blocks are never given back."""
+        return self.replays.unbounded
+
+    def bounded(self, capacity: int) -> Replay:
+        """The replay with `capacity` bytes to have: cached blocks are given back before it fails."""
+        return self.replays.bounded(capacity)
 
     def fits(self, capacity: int) -> bool:
         """Whether the run ends well with `capacity` bytes for the allocator."""
@@ -57,27 +96,47 @@ class Footprint:
             return self.unbounded.reserved.bytes
         if self.unbounded.allocated.bytes > capacity:
             return None
-        if capacity not in self._taken:
-            replayed = self.bounded(capacity)
-            self._taken[capacity] = None if replayed.out_of_memory else replayed.reserved.bytes
-        return self._taken[capacity]
+        replayed = self.bounded(capacity)
+        return None if replayed.out_of_memory else replayed.reserved.bytes
 
     def needs(self, capacity: int | None = None) -> int:
         """The least capacity that the run ends well with, between its blocks' peak and its segments'.
 
-        Found by halving, in steps of 2 MiB, the grain of segments. A `capacity` that was looked at saves half of it.
+        In steps of 2 MiB, the grain of segments. Where a replay runs out of memory it says how much it lacks: that is
+        where to look next, and one step below what fits there. Else the rest is halved. A `capacity` that was looked at
+        saves half of it.
         """
         high = self.unbounded.reserved.bytes
         low = (self.unbounded.allocated.bytes - 1) // SEGMENT_STEP * SEGMENT_STEP
+        guesses = [low + SEGMENT_STEP]
         if capacity is not None:
             taken = self.takes(capacity)
             high, low = (high, max(low, capacity)) if taken is None else (min(high, taken), low)
+            guesses += [self._lacks(capacity)] if taken is None else []
+        for _ in range(_LOOKS_AT_LACKS):
+            looked = next((guess for guess in reversed(guesses) if low < guess < high), None)
+            if looked is None:
+                break
+            taken = self.takes(looked)
+            high, low = (high, looked) if taken is None else (taken, low)
+            guesses.append(self._lacks(looked) if taken is None else high - SEGMENT_STEP)
         while high - low > SEGMENT_STEP:
             middle = (low + (high - low) // 2) // SEGMENT_STEP * SEGMENT_STEP
             middle = middle if middle > low else high - SEGMENT_STEP
             taken = self.takes(middle)
             high, low = (high, middle) if taken is None else (taken, low)
         return high
+
+    def _lacks(self, capacity: int) -> int:
+        """What the request that fails with `capacity` would have needed, in whole steps; 0 where that isn't known."""
+        if self.unbounded.allocated.bytes > capacity or (failure := self.bounded(capacity).out_of_memory) is None:
+            return 0
+        return -(-(failure.held.reserved + failure.segment) // SEGMENT_STEP) * SEGMENT_STEP
+
+
+def pairs_of(trace: Trace) -> tuple[tuple[int, int], ...]:
+    """The events of a trace as the allocator takes them."""
+    return tuple((event.storage, event.delta) for event in trace.events)
 
 
 @dataclass(frozen=True, slots=True)

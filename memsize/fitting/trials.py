@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memsize.device.config import AllocatorConfig
 from memsize.fitting.case import Case
-from memsize.fitting.footprint import Footprint
+from memsize.fitting.footprint import Footprint, Replays, pairs_of
 from memsize.fitting.vary import Place, Vary
 from memsize.record import InputTensor, Trace
 from memsize.study import Study
@@ -38,6 +39,7 @@ class Trials:
         self._places = vary.places(self.inputs)
         self._traces: dict[tuple[object, ...], Trace] = {}
         self._runs: dict[tuple[object, ...], Footprint] = {}
+        self._replays: dict[tuple[object, ...], Replays] = {}
         self._studies: dict[tuple[object, ...], Study] = {}
 
     @property
@@ -60,7 +62,15 @@ class Trials:
             self.count += 1
             self.say(f"{', '.join((case.scenario.name, *case.applied))}, {self.vary.text} {size:,}")
             self._traces[key] = self._trace(case, size)
-        return self._runs.setdefault((*key, case.config), Footprint(size, self._traces[key], case.config))
+        if (*key, case.config) not in self._runs:
+            self._runs[*key, case.config] = self._footprint(size, self._traces[key], case.config)
+        return self._runs[*key, case.config]
+
+    def _footprint(self, size: int, trace: Trace, config: AllocatorConfig) -> Footprint:
+        """The run, with the replays of one that made the same events: float16 and bfloat16 often do."""
+        pairs = pairs_of(trace)
+        replays = self._replays.setdefault((pairs, config), Replays(pairs, config))
+        return Footprint(size, trace, config, replays)
 
     def known(self, case: Case) -> dict[int, Footprint]:
         """The runs of a case that were made before, on this card or one like it."""

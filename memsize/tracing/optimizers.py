@@ -29,7 +29,8 @@ def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tens
             made: torch.optim.Optimizer = kind(parameters)
             return made
         spec = parse_optimizer(kind)
-        return _without_compiler(getattr(torch.optim, spec.cls))(parameters, **spec.options)
+        make: Callable[..., torch.optim.Optimizer] = _without_compiler(getattr(torch.optim, spec.cls))
+        return make(parameters, **spec.options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"the optimizer {kind!r} cannot be made: {error}") from error
 
