@@ -10,7 +10,15 @@ from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.fitreport import Fit
 from memsize.fitting.budget import Budget
 from memsize.fitting.case import Case
-from memsize.fitting.crossings import Crossing, first_size, foretold_most, foretold_phase, most_of, peak_phase
+from memsize.fitting.crossings import (
+    Crossing,
+    first_size,
+    foretold_most,
+    foretold_phase,
+    most_beside,
+    most_of,
+    peak_phase,
+)
 from memsize.fitting.explain import findings
 from memsize.fitting.footprint import Footprint, bind
 from memsize.fitting.forecast import FIXED, Forecast, forecast
@@ -156,7 +164,14 @@ def _searched_row(trials: Trials, case: Case, row: FitRow, likely: int | None) -
         return trials.run(case, size)
 
     start = likely or (trials.asked if trials.asked > 1 else None)
-    found = largest(measure, row.budget, start=start, known=trials.known(case), powers=not trials.vary.batch)
+    found = largest(
+        measure,
+        row.budget,
+        start=start,
+        known=trials.known(case),
+        refused=trials.refused(case),
+        powers=not trials.vary.batch,
+    )
     low, high = found.largest, found.above
     per_step = _per_step(found)
     return replace(
@@ -182,10 +197,15 @@ def _status(found: Answer) -> Status:
     if found.largest is None:
         return "none"
     if found.endless:
-        return "endless"
+        return "constant" if _constant(found) else "endless"
     if not found.closed:
         return "open"
     return "found" if found.above else "refused"
+
+
+def _constant(found: Answer) -> bool:
+    """Whether all runs need the same beside their input."""
+    return len(found.runs) > 1 and len({most_beside(run, "input") for run in found.runs.values()}) == 1
 
 
 def _per_step(found: Answer) -> int | None:
@@ -318,7 +338,8 @@ def _notes(trials: Trials, question: Question, rows: Sequence[FitRow]) -> Iterat
     looked = [row for row in rows if row.status not in ("unavailable", "fits", "exceeds")]
     if looked:
         most = max(len(row.looked) for row in looked)
-        yield f"each answer was run, and so was the next size: {trials.count} runs in all, at most {most} per answer"
+        following = ", and so was the next size" if all(row.status in ("found", "none") for row in looked) else ""
+        yield f"each answer was run{following}: {trials.count} runs in all, at most {most} per answer"
     workspace = next((_largest_operand(trace) for trace in _answered(trials, rows)), 0)
     if workspace:
         yield (

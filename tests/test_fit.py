@@ -156,12 +156,31 @@ def test_refused_sizes_are_told_with_their_reasons() -> None:
     assert ceiling.ceiling is not None and "1024" in ceiling.ceiling
 
 
-def test_a_model_that_runs_with_no_size_raises_its_own_error() -> None:
-    def measure(size: int) -> Footprint:
-        raise ForwardError("not at all")
+def test_what_was_refused_before_is_not_run_again() -> None:
+    looked: list[int] = []
 
+    def measure(size: int) -> Footprint:
+        looked.append(size)
+        return footprint(size, MiB, [refusing(ceiling=37)(size)])
+
+    first = largest(measure, 100 * MiB)
+    # 13 runs; 4,108 = 316 · 13 is as far as one run is believed; its refusal names 37, which runs, and so 38 is asked.
+    assert first.looked == (13, 4108, 37, 38) and first.size == 37
+    assert first.ceiling is not None and "37" in first.ceiling
+    looked.clear()
+    again = largest(measure, 100 * MiB, known=first.runs, refused=first.refused)
+    assert (again.size, again.bound, looked) == (37, 38, [])
     with pytest.raises(ForwardError, match="not at all"):
-        largest(measure, MiB)
+        largest(nothing_runs, MiB, refused=dict.fromkeys((13, 8, 60, 840, 1, 2), "not at all"))
+
+
+def nothing_runs(size: int) -> Footprint:
+    raise ForwardError("not at all")
+
+
+def test_a_model_that_runs_with_no_size_raises_its_own_error() -> None:
+    with pytest.raises(ForwardError, match="not at all"):
+        largest(nothing_runs, MiB)
 
 
 def test_nothing_fits_and_everything_fits() -> None:
@@ -539,6 +558,78 @@ def test_one_batch_is_one_run() -> None:
     assert (row.status, short.runs) == ("exceeds", 1)
     assert row.headroom is not None and row.headroom < 0
     assert "does not fit" in short.why()[0].text()
+
+
+class Fixed(nn.Module):
+    """Does nothing with its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000, 1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight @ self.weight).sum()
+
+
+def test_nothing_varies_with_the_batch() -> None:
+    fit = fit_of(Fixed(), "8", gpu="t4")
+    row = row_of(fit)
+    assert row.status == "constant" and row.size == 2**20
+    assert fit.why()[0].text().startswith("Under fp32, nothing but the input grows with batch")
+    assert "any" in str(fit) and "nothing but the input grows with the batch" in str(fit)
+    # Under a budget that it does not fit, the same model says what is too much.
+    short = fit_of(Fixed(), "8", budget=CONTEXT + 10 * MiB)
+    assert row_of(short).status == "none"
+    cost = next(finding for finding in short.findings if finding.code == "fit-fixed-cost")
+    # Parameter, gradient and two states, 4,000,000 B each, and cuBLAS's workspaces.
+    assert cost.bytes is not None and cost.bytes >= 4 * 4_000_000
+
+
+class Picky(nn.Module):
+    """Runs with batches up to 37 only, and says no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 37:
+            raise ValueError("too many for me")
+        return self.linear(x)
+
+
+def test_the_failure_and_the_range_that_works() -> None:
+    fit = fit_of(Picky(), "64", gpu=["t4", "a100"])
+    first, second = fit.fit_rows
+    assert first.size is not None and first.next_size is not None
+    assert first.status in ("open", "refused") and first.size <= 37 < first.next_size
+    refused = next(finding for finding in fit.findings if finding.code == "fit-refused")
+    assert f"It ran with {min(first.ran)} to {max(first.ran)}" in refused.text() and "too many for me" in refused.text()
+    if first.status == "open":
+        assert "the model refuses batch" in fit.why()[0].text()
+    # The other card takes over what was refused: for its shapes, not for the card.
+    assert not set(first.refused) & set(second.looked)
+
+
+def test_what_binds_a_language_model_are_its_logits() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(5000, 16), nn.Linear(16, 5000)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.words(ids))
+
+    row = row_of(fit := fit_of(Words(), "ids=128:int64", gpu="t4"))
+    assert row.bind is not None and row.bind.largest is not None and row.bind.largest.logits
+    assert row.next_size is not None and row.bind.largest.spec.shape[-1] == 5000
+    assert row.bind.largest.bytes == row.bind.largest.tensors * row.next_size * 128 * 5000 * 4
+    binds = next(finding for finding in fit.findings if finding.code == "fit-binds")
+    assert "as wide as the logits" in binds.text()
+    # Beside all modules, in the loss, the op says where.
+    assert row.bind.layer or row.bind.op in str(fit)
+    plain = row_of(fit_of(Narrow(), "4000,64", gpu="t4"))
+    assert plain.bind is not None and plain.bind.largest is not None and not plain.bind.largest.logits
 
 
 def test_inference_keeps_nothing() -> None:

@@ -72,6 +72,12 @@ def most_of(run: Footprint, role: Role) -> int:
     return max(accumulate((d for storage, d in run.pairs if roles[storage] == role), initial=0))
 
 
+def most_beside(run: Footprint, role: Role) -> int:
+    """The most bytes of all other roles that are alive at one moment of a run."""
+    roles = [storage.role for storage in run.trace.storages]
+    return max(accumulate((d for storage, d in run.pairs if roles[storage] != role), initial=0))
+
+
 def peak_phase(run: Footprint) -> str:
     """The phase that a run's peak falls in."""
     return _phase(run, run.unbounded.requested.event)

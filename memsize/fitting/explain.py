@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from memsize.findings.finding import Finding
 from memsize.fitting.budget import Budget
 from memsize.fitting.crossings import Crossing
-from memsize.fitting.footprint import Bind
+from memsize.fitting.footprint import Alike, Bind
 from memsize.fitting.rows import ANSWERED, FitRow, Remedied
 from memsize.roles import noun
 from memsize.units import Bytes
@@ -79,11 +79,15 @@ def _binding(row: FitRow, vary: str) -> Iterator[Finding]:
         "open": "Under {scenario}, {vary} {size} fits and {vary} {next} does not; what lies between was not run",
         "refused": "Under {scenario}, {vary} {size} needs {peak} of {budget}; {vary} {next} is refused by the model",
         "endless": "Under {scenario}, memory is no limit: even {vary} {size} needs no more than {peak} of {budget}",
+        "constant": "Under {scenario}, nothing but the input grows with {vary}: {vary} {size} needs {peak} of {budget}",
         "none": "Under {scenario}, nothing fits: {vary} {next} needs {next_peak}, and there are {budget}",
         "fits": "Under {scenario}, {vary} {size} fits: it needs {peak} of {budget}, and {beyond} are left",
         "exceeds": "Under {scenario}, {vary} {size} does not fit: it needs {peak}, {beyond} more than there are",
     }
-    yield Finding(f"fit-{row.status}", row.peak, (), texts[row.status] + ".", values)
+    text = texts[row.status]
+    if row.status == "open" and row.next_size in row.refused:
+        text = "Under {scenario}, {vary} {size} fits and the model refuses {vary} {next}; what lies between was not run"
+    yield Finding(f"fit-{row.status}", row.peak, (), text + ".", values)
     if row.bind is not None and row.status in ("found", "open", "none", "exceeds"):
         yield _stops(row, row.bind, vary)
     if row.status == "none":
@@ -94,6 +98,7 @@ def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
     at = " at {layer}" if bind.layer else ""
     adds = f" One more {UNITS_OF.get(vary, f'step of {vary}')} adds {{per_step}} to the peak." if row.per_step else ""
     where = "It runs out in" if bind.request else "The peak is in"
+    most, values = _largest(bind.largest)
     alive = sum(bind.roles.values())
     apart = (row.next_peak or 0) - alive if bind.request else 0
     cached = (
@@ -105,7 +110,7 @@ def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
         "fit-binds",
         bind.roles[bind.role],
         (bind.layer,) if bind.layer else (),
-        f"{where} {{phase}}{at}, where {{held}} of {{alive}} are {{role}}.{cached}{adds}",
+        f"{where} {{phase}}{at}, where {{held}} of {{alive}} are {{role}}.{most}{cached}{adds}",
         {
             "phase": bind.phase,
             "layer": bind.layer,
@@ -114,8 +119,19 @@ def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
             "alive": Bytes(alive),
             "apart": Bytes(apart),
             "per_step": Bytes(row.per_step or 0),
-        },
+        }
+        | values,
     )
+
+
+def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
+    """The sentence on the tensors that hold most, and its values."""
+    if most is None:
+        return "", {}
+    many = "{count} tensors of {spec} hold" if most.tensors > 1 else "One tensor of {spec} holds"
+    logits = ": as wide as the logits" if most.logits else ""
+    values = {"count": most.tensors, "spec": str(most.spec), "together": Bytes(most.bytes)}
+    return f" {many} {{together}}{logits}.", values
 
 
 def _fixed_cost(row: FitRow) -> Iterator[Finding]:
@@ -161,12 +177,21 @@ def _refused(row: FitRow, vary: str) -> Iterator[Finding]:
     size = bound if bound is not None and bound in row.refused else next(iter(row.refused))
     reason = row.refused[size]
     rule = " Sizes that ran are multiples of {step}." if row.step > 1 else ""
+    # What was run is the range that works, as far as that is known.
+    ran = " It ran with {least} to {most}." if len(row.ran) > 1 else ""
     yield Finding(
         "fit-refused",
         None,
         (),
-        f"The model refuses {{vary}} {{size}}: {{reason}}.{rule}",
-        {"vary": vary, "size": size, "reason": first_line(reason), "step": row.step},
+        f"The model refuses {{vary}} {{size}}: {{reason}}.{ran}{rule}",
+        {
+            "vary": vary,
+            "size": size,
+            "reason": first_line(reason),
+            "step": row.step,
+            "least": min(row.ran, default=0),
+            "most": max(row.ran, default=0),
+        },
     )
 
 

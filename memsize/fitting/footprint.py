@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 from memsize.device.allocator import Replay, replay
 from memsize.device.config import SEGMENT_STEP, AllocatorConfig
 from memsize.folds import alive
-from memsize.record import Role, Trace
+from memsize.record import Role, TensorSpec, Trace
 
 
 class Replays:
@@ -39,6 +39,8 @@ class Replays:
         return self._bounded[capacity]
 
 
+_VOCABULARY: Final = 1000
+"""Classes from which on what the model returns is called logits."""
 _LOOKS_AT_LACKS: Final = 6
 """How often what a replay lacked is followed before the rest is halved: several small lacks may add up."""
 
@@ -139,11 +141,24 @@ def pairs_of(trace: Trace) -> tuple[tuple[int, int], ...]:
     return tuple((event.storage, event.delta) for event in trace.events)
 
 
+class Alike(NamedTuple):
+    """Tensors of one shape and dtype: how many, what they are, and their bytes together.
+
+    `logits`: they are as wide as what the model returns, a vocabulary wide.
+    """
+
+    tensors: int
+    spec: TensorSpec
+    bytes: int
+    logits: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Bind:
     """What stops a size from fitting: the request that failed, when and where, and the role with most bytes by then.
 
-    `roles` are the bytes alive at that moment by role, the request included.
+    `roles` are the bytes alive at that moment by role, the request included; `largest` are the tensors of one shape
+    that hold most of them.
     """
 
     phase: str
@@ -152,6 +167,7 @@ class Bind:
     role: Role
     request: int
     roles: dict[Role, int]
+    largest: Alike | None = None
 
 
 def bind(run: Footprint, capacity: int | None) -> Bind:
@@ -160,7 +176,8 @@ def bind(run: Footprint, capacity: int | None) -> Bind:
     event = failure.event if failure else run.unbounded.requested.event
     trace = run.trace
     roles: dict[Role, int] = {}
-    for storage, size in alive(trace, event).items():
+    held = alive(trace, event)
+    for storage, size in held.items():
         roles[trace.storages[storage].role] = roles.get(trace.storages[storage].role, 0) + size
     what = trace.events[event]
     most = max(roles, key=lambda role: roles[role])
@@ -171,7 +188,26 @@ def bind(run: Footprint, capacity: int | None) -> Bind:
         role=most,
         request=failure.request if failure else 0,
         roles=dict(sorted(roles.items(), key=lambda item: -item[1])),
+        largest=_most_alike(trace, held),
     )
+
+
+def _most_alike(trace: Trace, held: Mapping[int, int]) -> Alike | None:
+    """The tensors of one shape that hold most bytes; None where nothing is held."""
+    found: dict[TensorSpec, Alike] = {}
+    for index, size in held.items():
+        storage = trace.storages[index]
+        spec = TensorSpec(storage.dtype, storage.shape)
+        seen = found.get(spec, Alike(0, spec, 0))
+        found[spec] = Alike(seen.tensors + 1, spec, seen.bytes + size)
+    most = max(found.values(), key=lambda alike: alike.bytes, default=None)
+    return most and most._replace(logits=bool(most.spec.shape) and most.spec.shape[-1] in _vocabularies(trace))
+
+
+def _vocabularies(trace: Trace) -> set[int]:
+    """The last dimensions of what the model returns, as far as they are those of a vocabulary."""
+    widths = {out.spec.shape[-1] for layer in trace.layers[:1] for out in layer.outputs if out.spec.shape}
+    return {width for width in widths if width >= _VOCABULARY}
 
 
 def phase_name(label: str) -> str:

@@ -9,15 +9,16 @@ from typing import Literal
 from memsize.fitting.footprint import Bind
 from memsize.record import Role
 
-Status = Literal["found", "open", "refused", "endless", "none", "fits", "exceeds", "unavailable"]
+Status = Literal["found", "open", "refused", "endless", "constant", "none", "fits", "exceeds", "unavailable"]
 """What an answer is.
 
 `found`: a size fits and the next one was run and doesn't. `open`: the runs ended before the two met. `refused`: the
-next size is one that the model does not run with. `endless`: every size that was looked at fits. `none`: no size does.
+next size is one that the model does not run with. `endless`: every size that was looked at fits. `constant`: so does
+every one, because nothing but the input grows with it. `none`: no size does.
 `fits` and `exceeds` answer for the size that was asked about. `unavailable`: the scenario could not be run.
 """
 
-ANSWERED: tuple[Status, ...] = ("found", "open", "refused", "endless", "fits")
+ANSWERED: tuple[Status, ...] = ("found", "open", "refused", "endless", "constant", "fits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,11 @@ class FitRow:
     step: int = 1
     refused: Mapping[int, str] = field(default_factory=dict)
     monotone: bool = True
+
+    @property
+    def ran(self) -> tuple[int, ...]:
+        """The sizes that were run for the answer and that the model took, ascending."""
+        return tuple(sorted(set(self.looked) - set(self.refused)))
 
     @property
     def headroom(self) -> int | None:

@@ -26,6 +26,8 @@ LIMIT: Final = 2**20
 STARTS: Final = (13, 8, 60, 840, 1, 2)
 """Sizes that a model is tried with first: a prime, which no other dimension divides by, then those of many divisors."""
 _COARSEST: Final = 4096
+_FAR: Final = 4096
+"""How far the first jump may go at least."""
 _JUMPS: Final = 2
 """How often a forecast is believed that points beyond a size that does not fit."""
 
@@ -75,35 +77,46 @@ def largest(
     *,
     start: int | None = None,
     known: Mapping[int, Footprint] | None = None,
+    refused: Mapping[int, str] | None = None,
     most: int = LIMIT,
     runs: int = MOST_RUNS,
     powers: bool = False,
 ) -> Answer:
     """The largest size that fits `capacity` bytes, by at most `runs` calls of `measure`.
 
-    `start` is a size that is known to run, `known` are runs made before. `powers` lets the first guess grow faster than
-    the size, as attention's scores do with a sequence. Raises `ForwardError` where the model runs at no size tried.
+    `start` is a size that is known to run, `known` are runs made before, `refused` what the model refused then.
+    `powers` lets the first guess grow faster than the size, as attention's scores do with a sequence.
+
+    Raises `ForwardError` where the model runs at no size tried.
     """
-    return _Search(measure, capacity, known or {}, most, powers).answer(start, runs)
+    return _Search(measure, capacity, known or {}, refused or {}, most, powers).answer(start, runs)
 
 
 class _Search:
     def __init__(
-        self, measure: Measure, capacity: int, known: Mapping[int, Footprint], most: int, powers: bool
+        self,
+        measure: Measure,
+        capacity: int,
+        known: Mapping[int, Footprint],
+        refused: Mapping[int, str],
+        most: int,
+        powers: bool,
     ) -> None:
         self.measure = measure
         self.capacity = capacity
         self.most = most
         self.powers = powers
         self.runs = dict(known)
-        self.refused: dict[int, str] = {}
+        self.refused = dict(refused)
         self.looked: list[int] = []
         self.nudges = 0
         self.jumps = 0
         self.failure: ForwardError | None = None
 
     def answer(self, start: int | None, runs: int) -> Answer:
-        starts = iter(dict.fromkeys(size for size in (start, *STARTS) if size and size <= self.most))
+        sizes = dict.fromkeys(size for size in (start, *STARTS) if size and size <= self.most)
+        # Where all of them were refused before, the model says it once more.
+        starts = iter([size for size in sizes if size not in self.refused] or sizes)
         while not self.runs and len(self.looked) < runs and (first := next(starts, None)):
             self._look(first)
         if not self.runs:
@@ -218,7 +231,9 @@ class _Search:
         self.nudges += 1
         if high is None:
             return min(least, self.most // step * step)
-        middle = max(after, (low + high) // 2 // step * step)
+        # Far apart, the middle is that of their magnitudes.
+        between = math.isqrt(low * high) if high > 4 * low > 0 else (low + high) // 2
+        middle = max(after, between // step * step)
         if high in self.refused or (size >= high > 2 * low):
             return middle
         return min(middle, least) if size < least else max(middle, most // step * step)
@@ -227,8 +242,10 @@ class _Search:
         found = forecast(self.runs, self.capacity, powers=self.powers)
         if found is None:
             return 0
-        # What points far away from all runs is not worth much: it only says in which direction to go.
-        farthest = 2 * max(self.runs) if self.powers and len(found.runs) == 1 else 64 * max(*self.runs, 64)
+        # What points far away from all runs is not worth much: it only says in which direction to go. A multiple of
+        # what ran is refused for being too large only, not for a divisor that sizes have to have.
+        ran = max(self.runs)
+        farthest = 2 * ran if self.powers and len(found.runs) == 1 else ran * max(64, -(-_FAR // ran))
         return min(found.largest(self.capacity, self.most, self.step, low), farthest)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memsize.device.config import AllocatorConfig
+from memsize.errors import ForwardError
 from memsize.fitting.case import Case
 from memsize.fitting.footprint import Footprint, Replays, pairs_of
 from memsize.fitting.vary import Place, Vary
@@ -39,6 +40,7 @@ class Trials:
         self._places = vary.places(self.inputs)
         self._traces: dict[tuple[object, ...], Trace] = {}
         self._runs: dict[tuple[object, ...], Footprint] = {}
+        self._refusals: dict[tuple[object, ...], ForwardError] = {}
         self._replays: dict[tuple[object, ...], Replays] = {}
         self._studies: dict[tuple[object, ...], Study] = {}
 
@@ -58,10 +60,16 @@ class Trials:
         With a batch that is split, the size is that of the whole batch, and a run is that of its largest part.
         """
         key = (*case.key, size)
+        if key in self._refusals:
+            raise self._refusals[key]
         if key not in self._traces:
             self.count += 1
             self.say(f"{', '.join((case.scenario.name, *case.applied))}, {self.vary.text} {size:,}")
-            self._traces[key] = self._trace(case, size)
+            try:
+                self._traces[key] = self._trace(case, size)
+            except ForwardError as error:
+                self._refusals[key] = error
+                raise
         if (*key, case.config) not in self._runs:
             self._runs[*key, case.config] = self._footprint(size, self._traces[key], case.config)
         return self._runs[*key, case.config]
@@ -76,6 +84,13 @@ class Trials:
         """The runs of a case that were made before, on this card or one like it."""
         sizes = [key[-1] for key in self._traces if key[:-1] == case.key]
         return {size: self.run(case, size) for size in sizes if isinstance(size, int)}
+
+    def refused(self, case: Case) -> dict[int, str]:
+        """The sizes that the model refused in such a case, and why. That is for their shapes: on every card alike."""
+        found = (
+            (key, str(error)) for key, error in self._refusals.items() if _cardless(key[:-1]) == _cardless(case.key)
+        )
+        return {key[-1]: reason for key, reason in found if isinstance(key[-1], int)}
 
     def traces(self) -> dict[tuple[str, int], Trace]:
         """Every run without remedies, by its scenario and its size."""
@@ -105,6 +120,11 @@ class Trials:
             study = Study(self.name, self.model, self.feed, self.training, self.say, case.card)
             self._studies[case.card.kernels] = study
         return self._studies[case.card.kernels]
+
+
+def _cardless(key: tuple[object, ...]) -> tuple[object, ...]:
+    """The key of a case without its card."""
+    return (key[0], *key[2:])
 
 
 def _resized(call: Call, places: Iterable[Place], size: int) -> Call:

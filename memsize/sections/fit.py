@@ -90,7 +90,7 @@ def fit_table(fit: Fit) -> Table:
         Column("fixed", "fixed", "bytes", 70, "what does not depend on the size"),
         Column("bind", "mostly", "text", 90, "the role with most bytes where the next size runs out"),
         Column("phase", "in", "text", 86, "the phase in which it runs out"),
-        Column("layer", "at", "name", 72, "the layer at which it runs out"),
+        Column("layer", "at", "name", 72, "the layer at which it runs out, or the op beside them"),
     ]
     return Table(
         name="fit",
@@ -115,7 +115,7 @@ def _row(fit: Fit, row: FitRow, searched: bool) -> tuple[Cell, ...]:
         _bytes(row, row.fixed),
         noun(bind.role) if bind else None,
         bind.phase if bind else None,
-        Path(bind.layer) if bind and bind.layer else None,
+        Path(bind.layer or bind.op) if bind else None,
     )
 
 
@@ -129,6 +129,8 @@ def _answer(fit: Fit, row: FitRow) -> Cell:
             return "too large"
         case "none":
             return "none"
+        case "constant":
+            return "any"
         case "open" | "endless":
             return f"≥ {row.size or 0:,}"
     return row.size
@@ -155,8 +157,12 @@ def _remark(fit: Fit, row: FitRow) -> str | None:
         return first_line(row.reason or "")
     if row.status == "refused":
         return f"the model does not run with {fit.vary} {row.next_size:,}: {first_line(row.reason or '')}"
+    if row.status == "constant":
+        return f"nothing but the input grows with the {fit.vary}"
     if row.status == "open":
-        beyond = f"; {fit.vary} {row.next_size:,} does not" if row.next_size else ""
+        refused = row.next_size in row.refused
+        does = "is refused by the model" if refused else "does not"
+        beyond = f"; {fit.vary} {row.next_size:,} {does}" if row.next_size else ""
         return f"{fit.vary} {row.size:,} fits{beyond}; what lies between was not run"
     if row.status == "endless":
         return f"the largest {fit.vary} that is looked at fits"

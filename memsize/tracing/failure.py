@@ -55,9 +55,12 @@ def _advice(text: str) -> str:
     if "Expected tensor for argument #1 'indices'" in text:
         return "an embedding looks up integers: give the input a dtype, --input SHAPE:int64"
     if "is only available for these backends" in text:
-        return "say what the op returns with memsize.shape_rule, or compute it with --execute"
+        return "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute"
     if "depends on the data" in text or "reads a value" in text:
-        return "memsize runs the model without data and cannot know which way it goes: --execute computes it on the CPU"
+        return (
+            "memsize runs the model without data and cannot know which way it goes: "
+            "memsize report --execute computes it on the CPU"
+        )
     return ""
 
 
