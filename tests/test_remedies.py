@@ -22,8 +22,10 @@ from memsize.fitting.rows import RemedyRow
 from memsize.fitting.trials import Trials
 from memsize.fitting.vary import Vary
 from memsize.inputs import parse_input
+from memsize.record import Event, Storage, Trace
 from memsize.remedies.eightbit import Adam8bit
 from memsize.remedies.table import RANK, REMEDIES, split
+from memsize.remedies.trying import try_remedies
 from memsize.remedies.twins import repeated_blocks
 from memsize.scenario import SCENARIOS
 from memsize.tracing.feed import feed_from_specs
@@ -375,6 +377,33 @@ def test_a_combination_where_no_remedy_is_enough(mebibytes: int) -> None:
     # Without any one of them it does not fit.
     assert all(need > found.budget for need in needs[1:])
     assert any(finding.code == "remedy-combination" for finding in fit.findings)
+
+
+def made_up(sizes: dict[frozenset[str], int]) -> Callable[[Case], Footprint]:
+    """Runs whose need depends on the remedies in them."""
+
+    def run(case: Case) -> Footprint:
+        need = sizes.get(frozenset(case.applied))
+        if need is None:
+            raise NotApplicable("not here")
+        storage = Storage(need * MiB, "activation", -1, "op", "uint8", (need * MiB,), -1)
+        events = (Event(0, need * MiB, 0, -1, "op"), Event(0, -need * MiB, 0, -1, "op"))
+        trace = Trace("m", "fp32", True, 1, "2.13.0", (), (), (), storages=(storage,), events=events)
+        return Footprint(1, trace, AllocatorConfig())
+
+    return run
+
+
+def test_two_remedies_rather_than_three() -> None:
+    # Of 100 MiB, 40 fit. The first saves most alone and goes badly with the second; the second and third are enough.
+    ckpt, inplace, expandable = "activation checkpointing", "in-place activations", "expandable segments"
+    sizes = {(): 100, (ckpt,): 60, (inplace,): 62, (expandable,): 64}
+    sizes |= {(ckpt, inplace): 56, (ckpt, expandable): 46, (inplace, expandable): 30}
+    sizes |= {(ckpt, inplace, expandable): 28}
+    run = made_up({frozenset(names): need for names, need in sizes.items()})
+    found = try_remedies(run, BASE, 1, 40 * MiB, "a GPU", parts=False)
+    assert [row.name for row in found.rows if row.outcome == "saves"] == [ckpt, inplace, expandable]
+    assert set(found.combination) == {inplace, expandable} and found.combined == 30 * MiB
 
 
 def cases(names: tuple[str, ...]) -> Iterator[Case]:

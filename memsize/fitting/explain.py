@@ -95,7 +95,7 @@ def _binding(row: FitRow, vary: str) -> Iterator[Finding]:
 
 
 def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
-    at = " at {layer}" if bind.layer else ""
+    at = " at {layer}," if bind.layer else ", in {op}," if bind.op else ","
     adds = f" One more {UNITS_OF.get(vary, f'step of {vary}')} adds {{per_step}} to the peak." if row.per_step else ""
     where = "It runs out in" if bind.request else "The peak is in"
     most, values = _largest(bind.largest)
@@ -110,10 +110,11 @@ def _stops(row: FitRow, bind: Bind, vary: str) -> Finding:
         "fit-binds",
         bind.roles[bind.role],
         (bind.layer,) if bind.layer else (),
-        f"{where} {{phase}}{at}, where {{held}} of {{alive}} are {{role}}.{most}{cached}{adds}",
+        f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{most}{cached}{adds}",
         {
             "phase": bind.phase,
             "layer": bind.layer,
+            "op": bind.op,
             "role": noun(bind.role),
             "held": Bytes(bind.roles[bind.role]),
             "alive": Bytes(alive),

@@ -107,6 +107,9 @@ class Footprint:
         In steps of 2 MiB, the grain of segments. Where a replay runs out of memory it says how much it lacks: that is
         where to look next, and one step below what fits there. Else the rest is halved. A `capacity` that was looked at
         saves half of it.
+
+        Known limit: where a run that ends well with some capacity fails with a little more, because its segments are
+        split otherwise, the answer fits and a step less does not; there may be a lesser one.
         """
         high = self.unbounded.reserved.bytes
         low = (self.unbounded.allocated.bytes - 1) // SEGMENT_STEP * SEGMENT_STEP

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from memsize.fitreport import Fit
+from memsize.fitting.footprint import Bind
 from memsize.render import check_format, draw
 from memsize.render.data import as_json, finding_data, input_data, records_as_csv
 from memsize.sections.fit import records, sections
@@ -30,7 +31,13 @@ def data(fit: Fit, unit: str = "MiB") -> dict[str, Any]:
     """`fit` as dicts, lists, strings, numbers and None. `unit` is for sentences: figures are in bytes."""
     roles = [row.bind.roles if row.bind else None for row in fit.fit_rows]
     extras = [
-        {"roles": held, "looked": list(row.looked), "step": row.step, "refused": dict(row.refused)}
+        {
+            "roles": held,
+            "largest": _largest(row.bind),
+            "looked": list(row.looked),
+            "step": row.step,
+            "refused": dict(row.refused),
+        }
         for row, held in zip(fit.fit_rows, roles, strict=True)
     ]
     return {
@@ -56,6 +63,13 @@ def data(fit: Fit, unit: str = "MiB") -> dict[str, Any]:
         "notes": list(fit.notes),
         "runs": fit.runs,
     }
+
+
+def _largest(bind: Bind | None) -> dict[str, Any] | None:
+    if bind is None or bind.largest is None:
+        return None
+    most = bind.largest
+    return {"tensors": most.tensors, "dtype": most.spec.dtype, "shape": list(most.spec.shape), "bytes": most.bytes}
 
 
 def _remedies(fit: Fit) -> dict[str, Any] | None:
