@@ -197,6 +197,14 @@ def test_adapters() -> None:
     assert found.requested == written.requested
 
 
+def test_adapters_on_a_four_bit_base() -> None:
+    found, written = remedied("LoRA on a 4-bit base"), by_itself(Adapted, scenario="nf4")
+    # An adapter as a module of its own lets go of one unpacked bias, 4·256 bytes, at another moment.
+    assert abs(found.requested - written.requested) <= 4 * WIDTH
+    # Frozen weights of 4 bits and their scales in place of 32, though each is unpacked when it is used.
+    assert found.requested < remedied("LoRA").requested
+
+
 def test_freezing() -> None:
     assert same(remedied("freezing"), by_itself(HeadOnly))
 
