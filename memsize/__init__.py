@@ -8,11 +8,12 @@
     step.peak                                            # what a GPU would show of a training step
     memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
     memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
+    memsize.verify(model, (3, 64, 64), train="adamw")    # on a machine with a GPU: predicted beside measured
 
 Importing memsize does not import torch; the first report does.
 """
 
-from memsize.api import audit_layout, compare, fit, read_checkpoint, report, shape_rule, trace
+from memsize.api import audit_layout, compare, fit, read_checkpoint, report, shape_rule, trace, verify
 from memsize.comparison import Comparison
 from memsize.document import Report
 from memsize.errors import (
@@ -28,6 +29,7 @@ from memsize.fitreport import Fit
 from memsize.layoutreport import LayoutReport
 from memsize.steptrace import StepTrace
 from memsize.training import Training
+from memsize.verifying.comparison import Verification
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ __all__ = [
     "StepTrace",
     "TargetError",
     "Training",
+    "Verification",
     "audit_layout",
     "compare",
     "fit",
@@ -52,4 +55,5 @@ __all__ = [
     "report",
     "shape_rule",
     "trace",
+    "verify",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from memsize.loading import InputMaker
     from memsize.steptrace import StepTrace
     from memsize.tracing.feed import Feed
+    from memsize.verifying.comparison import Verification
 
 Mode = Literal["train", "eval"]
 InputSize = str | Sequence[int] | Sequence[Sequence[int] | str]
@@ -198,6 +200,51 @@ def fit(
         one = batch if varied.batch else None
         question = Question(asked, found, trained, settings, one, remedies, crossovers, default=scenarios is None)
         return answer(trials, question, (*notes, *([feed.note] if feed.note else [])))
+
+
+def verify(
+    model_or_target: nn.Module | str,
+    input_size: InputSize | None = None,
+    *,
+    inputs: Sequence[InputSpec] = (),
+    input_data: Any = None,
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    arguments: Mapping[str, object] | None = None,
+    scenario: str = "fp32",
+    train: Training | str | None = None,
+    mode: Mode = "train",
+    against: str | os.PathLike[str] | None = None,
+    device: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Verification:
+    """What is predicted beside what a GPU shows: the same step is run there for real.
+
+    The model and its input are given as to `report`. `train` asks for training steps with that optimizer, None for one
+    inference; `mode` is the training flag. The step is run on CUDA device `device` of this machine, by a process that
+    holds nothing there yet; or it is `against` the file that `Verification.save` wrote, which needs no GPU.
+
+    Raises `InputError` where there is no GPU, or the file is no measurement of this step; and `TargetError`,
+    `ScenarioError`, or `ForwardError` when the model's own code fails.
+    """
+    from memsize.verifying.measurement import read
+
+    asked, say, trained = scenario_named(scenario), progress or (lambda _: None), _training(train)
+    saved = None if against is None else read(os.fspath(against))
+    if saved is None:
+        # Before anything else: this may be all there is to say, and it must see the device untouched.
+        from memsize.verifying.gauge import CudaGauge
+
+        gauge = CudaGauge(device)
+    with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
+        feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
+
+        from memsize.verifying.case import Case
+        from memsize.verifying.session import replayed, verified
+
+        case = Case(name, model, feed, asked, mode == "train", trained)
+        found = verified(case, gauge, say) if saved is None else replayed(case, saved)
+    return replace(found, notes=(*found.notes, *notes, *([feed.note] if feed.note else [])))
 
 
 def audit_layout(

@@ -1,4 +1,4 @@
-"""`Trace` ↔ JSON data, each the exact inverse of the other.
+"""`Trace` and other frozen records ↔ JSON data, each the exact inverse of the other.
 
 A dataclass is an object with its fields' names, a named tuple a list (a trace holds many of them, and names would be
 most of the file). How to read a type follows from its annotations, so a new field needs no line here; one that a file
@@ -22,7 +22,7 @@ SCHEMA = "memsize.trace/1"
 
 def encode(trace: Trace) -> dict[str, Any]:
     """`trace` as dicts, lists, strings, integers, booleans and None, ready for `json.dump`."""
-    return {"schema": SCHEMA, **_plain(trace)}
+    return {"schema": SCHEMA, **plain(trace)}
 
 
 def decode(data: object) -> Trace:
@@ -31,17 +31,18 @@ def decode(data: object) -> Trace:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise InputError(f"not a memsize trace: expected schema {SCHEMA!r}, found {found!r}")
     try:
-        trace: Trace = _reader(Trace)({key: value for key, value in data.items() if key != "schema"})
+        trace: Trace = reader(Trace)({key: value for key, value in data.items() if key != "schema"})
     except (TypeError, ValueError) as error:
         raise InputError(f"not a memsize trace: {error}") from error
     return trace
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A frozen record, at any depth, as dicts, lists and scalars."""
     if dataclasses.is_dataclass(value):
-        return {name: _plain(getattr(value, name)) for name in _names(value.__class__)}
+        return {name: plain(getattr(value, name)) for name in _names(value.__class__)}
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
@@ -51,8 +52,8 @@ def _names(cls: type) -> tuple[str, ...]:
 
 
 @cache
-def _reader(hint: Any) -> Callable[[Any], Any]:
-    """What turns plain data into a value of the annotated type `hint`."""
+def reader(hint: Any) -> Callable[[Any], Any]:
+    """What turns plain data into a value of the annotated type `hint`; it raises TypeError or ValueError."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _optional(arguments)
@@ -66,12 +67,12 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
 
 
 def _optional(arguments: tuple[Any, ...]) -> Callable[[Any], Any]:
-    (inner,) = (_reader(argument) for argument in arguments if argument is not types.NoneType)
+    (inner,) = (reader(argument) for argument in arguments if argument is not types.NoneType)
     return lambda value: None if value is None else inner(value)
 
 
 def _sequence(item: Any) -> Callable[[Any], Any]:
-    inner = _reader(item)
+    inner = reader(item)
 
     def read(value: Any) -> Any:
         if not isinstance(value, list | tuple):
@@ -83,7 +84,7 @@ def _sequence(item: Any) -> Callable[[Any], Any]:
 
 def _record(cls: type) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(cls)
-    readers = {name: _reader(hints[name]) for name in _names(cls)}
+    readers = {name: reader(hints[name]) for name in _names(cls)}
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict) or not value.keys() <= readers.keys():
@@ -95,12 +96,12 @@ def _record(cls: type) -> Callable[[Any], Any]:
 
 def _named_tuple(cls: type) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(cls)
-    readers = [_reader(hints[name]) for name in cls._fields]  # type: ignore[attr-defined]
+    readers = [reader(hints[name]) for name in cls._fields]  # type: ignore[attr-defined]
 
     def read(value: Any) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(readers):
             raise TypeError(f"expected {len(readers)} values of {cls.__name__}, found {value!r:.60}")
-        return cls(*[reader(part) for reader, part in zip(readers, value, strict=True)])
+        return cls(*[read_part(part) for read_part, part in zip(readers, value, strict=True)])
 
     return read
 

@@ -19,6 +19,7 @@ from memsize.cli.layout import layout
 from memsize.cli.report import report
 from memsize.cli.session import Session
 from memsize.cli.timeline import timeline
+from memsize.cli.verify import verify
 from memsize.errors import MemsizeError
 
 _USER, _BUG, _INTERRUPTED, _PIPE_CLOSED = 2, 1, 130, 141
@@ -45,6 +46,7 @@ memsize.add_command(checkpoint)
 memsize.add_command(timeline)
 memsize.add_command(fit)
 memsize.add_command(layout)
+memsize.add_command(verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

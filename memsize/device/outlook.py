@@ -13,7 +13,8 @@ from memsize.device.workspace import cudnn_workspace
 from memsize.folds import alive, split_phase
 from memsize.record import Role, Storage, Trace
 
-_CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "cudnn_convolution"})
+CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "cudnn_convolution"})
+"""Ops that cuDNN computes with a workspace."""
 
 
 class Living(NamedTuple):
@@ -82,7 +83,7 @@ def _pairs(trace: Trace) -> list[tuple[int, int]]:
 
 def _device(trace: Trace, replayed: Replay, outside: Interval) -> Interval:
     """Reserved and what is outside the allocator; a convolutional net's upper bound has room for cuDNN's workspace."""
-    operands = [trace.storages[e.storage].bytes for e in trace.events if e.delta > 0 and e.op in _CONVOLUTIONS]
+    operands = [trace.storages[e.storage].bytes for e in trace.events if e.delta > 0 and e.op in CONVOLUTIONS]
     workspace = cudnn_workspace(max(operands, default=0))
     reserved = replayed.reserved.bytes
     return Interval(reserved + outside.low + workspace.low, reserved + outside.high + workspace.high)

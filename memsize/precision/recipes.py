@@ -22,7 +22,7 @@ from memsize.precision.layouts import LAYOUTS
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
 from memsize.record import StoredTensor, TensorSpec
 from memsize.scenario import TORCHAO, Scenario
-from memsize.semantics import autocast_region, cuda_semantics
+from memsize.semantics import CUDNN, autocast_region, cuda_semantics
 from memsize.tracing.feed import cast_floating
 from memsize.tracing.ledger import Ledger
 
@@ -59,14 +59,14 @@ def apply_scenario(twin: nn.Module, scenario: Scenario) -> Recipe:
 
 
 @contextmanager
-def gpu_semantics(ledger: Ledger, capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
+def gpu_semantics(ledger: Ledger, capability: tuple[int, int] = (8, 0), cudnn: int = CUDNN) -> Iterator[None]:
     """While open, PyTorch decides as it would for tensors on a GPU, and autocast's copies are marked in the ledger."""
 
     def copied(source: torch.Tensor, copy: torch.Tensor) -> None:
         ledger.mark(copy, "cast copy")
 
     stand_in = (ledger.device.type,)
-    with cuda_semantics(stands_for=stand_in, capability=capability, autocast_observer=copied):
+    with cuda_semantics(stands_for=stand_in, capability=capability, cudnn=cudnn, autocast_observer=copied):
         yield
 
 

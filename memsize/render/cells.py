@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from memsize.record import Failure, TensorSpec
-from memsize.sections import Cell, Column, Heading, Label, Missing, Path, Share, Specs, Title, Words
+from memsize.sections import Cell, Change, Column, Heading, Label, Missing, Path, Share, Signed, Specs, Title, Words
 from memsize.units import Bytes, format_bytes
 
 UNKNOWN = "–"
+MINUS = "−"
 MODEL = "(model)"
 """How the model's own path, which is empty, is drawn."""
 
@@ -34,6 +35,10 @@ def draw(cell: Cell, unit: str) -> str:
             return ", ".join(cell)
         case Share():
             return f"{cell:.0%}"
+        case Change():
+            return f"{cell:+.2%}".replace("-", MINUS) if cell else "0"
+        case Signed():
+            return f"{MINUS if cell < 0 else '+' if cell else ''}{draw_bytes(abs(cell), unit)}"
         case Bytes():
             return draw_bytes(cell, unit)
         case int():

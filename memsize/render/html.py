@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_phrases
 from memsize.render.text import LEFT
-from memsize.sections import Cell, Column, Heading, Label, Missing, Section, Table, Title
+from memsize.sections import Cell, Column, Heading, Label, Missing, Section, Signed, Table, Title
 from memsize.units import Bytes
 
 if TYPE_CHECKING:
@@ -96,6 +96,6 @@ def _hint(cell: Cell) -> str:
             return cell.reason
         case Label():
             return cell.hint
-        case Bytes():
+        case Bytes() | Signed():
             return f"{cell:,} B" if cell else ""
     return ""

@@ -3,6 +3,7 @@
 from memsize.sections.layers import COLUMNS, layer_table
 from memsize.sections.parts import (
     Cell,
+    Change,
     Column,
     Findings,
     Heading,
@@ -14,6 +15,7 @@ from memsize.sections.parts import (
     Remark,
     Section,
     Share,
+    Signed,
     Specs,
     Stop,
     Table,
@@ -26,6 +28,7 @@ from memsize.sections.scenarios import scenario_table
 __all__ = [
     "COLUMNS",
     "Cell",
+    "Change",
     "Column",
     "Findings",
     "Heading",
@@ -37,6 +40,7 @@ __all__ = [
     "Remark",
     "Section",
     "Share",
+    "Signed",
     "Specs",
     "Stop",
     "Table",

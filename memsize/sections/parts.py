@@ -28,6 +28,18 @@ class Share(float):
     __slots__ = ()
 
 
+class Signed(int):
+    """Bytes above (> 0) or below something."""
+
+    __slots__ = ()
+
+
+class Change(float):
+    """How far above (> 0) or below something, as a part of it: 0.012 is 1.2 % more."""
+
+    __slots__ = ()
+
+
 class Words(tuple[str, ...]):
     """Short texts in one cell: marks, dtypes."""
 
@@ -54,7 +66,7 @@ class Label(NamedTuple):
     hint: str = ""
 
 
-Cell = Label | Path | Specs | Words | Share | Bytes | str | int | Missing | None
+Cell = Label | Path | Specs | Words | Share | Change | Signed | Bytes | str | int | Missing | None
 Kind = Literal["name", "text", "specs", "count", "bytes", "share", "words"]
 
 

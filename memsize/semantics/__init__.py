@@ -1,9 +1,10 @@
 """What CUDA would do, on any build of torch: autocast, the choice of attention kernel, fused dropout."""
 
 from memsize.semantics.autocast import autocast_region, unknown_operators
-from memsize.semantics.key import CastObserver, Semantics, cuda_semantics, current, suspended
+from memsize.semantics.key import CUDNN, CastObserver, Semantics, cuda_semantics, current, suspended
 
 __all__ = [
+    "CUDNN",
     "CastObserver",
     "Semantics",
     "autocast_region",

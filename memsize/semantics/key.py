@@ -27,6 +27,8 @@ CastObserver = Callable[[Tensor, Tensor], None]
 KEY: torch._C.DispatchKey = torch._C.DispatchKey.__members__["AutocastIPU"]
 NAMESPACE = "aten"
 STAND_INS = frozenset({"meta", "cpu"})
+CUDNN = 91501
+"""The version of cuDNN that is meant where none is named: 9.15.1."""
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _include = torch._C._dispatch_tls_set_dispatch_key_included
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
@@ -74,7 +76,7 @@ def cuda_semantics(
     *,
     stands_for: frozenset[str] | set[str] | tuple[str, ...] = ("meta",),
     capability: tuple[int, int] = (8, 0),
-    cudnn: int = 91501,
+    cudnn: int = CUDNN,
     autocast_observer: CastObserver | None = None,
 ) -> Iterator[Semantics]:
     """Let this thread's tensors on the devices `stands_for` behave as CUDA tensors would; as before afterwards.

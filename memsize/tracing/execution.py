@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from memsize.errors import MemsizeError
 from memsize.tracing.feed import Call
@@ -40,10 +42,23 @@ def executable(model: nn.Module) -> nn.Module:
     return twin
 
 
-def executable_call(call: Call) -> Call:
-    """The same arguments with values: known ones, zeros for integers, and a normal distribution for the rest."""
+def executable_call(call: Call, device: torch.device | str = "cpu") -> Call:
+    """The same arguments with values, on `device`: known ones, zeros for integers, a normal distribution for the
+    rest.
+    """
     real: Call = map_tensors(_with_values, call)
+    if torch.device(device).type != "cpu":
+        args, kwargs = real
+        moved = {name: _moved(each, device) for name, each in kwargs.items()}
+        return tuple(_moved(each, device) for each in args), moved
     return real
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    # The batch sizes of a packed sequence stay on the CPU, wherever its data is.
+    if isinstance(value, PackedSequence):
+        return value.to(torch.device(device))  # type: ignore[arg-type]
+    return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def _with_values(tensor: torch.Tensor) -> torch.Tensor:

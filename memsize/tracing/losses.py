@@ -23,7 +23,7 @@ class Losses:
         self.wanted = wanted
         self.ledger = ledger
         self.name = ""
-        self._targets: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.targets: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def __call__(self, output: Any) -> torch.Tensor:
         """The loss of a model's output, a tensor of one element; raises `InputError` if it has none of that kind."""
@@ -69,16 +69,16 @@ class Losses:
 
     def _target(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         key = (shape, dtype)
-        if key not in self._targets:
+        if key not in self.targets:
             with torch.no_grad():
                 target = torch.empty(shape, dtype=dtype, device=self.ledger.device)
             if dtype is torch.int64 and target.is_meta:
                 remember(target, torch.zeros((), dtype=dtype).expand(shape))
-            elif dtype is torch.int64:
+            elif not target.is_meta:
                 target.zero_()
             self.ledger.mark(target, "input")
-            self._targets[key] = target
-        return self._targets[key]
+            self.targets[key] = target
+        return self.targets[key]
 
 
 _KINDS: dict[str, Callable[[Losses, Any], torch.Tensor]] = {

@@ -70,7 +70,7 @@ def shadow(model: nn.Module) -> nn.Module:
         raise MemsizeError(
             f"{type(sharded).__name__} holds shards of its parameters: pass the model as it is before it is sharded"
         )
-    return _Copy().module(_inside(model))
+    return _Copy().module(inside(model))
 
 
 def in_mode(twin: nn.Module, training: bool) -> nn.Module:
@@ -85,7 +85,8 @@ def meta_copy(value: Any) -> Any:
     return _Copy().part(value)
 
 
-def _inside(model: nn.Module) -> nn.Module:
+def inside(model: nn.Module) -> nn.Module:
+    """What really runs of `model`: a compiler's or a process group's wrapper only passes the call on."""
     wrapped = _WRAPPERS.get(type(model).__name__)
     return getattr(model, wrapped) if wrapped else model
 
@@ -100,7 +101,7 @@ class _Copy:
     # -- modules ------------------------------------------------------------------------------------------------------
 
     def module(self, model: nn.Module) -> nn.Module:
-        originals = [module for module in map(_inside, model.modules()) if id(module) not in self.memo]
+        originals = [module for module in map(inside, model.modules()) if id(module) not in self.memo]
         for module in originals:
             self._announce(module)
         for module in originals:
@@ -169,7 +170,7 @@ class _Copy:
         if isinstance(value, torch.Tensor):
             return self.blanks.tensor(value)
         if isinstance(value, nn.Module):
-            return self.module(_inside(value))
+            return self.module(inside(value))
         copier = _COPIERS.get(kind)
         return self._object(value) if copier is None else copier(self, value)
 

@@ -28,7 +28,7 @@ def run_training(setup: Setup, training: Training) -> Trace:
     """The trace of `training.steps` steps. Raises `ForwardError` when the model's code fails in any of them."""
     run = Run(setup)
     with run.recording(), _as_trained(run):
-        body = _Loop(run, training)
+        body = Loop(run.setup, run.ledger, training)
         for step in range(1, training.steps + 1):
             run.ledger.clock.step = step
             with run.ledger.clock.during("step"):
@@ -81,18 +81,21 @@ def _trainable(model: nn.Module) -> list[torch.Tensor]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-class _Loop:
-    """The usual body: zero the gradients, forward, loss, backward, step."""
+class Loop:
+    """The usual body: zero the gradients, forward, loss, backward, step.
 
-    def __init__(self, run: Run, training: Training) -> None:
-        self.setup = run.setup
+    A real run on a GPU is this loop too, with a ledger that does not listen.
+    """
+
+    def __init__(self, setup: Setup, ledger: Ledger, training: Training) -> None:
+        self.setup = setup
         self.training = training
-        self.ledger = run.ledger
-        self.parameters = _trainable(run.setup.twin)
-        self.masters = _master_copies(self.parameters, self.ledger) if run.setup.masters else None
+        self.ledger = ledger
+        self.parameters = _trainable(setup.twin)
+        self.masters = _master_copies(self.parameters, self.ledger) if setup.masters else None
         self.optimizer = make_optimizer(training.optimizer, self._updated())
         self.losses = Losses(training.loss, self.ledger)
-        scaled = run.setup.scaled if training.scaler is None else training.scaler
+        scaled = setup.scaled if training.scaler is None else training.scaler
         self.scaler = torch.amp.GradScaler("cuda") if scaled else None
         self.average = _copies(self.parameters, self.ledger, "optimizer state") if training.ema else []
 

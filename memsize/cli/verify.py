@@ -1,0 +1,90 @@
+"""`memsize verify`: the same step predicted, and run for real on this machine's GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from memsize.cli.options import output_options, scenario_option
+from memsize.cli.output import Destination, destination
+from memsize.cli.progress import Progress
+from memsize.cli.subject import Subject, subject_options, training_options
+from memsize.scenario import scenario_named
+from memsize.training import Training
+
+_FILES = {"json": (".json",)}
+
+
+@click.command(
+    short_help="Predicted beside measured, on a real GPU.",
+    epilog="""\b
+    Examples:
+      memsize verify model.py:Net --input 3,224,224 --train adamw
+      memsize verify model.py:Net --input 3,224,224 --train adamw --scenario amp-bf16 --save h100.json
+      memsize verify model.py:Net --input 3,224,224 --train adamw --scenario amp-bf16 --against h100.json
+    """,
+)
+@subject_options
+@training_options
+@scenario_option("fp32")
+@click.option(
+    "--device", default=0, show_default=True, type=click.IntRange(min=0), metavar="N", help="The CUDA device to run on."
+)
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the measurement to this .json file, with the stack that it was made on.",
+)
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Compare with a saved measurement of the same step instead; this needs no GPU.",
+)
+@output_options
+def verify(
+    subject: Subject,
+    training: Training | None,
+    scenario: str,
+    device: int,
+    save: Path | None,
+    against: Path | None,
+    output: Destination,
+) -> None:
+    """What is predicted of a step of TARGET beside what this machine's GPU shows when it is run for real.
+
+    TARGET is path.py:Name, package.module:name or a library's model, as memsize report takes it. Training steps are
+    run with --train, one inference without. Where the two differ, the first operations whose allocations differ are
+    listed. Convolutional nets are run a second time with cudnn.benchmark.
+    """
+    # Everything that can be wrong with the command itself shows before torch is loaded.
+    asked = scenario_named(scenario)
+    kept = destination(save, "json", output.overwrite, _FILES) if save else None
+
+    # What the user's model prints goes to stderr: stdout holds the comparison and nothing else.
+    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+        from memsize import __version__, api
+        from memsize.render.verification import render
+        from memsize.verifying.measurement import encode
+
+        found = api.verify(
+            subject.target,
+            **subject.options(),
+            scenario=asked.name,
+            train=training,
+            against=against,
+            device=device,
+            progress=progress,
+        )
+        found = replace(found, command=shlex.join(["memsize", *sys.argv[1:]]), version=__version__)
+        text = render(found, output.format, unit=output.unit, width=output.width)
+    output.write(text)
+    if kept is not None:
+        kept.write(json.dumps(encode(found.saved())) + "\n")

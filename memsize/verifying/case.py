@@ -1,0 +1,85 @@
+"""One case: a model, its input, its scenario and its training, from which both the prediction and the real run come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from memsize.device import Card, cublas_workspace, cublaslt_workspace
+from memsize.precision.recipes import gpu_semantics
+from memsize.record import Trace
+from memsize.scenario import Scenario
+from memsize.semantics import CUDNN
+from memsize.study import Study
+from memsize.tracing.feed import Feed, input_tensors
+from memsize.tracing.ledger import Workspaces
+from memsize.tracing.quiet import collector_paused
+from memsize.tracing.run import run_inference
+from memsize.tracing.step import run_training
+from memsize.training import Training
+from memsize.verifying.measurement import Stack, Workload
+from memsize.verifying.prediction import Prediction, predicted
+from memsize.verifying.realized import realized
+from memsize.verifying.running import SEED, Plan
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is predicted and run. `mode` is the training flag of the model; without a `training` it is one inference."""
+
+    name: str
+    model: nn.Module
+    feed: Feed
+    scenario: Scenario
+    mode: bool
+    training: Training | None
+
+    def workload(self, benchmark: bool = False) -> Workload:
+        """The case as a measurement's file has it."""
+        training = self.training
+        optimizer = training and training.optimizer
+        loss = training and training.loss
+        return Workload(
+            model=self.name,
+            inputs=tuple(f"{each.name}={each.spec}" for each in input_tensors(self.feed.call())),
+            batch_size=self.feed.batch_size,
+            scenario=self.scenario.name,
+            optimizer=getattr(optimizer, "__name__", optimizer),  # type: ignore[arg-type]
+            loss=getattr(loss, "__name__", loss),  # type: ignore[arg-type]
+            training=self.mode,
+            steps=training.steps if training else 1,
+            accumulate=training.accumulate if training else 1,
+            ema=bool(training and training.ema),
+            seed=SEED,
+            benchmark=benchmark,
+        )
+
+    def trace(self, stack: Stack) -> Trace:
+        """The run on tensors without values, as a GPU of `stack` would do it."""
+        where = Card(stack.gpu, stack.capability, stack.total, "measured")
+        study = Study(self.name, self.model, self.feed, self.mode, lambda _: None, where, self.training)
+        with collector_paused():
+            setup = replace(
+                study.prepared(self.scenario, self.feed.batch_size),
+                semantics=partial(gpu_semantics, capability=stack.capability, cudnn=stack.cudnn or CUDNN),
+                workspaces=workspaces(stack),
+            )
+            return run_inference(setup) if self.training is None else run_training(setup, self.training)
+
+    def predicted(self, stack: Stack, benchmark: bool = False) -> Prediction:
+        """What memsize says of the case on a GPU of `stack`."""
+        return predicted(self.trace(stack), stack, benchmark=benchmark)
+
+    def plan(self, device: torch.device, *, benchmark: bool = False, track: bool = True) -> Plan:
+        """How the case is really run on `device`."""
+        build = partial(realized, self.name, self.model, self.feed, self.scenario, self.mode, device)
+        return Plan(self.workload(benchmark), build, self.training, track)
+
+
+def workspaces(stack: Stack) -> Workspaces:
+    """What cuBLAS and cuBLASLt take with the release and the settings of `stack`."""
+    blas = cublas_workspace(stack.capability, config=stack.cublas_config, torch_version=stack.torch)
+    return Workspaces(blas, cublaslt_workspace(torch_version=stack.torch))

@@ -1,0 +1,150 @@
+"""The frozen record of one real run on a GPU, and its JSON. Nothing here needs torch.
+
+Sizes are bytes. What could not be read is None, and a run that ran out of memory says so in `error`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from memsize.codec import plain, reader
+from memsize.errors import InputError
+from memsize.verifying.log import Log
+
+SCHEMA: Final = "memsize.measurement/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What was run: which model on which inputs, under which scenario, and how it was trained (optimizer None: not).
+
+    `steps` is how many were run up to the one that was looked at; `seed` that of every generator before the first.
+    """
+
+    model: str
+    inputs: tuple[str, ...]
+    batch_size: int
+    scenario: str
+    optimizer: str | None = None
+    loss: str | None = None
+    training: bool = True
+    steps: int = 3
+    accumulate: int = 1
+    ema: bool = False
+    seed: int = 0
+    benchmark: bool = False
+    """`torch.backends.cudnn.benchmark`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The GPU and the software that a run was measured on. `total` is what `mem_get_info` calls so.
+
+    `cudnn` is as cuDNN counts (91501 is 9.15.1); `allocator`, `cublas_config` and `module_loading` are the settings of
+    the process's environment that change memory.
+    """
+
+    gpu: str
+    capability: tuple[int, int]
+    total: int
+    torch: str
+    python: str
+    driver: str | None = None
+    cuda: str | None = None
+    cudnn: int | None = None
+    cublas: str | None = None
+    allocator: str = ""
+    cublas_config: str | None = None
+    module_loading: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The most bytes that were held, in the caching allocator's terms, each at its own moment."""
+
+    requested: int
+    allocated: int
+    reserved: int
+
+    def over(self, other: Peaks) -> Peaks:
+        """The larger of each."""
+        return Peaks(
+            max(self.requested, other.requested),
+            max(self.allocated, other.allocated),
+            max(self.reserved, other.reserved),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Bytes that the process takes on the device, and who says so.
+
+    NVML knows each process; where it cannot tell them apart (some containers), it knows by how much the whole device
+    grew since before the process touched it. `mem_get_info` counts everybody.
+    """
+
+    bytes: int
+    source: Literal["NVML, this process", "NVML, growth of the device", "mem_get_info"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one real run took.
+
+    `peaks` are those of the whole run after the model was built, `steady` those of its last step. `skipped` counts
+    steps that a GradScaler left out before that one, which were run again. `tracked` is what PyTorch's MemTracker says
+    of one more such step, `untracked` why it says nothing. `log` holds the allocations of the last step.
+    """
+
+    workload: Workload
+    stack: Stack
+    peaks: Peaks | None = None
+    steady: Peaks | None = None
+    device: DeviceUse | None = None
+    skipped: int = 0
+    tracked: int | None = None
+    untracked: str | None = None
+    error: str | None = None
+    seconds: float = 0.0
+    log: Log | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A file of measurements: when and by which command and version of memsize it was written."""
+
+    measurements: tuple[Measurement, ...]
+    command: str
+    date: str
+    memsize: str
+
+
+def encode(saved: Saved) -> dict[str, Any]:
+    """`saved` as dicts, lists and scalars, ready for `json.dump`."""
+    return {"schema": SCHEMA, **plain(saved)}
+
+
+def decode(data: object) -> Saved:
+    """The measurements that `data` encodes; raises `InputError` when it holds none of this version."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"not a memsize measurement: expected schema {SCHEMA!r}, found {found!r}")
+    try:
+        saved: Saved = reader(Saved)({key: value for key, value in data.items() if key != "schema"})
+    except (TypeError, ValueError) as error:
+        raise InputError(f"not a memsize measurement: {error}") from error
+    return saved
+
+
+def read(path: str | Path) -> Saved:
+    """The measurements in a file; raises `InputError` where it cannot be read or holds none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {error}") from error
+    return decode(data)

@@ -1,0 +1,741 @@
+"""`memsize verify`: the real run on a stand-in for a GPU, what is read off a GPU, files, formats and the command."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memsize
+from memsize.cli import run
+from memsize.device import Interval
+from memsize.errors import InputError, OutputError, ScenarioError
+from memsize.inputs import parse_inputs
+from memsize.loading.weightless import Weightless
+from memsize.render import FORMATS
+from memsize.render.verification import render
+from memsize.scenario import scenario_named
+from memsize.snapshot import snapshot
+from memsize.tracing.feed import feed_from_specs
+from memsize.training import Training
+from memsize.verifying import gauge as gauges
+from memsize.verifying.alignment import Difference
+from memsize.verifying.case import Case, workspaces
+from memsize.verifying.comparison import Checked, Verification, off_by
+from memsize.verifying.gauge import CudaGauge
+from memsize.verifying.history import Change, changes
+from memsize.verifying.log import NOWHERE, Place, log_of
+from memsize.verifying.marking import Mark, placed
+from memsize.verifying.measurement import DeviceUse, Measurement, Peaks, Saved, Stack, Workload, decode, encode, read
+from memsize.verifying.prediction import Prediction, convolves, predicted
+from memsize.verifying.realized import place
+from memsize.verifying.running import measure
+from memsize.verifying.session import replayed, verified
+from tests import records
+from tests.standin import CONTEXT, STACK, StandIn
+from tests.test_render import check
+from tests.test_step import Checkpointed, without_onednn
+
+__all__ = ["without_onednn"]  # a fixture of every test here: oneDNN's kernels are the CPU's affair
+
+BLAS = 8_519_680
+"""cuBLAS's workspace on an A100; a CPU has none."""
+MIB = 2**20
+
+
+def case(
+    model: nn.Module,
+    size: str,
+    scenario: str = "fp32",
+    train: Training | None = None,
+    batch: int = 4,
+    mode: bool = True,
+) -> Case:
+    feed = feed_from_specs(parse_inputs([size]), batch)
+    return Case(type(model).__name__, model, feed, scenario_named(scenario), mode, train)
+
+
+def checked(what: Case) -> Verification:
+    with StandIn() as gauge:
+        return verified(what, gauge, lambda _: None)
+
+
+def perceptron() -> nn.Module:
+    with Weightless():
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+SGD = Training("sgd-momentum:foreach", "mean")
+
+
+# -- the whole way, on the CPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scenario", ["fp32", "bf16", "fp16", "amp-bf16", "apex-O2", "apex-O3"])
+def test_a_training_step_is_as_predicted(scenario: str) -> None:
+    """Every allocation of the last step; the peaks differ by the two workspaces that a CPU does not have."""
+    found = checked(case(perceptron(), "64", scenario, SGD))
+    assert found.alignment is not None
+    assert found.alignment.differences == ()
+    assert found.alignment.matched >= 12
+    requested, allocated, *_ = found.comparisons
+    assert requested.difference == allocated.difference == 2 * BLAS
+
+
+def test_an_inference_is_as_predicted_but_for_the_workspace() -> None:
+    found = checked(case(perceptron(), "64", mode=False))
+    assert found.alignment is not None
+    assert found.alignment.differences == (
+        Difference("predicted only", Place("forward", "0", "addmm"), BLAS, None, True),
+    )
+    # weights and biases (64·128 + 128 + 128·10 + 10)·4, input 4·64·4, and of the outputs two layers' at a time
+    weights = (64 * 128 + 128 + 128 * 10 + 10) * 4
+    seen = found.runs[0].measurement
+    assert seen.peaks is not None and seen.peaks.requested == weights + 4 * 64 * 4 + 2 * 4 * 128 * 4
+    assert seen.peaks == seen.steady
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str, Training]] = {
+    "checkpointed": (Checkpointed, "32", SGD),
+    "accumulated": (perceptron, "64", replace(SGD, accumulate=3)),
+    "averaged": (perceptron, "64", replace(SGD, ema=True)),
+    "zeroed in place": (perceptron, "64", replace(SGD, set_to_none=False)),
+    "frozen": (lambda: _frozen(perceptron()), "64", SGD),
+    "tied": (lambda: _Tied(), "8:int64:0..30", Training("sgd:foreach", "mean")),
+    "attribute": (lambda: _Attribute(), "64", SGD),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(4)), "24", SGD),
+}
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 16)
+        self.head = nn.Linear(16, 31, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+class _Attribute(nn.Module):
+    """A tensor that `to` does not move: large enough that a weightless constructor does not make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with Weightless():
+            self.table = torch.randn(64, 128)
+            self.fc = nn.Linear(128, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x @ self.table)
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    model[0].requires_grad_(False)  # type: ignore[index,operator]
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_way_to_train_runs_for_real(name: str) -> None:
+    build, size, training = MODELS[name]
+    found = checked(case(build(), size, train=training))
+    assert found.alignment is not None
+    kinds = [(d.kind, d.place.op, d.predicted, d.real) for d in found.alignment.differences]
+    # an embedding's gradient is sorted by CUDA, and a tied one is added to the head's out of place on both
+    assert [kind for kind in kinds if kind[1] != "embedding_dense_backward"] == []
+    assert found.alignment.matched
+
+
+def test_a_convolutional_net_is_run_twice() -> None:
+    what = case(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), "3,8,8", train=SGD)
+    assert convolves(what.trace(STACK)) and not convolves(case(perceptron(), "64").trace(STACK))
+    found = checked(what)
+    assert [each.measurement.workload.benchmark for each in found.runs] == [False, True]
+    assert [each.prediction.convolutional for each in found.runs] == [True, True]
+    assert all(low <= high for low, high in (each.predicted for each in found.comparisons))
+    plain, benchmarked = (each.prediction.most.requested for each in found.runs)
+    assert plain < benchmarked
+    assert torch.backends.cudnn.benchmark is False
+
+
+def test_the_users_model_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    checked(case(model, "8", train=SGD))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_memtracker_says_what_was_allocated() -> None:
+    seen = checked(case(perceptron(), "64", train=SGD)).runs[0]
+    assert seen.tracked is not None and seen.measurement.peaks is not None
+    # it does not round to blocks on a CPU: the loss and three gradients of it are no part of its count there
+    assert 0.97 < seen.tracked.predicted.low / seen.measurement.peaks.allocated <= 1
+
+
+class _Untrackable(nn.Module):
+    """Calls itself once more from outside: MemTracker takes that for the next iteration and gives up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.again = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.fc(x))
+
+
+def test_what_memtracker_cannot_follow_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    def refuse(self: Any, *known: Any) -> None:
+        raise NotImplementedError("no such tensors\nand more")
+
+    monkeypatch.setattr(MemTracker, "track_external", refuse)
+    seen = checked(case(_Untrackable(), "8", train=SGD))
+    assert seen.runs[0].measurement.untracked == "NotImplementedError: no such tensors"
+    assert seen.runs[0].tracked is None
+    assert "MemTracker could not follow the step" in render(seen, "text")
+
+
+class _Full(nn.Module):
+    """Runs out of memory where no trace would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has …")
+        return self.fc(x)
+
+
+def test_running_out_of_memory_is_a_measurement() -> None:
+    found = checked(case(_Full(), "8", train=SGD))
+    assert found.runs[0].measurement.error == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert all(comparison.measured is None for comparison in found.comparisons[:3])
+    assert found.alignment is None
+    assert "the run ended: CUDA out of memory" in render(found, "text")
+
+
+def test_a_process_that_holds_memory_is_refused() -> None:
+    with StandIn() as gauge:
+        plan = case(perceptron(), "64").plan(gauge.device)
+        gauge.settle()
+        kept = torch.zeros(2**18)
+        with pytest.raises(InputError, match=r"holds 1.00 MiB on the GPU already"):
+            measure(plan, gauge)
+    assert kept.numel() == 2**18
+
+
+class _Overflowing(nn.Module):
+    """Its gradients overflow until the scale is small enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * 1e35
+
+
+def test_steps_that_the_scaler_leaves_out_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first scale is 65,536; 65,536 · 1e35 is above float32's 3.4e38, and so is half of it down to 2,048."""
+    made: list[torch.GradScaler] = []
+
+    def scaler(_: str) -> torch.GradScaler:
+        made.append(torch.GradScaler("cpu"))
+        return made[-1]
+
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    training = Training("sgd:foreach", "sum", scaler=True)
+    seen = checked(case(_Overflowing(), "8", train=training)).runs[0].measurement
+    assert seen.skipped >= 5
+    assert made[-1].get_scale() == 65_536 / 2**seen.skipped
+
+
+@pytest.mark.parametrize("scenario", ["int8-dynamic", "int8-static", "nf4", "int4-weight"])
+def test_what_no_gpu_runs_is_refused(scenario: str) -> None:
+    with pytest.raises(ScenarioError, match="cannot be run on a GPU here"):
+        case(perceptron(), "64", scenario).plan(torch.device("cpu")).realize()
+
+
+def test_int8_weights_are_torchaos() -> None:
+    pytest.importorskip("torchao")
+    setup = case(perceptron(), "64", "int8-weight").plan(torch.device("cpu")).realize()
+    assert type(setup.twin[0].weight.data).__name__ == "Int8Tensor"  # type: ignore[index]
+    found = checked(case(perceptron(), "64", "int8-weight", mode=False))
+    # data, scales and zero points are there; MemTracker asks a wrapper for a storage that it does not have
+    assert found.runs[0].measurement.peaks is not None
+
+
+def test_a_model_made_real_keeps_its_structure() -> None:
+    model = nn.LSTM(8, 16, 2)
+    before = [tuple(parameter.shape) for parameter in model.parameters()]
+    place(model, torch.device("cpu"))
+    assert [tuple(parameter.shape) for parameter in model.parameters()] == before
+    assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
+    tied = _Tied().to("meta")
+    tied.head.weight = tied.embedding.weight
+    tied.embedding.weight.requires_grad_(False)
+    place(tied, torch.device("cpu"))
+    assert tied.head.weight is tied.embedding.weight and not tied.head.weight.requires_grad
+    norm = nn.BatchNorm1d(8192, device="meta")
+    place(norm, torch.device("cpu"))
+    assert bool((norm.weight == 1).all() and (norm.running_var == 1).all())
+
+
+def test_a_checkpoint_inside_the_model_is_recomputed_for_real() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = checkpoint(self.fc, x, use_reentrant=False)
+            return result
+
+    found = checked(case(Half(), "16", train=SGD))
+    assert found.alignment is not None and found.alignment.differences == ()
+
+
+# -- what a prediction is ----------------------------------------------------------------------------------------------
+
+
+def test_the_stack_decides_workspaces_and_context() -> None:
+    hopper = replace(STACK, capability=(9, 0), torch="2.11.0+cu130")
+    assert workspaces(hopper) == (32 * MIB, MIB)
+    assert workspaces(replace(hopper, torch="2.13.0", cublas_config=":4096:8")) == (32 * MIB, 0)
+    what = case(perceptron(), "64")
+    said = what.predicted(hopper)
+    assert (said.device.low - said.peaks.reserved, said.device.high - said.peaks.reserved) == (300 * MIB, 650 * MIB)
+    eager = what.predicted(replace(hopper, module_loading="EAGER"))
+    assert eager.device.low - eager.peaks.reserved == 1000 * MIB
+    expandable = what.predicted(replace(hopper, allocator="expandable_segments:True"))
+    assert expandable.peaks.reserved != said.peaks.reserved  # in steps of 20 MiB, and not of 32 at once
+
+
+def test_the_log_of_a_prediction_is_its_last_step() -> None:
+    whole = case(perceptron(), "64", train=SGD).trace(STACK)
+    said = predicted(whole, STACK)
+    assert {each.phase for each in said.log.places} <= {"zero_grad", "forward", "loss", "backward", "optimizer", "step"}
+    # gradients of the step before are there from before
+    assert min(entry.storage for entry in said.log.entries) < 0
+    last = [e for e in whole.events if whole.phases[e.phase].endswith(" 3")]
+    assert [entry.delta for entry in said.log.entries] == [event.delta for event in last]
+    assert said.steady <= said.peaks.requested
+
+
+def test_a_workspace_is_at_most_as_large_as_what_is_convolved() -> None:
+    """One convolution, batch 4: 8·6·6 outputs of 4 B are 4,608 B, more than the input's 3·8·8·4·4 = 3,072 B."""
+    said = case(nn.Conv2d(3, 8, 3), "3,8,8", mode=False).predicted(STACK)
+    assert said.most.requested - said.peaks.requested == 4 * 8 * 6 * 6 * 4
+    benchmarked = case(nn.Conv2d(3, 8, 3), "3,8,8", mode=False).predicted(STACK, benchmark=True)
+    assert benchmarked.most.requested - said.peaks.requested == 3 * 4 * 8 * 6 * 6 * 4
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "measured", "difference"),
+    [(10, 20, 15, 0), (10, 20, 10, 0), (10, 20, 20, 0), (10, 20, 25, -5), (10, 20, 4, 6), (10, 10, 10, 0)],
+)
+def test_off_by(low: int, high: int, measured: int, difference: int) -> None:
+    assert off_by(Interval(low, high), measured) == difference
+
+
+# -- what is read off a GPU --------------------------------------------------------------------------------------------
+
+TRACE = [
+    {"action": "segment_alloc", "addr": 4096, "size": 2 * MIB, "stream": 0},
+    {"action": "alloc", "addr": 4096, "size": 100, "stream": 0},
+    {"action": "free_requested", "addr": 8192, "size": 700, "stream": 0},
+    {"action": "free_completed", "addr": 8192, "size": 700, "stream": 0},
+    {"action": "alloc", "addr": 8192, "size": 600, "stream": 0},
+    {"action": "free_requested", "addr": 4096, "size": 100, "stream": 0},
+    {"action": "free_completed", "addr": 4096, "size": 100, "stream": 0},
+    {"action": "alloc", "addr": 4096, "size": 300, "stream": 0},
+    {"action": "oom", "device_free": 0, "size": 900, "stream": 0},
+    {"action": "snapshot", "addr": 0, "size": 0, "stream": 0},
+]
+
+
+def test_a_history() -> None:
+    # an address is used again by another storage; what was there before the history is below 0
+    assert list(changes(TRACE)) == [(0, 100), (-1, -700), (1, 600), (0, -100), (2, 300)]
+
+
+def test_the_history_in_a_snapshot_is_the_trace() -> None:
+    """memsize writes snapshots as PyTorch does: reading one gives the events that it was made of."""
+    trace = case(perceptron(), "64", train=SGD).trace(STACK)
+    found = list(changes(snapshot(trace)["device_traces"][0]))
+    assert [change.delta for change in found] == [event.delta for event in trace.events]
+    ids: dict[int, int] = {}
+    assert all(ids.setdefault(e.storage, c.storage) == c.storage for e, c in zip(trace.events, found, strict=True))
+
+
+A, B = Place("forward", "a", "mm"), Place("backward", "a", "mm")
+
+
+def test_places_come_from_the_marked_step() -> None:
+    marked = [Change(0, 512), Change(1, 1024), Change(1, -1024), Change(2, 2048)]
+    # the marked step has one allocation more, and nobody noted the place of the last
+    events = [Change(0, 512), Change(1, 2048), Change(-1, -64), Change(2, 4096)]
+    marks = [Mark(0, 1, A), Mark(1, 3, B)]
+    assert placed(events, marked, marks) == log_of([(0, 512, A), (1, 2048, B), (-1, -64, NOWHERE), (2, 4096, NOWHERE)])
+
+
+class _Cuda:
+    """Answers for a GPU, and refuses arguments that the installed torch would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.real = {name: inspect.signature(getattr(torch.cuda, name)) for name in ("mem_get_info", "synchronize")}
+        self.history = inspect.signature(torch.cuda.memory._record_memory_history)
+        self.used = 900 * MIB
+        stat = {"current": 0, "peak": 4096, "allocated": 17, "freed": 3}
+        names = ("allocation", "requested_bytes", "allocated_bytes", "reserved_bytes")
+        self.stats: dict[str, Any] = {name: {"all": dict(stat)} for name in names}
+        answers: dict[str, Any] = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "get_allocator_backend": lambda: "native",
+            "synchronize": self._noted("synchronize"),
+            "empty_cache": self._noted("empty_cache"),
+            "reset_peak_memory_stats": self._noted("reset"),
+            "device_memory_used": lambda device: self.used,
+            "mem_get_info": lambda device: (60 * 2**30, 80 * 2**30),
+            "get_device_name": lambda device: "NVIDIA H100 80GB HBM3",
+            "get_device_capability": lambda device: (9, 0),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: self.stats)
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self._record)
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [TRACE]})
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
+        monkeypatch.setattr(gauges, "_nvml_of_this_process", lambda device: None)
+
+    def _noted(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.calls.append(name)
+
+    def _record(self, *args: Any, **options: Any) -> None:
+        self.history.bind(*args, **options)
+        self.calls.append(f"history {args[0]}")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> _Cuda:
+    return _Cuda(monkeypatch)
+
+
+def test_a_gauge_of_a_gpu(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr(gauges, "_driver", lambda: "580.159.04")
+    gauge = CudaGauge()
+    assert gauge.device == torch.device("cuda", 0)
+    assert (gauge.count(), gauge.held(), gauge.peaks()) == (17, 0, Peaks(4096, 4096, 4096))
+    gauge.reset()
+    gauge.settle()
+    assert cuda.calls.count("reset") == cuda.calls.count("empty_cache") == 1
+    found = gauge.stack()
+    assert (found.gpu, found.capability, found.total, found.cuda, found.cudnn, found.driver, found.allocator) == (
+        "NVIDIA H100 80GB HBM3",
+        (9, 0),
+        80 * 2**30,
+        "13.0",
+        91501,
+        "580.159.04",
+        "expandable_segments:True",
+    )
+    assert cuda.stats and (cuda.stats.clear() or gauge.count() == 0)  # before the first allocation
+
+
+def test_the_gauge_records_the_history(cuda: _Cuda) -> None:
+    gauge = CudaGauge()
+    with gauge.recorded() as found:
+        assert found == []
+    assert found == list(changes(TRACE))
+    assert [call for call in cuda.calls if call.startswith("history")] == ["history all", "history None"]
+    with pytest.raises(ValueError, match="while recording"), gauge.recorded():
+        raise ValueError("while recording")
+    assert cuda.calls[-1] == "history None"
+
+
+def test_who_tells_the_devices_use(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    gauge = CudaGauge()
+    cuda.used += 700 * MIB
+    assert gauge.use() == DeviceUse(700 * MIB, "NVML, growth of the device")
+    monkeypatch.setattr(gauges, "_nvml_used", lambda device: None)
+    assert gauge.use() == DeviceUse(20 * 2**30, "mem_get_info")
+    monkeypatch.setattr(gauges, "_nvml_of_this_process", lambda device: 5 * MIB)
+    assert gauge.use() == DeviceUse(5 * MIB, "NVML, this process")
+
+
+def test_what_the_gauge_refuses(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="no GPU 3"):
+        CudaGauge(3)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(InputError, match="own caching allocator"):
+        CudaGauge()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="no GPU that PyTorch can use"):
+        CudaGauge()
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+STACKS = st.builds(
+    Stack,
+    gpu=st.text(max_size=8),
+    capability=st.tuples(st.integers(5, 12), st.integers(0, 9)),
+    total=st.integers(0, 2**40),
+    torch=st.text(max_size=8),
+    python=st.text(max_size=8),
+)
+
+
+@settings(max_examples=30)
+@given(st.builds(Saved, st.lists(st.builds(Measurement, st.from_type(Workload), STACKS), max_size=3).map(tuple)))
+def test_decode_inverts_encode(saved: Saved) -> None:
+    assert decode(json.loads(json.dumps(encode(saved)))) == saved
+
+
+def test_a_measurement_with_everything_comes_back(tmp_path: Path) -> None:
+    found = checked(case(perceptron(), "64", train=SGD))
+    found.save(tmp_path / "m.json")
+    assert read(tmp_path / "m.json").measurements == tuple(run.measurement for run in found.runs)
+    assert read(tmp_path / "m.json") == found.saved()
+    assert found.saved(logs=False).measurements[0].log is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "found 'list'"),
+        ('{"schema": "memsize.trace/1"}', "memsize.trace/1"),
+        ('{"schema": "memsize.measurement/1"}', "missing"),
+        (
+            '{"schema": "memsize.measurement/1", "measurements": [{}], "command": "", "date": "", "memsize": ""}',
+            "missing",
+        ),
+    ],
+)
+def test_anything_else_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "m.json").write_text(text)
+    with pytest.raises(InputError, match=says.replace("[", r"\[")):
+        read(tmp_path / "m.json")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read"):
+        read(tmp_path / "m.json")
+
+
+def test_a_replay_is_what_the_run_was() -> None:
+    what = case(perceptron(), "64", train=SGD)
+    found = checked(what)
+    again = replayed(what, found.saved())
+    assert again.comparisons == found.comparisons
+    assert again.alignment == found.alignment
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (case(perceptron(), "64", "bf16", SGD), "its scenario is 'fp32', here it is 'bf16'"),
+        (case(perceptron(), "64", train=SGD, batch=8), "its (batch_size|inputs) is"),
+        (case(perceptron(), "64"), "its optimizer is 'sgd-momentum:foreach', here it is None"),
+    ],
+)
+def test_a_file_of_another_run_is_refused(other: Case, says: str) -> None:
+    saved = Saved((Measurement(case(perceptron(), "64", train=SGD).workload(), STACK),), "", "", "")
+    with pytest.raises(InputError, match=says):
+        replayed(other, saved)
+
+
+def test_an_empty_file_is_refused() -> None:
+    with pytest.raises(InputError, match="holds no measurement"):
+        replayed(case(perceptron(), "64"), Saved((), "", "", ""))
+
+
+# -- what a reader gets ------------------------------------------------------------------------------------------------
+
+
+def verification() -> Verification:
+    """A convolutional net whose second run takes more, with every kind of difference; figures by hand, in bytes."""
+    conv, norm = Place("forward", "stem.conv", "convolution"), Place("forward", "stem.norm", "native_batch_norm")
+    back, seed = Place("backward", "stem.conv", "convolution_backward"), Place("step", None, "ones_like")
+    said = log_of([(0, 4 * MIB, conv), (1, 4 * MIB, norm), (2, 512, norm), (3, 512, seed), (0, -4 * MIB, back)])
+    real = log_of(
+        [(0, 4 * MIB, conv), (9, MIB, conv), (9, -MIB, conv), (0, -4 * MIB, conv), (1, 4 * MIB, norm), (2, 1024, norm)]
+    )
+    prediction = Prediction(
+        Peaks(100 * MIB, 101 * MIB, 120 * MIB),
+        Peaks(110 * MIB, 111 * MIB, 140 * MIB),
+        Interval(420 * MIB, 790 * MIB),
+        90 * MIB,
+        said,
+        assumptions=("data is finite",),
+        notes=("the loss is cross-entropy of the output",),
+    )
+    work = Workload("net.py:Net", ("0=float32[8,3,32,32]",), 8, "amp-fp16", "adamw", steps=3)
+    off = Measurement(
+        work,
+        STACK,
+        Peaks(102 * MIB, 111 * MIB, 142 * MIB),
+        Peaks(102 * MIB, 111 * MIB, 142 * MIB),
+        DeviceUse(142 * MIB + CONTEXT, "NVML, this process"),
+        skipped=2,
+        tracked=99 * MIB,
+        log=real,
+    )
+    on = replace(
+        off, workload=replace(work, benchmark=True), error="CUDA out of memory", tracked=None, log=None, skipped=0
+    )
+    return Verification(
+        (Checked(off, prediction), Checked(on, prediction)), ("Net is a note",), "memsize verify …", "0.1.0"
+    )
+
+
+def test_the_figures_against_arithmetic() -> None:
+    found = verification()
+    requested, allocated, reserved, device = found.runs[0].comparisons
+    assert requested.difference == allocated.difference == 0  # 102 is in 100 to 110, 111 in 101 to 111
+    assert reserved.difference == 140 * MIB - 142 * MIB and reserved.share == pytest.approx(-2 / 142)
+    assert device.difference == 0
+    tracked = found.runs[0].tracked
+    assert tracked is not None and tracked.difference == (99 - 111) * MIB
+    frame = found.figures
+    assert list(frame["figure"]) == ["requested", "allocated", "reserved", "device"] * 2
+    assert frame["difference"].isna().tolist() == [False] * 4 + [True] * 4
+    kinds = list(found.differences["difference"])
+    assert kinds == ["freed earlier", "real only", "other size", "predicted only"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_golden(format: str) -> None:
+    check(f"verification{FORMATS[format][0]}", render(verification(), format))
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_golden_at_a_terminals_width(width: int) -> None:
+    text = render(verification(), "text", width=width)
+    assert max(map(len, text.splitlines())) <= width
+    check(f"verification.{width}.txt", text)
+
+
+def test_formats_as_data() -> None:
+    found = verification()
+    data = json.loads(render(found, "json"))
+    assert data["schema"] == "memsize.verification/1"
+    assert data["allocations"] == {"predicted": 4, "measured": 4, "matched": 3}
+    assert [each["kind"] for each in data["differences"]] == list(found.differences["difference"])
+    assert data["runs"][0]["figures"][2]["difference"] == -2 * MIB
+    assert data["runs"][1]["error"] == "CUDA out of memory"
+    rows = list(csv.DictReader(io.StringIO(render(found, "csv"))))
+    assert [row["figure"] for row in rows] == ["requested", "allocated", "reserved", "device"] * 2
+    assert "stem.conv" in found._repr_html_() and str(found) == render(found, "text").rstrip("\n")
+    with pytest.raises(OutputError):
+        render(found, "pdf")
+
+
+def test_one_run_needs_no_column_for_the_benchmark() -> None:
+    found = verification()
+    assert "cudnn.benchmark" not in render(Verification(found.runs[:1]), "text")
+    assert "on" in render(found, "text")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def net(write: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file: Path = write(
+        "net.py",
+        "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))\n",
+    )
+    monkeypatch.chdir(file.parent)
+    return file
+
+
+def test_without_a_gpu_there_is_one_line(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert run(["verify", "net.py", "--input", "16", "--train", "adamw"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "error: this machine has no GPU that PyTorch can use: verify runs the step for real on one\n"
+
+
+def test_without_a_gpu_the_target_is_not_even_loaded(
+    write: Any, python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    write("net.py", "raise SystemExit('loaded')\n")
+    done = python("-m", "memsize", "verify", "net.py:Net", "--input", "16")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: this machine has no GPU")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    gauge = StandIn()
+    monkeypatch.setattr(gauges, "CudaGauge", lambda device: gauge)
+    return gauge
+
+
+def test_the_command(net: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["verify", "net.py", "--input", "16", "--train", "sgd:foreach", "--loss", "mean"]
+    with stood_in(monkeypatch):
+        assert run([*arguments, "--save", "m.json", "-b", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert "net.py:Net" in out and "stand-in" in out and "requested" in out and "MemTracker" in out
+    assert "Wrote m.json" in err
+    saved = read("m.json")
+    assert saved.memsize == memsize.__version__ and saved.command.startswith("memsize")
+    assert run([*arguments, "--against", "m.json", "-b", "4", "-f", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["runs"][0]["figures"][0]["difference"] == 2 * BLAS
+    assert data["differences"] == []
+    assert run([*arguments, "--against", "m.json", "-b", "8"]) == 2
+    assert "the measurement is of another run" in capsys.readouterr().err
+    assert run([*arguments, "--save", "m.json"]) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+def test_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = nn.Linear(16, 4)
+    with stood_in(monkeypatch):
+        found = memsize.verify(model, (16,), batch_size=2, train=SGD)
+    assert isinstance(found, memsize.Verification)
+    found.save(tmp_path / "m.json")
+    found.to_json(tmp_path / "v.json")
+    again = memsize.verify(model, (16,), batch_size=2, train=SGD, against=tmp_path / "m.json")
+    assert again.comparisons == found.comparisons
+    assert any("measured on" in note for note in again.notes)
+
+
+def test_records_are_hand_built_without_torch() -> None:
+    """A trace by hand is predicted too: no run is needed to compare a file."""
+    said = predicted(records.toy(), STACK)
+    assert said.peaks.requested >= 0
