@@ -43,7 +43,8 @@ def predicted(trace: Trace, stack: Stack, *, benchmark: bool = False) -> Predict
     """What a GPU of `stack` would show of `trace`; `benchmark` is `torch.backends.cudnn.benchmark`."""
     config = AllocatorConfig.parse(stack.allocator)
     plain = _peaks([(event.storage, event.delta) for event in trace.events], config)
-    most = _peaks(list(_with_workspaces(trace, benchmark)), config)
+    # A workspace that another tensor finds free later can even save a segment: the least stays the least.
+    most = plain.over(_peaks(list(_with_workspaces(trace, benchmark)), config))
     outside = context(stack.cuda, stack.module_loading)
     first = _last_step(trace)
     return Prediction(

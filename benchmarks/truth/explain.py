@@ -1,0 +1,60 @@
+"""What differs in logs of allocations that `python -m benchmarks.gpu_truth --logs` kept, beside today's prediction.
+
+    python -m benchmarks.truth.explain LOGS.jsonl.gz [PATTERN …]
+
+No GPU is needed: a rule that is changed shows at once which operations it brings nearer.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from benchmarks.truth.suite import SUITE
+from memsize.render.verification import render
+from memsize.verifying.alignment import Difference
+from memsize.verifying.measurement import Saved, decode
+from memsize.verifying.session import replayed
+
+
+def logs(path: Path) -> Iterator[tuple[str, Saved]]:
+    """The workloads of a file with their measurements, logs and all."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            data = json.loads(line)
+            yield data.pop("name"), decode(data)
+
+
+def summary(differences: Sequence[Difference]) -> list[str]:
+    """How often each operation differs, and by how many bytes in all: the largest first."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    for each in differences:
+        key = (each.kind, each.place.phase, each.place.op)
+        counts[key] += 1
+        sizes[key] += abs(each.bytes)
+    ordered = sorted(counts, key=lambda key: -sizes[key])
+    return [
+        f"  {kind:15} {phase:10} {op:40} {counts[kind, phase, op]:5} × {sizes[kind, phase, op]:16,} B"
+        for kind, phase, op in ordered
+    ]
+
+
+def main(arguments: Sequence[str]) -> None:
+    file, *patterns = arguments
+    for name, saved in logs(Path(file)):
+        if patterns and not any(fnmatch(name, pattern) for pattern in patterns):
+            continue
+        found = replayed(SUITE[name].case, saved)
+        print(render(found, "text", width=None if patterns else 160))
+        if found.alignment is not None:
+            print("\n".join(summary(found.alignment.differences)), "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,171 @@
+"""How good predictions are beside what was measured, and how good they are to be: one row for each promise.
+
+Errors are those of the nearer end of the stated interval, as a share of what was measured: nothing inside. A workload
+is convolutional when a convolution runs in it, for then cuDNN decides about a workspace; a patch embedding is one too.
+Runs with `torch.backends.cudnn.benchmark` are told beside the promises, which are about PyTorch's default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
+from typing import Final, Literal, cast
+
+from benchmarks.truth.outcomes import Outcome, Truth
+from benchmarks.truth.suite import SUITE
+from memsize.verifying.comparison import Checked, Comparison
+from memsize.verifying.measurement import Measurement
+from memsize.verifying.prediction import predicted
+
+Sense = Literal["at least", "at most"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One measured workload beside today's prediction."""
+
+    name: str
+    checked: Checked
+
+    @property
+    def convolutional(self) -> bool:
+        """Whether a convolution runs."""
+        return self.checked.prediction.convolutional
+
+    @property
+    def benchmark(self) -> bool:
+        """Whether it ran with `torch.backends.cudnn.benchmark`."""
+        return self.checked.measurement.workload.benchmark
+
+    def comparison(self, figure: str) -> Comparison | None:
+        """The figure beside its measurement, None where that is missing."""
+        found = next(each for each in self.checked.comparisons if each.figure == figure)
+        return None if found.measured is None else found
+
+    def tracked(self, figure: str) -> Comparison | None:
+        """MemTracker's peak beside the same measurement."""
+        own, peak = self.comparison(figure), self.checked.measurement.tracked
+        return None if own is None or peak is None else own._replace(predicted=type(own.predicted)(peak, peak))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One promise: what is asked, of how many workloads, what memsize reaches, and MemTracker where it can be asked.
+
+    A figure of no workload has no value, and is not reached.
+    """
+
+    what: str
+    sense: Sense
+    limit: float
+    count: int
+    value: float | None
+    tracked: float | None = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the promise is kept."""
+        if self.value is None:
+            return False
+        return self.value >= self.limit if self.sense == "at least" else self.value <= self.limit
+
+
+def replayed(truth: Truth) -> list[Replayed]:
+    """Every measured workload of a file beside today's prediction for the file's stack.
+
+    Raises KeyError for one that the suite no longer has.
+    """
+    kept = [each for each in truth.outcomes if each.measurement is not None and not each.measurement.error]
+    found = []
+    for name, outcomes in groupby(sorted(kept, key=_name), key=_name):
+        trace = SUITE[name].case.trace(truth.stack)
+        for outcome in outcomes:
+            said = predicted(trace, truth.stack, benchmark=outcome.benchmark)
+            found.append(Replayed(name, Checked(cast(Measurement, outcome.measurement), said)))
+    return found
+
+
+def _name(outcome: Outcome) -> str:
+    return outcome.name
+
+
+def figures(rows: Sequence[Replayed]) -> list[Figure]:
+    """Every promise over the measured workloads of one file."""
+    usual = [row for row in rows if not row.benchmark]
+    plain = [row for row in usual if not row.convolutional]
+    nets = [row for row in usual if row.convolutional]
+    return [
+        _figure("requested exact, not convolutional", "at least", 0.5, plain, "requested", _exact),
+        _figure("requested, not convolutional: median error", "at most", 0.001, plain, "requested", _median),
+        _figure("requested, not convolutional: within 1 %", "at least", 0.95, plain, "requested", _within(0.01)),
+        _figure("allocated, not convolutional: median error", "at most", 0.003, plain, "allocated", _median),
+        _figure("allocated, not convolutional: within 2 %", "at least", 0.95, plain, "allocated", _within(0.02)),
+        _figure(
+            "allocated, convolutional: inside the interval", "at least", 0.95, nets, "allocated", _inside, peer=False
+        ),
+        _figure("allocated, convolutional: widest interval", "at most", 0.1, nets, "allocated", _widest, False),
+        _figure("reserved: median error", "at most", 0.01, usual, "reserved", _median, False),
+        _figure("device: inside the interval", "at least", 0.95, usual, "device", _inside, False),
+        _underestimated(usual),
+    ]
+
+
+_Fold = Callable[[Sequence[Comparison]], float]
+
+
+def _figure(
+    what: str,
+    sense: Sense,
+    limit: float,
+    rows: Iterable[Replayed],
+    figure: str,
+    fold: _Fold,
+    peer: bool = True,
+) -> Figure:
+    rows = list(rows)
+    found = [each for row in rows if (each := row.comparison(figure)) is not None]
+    theirs = [each for row in rows if (each := row.tracked(figure)) is not None] if peer else []
+    value = fold(found) if found else None
+    return Figure(what, sense, limit, len(found), value, fold(theirs) if theirs else None)
+
+
+LEAST: Final = 0.02
+"""From this share on, a peak above the interval is an underestimate that nothing excuses."""
+
+
+def _underestimated(rows: Sequence[Replayed]) -> Figure:
+    """Workloads of which any figure is measured above the interval by more than 2 %."""
+
+    def missed(row: Replayed) -> bool:
+        return any((each.share or 0) < -LEAST for each in row.checked.comparisons)
+
+    what = "underestimated by more than 2 %, any figure"
+    return Figure(what, "at most", 0, len(rows), sum(map(missed, rows)) if rows else None)
+
+
+def _errors(found: Iterable[Comparison]) -> list[float]:
+    return [abs(each.share or 0.0) for each in found]
+
+
+def _exact(found: Sequence[Comparison]) -> float:
+    return sum(each.predicted.low == each.predicted.high == each.measured for each in found) / len(found)
+
+
+def _median(found: Sequence[Comparison]) -> float:
+    return median(_errors(found))
+
+
+def _within(limit: float) -> _Fold:
+    return lambda found: sum(error <= limit for error in _errors(found)) / len(found)
+
+
+def _inside(found: Sequence[Comparison]) -> float:
+    return sum(each.difference == 0 for each in found) / len(found)
+
+
+def _widest(found: Sequence[Comparison]) -> float:
+    """The widest interval, as a share of what was measured."""
+    return max((each.predicted.high - each.predicted.low) / (each.measured or math.inf) for each in found)

@@ -1,0 +1,74 @@
+"""What the processes do that predict and measure: each reads its arguments, writes one file, and ends.
+
+A workload is measured in a process of its own, so that neither segments nor workspaces nor loaded kernels of another
+are in its figures.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+from benchmarks.truth.outcomes import Outcome, outcome_of
+from benchmarks.truth.suite import SUITE
+from memsize import __version__
+from memsize.verifying.comparison import Checked, Verification
+from memsize.verifying.gauge import Gauge
+from memsize.verifying.measurement import Stack, encode
+from memsize.verifying.prediction import Prediction, predicted
+from memsize.verifying.running import measure
+
+Predictions = dict[bool, Prediction]
+"""Of one workload, by whether cuDNN's benchmark is on."""
+
+
+def write_stack(gauge: str, out: Path) -> None:
+    """Read the GPU and its software."""
+    _write(out, _made(gauge).stack())
+
+
+def write_predictions(name: str, stack: Path, out: Path) -> None:
+    """Predict a workload."""
+    where: Stack = read(stack)
+    trace = SUITE[name].case.trace(where)
+    usual, benchmarked = (predicted(trace, where, benchmark=benchmark) for benchmark in (False, True))
+    _write(out, {False: usual, True: benchmarked} if usual.convolutional else {False: usual})
+
+
+def write_outcome(
+    gauge: str, name: str, benchmark: bool, predictions: Path | None, logs: Path | None, out: Path
+) -> None:
+    """Measure a workload, and set it beside its prediction where there is one. `logs` gets the whole log too."""
+    where = _made(gauge)
+    seen = measure(SUITE[name].case.plan(where.device, benchmark=benchmark), where)
+    if predictions is None:
+        _write(out, Outcome(name, benchmark, seen, failure="there is no prediction"))
+        return
+    said: Predictions = read(predictions)
+    checked = Checked(seen, said[benchmark])
+    _write(out, outcome_of(name, checked))
+    if logs is not None and seen.log is not None:
+        saved = Verification((checked,), command=name, version=__version__).saved()
+        with gzip.open(logs, "at", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, **encode(saved)}) + "\n")
+
+
+def _made(gauge: str) -> Gauge:
+    """The gauge that ``module:name`` makes."""
+    module, _, name = gauge.partition(":")
+    made: Gauge = getattr(importlib.import_module(module), name)()
+    return made
+
+
+def _write(path: Path, value: Any) -> None:
+    path.with_suffix(".part").write_bytes(pickle.dumps(value))
+    path.with_suffix(".part").replace(path)
+
+
+def read(path: Path) -> Any:
+    """What another process wrote to `path`; one of our own, in a folder of our own."""
+    return pickle.loads(path.read_bytes())
