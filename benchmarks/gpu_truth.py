@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,8 +29,8 @@ from memsize.errors import InputError
 from memsize.units import format_bytes
 from memsize.verifying.measurement import Stack
 
-_FIRST = 60.0
-"""Seconds that reading the GPU may take: the first process loads torch."""
+_FIRST = 180.0
+"""Seconds that reading the GPU may take: the first process loads torch, from a disk that may be slow."""
 _LEAST = 10.0
 """Seconds that must be left for another workload to be begun."""
 
@@ -108,7 +108,7 @@ def _begun(options: Options, stack: Stack, path: Path) -> Truth:
     if not (options.resume and path.exists()):
         return fresh
     found = read(path)
-    if found.stack != stack:
+    if found.stack != replace(stack, total=found.stack.total):  # which is not the same to the byte on every such card
         raise InputError(f"{path.name} was measured on another stack: move it away, or leave out --resume")
     return found
 

@@ -105,18 +105,11 @@ def test_the_suite_has_what_it_promises() -> None:
     assert sum(len(sizes) > 1 for sizes in batches.values()) >= 5
 
 
-QUICK = ("perceptron/*", "wide*", "toy*", "lstm*", "gru*", "resnet18/infer*", "vgg16/infer*")
+QUICK = ("perceptron", "wide", "toy", "lstm", "gru", "resnet18/infer", "vgg16/infer")
+WORKLOADS = [name if name.startswith(QUICK) else pytest.param(name, marks=pytest.mark.slow) for name in SUITE]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name.startswith(tuple(each.rstrip("*") for each in QUICK))
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in SUITE
-    ],
-)
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_every_workload_is_predicted(name: str) -> None:
     said = SUITE[name].case.predicted(H100)
     assert 0 < said.peaks.requested <= said.peaks.allocated <= said.peaks.reserved <= said.device.low

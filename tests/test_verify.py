@@ -292,6 +292,7 @@ def test_a_model_made_real_keeps_its_structure() -> None:
     place(model, torch.device("cpu"))
     assert [tuple(parameter.shape) for parameter in model.parameters()] == before
     assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
+    assert not model._weights_have_changed()  # or the first forward would lay them out once more
     tied = _Tied().to("meta")
     tied.head.weight = tied.embedding.weight
     tied.embedding.weight.requires_grad_(False)

@@ -64,7 +64,7 @@ def destination(
         raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{suffix}")
     if file is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        return Destination(format or "text", None, width=width, unit=unit)
+        return Destination(format or "text", None, force, width=width, unit=unit)
     if file.is_dir():
         raise OutputError(f"{file} is a folder: name a file in it")
     if not file.parent.is_dir():

@@ -13,9 +13,8 @@ from memsize.device import AllocatorConfig, Interval, replay
 from memsize.device.context import context
 from memsize.device.outlook import CONVOLUTIONS
 from memsize.device.workspace import cudnn_workspace
-from memsize.folds import live_bytes
+from memsize.folds import live_bytes, split_phase
 from memsize.record import Trace
-from memsize.timeline import split_phase
 from memsize.verifying.log import Log, Place, log_of
 from memsize.verifying.measurement import Peaks, Stack
 

@@ -95,8 +95,7 @@ def place(model: nn.Module, device: torch.device) -> None:
         for name, value in _unmade(module):
             vars(module)[name] = map_tensors(partial(placed, name), value)
         if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, weight, None) for weight in module._flat_weights_names]
-            module.flatten_parameters()
+            module._init_flat_weights()  # else the first forward does it
 
 
 def _unmade(module: nn.Module) -> list[tuple[str, Any]]:
