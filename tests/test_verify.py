@@ -395,10 +395,13 @@ A, B = Place("forward", "a", "mm"), Place("backward", "a", "mm")
 
 def test_places_come_from_the_marked_step() -> None:
     marked = [Change(0, 512), Change(1, 1024), Change(1, -1024), Change(2, 2048)]
-    # the marked step has one allocation more, and nobody noted the place of the last
+    # the marked step has one allocation that the other lacks, and lacks the last
     events = [Change(0, 512), Change(1, 2048), Change(-1, -64), Change(2, 4096)]
     marks = [Mark(0, 1, A), Mark(1, 3, B)]
     assert placed(events, marked, marks) == log_of([(0, 512, A), (1, 2048, B), (-1, -64, NOWHERE), (2, 4096, NOWHERE)])
+    # as many of other sizes between two that are the same: a router sends other tokens
+    routed = [Change(0, 512), Change(1, 700), Change(2, 2048)]
+    assert placed(routed, marked, marks) == log_of([(0, 512, A), (1, 700, B), (2, 2048, B)])
 
 
 class _Cuda:

@@ -19,7 +19,7 @@ from memsize.tracing.optimizers import steps_watched
 from memsize.tracing.run import Setup
 from memsize.verifying.history import Change
 from memsize.verifying.log import NOWHERE, Log, Place, log_of
-from memsize.verifying.matching import matched
+from memsize.verifying.matching import Pair, gaps, matched
 
 
 class Mark(NamedTuple):
@@ -68,9 +68,22 @@ def placed(events: Sequence[Change], marked: Sequence[Change], marks: Sequence[M
     sizes = [event.delta for event in events if event.delta > 0]
     others = [event.delta for event in marked if event.delta > 0]
     places = dict.fromkeys(range(len(sizes)), NOWHERE)
-    places |= {index: _place(marks, other) for index, other in matched(sizes, others)}
+    places |= {index: _place(marks, other) for index, other in _same(sizes, others)}
     numbers = iter(range(len(sizes)))
     return log_of((*event, places[next(numbers)] if event.delta > 0 else NOWHERE) for event in events)
+
+
+def _same(sizes: Sequence[int], others: Sequence[int]) -> Iterator[Pair]:
+    """Which allocation of one step is which of the other.
+
+    A router sends other tokens to an expert in each step: between two that are the same, as many of other sizes are
+    the same in order.
+    """
+    pairs = matched(sizes, others)
+    yield from pairs
+    for low, high, other_low, other_high in gaps(pairs, len(sizes), len(others)):
+        if high - low == other_high - other_low:
+            yield from zip(range(low, high), range(other_low, other_high), strict=True)
 
 
 def _place(marks: Sequence[Mark], index: int) -> Place:
