@@ -12,6 +12,7 @@ import gzip
 import json
 import os
 import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -502,3 +503,20 @@ def test_the_truth_is_the_projects() -> None:
     assert FOLDER == ROOT / "tests" / "truth"
     stack = Stack("g", (9, 0), 1, "2.11.0", "3.12")
     assert predicted(SUITE[CHEAP[1]].case.trace(stack), stack).peaks.requested > 0
+
+
+def test_measuring_needs_torch_and_little_else(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """A machine with a GPU often has no more: nothing that only reports need is imported."""
+    absent = ("torchinfo", "torchao", "transformers", "pandas", "tabulate", "click", "jinja2", "tqdm")
+    code = f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n" + (
+        "from benchmarks import gpu_truth\n"
+        "from benchmarks.truth.suite import SUITE\n"
+        "from tests.standin import STACK, StandIn\n"
+        "from memsize.verifying.session import verified\n"
+        "with StandIn() as gauge:\n"
+        "    found = verified(SUITE['perceptron/train/fp32/sgd/b64'].case, gauge, print)\n"
+        "print(found.alignment.differences)\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "()"
