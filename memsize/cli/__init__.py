@@ -10,22 +10,34 @@ import gc
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 
 import click
 
-from memsize.cli.checkpoint import checkpoint
-from memsize.cli.fit import fit
-from memsize.cli.layout import layout
-from memsize.cli.report import report
 from memsize.cli.session import Session
-from memsize.cli.timeline import timeline
-from memsize.cli.verify import verify
 from memsize.errors import MemsizeError
 
 _USER, _BUG, _INTERRUPTED, _PIPE_CLOSED = 2, 1, 130, 141
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+_COMMANDS = ("report", "checkpoint", "timeline", "fit", "layout", "verify")
+"""The commands, each in a file of its name."""
+
+
+class _Commands(click.Group):
+    """Imports a command when it is asked for: the others' modules would take longer than some of them run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        found: click.Command = getattr(import_module(f"memsize.cli.{cmd_name}"), cmd_name)
+        return found
+
+
+@click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="memsize", message="%(prog)s %(version)s")
 @click.pass_context
 def memsize(context: click.Context) -> None:
@@ -39,14 +51,6 @@ def memsize(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-memsize.add_command(report)
-memsize.add_command(checkpoint)
-memsize.add_command(timeline)
-memsize.add_command(fit)
-memsize.add_command(layout)
-memsize.add_command(verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,9 +20,11 @@ _COLUMNS = (
 def sections(comparison: Comparison) -> tuple[Section, ...]:
     """What the two models store, and what changed from one to the other."""
     before, after = comparison.before, comparison.after
-    rows = (_row("before", before), _row("after", after))
+    ran = bool(before.events or after.events)
+    columns = _COLUMNS if ran else _COLUMNS[:-1]
+    rows = tuple(_row(name, trace)[: len(columns)] for name, trace in (("before", before), ("after", after)))
     title = Title(f"{before.model} → {after.model}", ())
-    return title, Table("models", "", _COLUMNS, rows), Findings("What changed, and why", comparison.findings)
+    return title, Table("models", "", columns, rows), Findings("What changed, and why", comparison.findings)
 
 
 def _row(name: str, trace: Trace) -> tuple[Cell, ...]:
