@@ -1,7 +1,8 @@
 """What CUDA would do, on any build of torch: autocast, the choice of attention kernel, fused dropout."""
 
 from memsize.semantics.autocast import autocast_region, unknown_operators
-from memsize.semantics.key import CUDNN, CastObserver, Semantics, cuda_semantics, current, suspended
+from memsize.semantics.key import CUDNN, CastObserver, Semantics, current, suspended
+from memsize.semantics.region import cuda_semantics
 
 __all__ = [
     "CUDNN",
