@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import memsize
 from benchmarks.measure import Line, compared, in_turn
 from benchmarks.resnet import SIZE, ResNet50
-from memsize.fitreport import Fit
+from memsize.answers.fit import Fit
 from memsize.fitting.search import MOST_RUNS
 
 LIMIT = 5.0

@@ -19,9 +19,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memsize.answers.comparison import Comparison
+    from memsize.answers.fit import Fit
+    from memsize.answers.layout import LayoutReport
+    from memsize.answers.report import Report
     from memsize.api import audit_layout, compare, fit, read_checkpoint, report, shape_rule, trace, verify
-    from memsize.comparison import Comparison
-    from memsize.document import Report
     from memsize.errors import (
         CheckpointError,
         ForwardError,
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
         ScenarioError,
         TargetError,
     )
-    from memsize.fitreport import Fit
-    from memsize.layoutreport import LayoutReport
     from memsize.steptrace import StepTrace
     from memsize.training import Training
     from memsize.verifying.comparison import Verification
@@ -66,8 +66,8 @@ __all__ = [
 
 _HOMES = {
     "memsize.api": ("audit_layout", "compare", "fit", "read_checkpoint", "report", "shape_rule", "trace", "verify"),
-    "memsize.comparison": ("Comparison",),
-    "memsize.document": ("Report",),
+    "memsize.answers.comparison": ("Comparison",),
+    "memsize.answers.report": ("Report",),
     "memsize.errors": (
         "CheckpointError",
         "ForwardError",
@@ -77,8 +77,8 @@ _HOMES = {
         "ScenarioError",
         "TargetError",
     ),
-    "memsize.fitreport": ("Fit",),
-    "memsize.layoutreport": ("LayoutReport",),
+    "memsize.answers.fit": ("Fit",),
+    "memsize.answers.layout": ("LayoutReport",),
     "memsize.steptrace": ("StepTrace",),
     "memsize.training": ("Training",),
     "memsize.verifying.comparison": ("Verification",),

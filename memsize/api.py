@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from memsize.answers.report import Report
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
-from memsize.document import Report
 from memsize.errors import InputError, MemsizeError
 from memsize.inputs import InputSpec, parse_input
 from memsize.record import Trace
@@ -19,11 +19,11 @@ from memsize.training import Training
 if TYPE_CHECKING:
     from torch import nn
 
+    from memsize.answers.comparison import Comparison
+    from memsize.answers.fit import Fit
+    from memsize.answers.layout import LayoutReport
     from memsize.checkpoint.document import CheckpointReport
-    from memsize.comparison import Comparison
     from memsize.device import AllocatorConfig
-    from memsize.fitreport import Fit
-    from memsize.layoutreport import LayoutReport
     from memsize.loading import InputMaker
     from memsize.steptrace import StepTrace
     from memsize.tracing.feed import Feed
@@ -193,7 +193,7 @@ def fit(
         flag = (mode or ("train" if trained else "eval")) == "train"
         feed = _feed(model, maker, input_size, inputs, input_data, (batch or 1, seq_len, flag))
 
-        from memsize.fitstudy import Question, answer
+        from memsize.fitting.study import Question, answer
         from memsize.fitting.trials import Trials
 
         trials = Trials(name, model, feed, flag, varied, say)
@@ -271,7 +271,7 @@ def audit_layout(
     with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
         feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
-        from memsize.layoutreport import LayoutReport
+        from memsize.answers.layout import LayoutReport
         from memsize.study import Study
         from memsize.tracing.formats import audit
 
@@ -300,7 +300,7 @@ def compare(before: Any, after: Any, input_size: InputSize | None = None, **opti
 
     Raises `MemsizeError` for anything else, and what `report` raises.
     """
-    from memsize.comparison import compare_traces
+    from memsize.answers.comparison import compare_traces
 
     return compare_traces(_as_trace(before, input_size, options), _as_trace(after, input_size, options))
 

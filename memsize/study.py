@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from memsize.answers.report import Report, ScenarioResult
 from memsize.device import AllocatorConfig, Card, card, cublas_workspace, cublaslt_workspace
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.device.outlook import Outlook, outlook
-from memsize.document import Report, ScenarioResult
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.findings.evidence import Evidence
 from memsize.findings.finding import join_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
-from memsize.document import Report, ScenarioResult
+from memsize.answers.report import Report, ScenarioResult
 from memsize.findings import Finding
 from memsize.folds import totals
 from memsize.record import Event, Failure, InputTensor, Layer, Output, Storage, StoredTensor, TensorSpec, Trace

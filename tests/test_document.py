@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memsize.document import FIGURES, Report
+from memsize.answers.report import FIGURES, Report
 from memsize.findings import Finding
 from memsize.folds import Totals, totals
 from memsize.sections import COLUMNS, Findings, Heading, Missing, Notes, Stop, Table, sections
@@ -169,7 +169,7 @@ def test_without_a_baseline_there_are_no_percentages() -> None:
 
 def test_nothing_heavy_is_imported_with_the_report() -> None:
     code = (
-        "import sys, memsize.document, memsize.sections, memsize.render, memsize.codec, memsize.folds\n"
+        "import sys, memsize.answers.report, memsize.sections, memsize.render, memsize.codec, memsize.folds\n"
         "print([name for name in ('torch', 'pandas', 'jinja2', 'tabulate', 'click') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import memsize
-from memsize.answer import Why
+from memsize.answers.answer import Why
 from memsize.findings.finding import Finding
 from memsize.fitting import find_crossover
 from memsize.units import Bytes

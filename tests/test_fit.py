@@ -26,11 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import api
+from memsize.answers.fit import Fit
 from memsize.cli import run
 from memsize.device import AllocatorConfig, card
 from memsize.errors import ForwardError, InputError
 from memsize.findings.finding import Finding
-from memsize.fitreport import Fit
 from memsize.fitting.budget import budgets
 from memsize.fitting.case import Case
 from memsize.fitting.crossings import first_size, most_of, peak_phase

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import memsize
 from memsize import audit_layout
+from memsize.answers.layout import LayoutReport
 from memsize.cli import run
 from memsize.errors import ForwardError, OutputError
-from memsize.layoutreport import LayoutReport
 from memsize.render.layout import render
 from memsize.sections.layout import sections
 from memsize.sections.parts import Findings, Table

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from memsize import cli
-from memsize.document import Report
+from memsize.answers.report import Report
 from memsize.record import Trace
 from memsize.scenario import DEFAULT, SCENARIOS
 from memsize.sections import COLUMNS, layer_table

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memsize
+from memsize.answers.fit import Fit
 from memsize.device import AllocatorConfig, card
-from memsize.fitreport import Fit
 from memsize.fitting.case import Case, NotApplicable
 from memsize.fitting.footprint import Footprint
 from memsize.fitting.rows import RemedyRow

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from memsize.document import Report
+from memsize.answers.report import Report
 from memsize.errors import OutputError
 from memsize.folds import totals
 from memsize.record import TensorSpec

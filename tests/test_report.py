@@ -12,7 +12,7 @@ from torch import nn
 
 import memsize
 from benchmarks.resnet import ResNet50
-from memsize.document import Report, ScenarioResult
+from memsize.answers.report import Report, ScenarioResult
 from memsize.folds import Totals
 from tests import models
 

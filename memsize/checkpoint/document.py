@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from memsize.answer import Answer
+from memsize.answers.answer import Answer
 from memsize.checkpoint.against import Match
 from memsize.checkpoint.anatomy import Anatomy, Group, View
 from memsize.checkpoint.findings import findings

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from memsize.answers.report import Report
 from memsize.cli.options import (
     allocator_option,
     depth_option,
@@ -22,7 +23,6 @@ from memsize.cli.subject import Subject, subject_options, training_options
 from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
-from memsize.document import Report
 from memsize.errors import ForwardError, OutputError
 from memsize.nearest import suggestion
 from memsize.record import Failure

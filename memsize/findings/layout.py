@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from memsize.answers.layout import Audit, Copy, Format, Loss
 from memsize.findings.finding import Finding
-from memsize.layoutreport import Audit, Copy, Format, Loss
 from memsize.units import Bytes
 
 _COPYING = frozenset({"clone", "_to_copy"})

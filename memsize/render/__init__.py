@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from memsize.document import Report
+from memsize.answers.report import Report
 from memsize.errors import OutputError
 from memsize.nearest import suggestion
 from memsize.sections import COLUMNS, Section, sections

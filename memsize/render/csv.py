@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memsize.document import Report
+from memsize.answers.report import Report
 from memsize.render.data import as_csv
 from memsize.sections import COLUMNS, Cell, Path, Specs, Words, layer_table
 

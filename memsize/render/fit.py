@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from memsize.fitreport import Fit
+from memsize.answers.fit import Fit
 from memsize.fitting.footprint import Bind
 from memsize.render import check_format, draw
 from memsize.render.data import as_json, finding_data, input_data, records_as_csv

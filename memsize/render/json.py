@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from memsize.answers.report import Report, ScenarioResult, figures
 from memsize.device.outlook import Outlook
-from memsize.document import Report, ScenarioResult, figures
 from memsize.folds import Row, own_rows
 from memsize.record import Output, StoredTensor
 from memsize.render.data import as_json, finding_data, input_data, spec_data

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from memsize.layoutreport import LayoutReport, Run, layer_row
+from memsize.answers.layout import LayoutReport, Run, layer_row
 from memsize.render import check_format, draw
 from memsize.render.data import as_json, finding_data, input_data, records_as_csv, spec_data
 from memsize.sections.layout import sections

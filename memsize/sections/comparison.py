@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memsize.comparison import Comparison
+from memsize.answers.comparison import Comparison
 from memsize.folds import stored_dtypes, totals
 from memsize.record import Trace
 from memsize.sections.parts import Cell, Column, Findings, Section, Table, Title, Words

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from memsize.answers.fit import Fit
 from memsize.findings.finding import join_names
-from memsize.fitreport import Fit
 from memsize.fitting.explain import UNITS_OF, first_line
 from memsize.fitting.rows import ANSWERED, FitRow, RemedyRow
 from memsize.roles import noun

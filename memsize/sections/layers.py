@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from memsize.document import Report
+from memsize.answers.report import Report
 from memsize.folds import Row, Totals, visible
 from memsize.sections.parts import Cell, Column, Path, Specs, Table, Words
 from memsize.units import Bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memsize.layoutreport import Audit, Copy, Format, LayerFormats, LayoutReport, shortened
+from memsize.answers.layout import Audit, Copy, Format, LayerFormats, LayoutReport, shortened
 from memsize.sections.parts import Cell, Column, Findings, Notes, Path, Section, Specs, Table, Title, Words
 from memsize.units import Bytes
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memsize.answers.report import Report, ScenarioResult
 from memsize.device.outlook import Living, Outlook
-from memsize.document import Report, ScenarioResult
 from memsize.record import Role
 from memsize.roles import in_order
 from memsize.sections.parts import Cell, Column, Label, Path, Remark, Section, Table, role_column

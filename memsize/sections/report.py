@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memsize.document import Report
+from memsize.answers.report import Report
 from memsize.folds import COUNTED, stored_dtypes
 from memsize.sections.layers import layer_table
 from memsize.sections.parts import Findings, Heading, Notes, Section, Stop

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from memsize.document import Report, ScenarioResult
+from memsize.answers.report import Report, ScenarioResult
 from memsize.folds import Totals
 from memsize.sections.parts import Cell, Column, Label, Missing, Remark, Share, Table
 from memsize.units import Bytes

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memsize.layoutreport import Audit, Copy, Format, LayerFormats, Loss
-from memsize.layoutreport import Run as FormatsRun
+from memsize.answers.layout import Audit, Copy, Format, LayerFormats, Loss
+from memsize.answers.layout import Run as FormatsRun
 from memsize.tracing.calls import Calls, spec_of
 from memsize.tracing.feed import Call, input_tensors
 from memsize.tracing.kernels import format_for, is_last, kernel_copies

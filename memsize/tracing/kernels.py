@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memsize.layoutreport import Format
+from memsize.answers.layout import Format
 from memsize.tracing.shapes import strides as layout
 
 _aten = torch.ops.aten

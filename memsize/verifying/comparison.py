@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from memsize.answer import Answer
+from memsize.answers.answer import Answer
 from memsize.device import Interval
 from memsize.findings.finding import Finding
 from memsize.verifying.alignment import Alignment, align

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from memsize.answer import Answer
+from memsize.answers.answer import Answer
 from memsize.findings.finding import Finding
 from memsize.record import InputTensor, TensorSpec
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memsize.answer import Answer
+from memsize.answers.answer import Answer
 from memsize.findings.finding import Finding
 from memsize.fitting.budget import Budget
 from memsize.fitting.rows import FitRow, Remedied

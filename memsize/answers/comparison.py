@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memsize.answer import Why
+from memsize.answers.answer import Why
 from memsize.findings.evidence import Evidence
 from memsize.findings.finding import Finding
 from memsize.findings.precision import mixed_dtypes, wrappers_that_misreport

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from memsize.answer import Answer
+from memsize.answers.answer import Answer
 from memsize.device.outlook import Outlook
 from memsize.findings.finding import Finding
 from memsize.folds import Totals, own_rows, stored_dtypes, totals

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from memsize.answers.fit import Fit
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
-from memsize.fitreport import Fit
 from memsize.fitting.budget import Budget
 from memsize.fitting.case import Case
 from memsize.fitting.crossings import (
