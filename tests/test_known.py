@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memsize.tracing.answers import Answers
@@ -355,6 +355,20 @@ def test_nothing_stays_in_place() -> None:
     after = (torch.tensor, torch.zeros, torch.cuda.synchronize, *(getattr(Tensor, name) for name in names))
     assert all(one is other for one, other in zip(before, after, strict=True))
     assert [name in vars(Tensor) for name in names] == inherited
+
+
+class Labelled(Tensor):
+    """A class of one's own, made before a run."""
+
+
+def test_tensors_are_no_sequences_afterwards() -> None:
+    number, labelled = torch.tensor(3), torch.tensor(4).as_subclass(Labelled)
+    for _ in range(2):
+        with Answers():
+            assert torch.tensor([number, number]).tolist() == [3, 3]
+        assert torch.tensor([number, labelled]).tolist() == [3, 4]
+        assert torch.tensor([nn.Parameter(torch.tensor(2.0), False)]).tolist() == [2.0]
+    assert list(torch.arange(3)) == [0, 1, 2] and torch.arange(3)[[0, -1]].tolist() == [0, 2]
 
 
 def test_other_threads_see_pytorch_as_it_is() -> None:

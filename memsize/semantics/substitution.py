@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from memsize.semantics.slots import item_slots, put_back
+
 Function = Callable[..., Any]
 """A function of PyTorch, or what stands in for it."""
 
@@ -63,11 +65,16 @@ class Substitutions:
         with self._lock:
             self._inside -= 1
             while not self._inside and self._before:
-                owner, name, before = self._before.pop()
-                if before is _NOTHING:
-                    delattr(owner, name)  # it was inherited
-                else:
-                    setattr(owner, name, before)
+                self._set(*self._before.pop())
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        """Set, or for `_NOTHING` delete, without making a sequence of the class."""
+        slots = item_slots(owner) if name == "__getitem__" else ()
+        if value is _NOTHING:
+            delattr(owner, name)  # it was inherited
+        else:
+            setattr(owner, name, value)
+        put_back(slots)
 
     def _put(self, substitution: Substitution) -> None:
         owner, name, stand_in = substitution
@@ -79,7 +86,7 @@ class Substitutions:
                 made = self._answering(original, made)
             self._made[substitution] = original, made
         self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
-        setattr(owner, name, made)
+        self._set(owner, name, made)
 
     def _answering(self, original: Function, stand_in: Function) -> Function:
         applies = self._applies
