@@ -19,7 +19,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memsize.tracing.answers import Answers
-from memsize.tracing.assumptions import COPIED, COVERED, EQUAL, EVEN, FINITE, KEEPS, NUMBER, RANDOM, spread_evenly
+from memsize.tracing.assumptions import (
+    APART,
+    CHECKED,
+    COPIED,
+    COVERED,
+    EQUAL,
+    EVEN,
+    FINITE,
+    KEEPS,
+    NUMBER,
+    RANDOM,
+    spread_evenly,
+)
 from memsize.tracing.known import known
 from memsize.tracing.values import UnknownValueError
 
@@ -275,6 +287,37 @@ def test_known_masks_select_exactly() -> None:
         assert torch.arange(2, device=META).repeat_interleave(torch.tensor([2, 1], device=META)).tolist() == [0, 0, 1]
         assert unknown(3, 2)[torch.zeros(3, dtype=torch.bool, device=META)].shape == (0, 2)
     assert not mode.values.assumptions
+
+
+def test_known_masks_select_exactly_however_wide_they_are_spread() -> None:
+    mode = Answers()
+    with mode:
+        mask = torch.arange(100, device=META) < 30
+        wide = mask[:, None].expand(100, 2**13)  # more elements than are kept
+        assert unknown(100, 2**13)[wide].numel() == 30 * 2**13
+        assert int(wide.sum()) == 30 * 2**13
+        assert unknown(100, 2**13)[~mask].shape == (70, 2**13)
+        wide[:50] = False
+        assert known(mask) is None
+    assert not mode.values.assumptions
+
+
+def test_data_is_nowhere_exactly_a_number() -> None:
+    mode = Answers()
+    with mode:
+        images = unknown(2, 3, 8, 8)
+        # Images that consist of zeros alone are taken for padding.
+        real = (images == 0.0).sum(dim=(-1, -2, -3)) != 3 * 8 * 8
+        assert not mode.values.assumptions
+        assert images[real].shape == (2, 3, 8, 8)
+    assert list(mode.values.assumptions) == [APART]
+
+
+def test_what_pytorch_checks_of_data_is_in_order() -> None:
+    mode = Answers()
+    with mode:
+        torch._check_tensor_all(unknown(5) >= 0)
+    assert list(mode.values.assumptions) == [CHECKED]
 
 
 def test_counts_of_unknown_choices_are_even() -> None:

@@ -15,6 +15,7 @@ import torch
 from memsize.tracing.known import ASSUMED_ELEMENTS, Cell, remember
 
 FINITE = "every value is finite (isnan and isinf answer no)"
+APART = "no value that depends on the data equals a given number (x == 0 answers no): none was padded with it"
 EVEN = "choices by activations (top-k, argmax, sort) fall evenly: a router sends every expert the same share"
 KEEPS = "a selection by values that depend on the data (a boolean index, nonzero, nms) keeps every element: the most"
 COVERED = "objects whose masks a detector pastes into the image cover all of it: the most"
@@ -54,6 +55,13 @@ def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
 def even_counts(total: int, parts: int) -> torch.Tensor:
     """`total` things counted into `parts` bins evenly."""
     return torch.tensor([total // parts + (part < total % parts) for part in range(parts)], device="cpu")
+
+
+def with_number(op: str, number: Any) -> bool | None:
+    """The answer of whether data is exactly a finite `number`; None where that is not what is asked."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or op not in ("eq", "ne"):
+        return None
+    return op == "ne"
 
 
 def with_infinity(op: str, number: Any) -> bool | None:

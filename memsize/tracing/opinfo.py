@@ -63,6 +63,7 @@ class OpInfo:
 
     __slots__ = (
         "aliases",
+        "checks",
         "choice",
         "comparison",
         "counts",
@@ -102,7 +103,8 @@ class OpInfo:
         self.choice = _CHOICES.get(self.name)
         self.counts = self.name in _COUNTING
         told = (self.fill, self.finite, self.comparison, self.choice)
-        self.informative = self.counts or any(each is not None for each in told)
+        self.checks = packet == "aten::_is_all_true"  # asked by torch._check alone
+        self.informative = self.checks or self.counts or any(each is not None for each in told)
         """Whether results can be known although the first argument isn't."""
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

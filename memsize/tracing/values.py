@@ -15,6 +15,7 @@ import torch
 from memsize.semantics import suspended
 from memsize.tracing.arguments import assumed_by, blank, mixes_devices, moved, on_host, real_arguments, sampled_share
 from memsize.tracing.assumptions import (
+    APART,
     CHECKED,
     COPIED,
     EQUAL,
@@ -27,6 +28,7 @@ from memsize.tracing.assumptions import (
     assumed_of,
     spread_evenly,
     with_infinity,
+    with_number,
 )
 from memsize.tracing.known import (
     ASSUMED_ELEMENTS,
@@ -146,7 +148,9 @@ class Values:
                 remember(tensor, value, cell)
         if computed is not None:
             return
-        if op.aliases:
+        if op.aliases and first.dtype is torch.bool and first.numel() > args[0].numel():
+            _expand_share(args[0], first, cell)
+        elif op.aliases:
             _share_cells(args[0], result)
         elif op.pointwise and cell.assumed and _is_whole(first):
             cell.share = sampled_share(func, real, tuple(first.shape))
@@ -193,6 +197,8 @@ class Values:
             spread_evenly(indices, *op.choices(args, kwargs))
         elif not isinstance(result, torch.Tensor) or not result.is_meta:
             return
+        elif op.checks:
+            uniform(result, True, CHECKED)
         elif op.counts and args[0].dtype is torch.bool and result.numel():
             # As many as a selection by the same truth values takes.
             uniform(result, args[0].numel() // result.numel(), KEEPS)
@@ -205,8 +211,11 @@ class Values:
         elif op.comparison is not None and args[0].is_floating_point():
             same = len(args) == 2 and args[1] is args[0]
             answer = op.comparison in ("eq", "le", "ge") if same else with_infinity(op.comparison, args[1])
+            exact = with_number(op.comparison, args[1])
             if answer is not None:
                 uniform(result, answer, FINITE)
+            elif exact is not None:
+                uniform(result, exact, APART)
 
     def _follow_write(self, func: Any, op: OpInfo, args: Any, kwargs: Any) -> None:
         """A write of known values into known ones is made on both; any other makes what is written unknown."""
@@ -353,6 +362,15 @@ def _share_cells(source: Any, result: Any) -> None:
         for tensor in tensors_in(result):
             if tensor.is_meta:
                 remember(tensor, None, cell)
+
+
+def _expand_share(source: torch.Tensor, result: torch.Tensor, cell: Cell) -> None:
+    """Known truth values that are repeated until they are too many to keep: the same part of them stays true."""
+    value = known(source)
+    assert value is not None  # asked only of what is known
+    part = cell.part()
+    part.share = int(value.count_nonzero()) / max(value.numel(), 1)
+    remember(result, None, part)
 
 
 def _pass_share_on(op: OpInfo, args: Any, result: torch.Tensor, share: float) -> None:
