@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import random
 import subprocess
 import sys
@@ -339,6 +340,24 @@ class Net(torch.nn.Module):
     assert loaded.module.scale == loaded.module.fc.weight.abs().max().item()
     assert len(loaded.notes) == 1
     assert "model.py:7" in loaded.notes[0]
+
+
+def test_a_constructor_that_fails_does_not_fail_with_its_weights_first(write: Write) -> None:
+    text = """
+import torch
+made = []
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(100, 100)
+        made.append(self.fc.weight.is_meta)
+        self.heads = {"one": 1}["two"]
+"""
+    place = write("model.py", text.replace("made = []", "import builtins\nmade = builtins.made = []"))
+    with pytest.raises(TargetError, match="KeyError: 'two'"):
+        load(f"{place}:Net")
+    made: list[bool] = vars(builtins).pop("made")
+    assert made == [True, True]  # not once with weights that are really there
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated|.*are deprecated")

@@ -59,13 +59,33 @@ def weightless(
 ) -> tuple[Any, str | None]:
     """What `factory` returns: without large tensors where it can be had so, else with them, and why.
 
-    Whatever is wrong with the user's code shows in the second, ordinary call too, and is raised from there.
+    Whatever is wrong with the user's code shows in the second, ordinary call too, and is raised from there; unless it
+    shows on `meta` in the same words, where it costs nothing.
     """
     try:
         return _call_weightless(factory, arguments), None
     except (Exception, SystemExit) as error:
         first = error
+    if _fails_alike(factory, arguments, first):
+        raise first
     return factory(**arguments), describe(first, is_theirs)
+
+
+def _fails_alike(factory: Callable[..., Any], arguments: Mapping[str, object], error: BaseException) -> bool:
+    """Whether `error` is that of the constructor: no `RuntimeError`, as PyTorch raises where a value is missing, and
+    the same on `meta`. The weights of billions of parameters are not made to fail once more.
+    """
+    import torch
+
+    if isinstance(error, (RuntimeError, SystemExit)):
+        return False
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            factory(**arguments)
+    except Exception as other:
+        return type(other) is type(error) and str(other) == str(error)
+    return False
 
 
 def _call_weightless(factory: Callable[..., Any], arguments: Mapping[str, object]) -> Any:
