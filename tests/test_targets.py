@@ -27,6 +27,7 @@ from memsize.inputs import InputSpec, parse_input
 from memsize.loading import Request, Target, load, load_inputs, parse_target
 from memsize.tracing.feed import feed_from_data, feed_from_maker, feed_from_specs
 from memsize.tracing.known import known
+from memsize.tracing.nest import tensors_in
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[[str, str], Path]
@@ -253,10 +254,132 @@ def test_an_image_stands_among_the_ids(transformers: Any) -> None:
     assert int((found["input_ids"][0] == config.image_token_id).sum()) == 576  # type: ignore[union-attr]
 
 
+TEXT = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 99}
+SERIES: dict[str, Any] = {
+    "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 3], "num_time_features": 2, "d_model": 16,
+    "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+}  # fmt: skip
+VISION = {
+    "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "patch_size": 14,
+    "image_size": 56,
+}  # fmt: skip
+QWEN_VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 14}
+QWEN_TEXT = TEXT | {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+TINY_KINDS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    # 8 steps that are looked at, and 3 that the longest lag reaches back.
+    "time_series_transformer": (
+        SERIES,
+        {"past_values": (2, 11), "past_time_features": (2, 11, 2), "past_observed_mask": (2, 11)}
+        | {"future_values": (2, 4), "future_time_features": (2, 4, 2)},
+    ),
+    "informer": (SERIES, {"past_values": (2, 11), "past_time_features": (2, 11, 2)}),
+    "autoformer": (SERIES | {"label_length": 4}, {"past_values": (2, 11), "past_time_features": (2, 11, 2)}),
+    "patchtst": (
+        {"context_length": 32, "num_input_channels": 3, "patch_length": 8, "d_model": 16, "ffn_dim": 16}
+        | {"num_hidden_layers": 1, "num_attention_heads": 2},
+        {"past_values": (2, 32, 3)},
+    ),
+    "decision_transformer": (
+        {"state_dim": 5, "act_dim": 2, "hidden_size": 16, "n_layer": 1, "n_head": 2, "n_positions": 30},
+        # Each step is three tokens: 30 positions hold 10.
+        {"states": (2, 10, 5), "actions": (2, 10, 2), "rewards": (2, 10, 1), "timesteps": (2, 10)},
+    ),
+    "layoutlm": (TEXT | {"max_position_embeddings": 20}, {"input_ids": (2, 20), "bbox": (2, 20, 4)}),
+    "bros": (TEXT | {"hidden_size": 128, "max_position_embeddings": 20}, {"input_ids": (2, 20), "bbox": (2, 20, 8)}),
+    # The positions of RoBERTa's kin begin behind the token that pads, 1.
+    "camembert": (TEXT | {"max_position_embeddings": 20}, {"input_ids": (2, 18)}),
+    "lxmert": (
+        {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 99, "l_layers": 1}
+        | {"x_layers": 1, "r_layers": 1, "visual_feat_dim": 7, "max_position_embeddings": 20},
+        {"input_ids": (2, 20), "visual_feats": (2, 36, 7), "visual_pos": (2, 36, 4)},
+    ),
+    "perceiver": (
+        {"num_latents": 4, "d_latents": 16, "d_model": 16, "num_blocks": 1, "num_self_attends_per_block": 1}
+        | {"num_self_attention_heads": 2, "num_cross_attention_heads": 2, "max_position_embeddings": 20},
+        {"inputs": (2, 20), "attention_mask": (2, 20)},
+    ),
+    "dac": (
+        {"encoder_hidden_size": 8, "decoder_hidden_size": 32, "downsampling_ratios": [2, 4]}
+        | {"upsampling_ratios": [4, 2], "n_codebooks": 2},
+        {"input_values": (2, 1, 16_000)},
+    ),
+    # 56 / 14 = 4 patches a side, of 3 · 14 · 14 values in two frames each; 2 × 2 of them make one token: 4 tokens.
+    "qwen2_vl": (
+        {"vision_config": QWEN_VISION, "text_config": QWEN_TEXT | {"max_position_embeddings": 80}}
+        | {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8},
+        {"pixel_values": (2 * 16 * 16, 3 * 2 * 14 * 14), "image_grid_thw": (2, 3), "mm_token_type_ids": (2, 80)},
+    ),
+    "qwen2_5_vl_vision": (
+        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32},
+        {"hidden_states": (2 * 256, 3 * 2 * 14 * 14), "grid_thw": (2, 3)},
+    ),
+    "paligemma": (
+        {"vision_config": VISION | {"model_type": "siglip_vision_model"}, "projection_dim": 32}
+        | {
+            "text_config": TEXT
+            | {"model_type": "gemma", "head_dim": 16, "max_position_embeddings": 40, "num_key_value_heads": 2}
+        },
+        # 16 patches stand before the text.
+        {"pixel_values": (2, 3, 56, 56), "token_type_ids": (2, 38)},
+    ),
+    "siglip2_vision_model": (
+        {"num_patches": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2},
+        {"pixel_values": (2, 16, 48), "spatial_shapes": (2, 2), "pixel_attention_mask": (2, 16)},
+    ),
+}
+
+
+def with_numbers(tensor: Any) -> Any:
+    """What `tensor` stands for, on the CPU."""
+    return tensor if not tensor.is_meta else torch.rand(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+@pytest.mark.parametrize("kind", TINY_KINDS)
+def test_the_model_really_takes_these_inputs(kind: str, transformers: Any) -> None:
+    entries, expected = TINY_KINDS[kind]
+    loaded = load(f"hf:{kind}", entries)
+    maker = loaded.inputs
+    assert maker is not None
+    given: Any = maker.make(Request(2, training=False))
+    assert {name: tuple(given[name].shape) for name in expected} == expected
+    assert "only text" not in (maker.note or "")
+    real = type(loaded.module)(loaded.module.config).eval()  # type: ignore[operator,arg-type]
+    with torch.no_grad():
+        output = real(**{name: with_numbers(value) for name, value in given.items()})
+    trace = api.trace(loaded.module, input_data=given, optimizer=None, mode="eval").trace
+    ours = [output.spec.shape for output in trace.layers[0].outputs]
+    assert ours == [tuple(tensor.shape) for tensor in tensors_in(output)]
+    assert sum(layer.parameters for layer in trace.layers) == sum(p.numel() for p in real.parameters())
+
+
 def test_text_alone_is_said_to_be_alone(transformers: Any) -> None:
-    maker = load("hf:paligemma").inputs
+    # The projector's width, 1408, is not that of the encoder: nobody can say how many tokens a sound takes.
+    maker = load("hf:granite_speech?encoder_config={'num_layers':1}").inputs
     assert maker is not None and maker.note is not None
-    assert "only text" in maker.note and "pixel_values" in maker.note
+    assert "only text" in maker.note and "input_features" in maker.note
+
+
+def test_tokens_of_images_get_a_place_in_the_vocabulary(transformers: Any) -> None:
+    loaded = load("hf:llava", {"text_config": TEXT | {"model_type": "llama"}, "image_token_index": 32_000})
+    assert loaded.module.config.image_token_index == 98  # type: ignore[union-attr]
+    assert any("image_token_index is 32000: token 98 of 99 stands for it" in note for note in loaded.notes)
+
+
+def test_a_model_without_a_forward(transformers: Any) -> None:
+    with pytest.raises(InputError, match="BarkModel has no forward of its own"):
+        made("hf:bark")
+
+
+def test_parts_that_no_auto_class_knows(transformers: Any) -> None:
+    assert load("hf:siglip_text_model?num_hidden_layers=1").name.endswith("(SiglipTextModel)")
+    # A head comes first.
+    assert load("hf:mllama_text_model?num_hidden_layers=1").name.endswith("(MllamaForCausalLM)")
+
+
+def test_recognition_of_speech_needs_characters(transformers: Any) -> None:
+    loaded = load("hf:wav2vec2-conformer?num_hidden_layers=1")
+    assert loaded.name.endswith("(Wav2Vec2ConformerForSequenceClassification)")
 
 
 def test_the_processors_size_is_taken_where_the_model_has_none(write: Write, transformers: Any) -> None:
@@ -271,8 +394,8 @@ def test_sequences_are_for_texts(transformers: Any) -> None:
 
 
 def test_inputs_that_nobody_knows(transformers: Any) -> None:
-    with pytest.raises(InputError, match="takes past_values"):
-        made("hf:patchtst")
+    with pytest.raises(InputError, match="takes inference_session"):
+        made("hf:sam3_tracker_video")
 
 
 def test_what_is_no_config(write: Write, transformers: Any, tmp_path: Path) -> None:

@@ -16,15 +16,22 @@ from typing import Any
 
 from memsize.errors import TargetError
 from memsize.loading.hubs.huggingface_inputs import input_maker
+from memsize.loading.hubs.huggingface_inputs.placeholders import TOKENS
+from memsize.loading.hubs.huggingface_inputs.reading import TEXT, part
 from memsize.loading.hubs.library import Named, constructed, imported, is_broken, unknown
 
 _TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM", "CTC",
     "ZERO_SHOT_IMAGE_CLASSIFICATION", "ZERO_SHOT_OBJECT_DETECTION", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION",
     "AUDIO_CLASSIFICATION", "OBJECT_DETECTION", "UNIVERSAL_SEGMENTATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION",
-    "MASK_GENERATION",
+    "MASK_GENERATION", "INSTANCE_SEGMENTATION", "MULTIMODAL_LM", "RETRIEVAL", "TEXT_RECOGNITION", "TABLE_RECOGNITION",
+    "KEYPOINT_DETECTION", "KEYPOINT_MATCHING", "POSE_ESTIMATION", "IMAGE_MATTING", "IMAGE_TO_IMAGE",
+    "TIME_SERIES_PREDICTION", "TEXT_TO_SPECTROGRAM", "RNNT", "TDT", "DECISION",
 )  # fmt: skip
 """The tasks whose class a config without `architectures` gets, the first that knows its type."""
+
+_TABLES = (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPING_NAMES",
+           "MODEL_FOR_BACKBONE_MAPPING_NAMES", "MODEL_FOR_PRETRAINING_MAPPING_NAMES")  # fmt: skip
 
 
 def load(name: str, arguments: Mapping[str, object]) -> Named:
@@ -113,10 +120,30 @@ def _config(
     kind = transformers.CONFIG_MAPPING[model_type]
     _check_names(kind, data, arguments, label)
     try:
-        config = kind.from_dict(_replaced(data, arguments))
+        entries = _replaced(data, arguments)
+        config = kind.from_dict(entries) if entries else kind()
     except Exception as error:  # configs check themselves, each in its own words
         raise TargetError(f"{label} is not a {kind.__name__}: {_first_line(error)}") from error
-    return config, tuple(notes)
+    return config, (*notes, *_place_placeholders(config))
+
+
+def _place_placeholders(config: Any) -> Iterator[str]:
+    """Give the tokens that stand for images and sound a place in the vocabulary, where a default config has none.
+
+    Which id they are changes no size; a model with an id beyond its embedding's table cannot run.
+    """
+    size = getattr(part(config, TEXT), "vocab_size", None)
+    names = [name for name in TOKENS if name in vars(config)]
+    if not isinstance(size, int) or size <= 2 * len(names):
+        return
+    entries = vars(config).items()
+    taken = {value for name, value in entries if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
+    free = (token for token in range(size - 1, 0, -1) if token not in taken)
+    for name in names:
+        token = getattr(config, name)
+        if token is None or (isinstance(token, int) and not 0 <= token < size):
+            setattr(config, name, next(free))
+            yield f"its config's {name} is {token}: token {getattr(config, name)} of {size} stands for it"
 
 
 def _type_of(transformers: Any, architectures: Any) -> str:
@@ -165,13 +192,32 @@ def _class(transformers: Any, config: Any, label: str) -> Any:
         if found is not None:
             return found
     auto = imported("transformers.models.auto.modeling_auto")
-    for table in (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPING_NAMES"):
+    for table in _TABLES:
+        if "_CTC_" in table and getattr(config, "vocab_size", None) is None:
+            continue  # its head has one output for each character
         entry = getattr(auto, table, {}).get(config.model_type)
         name = entry[0] if isinstance(entry, (tuple, list)) else entry
         found = _attribute(transformers, name) if name else None
         if found is not None:
             return found
-    raise TargetError(f"{label}: transformers has no model for the type {config.model_type!r}")
+    found = _of_config(transformers, type(config))
+    if found is None:
+        raise TargetError(f"{label}: transformers has no model for the type {config.model_type!r}")
+    return found
+
+
+def _of_config(transformers: Any, kind: type) -> Any:
+    """A class that transformers offers for configs of `kind` alone: a part of larger models, such as their encoder of
+    images, which no Auto class knows. One with a head comes first, then the shortest name.
+    """
+    package = sys.modules[kind.__module__].__package__
+    places = {name: f"transformers.{module}" for name, module in transformers._class_to_module.items()}
+    near = [name for name, place in places.items() if place.startswith(f"{package}.modeling")]
+    for name in sorted(near, key=lambda name: ("For" not in name, len(name), name)):
+        found = _attribute(transformers, name)
+        if getattr(found, "config_class", None) is kind and not name.endswith("PreTrainedModel"):
+            return found
+    return None
 
 
 def _attribute(transformers: Any, name: str) -> Any:
