@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from benchmarks.zoo.operators import declare
+
 Python = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[[str, str], Path]
 
@@ -21,6 +23,9 @@ settings.register_profile(
     "memsize", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("memsize")
+
+# Before anything imports torchvision: what it registers on the way to failing cannot be taken back.
+declare()
 
 
 @pytest.fixture(scope="session")

@@ -218,7 +218,7 @@ def test_every_finding_is_documented() -> None:
     assert "amp-keeps-fp32-parameters" in known
     assert set(quoted(rows("Findings"), 0)) == known
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    of_two = codes(ROOT / "memsize" / "comparison.py")
+    of_two = codes(ROOT / "memsize" / "answers" / "comparison.py")
     assert set(re.findall(r"^### `(.+)`$", page, re.MULTILINE)) == known | of_two
     of_files = codes(ROOT / "memsize" / "checkpoint" / "findings.py")
     assert set(re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)) == of_files

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from benchmarks.zoo import __main__ as script
 from benchmarks.zoo import results, table
 from benchmarks.zoo.case import Attempt, Case, Outcome, decode, encode
-from benchmarks.zoo.operators import declare
 from benchmarks.zoo.runner import Limits, outcomes
 from benchmarks.zoo.trial import parts
 
@@ -30,12 +29,6 @@ SAMPLE = (
     *(Case("torchvision", name) for name in "fasterrcnn_mobilenet_v3_large_320_fpn maskrcnn_resnet50_fpn".split()),
 )
 _PACKAGES = {"hf": "transformers"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def operators() -> None:
-    """Those of a torchvision that was built for another torch are declared."""
-    declare()
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.target)
