@@ -185,6 +185,7 @@ def test_the_page(few: list[str]) -> None:
     row = next(line for line in page.splitlines() if line.startswith("| torch "))
     assert [cell.strip() for cell in row.split("|")[2:6]] == ["4", "3 (75.0 %)", "2 (50.0 %)", "1 (25.0 %)"]
     assert r"no &lt;way> \| out" in page
+    assert "    python -m benchmarks.zoo timm --page docs/zoo.md\n" in page
     assert table.page([outcome("a")]).count("Nothing.") == 1
 
 

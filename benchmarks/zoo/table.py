@@ -22,7 +22,7 @@ Every model that a library knows by name is run through memsize by that name, wi
 evaluation mode and one training step with AdamW, on a batch of {batch} of the inputs that memsize makes. Its parameters
 are counted against those of the model that the library's own constructor makes.
 
-    python -m benchmarks.zoo --page docs/zoo.md
+    {command}
 
 With {versions}:
 
@@ -97,12 +97,14 @@ def page(found: Sequence[Outcome]) -> str:
     failed = [(f"`{target}`", way, _escaped(cause)) for target, way, cause in failures(found)]
     slowest = sorted(found, key=lambda outcome: -outcome.training.seconds)[:SLOWEST]
     timed = [(f"`{written(o.case)}`", f"{o.training.seconds:.1f}", f"{o.inference.seconds:.1f}") for o in slowest]
-    libraries = [source(library).ABOUT for library in FILES if any(o.case.library == library for o in found)]
+    libraries = [library for library in FILES if any(o.case.library == library for o in found)]
+    asked = [] if libraries == list(FILES) else libraries
     return _PAGE.format(
+        command=" ".join(("python -m benchmarks.zoo", *asked, "--page docs/zoo.md")),
         batch=BATCH,
         versions=f"torch {version('torch')} and Python {platform.python_version()}",
         summary=summary(found, "github"),
-        libraries="\n".join(f"- {about}" for about in libraries),
+        libraries="\n".join(f"- {source(library).ABOUT}" for library in libraries),
         failures=_table(failed, ("model", "in", "cause")) if failed else "Nothing.",
         slowest=_table(timed, ("model", "training, s", "inference, s")),
     )
