@@ -220,6 +220,12 @@ def test_quantized_configs_say_so(write: Write, transformers: Any) -> None:
         ),
         ("wav2vec2?num_hidden_layers=1", "Wav2Vec2ForCTC", {"input_values": (1, 16_000)}),
         (
+            "speech_to_text?encoder_layers=1&decoder_layers=1",
+            "Speech2TextForConditionalGeneration",
+            {"input_features": (1, 512, 80), "decoder_input_ids": (1, 512)},
+        ),
+        ("gemma4_audio?num_hidden_layers=1", "Gemma4AudioModel", {"input_features": (1, 512, 128)}),
+        (
             "clip",
             "CLIPModel",
             {"input_ids": (1, 77), "pixel_values": (1, 3, 224, 224), "attention_mask": (1, 77)},
@@ -351,6 +357,15 @@ def test_the_model_really_takes_these_inputs(kind: str, transformers: Any) -> No
     ours = [output.spec.shape for output in trace.layers[0].outputs]
     assert ours == [tuple(tensor.shape) for tensor in tensors_in(output)]
     assert sum(layer.parameters for layer in trace.layers) == sum(p.numel() for p in real.parameters())
+
+
+def test_what_is_spoken_is_known_while_a_model_trains(transformers: Any) -> None:
+    target = "hf:fastspeech2_conformer?encoder_layers=1&decoder_layers=1"
+    assert set(made(target, Request(training=False))) == {"input_ids", "attention_mask"}
+    given = shapes(made(target, Request(2)))
+    # 512 tokens of 4 frames each.
+    assert given["duration_labels"] == (2, 512) and given["spectrogram_labels"] == (2, 2048, 80)
+    assert given["pitch_labels"] == given["energy_labels"] == (2, 512, 1)
 
 
 def test_text_alone_is_said_to_be_alone(transformers: Any) -> None:

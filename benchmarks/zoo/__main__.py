@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -36,9 +37,13 @@ def _run(wanted: Sequence[Case], file: Path, workers: int, limits: Limits) -> li
     """The outcomes of the cases that are wanted; those that the file does not have are run, and added to it."""
     known = {outcome.case.target: outcome for outcome in results.resumed(file)}
     left = [case for case in wanted if case.target not in known]
-    for outcome in tqdm(outcomes(left, workers, limits), total=len(left), unit="model"):
-        results.append(file, outcome)
-        known[outcome.case.target] = outcome
+    while left:
+        for outcome in tqdm(outcomes(left, workers, limits), total=len(left), unit="model"):
+            results.append(file, outcome)
+            known[outcome.case.target] = outcome
+        # What does not run with fewer layers is tried as it is.
+        tried = [known[case.target] for case in left if not known[case.target].succeeded]
+        left = [replace(outcome.case, arguments={}) for outcome in tried if outcome.case.arguments]
     return [known[case.target] for case in wanted]
 
 

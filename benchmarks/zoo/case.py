@@ -50,6 +50,8 @@ class Outcome:
     theirs: int | None = None
     uncounted: str = ""
     """Why the library's own count is not known."""
+    refused: str = ""
+    """What the library itself says to it, where it cannot build or run it either."""
 
     @property
     def counts_agree(self) -> bool:

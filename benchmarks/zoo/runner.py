@@ -70,6 +70,7 @@ class _Worker:
             ours=parts.get("ours"),
             theirs=parts.get("theirs"),
             uncounted=parts.get("uncounted", reason),
+            refused=parts.get("refused", ""),
         )
 
     def _running(self) -> subprocess.Popen[str]:

@@ -1,7 +1,8 @@
-"""Where the zoo's models come from: one file per library, all with the same three names.
+"""Where the zoo's models come from: one file per library, all with the same names.
 
 `ABOUT` says which models they are, `DISTRIBUTIONS` are the packages whose versions matter, `cases()` yields the models,
 and `parameters(case)` is the library's own count of one's parameters, as its own constructor makes them.
+`refusal(case)` is what the library itself says to a model of its own that it cannot build or run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Source(Protocol):
     def cases(self) -> Iterator[Case]: ...
 
     def parameters(self, case: Case) -> int: ...
+
+    def refusal(self, case: Case) -> str: ...
 
 
 @cache

@@ -14,7 +14,7 @@ from benchmarks.zoo.sources import FILES, source
 SLOWEST = 10
 """Rows of the table of the slowest models."""
 
-_TITLES = ("library", "models", "inference", "training step", "parameter counts equal")
+_TITLES = ("library", "models", "inference", "training step", "parameter counts equal", "refused by the library")
 
 _PAGE = """# The zoo
 
@@ -37,6 +37,12 @@ declares them, which is all that a run without data needs; `memsize` itself asks
 
 {failures}
 
+## What the library itself refuses
+
+Models that their own library cannot build or run with its own defaults. They are not counted above.
+
+{refused}
+
 ## The slowest
 
 Seconds of processor time that one call of `memsize.trace` takes: it builds the model, runs it, and follows what a GPU's
@@ -50,10 +56,11 @@ def summary(found: Sequence[Outcome], style: str = "simple") -> str:
     """One row per library: how many models, and how many of them succeeded in what."""
     rows = []
     for library in FILES:
-        own = [outcome for outcome in found if outcome.case.library == library]
+        every = [outcome for outcome in found if outcome.case.library == library]
+        own = [outcome for outcome in every if not outcome.refused]
         if own:
-            rows.append((_labelled(library), f"{len(own):,}", *_shares(own)))
-    return tabulate(rows, _TITLES, style, disable_numparse=True, colalign=("left", *["right"] * 4) if rows else None)
+            rows.append((_labelled(library), f"{len(own):,}", *_shares(own), f"{len(every) - len(own):,}"))
+    return tabulate(rows, _TITLES, style, disable_numparse=True, colalign=("left", *["right"] * 5) if rows else None)
 
 
 def _shares(own: Sequence[Outcome]) -> Iterator[str]:
@@ -72,8 +79,10 @@ def _labelled(library: str) -> str:
 
 
 def failures(found: Iterable[Outcome]) -> Iterator[tuple[str, str, str]]:
-    """Target, what failed, and the cause, of everything that failed."""
+    """Target, what failed, and the cause, of everything that failed and that its library does not refuse itself."""
     for outcome in found:
+        if outcome.refused:
+            continue
         inference, training = outcome.inference, outcome.training
         target = written(outcome.case)
         if inference.reason and inference.reason == training.reason:
@@ -95,6 +104,7 @@ def written(case: Case) -> str:
 def page(found: Sequence[Outcome]) -> str:
     """The page of the documentation."""
     failed = [(f"`{target}`", way, _escaped(cause)) for target, way, cause in failures(found)]
+    refused = [(f"`{written(outcome.case)}`", _escaped(outcome.refused)) for outcome in found if outcome.refused]
     slowest = sorted(found, key=lambda outcome: -outcome.training.seconds)[:SLOWEST]
     timed = [(f"`{written(o.case)}`", f"{o.training.seconds:.1f}", f"{o.inference.seconds:.1f}") for o in slowest]
     libraries = [library for library in FILES if any(o.case.library == library for o in found)]
@@ -106,6 +116,7 @@ def page(found: Sequence[Outcome]) -> str:
         summary=summary(found, "github"),
         libraries="\n".join(f"- {source(library).ABOUT}" for library in libraries),
         failures=_table(failed, ("model", "in", "cause")) if failed else "Nothing.",
+        refused=_table(refused, ("model", "what its library says")) if refused else "None.",
         slowest=_table(timed, ("model", "training, s", "inference, s")),
     )
 

@@ -24,14 +24,19 @@ def parts(case: Case) -> Iterator[Part]:
         ("training", {"optimizer": "adamw", "mode": "train", "steps": STEPS}),
     )
     library, ours = source(case.library), None
+    failed = False
     for way, options in ways:
         attempt, count = _attempt(case, options)
+        failed = failed or bool(attempt["reason"])
         ours = count if ours is None else ours
         yield way, attempt
     yield "ours", ours
     theirs, reason = _asked(lambda: library.parameters(case))
     yield "theirs", theirs
     yield "uncounted", reason
+    if failed:
+        refused, unknown = _asked(lambda: library.refusal(case))
+        yield "refused", _one_line(refused or "") if not unknown else ""
 
 
 def _attempt(case: Case, options: dict[str, Any]) -> tuple[dict[str, Any], int | None]:

@@ -72,6 +72,7 @@ class OpInfo:
         "fill",
         "finite",
         "informative",
+        "joins",
         "mutates",
         "name",
         "placed_by_strides",
@@ -94,6 +95,7 @@ class OpInfo:
         self.dynamic = torch.Tag.dynamic_output_shape in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
         self.quantizes = packet in _QUANTIZING
+        self.joins = packet in ("aten::cat", "aten::stack")
         self.preserving = packet in _PRESERVING
         self.placed_by_strides = packet in _PLACED_BY_STRIDES
         self.empty = packet in _EMPTY

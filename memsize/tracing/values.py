@@ -171,7 +171,7 @@ class Values:
         if op.placed_by_strides and not real[0][0].is_contiguous():
             return None
         values = list(tensors_in(real))
-        wanted = is_small(first) or (bool(cell.assumed) and _is_whole(first) and first.numel() <= ASSUMED_ELEMENTS)
+        wanted = is_small(first) or (bool(cell.assumed) and first.numel() <= ASSUMED_ELEMENTS)
         with suppress(Exception):  # whatever the CPU's kernel can't do with these values, they are unknown then
             if wanted and all(value.numel() <= ASSUMED_ELEMENTS for value in values):
                 return func(*real[0], **real[1])
@@ -392,6 +392,8 @@ def _computed_once(func: Any, op: OpInfo, real: Any, first: torch.Tensor) -> tor
         value = func(*scalars[0], **scalars[1])
     elif op.preserving or (op.aliases and real[0][0].dtype is first.dtype):
         value = _first(real[0][0]).to(first.dtype)
+    elif op.joins and len({_first(part).item() for part in real[0][0]}) == 1:
+        value = _first(real[0][0][0]).to(first.dtype)
     else:
         return None
     return value.expand(first.shape)

@@ -45,7 +45,7 @@ def load(name: str, arguments: Mapping[str, object]) -> Named:
         data = _by_architecture(transformers, name) or _read(_cached(name))
         file = Path()
     config, notes = _config(transformers, data, arguments, label)
-    kind = _class(transformers, config, label)
+    kind = model_class(transformers, config, label)
     module, built = constructed(lambda: kind._from_config(config), label, {})
     maker = input_maker(module, _preprocessor(file))
     return Named(module, f"{label} ({kind.__name__})", maker, (*notes, *built))
@@ -185,7 +185,7 @@ def _preprocessor(file: Path) -> dict[str, Any]:
 # -- the class --------------------------------------------------------------------------------------------------------
 
 
-def _class(transformers: Any, config: Any, label: str) -> Any:
+def model_class(transformers: Any, config: Any, label: str) -> Any:
     """The model class: the config's own, else that of the first task that knows its type."""
     for name in config.architectures or ():
         found = _attribute(transformers, name)

@@ -43,7 +43,9 @@ WITH: dict[str, tuple[str, ...]] = {
     "width": ("flattened_patches",),
     "cross_attention_mask": ("pixel_values",),
     "decoder_input_ids": ("input_ids", *PERCEIVED, "inputs"),
+    "duration_labels": ("input_ids",),
     "encoder_hidden_states": ("query_embeds",),
+    "energy_labels": ("input_ids",),
     "feature_attention_mask": ("input_features",),
     "future_time_features": ("past_values",),
     "future_values": ("past_values",),
@@ -61,11 +63,15 @@ WITH: dict[str, tuple[str, ...]] = {
     "image_sizes": ("pixel_values", "image_pixel_values"),
     "image_token_pooling": ("pixel_values",),
     "input_features_mask": ("input_features",),
+    "lang_ids": ("input_ids",),
     "mm_token_type_ids": ("input_ids",),
     "moe_mm_token_type_ids": ("input_ids",),
     "pixel_attention_mask": ("pixel_values",),
     "pixel_values_videos": ("input_values",),
+    "padding_mask": ("input_values", "input_features"),
+    "pitch_labels": ("input_ids",),
     "spatial_shapes": ("pixel_values",),
+    "spectrogram_labels": ("input_ids",),
     "target_sizes": ("pixel_values",),
     "text_inputs": ("pixel_values",),
     "token_type_ids": ("input_ids",),
@@ -77,12 +83,17 @@ _APART = ("cross_attention_mask", "image_encoder_embeddings")
 """Arguments of models whose text looks at images across, although their configs name a token for them."""
 
 
+_EITHER = ("pop2piano",)
+"""Models whose ids and sound exclude each other."""
+
+
 class Choice:
     """The arguments that one model is given."""
 
     def __init__(self, model: Any, preprocessor: Mapping[str, Any]) -> None:
         self.model = model
-        self.config = getattr(model.config, "vlm_config", model.config)  # a retriever is one with another head
+        retrieves = str(model.config.model_type).startswith("col")  # ColPali's kin are another model with another head
+        self.config = getattr(model.config, "vlm_config", model.config) if retrieves else model.config
         self.preprocessor = preprocessor
         taken = inspect.signature(model.forward).parameters.values()
         self.taken = {p.name: p for p in taken if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -117,8 +128,12 @@ class Choice:
         left = [name for name in PERCEIVED if name in self.taken and name not in self.names]
         if "input_ids" not in self.names or not left or not self.mixes:
             return None
-        given = "only text is given" if not set(self.names) & set(PERCEIVED) else "one image or sound is given"
-        return f"{given} to {type(self.model).__name__}: --inputs can add {' and '.join(left)}"
+        name, others = type(self.model).__name__, " and ".join(left)
+        if set(self.names) & set(PERCEIVED):
+            return f"{', '.join(self.beside)} alone is given to {name} beside its text: --inputs can add {others}"
+        why = self._counted[1]
+        reason = f", since what it perceives does not pass ({why})" if why else ""
+        return f"only text is given to {name}{reason}: --inputs can add {others}"
 
     # -- which --------------------------------------------------------------------------------------------------------
 
@@ -138,7 +153,7 @@ class Choice:
 
     def _leading(self) -> Iterator[str]:
         """The main input; text and what is perceived beside it where the model reads both."""
-        if "input_ids" in self.taken and "inputs" not in self.taken:
+        if "input_ids" in self.taken and "inputs" not in self.taken and self.config.model_type not in _EITHER:
             yield "input_ids"
             if not self.mixes or self.tokens:
                 yield from self.beside
@@ -158,10 +173,14 @@ class Choice:
         apart = any(name in self.taken for name in _APART)
         return has_placeholders(self.config) and bool(self.beside) and not apart
 
-    @cached_property
+    @property
     def tokens(self) -> dict[str, int]:
         """How many tokens among the ids each thing perceived takes; empty where the model does not tell."""
-        return placeholders(self) if self.mixes else {}
+        return self._counted[0]
+
+    @cached_property
+    def _counted(self) -> tuple[dict[str, int], str]:
+        return placeholders(self) if self.mixes else ({}, "")
 
     def sample(self) -> Need:
         """The need of one sample without its text."""

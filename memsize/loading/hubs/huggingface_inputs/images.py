@@ -14,21 +14,23 @@ SIDE = 224
 """Pixels of an image's side, where neither model nor processor has one."""
 PATCHES = 2048
 """Patches of a page of text, as processors cut it."""
+_LINE = (48, 320)
+"""Height and width of a line of text that is to be read."""
 FRAMES = 16
 """Frames of a clip, where the model does not say."""
 
-_FILMS = ("timesformer",)
+_FILMS = ("timesformer", "tvp", "xclip")
 """Models of clips that say of themselves that they take images."""
 _VIDEO = ("num_frames", "frames_per_clip")
 _CHANNELS = ("num_channels", "in_channels", "in_chans", "channels", "image_channels")
-_SIZES = ("image_size", "crop_size", "img_size", "input_size")
+_SIZES = ("image_size", "max_img_size", "crop_size", "img_size", "input_size")
 _MERGES = (
     "spatial_merge_size", "merge_size", "merge_kernel_size", "spatial_patch_merge", "pooling_kernel_size",
     "downsample_factor", "window_kernel_size", "scale_factor", "pixel_shuffle_factor",
 )  # fmt: skip
 SEVERAL = {
     "idefics": 1, "idefics2": 1, "idefics3": 1, "smolvlm": 1, "superglue": 2, "lightglue": 2,
-    "efficientloftr": 2, "modernvbert": 1, "colmodernvbert": 1, "granite_docling": 1,
+    "efficientloftr": 2, "instructblipvideo": 4, "modernvbert": 1, "pi0": 1, "colmodernvbert": 1, "granite_docling": 1,
 }  # fmt: skip
 """Images of one sample, for models whose pixels have a dimension for them: an image in tiles and as a whole, a pair."""
 
@@ -44,6 +46,8 @@ def pixels(need: Need) -> Any:
         return cut
     if "aspect_ratio_ids" in need.taken:
         return unknown(need.batch, 1, whole(need.vision, "max_num_tiles", default=1), channels(need), *sides(need))
+    if need.kind == "xclip_vision_model":  # each frame is an image
+        return unknown(need.batch * whole(need.vision, *_VIDEO, default=FRAMES), channels(need), *sides(need))
     several = _several(need)
     before = frames(need) if several is None else (several,)
     return unknown(need.batch, *before, channels(need), *sides(need))
@@ -178,7 +182,7 @@ def shapes(need: Need) -> Any:
 @makes("pixel_attention_mask")
 def patch_mask(need: Need) -> Any:
     """One for each patch (batch, patches), where images come in patches; whole images need none."""
-    if "tile_fine_mask" in need.taken:  # one for each tile
+    if "tile_fine_mask" in need.taken or need.kind == "pi0":  # one for each tile or camera
         return ones(*need.get("pixel_values").shape[:2], dtype="bool")
     return ones(*need.get("pixel_values").shape[:2]) if "spatial_shapes" in need.taken else None
 
@@ -239,6 +243,8 @@ def _made_for(need: Need) -> tuple[int, int] | None:
     if "prompt_pixel_values" in need.taken:  # the image stands below its prompt
         height, width = _stated(need) or (2 * SIDE, SIDE)
         return height // 2, width
+    if need.kind.endswith("_rec"):
+        return _LINE
     for module in need.model.modules():  # timm's models keep the size of their images
         if type(module).__module__.startswith("timm.") and both(getattr(module, "img_size", None)):
             return both(module.img_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memsize.loading.hubs.huggingface_inputs.images import patches
+from memsize.loading.hubs.huggingface_inputs.images import patches, pixels
 from memsize.loading.hubs.huggingface_inputs.makers import makes
 from memsize.loading.hubs.huggingface_inputs.need import Need, unknown
 from memsize.loading.hubs.huggingface_inputs.reading import whole
@@ -14,6 +14,8 @@ from memsize.loading.hubs.huggingface_inputs.text import length_of
 @makes("hidden_states")
 def hidden_states(need: Need) -> Any:
     """Patches beside a grid, else embeddings (batch, tokens, width)."""
+    if need.choice.main == "pixel_values":
+        return pixels(need)
     cut = patches(need)
     width = need.number("input_dim", default=0)  # of sound
     if cut is None and width:

@@ -42,26 +42,29 @@ def has_placeholders(config: Any) -> bool:
     return any(isinstance(getattr(config, name, None), int) for name in TOKENS)
 
 
-def placeholders(choice: Choice) -> dict[str, int]:
-    """Per entry of the config that names such a token: how many of it one sample has. Empty where that is not known."""
-    found = {}
+def placeholders(choice: Choice) -> tuple[dict[str, int], str]:
+    """Per entry of the config that names such a token: how many of it one sample has; and why there is none of what the
+    model could perceive.
+    """
+    found, why = {}, ""
     for name in choice.beside:
         method, entries = METHODS[name]
         token = next((token for token in entries if isinstance(getattr(choice.config, token, None), int)), None)
-        count = _count(choice, name, method) if token else 0
+        count, why = _count(choice, name, method) if token else (0, "")
         if token and count:
             found[token] = count
-    return found
+    return found, why
 
 
-def _count(choice: Choice, name: str, method: str) -> int:
+def _count(choice: Choice, name: str, method: str) -> tuple[int, str]:
     if hasattr(_owner(choice.model, method), method):
         try:
-            return _embedded(choice, name, method)
-        except Exception:  # the model's own code, in its own words: then the config is asked
-            pass
+            return _embedded(choice, name, method), ""
+        except Exception as error:  # the model's own code, in its own words
+            lines = str(error).strip().splitlines()
+            return 0, lines[0] if lines else type(error).__name__
     stated = entry((choice.config,), *_COUNTS)
-    return stated if isinstance(stated, int) and name == "pixel_values" else 0
+    return (stated if isinstance(stated, int) and name == "pixel_values" else 0), ""
 
 
 def _owner(model: Any, method: str) -> Any:

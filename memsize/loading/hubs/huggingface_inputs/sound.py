@@ -11,25 +11,29 @@ from memsize.loading.hubs.huggingface_inputs.reading import entry
 
 SAMPLES = 16_000
 """Samples of raw sound: one second."""
+DURATION = 4
+"""Frames of a token that is spoken."""
 FRAMES = 512
 """Frames of a spectrogram, where the model does not fix their number."""
 _CODECS = (
-    "dac", "neucodec", "pe_audio", "pe_audio_encoder", "pe_audio_video", "pe_audio_video_encoder", "vibevoice",
-    "vibevoice_acoustic_tokenizer", "vibevoice_asr", "xcodec", "xcodec2",
+    "dac", "neucodec", "pe_audio", "pe_audio_encoder", "pe_audio_video", "pe_audio_video_encoder", "xcodec", "xcodec2",
 )  # fmt: skip
 """Models whose sound has a dimension for its only channel, without an entry that says so."""
+HOP = 320
+"""Samples of a frame, where the model hears both and does not say."""
 BINS = 80
 """Bins of a spectrogram, where neither config nor model says."""
 
 _BINS = {"gemma4": 128, "gemma3n": 128}
 """Bins of feature extractors whose models' configs do not name them."""
 _STATED = ("feature_projection_input_dim", "input_feat_per_channel")
+_IN_TIME = ("qwen3_asr", "qwen3_asr_encoder")
+"""Models that take (bins, frames) although their first convolution is in both."""
 _TOWERS = (
     "audio_tower",
     "semantic_encoder",
     "semantic_model",
     "audio_encoder",
-    "encoder",
     "audio_model",
     "speech_encoder",
 )
@@ -44,7 +48,7 @@ def wave(need: Need) -> Any:
     step = need.number("samples_per_token", default=0) or math.prod(entry((config,), "patch_sizes") or [1])
     samples = need.request.seq_len or SAMPLES - SAMPLES % step
     channels = getattr(config, "audio_channels", None)
-    codec = config.model_type in _CODECS
+    codec = config.model_type in _CODECS or config.model_type.startswith("vibevoice")
     return unknown(batch, *((channels or 1,) if channels or codec else ()), samples)
 
 
@@ -55,6 +59,8 @@ def spectrogram(need: Need) -> Any:
     window = entry(need.audio, "n_window")
     step = 2 * window if isinstance(window, int) else 1
     length = max(length - length % step, step)
+    if "input_values" in need.taken:  # beside the sound itself: as many as it has
+        length = SAMPLES // need.number("hop_length", default=HOP)
     bins = bins_of(need)
     side = entry(need.audio, "spec_size")
     if isinstance(side, int):
@@ -71,7 +77,8 @@ def bins_of(need: Need) -> int:
 
     stated = entry(need.audio, *_STATED, "input_feat_size")
     first = _first_layer(need)
-    if not isinstance(stated, int) and isinstance(first, (nn.Linear, nn.LayerNorm)):
+    whole = not any(isinstance(module, nn.Conv2d) for module in _tower(need).modules())
+    if whole and not isinstance(stated, int) and isinstance(first, (nn.Linear, nn.LayerNorm)):
         return first.in_features if isinstance(first, nn.Linear) else first.normalized_shape[-1]
     found = stated or entry(need.audio, "num_mel_bins", "feature_size", "n_mels", "mel_bins")
     return found if isinstance(found, int) else _BINS.get(need.kind.partition("_")[0], BINS)
@@ -80,18 +87,25 @@ def bins_of(need: Need) -> int:
 def _in_time(need: Need, bins: int) -> bool:
     from torch import nn
 
+    if isinstance(entry(need.audio, *_STATED), int):
+        return False
     first = _first_layer(need)
-    return isinstance(first, nn.Conv1d) and first.in_channels == bins
+    return need.kind in _IN_TIME or (isinstance(first, nn.Conv1d) and first.in_channels == bins)
 
 
 def _first_layer(need: Need) -> Any:
-    """The first layer of what hears: of the part that is named so, else of the whole model."""
+    """The first layer of what hears."""
     from torch import nn
 
     kinds = (nn.Conv1d, nn.Conv2d, nn.Linear, nn.LayerNorm)
+    return next((module for module in _tower(need).modules() if isinstance(module, kinds)), None)
+
+
+def _tower(need: Need) -> Any:
+    """What hears: the part that is named so, else the whole model."""
     named = {name.split(".")[-1]: module for name, module in reversed(list(need.model.named_modules()))}
-    tower = next((named[name] for name in _TOWERS if name in named), need.model)
-    return next((module for module in tower.modules() if isinstance(module, kinds)), None)
+    towers = (*_TOWERS, *(("encoder",) if need.choice.mixes else ()))
+    return next((named[name] for name in towers if name in named), need.model)
 
 
 @makes("input_features_mask", "feature_attention_mask")
@@ -124,5 +138,30 @@ def mel_mask(need: Need) -> Any:
 
 @makes("padding_mask")
 def padding_mask(need: Need) -> Any:
-    """One for each sample of sound (batch, samples)."""
+    """One for each sample of sound (batch, samples), where it stands among the ids."""
+    if not need.choice.mixes:
+        return None
     return ones(need.batch, need.request.seq_len or SAMPLES)
+
+
+# -- how a text is spoken, which a model wants to know while it trains -------------------------------------------------
+
+
+@makes("duration_labels")
+def durations(need: Need) -> Any:
+    """Frames of each token (batch, tokens); None where nobody trains, since then the model predicts them."""
+    return ones(*need.get("input_ids").shape) * DURATION if need.request.training else None
+
+
+@makes("pitch_labels", "energy_labels")
+def curves(need: Need) -> Any:
+    """Pitch or energy of each token (batch, tokens, 1)."""
+    return unknown(*need.get("input_ids").shape, 1) if need.request.training else None
+
+
+@makes("spectrogram_labels")
+def spoken(need: Need) -> Any:
+    """The frames that are to be heard (batch, frames, bins)."""
+    batch, tokens = need.get("input_ids").shape
+    bins = need.number("num_mel_bins", default=BINS)
+    return unknown(batch, tokens * DURATION, bins) if need.request.training else None

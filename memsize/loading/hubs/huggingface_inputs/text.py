@@ -5,6 +5,7 @@ Ids are valid tokens that mean nothing special, and end with the end of a senten
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from memsize.loading.hubs.huggingface_inputs.makers import makes
@@ -22,12 +23,15 @@ _ENDLESS = 2**30
 
 _LIMITS = (
     "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length",
-    "max_text_len", "max_text_tokens", "max_length", "max_target_positions", "max_source_positions",
+    "max_text_len", "max_length", "max_target_positions", "max_source_positions",
 )  # fmt: skip
 _STARTS = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
 _ENDS = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
 _CODES = {"kyutai_speech_to_text": ("num_codebooks",)}
 """The entry that says how many codes of sound stand beside each token, by model type."""
+_SPOKEN = ("voxtral_realtime",)
+"""Models that hear a sound at each of their tokens."""
+_LATENTS = ("latent_query_num",)
 _ROWS = {"musicgen_decoder": ("num_codebooks",), "musicgen_melody_decoder": ("num_codebooks",)}
 """The entry that says how many rows of codes one sample has."""
 _READ = frozenset({
@@ -53,11 +57,14 @@ def ids(need: Need) -> Any:
     beside = _CODES.get(need.kind, ())
     if beside:  # codes of sound stand beside each token
         text = text[..., None].expand(-1, -1, 1 + need.number(*beside, default=0)).clone()
+    if "image_embeds_position_mask" in need.taken:
+        text = torch.cat((text[:, :1].expand(-1, need.number(*_LATENTS, default=0)), text), 1)
     if need.kind in _ROWS:  # each codebook of sound is a row
         text = text.repeat(need.number(*_ROWS[need.kind], default=1), 1)
     for name, count in need.choice.tokens.items():
         first, last = (_of_config(need, names) for names in (_STARTS, _ENDS))
         stands = [*first, *[getattr(need.config, name)] * count, *last]
+        text = text[:, : 0 if need.kind in _SPOKEN else None]
         text = torch.cat((torch.tensor([stands], dtype=torch.int64).expand(need.batch, -1), text), 1)
     return text
 
@@ -86,7 +93,8 @@ def decoder_ids(need: Need) -> Any:
         return None
     config = part(need.config, ("decoder",))
     shape = codebooks(config)
-    length = min(need.request.seq_len or SEQ_LEN, _room((config, need.text), ("max_target_positions", *_LIMITS)))
+    room = min(_room((config, need.text), ("max_target_positions", *_LIMITS)), _counted_room(need.model))
+    length = min(need.request.seq_len or SEQ_LEN, room)
     return torch.full((need.batch, length, *shape), plain_token(need.config, config), dtype=torch.int64)
 
 
@@ -96,10 +104,26 @@ def codebooks(config: Any) -> tuple[int, ...]:
     return (count,) if isinstance(count, int) else ()
 
 
+@makes("lang_ids")
+def languages(need: Need) -> Any:
+    """The first of the model's languages, for each text; None for models of one."""
+    return zeros(need.batch) if getattr(need.config, "languages", None) else None
+
+
+@makes("image_embeds_position_mask")
+def image_places(need: Need) -> Any:
+    """One where an image stands among the ids, which is before the text."""
+    mask = zeros(*need.get("input_ids").shape)
+    mask[:, : need.number(*_LATENTS, default=0)] = 1
+    return mask
+
+
 @makes("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 def token_types(need: Need) -> Any:
-    """One for each token that stands for an image, 2 for a clip, 0 for text; None where there is text alone."""
-    if not need.choice.tokens:
+    """One for each token that stands for an image, 2 for a clip, 0 for text; None for models of text alone, which take
+    that for granted.
+    """
+    if not need.choice.mixes or not (need.choice.tokens or need.request.training):
         return None
     found = need.get("input_ids")
     kinds = zeros(*found.shape)
@@ -113,7 +137,7 @@ def query(need: Need) -> Any:
     """A short text (batch, tokens)."""
     import torch
 
-    length = min(QUERY, _room((need.text,), _LIMITS))
+    length = need.number("task_seq_len", default=min(QUERY, _room((need.text,), _LIMITS)))
     return torch.full((need.batch, length), plain_token(need.config, need.text), dtype=torch.int64)
 
 
@@ -141,8 +165,12 @@ def boxes(need: Need) -> Any:
 
 def length_of(need: Need) -> int:
     """Tokens of a text: `SEQ_LEN`, or as many as have a position beside what is perceived."""
+    axial = getattr(need.config, "axial_pos_shape", None)
+    if axial and need.request.training:
+        return math.prod(axial)  # a grid of positions, which is trained as a whole
     taken = sum(need.choice.tokens.values())
-    room = min(_room((need.text, need.config), _LIMITS), _counted_room(need.model))
+    framed = _room((part(need.config, ("decoder",)),), ("max_text_tokens",)) - 2  # CLVP adds a beginning and an end
+    room = min(_room((need.text, need.config), _LIMITS), framed, _counted_room(need.model))
     return max(1, min(SEQ_LEN, room - (taken + 2 if taken and room > taken + 2 else 0)))
 
 
@@ -163,9 +191,11 @@ def _counted_room(model: Any) -> int:
     """Tokens that have a position where these are counted from behind the one that pads, as RoBERTa's kin do."""
     holders = [module for module in model.modules() if isinstance(getattr(module, "padding_idx", None), int)]
     tables = [(holder.padding_idx, getattr(holder, "position_embeddings", None)) for holder in holders]
+    tables += [(table.padding_idx, table) for table in holders if type(table).__name__.endswith("PositionalEmbeddings")]
     sizes = [(pad, getattr(table, "weight", None)) for pad, table in tables]
     rooms = [len(weight) - pad - 1 for pad, weight in sizes if weight is not None]
-    return min([room for room in rooms if room > 0], default=_ENDLESS)
+    ahead = 1 if getattr(model.config, "ngram", None) else 0  # ProphetNet looks at one position more than it is given
+    return min([room - ahead for room in rooms if room > ahead], default=_ENDLESS)
 
 
 def _token(config: Any, name: str) -> int | None:
@@ -177,8 +207,8 @@ def _token(config: Any, name: str) -> int | None:
 
 
 def _of_config(need: Need, names: tuple[str, ...]) -> list[int]:
-    found = entry((need.config,), *names)
-    return [found] if isinstance(found, int) else []
+    found, size = entry((need.config,), *names), getattr(need.text, "vocab_size", None)
+    return [found] if isinstance(found, int) and isinstance(size, int) and 0 <= found < size else []
 
 
 def plain_token(*configs: Any) -> int:
