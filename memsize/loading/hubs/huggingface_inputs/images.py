@@ -240,6 +240,9 @@ def _made_for(need: Need) -> tuple[int, int] | None:
     ratios = getattr(need.config, "scaled_images_ratios", None)
     if ratios:  # the smallest copy of the image is one patch
         return (int(need.number("patch_size", default=SIDE) / min(ratios)),) * 2
+    multiples, count = getattr(need.config, "channel_multiplier", None), getattr(need.config, "num_patches", None)
+    if multiples and isinstance(count, int):  # a codec of images halves them at each step but the first
+        return (count * 2 ** (len(multiples) - 1),) * 2
     if "prompt_pixel_values" in need.taken:  # the image stands below its prompt
         height, width = _stated(need) or (2 * SIDE, SIDE)
         return height // 2, width

@@ -26,6 +26,8 @@ BINS = 80
 
 _BINS = {"gemma4": 128, "gemma3n": 128}
 """Bins of feature extractors whose models' configs do not name them."""
+_STACKED = ("fun_asr_nano", "granite_speech5")
+"""Models whose extractor puts several frames into one."""
 _STATED = ("feature_projection_input_dim", "input_feat_per_channel")
 _IN_TIME = ("qwen3_asr", "qwen3_asr_encoder")
 """Models that take (bins, frames) although their first convolution is in both."""
@@ -73,15 +75,20 @@ def spectrogram(need: Need) -> Any:
 
 def bins_of(need: Need) -> int:
     """Values of one frame: what the config says, else what the first layer over them takes."""
+    stated, first = entry(need.audio, *_STATED, "input_feat_size"), _first_width(need)
+    if need.kind.startswith(_STACKED) and first:
+        return first
+    found = stated or entry(need.audio, "num_mel_bins", "feature_size", "n_mels", "mel_bins")
+    return found if isinstance(found, int) else _BINS.get(need.kind.partition("_")[0], first or BINS)
+
+
+def _first_width(need: Need) -> int | None:
     from torch import nn
 
-    stated = entry(need.audio, *_STATED, "input_feat_size")
     first = _first_layer(need)
-    whole = not any(isinstance(module, nn.Conv2d) for module in _tower(need).modules())
-    if whole and not isinstance(stated, int) and isinstance(first, (nn.Linear, nn.LayerNorm)):
-        return first.in_features if isinstance(first, nn.Linear) else first.normalized_shape[-1]
-    found = stated or entry(need.audio, "num_mel_bins", "feature_size", "n_mels", "mel_bins")
-    return found if isinstance(found, int) else _BINS.get(need.kind.partition("_")[0], BINS)
+    if isinstance(first, nn.LayerNorm):
+        return int(first.normalized_shape[-1])
+    return first.in_features if isinstance(first, nn.Linear) else None
 
 
 def _in_time(need: Need, bins: int) -> bool:

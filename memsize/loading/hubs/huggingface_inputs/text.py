@@ -49,7 +49,7 @@ def ids(need: Need) -> Any:
     """Ids (batch, tokens); those of something perceived stand first where the model has it among them."""
     import torch
 
-    length = need.request.seq_len or length_of(need)
+    length = need.request.seq_len or (_heard(need) if need.kind in _SPOKEN else length_of(need))
     text = torch.full((need.batch, length), plain_token(need.config, need.text), dtype=torch.int64)
     end = _token(need.text, "eos_token_id")
     if end is not None:
@@ -64,9 +64,15 @@ def ids(need: Need) -> Any:
     for name, count in need.choice.tokens.items():
         first, last = (_of_config(need, names) for names in (_STARTS, _ENDS))
         stands = [*first, *[getattr(need.config, name)] * count, *last]
-        text = text[:, : 0 if need.kind in _SPOKEN else None]
         text = torch.cat((torch.tensor([stands], dtype=torch.int64).expand(need.batch, -1), text), 1)
     return text
+
+
+def _heard(need: Need) -> int:
+    """Tokens of a sound that stands at each of them."""
+    from memsize.loading.hubs.huggingface_inputs.sound import FRAMES
+
+    return FRAMES // (2 * need.number("downsample_factor", default=1))
 
 
 @makes("inputs")
