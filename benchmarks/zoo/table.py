@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
+from textwrap import shorten
 
 from tabulate import tabulate
 
@@ -13,6 +14,8 @@ from benchmarks.zoo.sources import FILES, source
 
 SLOWEST = 10
 """Rows of the table of the slowest models."""
+_LONGEST_TARGET, _LONGEST_CAUSE = 80, 240
+"""Characters of a table's cell on the page."""
 
 _TITLES = ("library", "models", "inference", "training step", "parameter counts equal", "refused by the library")
 
@@ -101,12 +104,19 @@ def written(case: Case) -> str:
     return f"{case.target}?{arguments}" if arguments else case.target
 
 
+def _short(target: str) -> str:
+    """A target without its arguments, where those would fill the page: whole configs of a model's parts."""
+    return target if len(target) <= _LONGEST_TARGET else f"{target.partition('?')[0]}?…"
+
+
 def page(found: Sequence[Outcome]) -> str:
     """The page of the documentation."""
-    failed = [(f"`{target}`", way, _escaped(cause)) for target, way, cause in failures(found)]
-    refused = [(f"`{written(outcome.case)}`", _escaped(outcome.refused)) for outcome in found if outcome.refused]
+    failed = [(f"`{_short(target)}`", way, _escaped(cause)) for target, way, cause in failures(found)]
+    refused = [(f"`{outcome.case.target}`", _escaped(outcome.refused)) for outcome in found if outcome.refused]
     slowest = sorted(found, key=lambda outcome: -outcome.training.seconds)[:SLOWEST]
-    timed = [(f"`{written(o.case)}`", f"{o.training.seconds:.1f}", f"{o.inference.seconds:.1f}") for o in slowest]
+    timed = [
+        (f"`{_short(written(o.case))}`", f"{o.training.seconds:.1f}", f"{o.inference.seconds:.1f}") for o in slowest
+    ]
     libraries = [library for library in FILES if any(o.case.library == library for o in found)]
     asked = [] if libraries == list(FILES) else libraries
     return _PAGE.format(
@@ -126,4 +136,4 @@ def _table(rows: Sequence[Sequence[str]], titles: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", r"\|").replace("<", "&lt;")
+    return shorten(text, _LONGEST_CAUSE, placeholder=" …").replace("|", r"\|").replace("<", "&lt;")
