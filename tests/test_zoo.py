@@ -84,6 +84,7 @@ OUTCOMES = st.builds(
     st.none() | st.integers(0),
     st.none() | st.integers(0),
     st.text(),
+    st.text(),
 )
 
 
@@ -146,6 +147,56 @@ def test_the_script_runs_what_is_asked_for_and_goes_on(
     assert few == ["ab", "ac", "b"] * 2
 
 
+def test_what_fails_with_fewer_layers_is_tried_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, few: list[str]
+) -> None:
+    tried: list[Case] = []
+
+    def run(cases: Iterable[Case], workers: int, limits: Limits) -> Iterator[Outcome]:
+        for case in cases:
+            tried.append(case)
+            reason = "no" if case.arguments or case.name == "c" else ""
+            yield Outcome(case, Attempt(1, reason), Attempt(1, reason), 1, 1)
+
+    cases = [Case("timm", "a", FEW), Case("timm", "b"), Case("timm", "c", FEW)]
+    monkeypatch.setattr(script.source("timm"), "cases", lambda: cases)
+    monkeypatch.setattr(script, "outcomes", run)
+    script.main(["timm", "--results", str(tmp_path / "zoo.jsonl")])
+    # Neither what runs is tried again, nor what fails as it is.
+    assert tried == [*cases, Case("timm", "a"), Case("timm", "c")]
+
+
+def test_layers_of_each_kind_are_left() -> None:
+    transformers = pytest.importorskip("transformers")
+    huggingface = importlib.import_module("benchmarks.zoo.huggingface")
+    llama = transformers.LlamaConfig(num_hidden_layers=7)
+    assert huggingface.reduced(llama) == {"num_hidden_layers": 2}
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    gemma = transformers.Gemma3TextConfig(num_hidden_layers=8, layer_types=kinds * 2)
+    assert huggingface.reduced(gemma) == {"num_hidden_layers": 4, "layer_types": kinds}
+    both = huggingface.reduced(transformers.LlavaConfig())
+    assert both["vision_config"]["num_hidden_layers"] == both["text_config"]["num_hidden_layers"] == 2
+    # Layers of a backbone are taken by their places.
+    assert huggingface.reduced(transformers.Dinov2Config()) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("autoformer", "`prediction_length` config needs to be specified"),
+        ("sam_mask_decoder", "no model for the type"),
+        ("bark", "has no forward"),
+        ("deepseek_v2", "how many experts"),
+        ("vits", ""),
+    ],
+)
+def test_what_transformers_itself_refuses(name: str, part: str) -> None:
+    pytest.importorskip("transformers")
+    refusal = importlib.import_module("benchmarks.zoo.huggingface").refusal
+    said = refusal(Case("hf", name, {"num_hidden_layers": 1} if name == "deepseek_v2" else {}))
+    assert part in said if part else not said
+
+
 def test_an_unknown_library(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.main(["tim"])
@@ -173,6 +224,7 @@ def test_the_page(few: list[str]) -> None:
         outcome("b", training=Attempt(reason="no <way> | out"), ours=11),
         outcome("c", inference=Attempt(reason="died"), training=Attempt(reason="died"), theirs=None, uncounted="died"),
         outcome("d", theirs=None, uncounted="no count"),
+        outcome("e", inference=Attempt(reason="odd"), training=Attempt(reason="odd"), refused="it has <no> forward"),
     ]
     assert list(table.failures(found)) == [
         ("timm:b", "training", "no <way> | out"),
@@ -186,7 +238,11 @@ def test_the_page(few: list[str]) -> None:
     assert [cell.strip() for cell in row.split("|")[2:6]] == ["4", "3 (75.0 %)", "2 (50.0 %)", "1 (25.0 %)"]
     assert r"no &lt;way> \| out" in page
     assert "    python -m benchmarks.zoo timm --page docs/zoo.md\n" in page
-    assert table.page([outcome("a")]).count("Nothing.") == 1
+    # The fifth is refused by its own library, which the last column counts.
+    assert row.split("|")[6].strip() == "1"
+    told = next(line for line in page.splitlines() if "timm:e" in line and "forward" in line)
+    assert [cell.strip() for cell in told.split("|")[1:3]] == ["`timm:e`", "it has &lt;no> forward"]
+    assert table.page([outcome("a")]).count("Nothing.") == table.page([outcome("a")]).count("None.") == 1
 
 
 def test_a_target_is_written_as_a_user_types_it() -> None:
