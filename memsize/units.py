@@ -1,4 +1,4 @@
-"""Bytes in and out of text. A byte count is an int until it is drawn."""
+"""Bytes, and a version that is a number, in and out of text. A byte count is an int until it is drawn."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ def parse_bytes(text: str) -> int:
     if not match or not unit:
         raise InputError(f"cannot read {text!r} as a size: write it like 15109MiB, 16GB or 1048576")
     return round(float(match[1]) * _BOTH[unit])
+
+
+def dotted_cudnn(version: int) -> str:
+    """cuDNN's own number as people write it: 91501 is 9.15.1. Before 9 the major version stands in thousands."""
+    major, rest = divmod(version, 10_000 if version >= 90_000 else 1_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
