@@ -21,6 +21,7 @@ from tabulate import tabulate
 from torch import nn
 
 import memsize
+from benchmarks.zoo.operators import declare
 from memsize.loading.weightless import Weightless
 
 MIB = 2**20
@@ -131,6 +132,7 @@ def lines(path: Path) -> Iterator[list[Any]]:
 
 
 def main(path: str) -> None:
+    declare()
     headers = ["model", "optimizer", "batch", "measured", "reserved", "device", "memsize", "xMem", "DNNMem", ""]
     print(tabulate(lines(Path(path)), headers, tablefmt="github", disable_numparse=True))
 

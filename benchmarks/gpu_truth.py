@@ -116,7 +116,7 @@ def _begun(options: Options, stack: Stack, path: Path) -> Truth:
 def _once_more(name: str, truth: Truth) -> bool:
     """Whether a workload that is measured still lacks its run with cuDNN's benchmark."""
     done = [each for each in truth.outcomes if each.name == name]
-    convolutional = any(each.said is not None and each.said.peaks != each.said.most for each in done)
+    convolutional = any(each.said is not None and each.said.convolutional for each in done)
     return convolutional and (name, True) not in truth.done
 
 
@@ -170,7 +170,7 @@ def _line(outcome: Outcome) -> str:
         return f"{name:56} {outcome.failure or (seen and seen.error) or 'no figures'}"
     parts = []
     for figure in ("requested", "allocated", "reserved"):
-        measured, low = getattr(seen.peaks, figure), getattr(said.peaks, figure)
+        measured, low = getattr(seen.peaks, figure), getattr(said.least, figure)
         parts.append(f"{figure} {format_bytes(measured)} {(low - measured) / max(measured, 1):+.3%}")
     steps = f"{compared.differing} of {compared.real} differ" if compared else ""
     return f"{name:56} {'  '.join(parts)}  {steps}  {seen.seconds:.1f} s"

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from memsize.answers.fit import Fit
     from memsize.answers.layout import LayoutReport
     from memsize.checkpoint.document import CheckpointReport
-    from memsize.device import AllocatorConfig
+    from memsize.device import AllocatorConfig, Card
     from memsize.loading import InputMaker
+    from memsize.semantics.cudnn import Plans
     from memsize.steptrace import StepTrace
     from memsize.tracing.feed import Feed
     from memsize.verifying.comparison import Verification
@@ -75,9 +76,9 @@ def report(
 
         from memsize.study import Study
 
-        study = Study(
-            name, model, feed, mode == "train", say, card(gpu) if gpu else None, _training(train), execute, config
-        )
+        where, trained = card(gpu) if gpu else None, _training(train)
+        plans = _plans(where or card(DEFAULT_GPU)) if where or trained else None
+        study = Study(name, model, feed, mode == "train", say, where, trained, execute, config, plans)
         return study.report(asked, default=scenarios is None, notes=(*notes, *([feed.note] if feed.note else [])))
 
 
@@ -132,8 +133,16 @@ def trace(
 
         from memsize.study import Study
 
-        study = Study(name, model, feed, mode == "train", lambda _: None, where, training, execute)
+        plans = _plans(where)
+        study = Study(name, model, feed, mode == "train", lambda _: None, where, training, execute, plans=plans)
         return StepTrace(study.run(scenario_named(scenario), step, steps), where.name, settings)
+
+
+def _plans(card: Card) -> Plans:
+    """What cuDNN takes on a card, by this machine's cuDNN where it has one."""
+    from memsize.semantics.cudnn import Plans, installed
+
+    return Plans(card.capability, installed())
 
 
 def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

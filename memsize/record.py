@@ -208,4 +208,7 @@ class Trace:
     """What was taken for granted where the run met a value that only real data has."""
     notes: tuple[str, ...] = ()
     """What a reader must know about how the run was made (an op that ran on the CPU, say)."""
+    cudnn: str | None = None
+    """The release of cuDNN that was asked for the workspaces of convolutions; None where they are estimated, or where
+    no convolution was met."""
     failure: Failure | None = field(default=None)

@@ -24,7 +24,9 @@ from memsize.precision.modelled import modelled
 from memsize.precision.recipes import apply_scenario, floating_dtype, gpu_semantics
 from memsize.record import Reading, Trace
 from memsize.scenario import SCENARIOS, Scenario
+from memsize.semantics.cudnn import Plans
 from memsize.summaries import torchinfo_reading
+from memsize.tracing.convolutions import Convolutions
 from memsize.tracing.execution import executable, executable_call
 from memsize.tracing.feed import Feed
 from memsize.tracing.ledger import Workspaces
@@ -43,7 +45,10 @@ _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has a
 
 
 class Study:
-    """The runs of one model with one feed. A run is made when it is first asked for, and kept."""
+    """The runs of one model with one feed. A run is made when it is first asked for, and kept.
+
+    `plans` tell what cuDNN takes for convolutions; without them their workspaces are left out.
+    """
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class Study:
         trained: Training | None = None,
         execute: bool = False,
         config: AllocatorConfig | None = None,
+        plans: Plans | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -66,6 +72,7 @@ class Study:
         self.trained = trained
         self.execute = execute
         self.config = config
+        self.plans = plans
         self.peaks = gpu is not None or trained is not None
         self._untrained: dict[str, str] = {}
         self._late: tuple[str, ...] = ()
@@ -209,7 +216,7 @@ class Study:
             masters=scenario.master_weights,
             scaled=scenario.autocast == "float16",
             buckets=buckets_of(self.model),
-            workspaces=workspaces(self.gpu),
+            workspaces=workspaces(self.gpu, self.plans),
         )
 
     def _notes(self, as_given: bool) -> tuple[str, ...]:
@@ -271,11 +278,11 @@ class Study:
             return None
 
 
-def workspaces(gpu: Card) -> Workspaces:
+def workspaces(gpu: Card, plans: Plans | None = None) -> Workspaces:
     """What the libraries of the installed torch would take on a card."""
     version = str(torch.__version__)
     blas = cublas_workspace(gpu.capability, torch_version=version)
-    return Workspaces(blas, cublaslt_workspace(torch_version=version))
+    return Workspaces(blas, cublaslt_workspace(torch_version=version), Convolutions.on(plans) if plans else None)
 
 
 def _as_float32(baseline: Totals | None, given: Trace) -> Totals | None:

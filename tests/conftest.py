@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from benchmarks.zoo.operators import declare
+from memsize.semantics.cudnn import Library, installed
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[[str, str], Path]
@@ -23,6 +24,11 @@ settings.register_profile(
     "memsize", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("memsize")
+
+# What is shown must not depend on what else is installed: cuDNN is asked only by the tests that are about it. The
+# library to test with is kept for processes that pytest starts, which import this again.
+CUDNN = os.environ.setdefault("MEMSIZE_TESTED_CUDNN", os.environ.get("MEMSIZE_CUDNN", ""))
+os.environ["MEMSIZE_CUDNN"] = "none"
 
 # Before anything imports torchvision: what it registers on the way to failing cannot be taken back.
 declare()
@@ -59,3 +65,18 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return write_file
+
+
+@pytest.fixture(scope="session")
+def cudnn() -> Library:
+    """cuDNN itself, as an installed `nvidia-cudnn-cu13` brings it; a test is skipped without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MEMSIZE_CUDNN")
+        if CUDNN:
+            patch.setenv("MEMSIZE_CUDNN", CUDNN)
+        installed.cache_clear()
+        found = installed()
+    installed.cache_clear()
+    if found is None:
+        pytest.skip("no cuDNN that can be asked without a GPU")
+    return found

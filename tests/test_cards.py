@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memsize.device import card, context, cublas_workspace, cublaslt_workspace, cudnn_workspace
+from memsize.device import card, context, cublas_workspace, cublaslt_workspace
 from memsize.device.cards import CARDS
 from memsize.device.context import EAGER, LAZY
 from memsize.device.workspace import keeps_workspace
@@ -187,11 +187,6 @@ def test_workspaces_are_kept_up_to_2_14():
     assert keeps_workspace("2.14.1")
     assert not keeps_workspace("2.15.0")
     assert keeps_workspace("2.15.0", cache="1")
-
-
-def test_cudnn_workspace_is_an_interval():
-    assert cudnn_workspace(10 * MiB) == (0, 10 * MiB)
-    assert cudnn_workspace(10 * MiB, benchmark=True) == (0, 30 * MiB)
 
 
 def test_context():

@@ -113,8 +113,8 @@ WORKLOADS = [name if name.startswith(QUICK) else pytest.param(name, marks=pytest
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_workload_is_predicted(name: str) -> None:
     said = SUITE[name].case.predicted(H100)
-    assert 0 < said.peaks.requested <= said.peaks.allocated <= said.peaks.reserved <= said.device.low
-    assert said.most.over(said.peaks) == said.most
+    assert 0 < said.least.requested <= said.least.allocated <= said.least.reserved <= said.device.low
+    assert Peaks.most([said.most, said.least]) == said.most
     # it fits the smallest of the GPUs that it is meant for, with room for what is not foreseen
     assert said.device.high < 60 * 2**30
     assert said.log.entries
@@ -275,10 +275,10 @@ def measured_as_predicted() -> Truth:
         seen = Measurement(
             case.workload(),
             H100,
-            said.peaks,
-            said.peaks,
+            said.least,
+            said.least,
             DeviceUse(said.device.low, "NVML, this process"),
-            tracked=said.peaks.requested,
+            tracked=said.least.requested,
             log=said.log,
         )
         outcomes.append(outcome_of(name, Checked(seen, said)))
@@ -305,7 +305,7 @@ def test_a_file_that_is_wrong_fails(tmp_path: Path) -> None:
     truth = measured_as_predicted()
     outcome = next(each for each in truth.outcomes if each.name == CHEAP[0])
     assert outcome.said is not None
-    more = {name: round(getattr(outcome.said.peaks, name) * 1.05) for name in ("requested", "allocated")}
+    more = {name: round(getattr(outcome.said.least, name) * 1.05) for name in ("requested", "allocated")}
     wrong = changed(truth, CHEAP[0], **more)
     write(wrong, tmp_path / "truth.json")
     names = missed(replayed(read(tmp_path / "truth.json")))
@@ -502,7 +502,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_truth_is_the_projects() -> None:
     assert FOLDER == ROOT / "tests" / "truth"
     stack = Stack("g", (9, 0), 1, "2.11.0", "3.12")
-    assert predicted(SUITE[CHEAP[1]].case.trace(stack), stack).peaks.requested > 0
+    assert predicted(SUITE[CHEAP[1]].case.trace(stack), stack).least.requested > 0
 
 
 def test_measuring_needs_torch_and_little_else(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:

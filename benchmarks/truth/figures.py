@@ -18,7 +18,6 @@ from benchmarks.truth.outcomes import Outcome, Truth
 from benchmarks.truth.suite import SUITE
 from memsize.verifying.comparison import Checked, Comparison
 from memsize.verifying.measurement import Measurement
-from memsize.verifying.prediction import predicted
 
 Sense = Literal["at least", "at most"]
 
@@ -81,10 +80,10 @@ def replayed(truth: Truth) -> list[Replayed]:
     kept = [each for each in truth.outcomes if each.measurement is not None and not each.measurement.error]
     found = []
     for name, outcomes in groupby(sorted(kept, key=_name), key=_name):
-        trace = SUITE[name].case.trace(truth.stack)
         for outcome in outcomes:
-            said = predicted(trace, truth.stack, benchmark=outcome.benchmark)
-            found.append(Replayed(name, Checked(cast(Measurement, outcome.measurement), said)))
+            seen = cast(Measurement, outcome.measurement)
+            said = SUITE[name].case.predicted(truth.stack, benchmark=outcome.benchmark, recorded=seen.workspaces)
+            found.append(Replayed(name, Checked(seen, said)))
     return found
 
 

@@ -31,9 +31,10 @@ MOST_DIFFERENCES: Final = 12
 class Said:
     """The prediction as it was when the workload was measured."""
 
-    peaks: Peaks
+    least: Peaks
     most: Peaks
     device: tuple[int, int]
+    convolutional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def outcome_of(name: str, checked: Checked) -> Outcome:
         name,
         seen.workload.benchmark,
         replace(seen, log=None),
-        Said(said.peaks, said.most, (said.device.low, said.device.high)),
+        Said(said.least, said.most, (said.device.low, said.device.high), said.convolutional),
         None if seen.log is None else _compared(said, seen.log),
     )
 

@@ -10,8 +10,9 @@ import gzip
 import importlib
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.truth.outcomes import Outcome, outcome_of
 from benchmarks.truth.suite import SUITE
@@ -19,7 +20,7 @@ from memsize import __version__
 from memsize.verifying.comparison import Checked, Verification
 from memsize.verifying.gauge import Gauge
 from memsize.verifying.measurement import Stack, encode
-from memsize.verifying.prediction import Prediction, predicted
+from memsize.verifying.prediction import Prediction
 from memsize.verifying.running import measure
 
 Predictions = dict[bool, Prediction]
@@ -34,9 +35,11 @@ def write_stack(gauge: str, out: Path) -> None:
 def write_predictions(name: str, stack: Path, out: Path) -> None:
     """Predict a workload."""
     where: Stack = read(stack)
-    trace = SUITE[name].case.trace(where)
-    usual, benchmarked = (predicted(trace, where, benchmark=benchmark) for benchmark in (False, True))
-    _write(out, {False: usual, True: benchmarked} if usual.convolutional else {False: usual})
+    case = SUITE[name].case
+    said = {False: case.predicted(where)}
+    if said[False].convolutional:
+        said[True] = case.predicted(where, benchmark=True)
+    _write(out, said)
 
 
 def write_outcome(
@@ -48,8 +51,8 @@ def write_outcome(
     if predictions is None:
         _write(out, Outcome(name, benchmark, seen, failure="there is no prediction"))
         return
-    said: Predictions = read(predictions)
-    checked = Checked(seen, said[benchmark])
+    said = cast(Predictions, read(predictions))[benchmark]
+    checked = Checked(replace(seen, workspaces=said.workspaces), said)
     _write(out, outcome_of(name, checked))
     if logs is not None and seen.log is not None:
         saved = Verification((checked,), command=name, version=__version__).saved()

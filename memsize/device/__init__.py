@@ -16,7 +16,6 @@ __all__ = [
     "context",
     "cublas_workspace",
     "cublaslt_workspace",
-    "cudnn_workspace",
     "replay",
 ]
 
@@ -24,4 +23,4 @@ from memsize.device.allocator import Replay, replay
 from memsize.device.cards import Card, card
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import Interval, context
-from memsize.device.workspace import cublas_workspace, cublaslt_workspace, cudnn_workspace
+from memsize.device.workspace import cublas_workspace, cublaslt_workspace

@@ -9,12 +9,9 @@ from typing import NamedTuple
 from memsize.device.allocator import Replay, replay
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import Interval, context
-from memsize.device.workspace import cudnn_workspace
+from memsize.device.spread import requests, variants
 from memsize.folds import alive, split_phase
 from memsize.record import Role, Storage, Trace
-
-CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "cudnn_convolution"})
-"""Ops that cuDNN computes with a workspace."""
 
 
 class Living(NamedTuple):
@@ -35,9 +32,10 @@ class Outlook:
 
     `requested` is what tensors ask for, `allocated` the blocks that the caching allocator hands out for it, `reserved`
     its segments, each at its own peak; `device` is what `nvidia-smi` would show, an interval, since the CUDA context
-    and cuDNN's workspaces cannot be derived offline. `roles` add up to `requested`; `storages` are the largest ones
-    alive at that moment, which falls in `peak_phase` of step `peak_step` (0: the run has no steps) and in
-    `peak_layer`. `fragmentation` is the part of `reserved` at its peak that no block uses.
+    cannot be derived offline, nor cuDNN's workspaces where the library is not there to be asked. `roles` add up to
+    `requested`; `storages` are the largest ones alive at that moment, which falls in `peak_phase` of step `peak_step`
+    (0: the run has no steps) and in `peak_layer`. `fragmentation` is the part of `reserved` at its peak that no block
+    uses.
     """
 
     requested: int
@@ -57,7 +55,8 @@ def outlook(
     trace: Trace, *, config: AllocatorConfig | None = None, cuda: str | None = None, largest: int = 20
 ) -> Outlook:
     """What a GPU would show of `trace`, whose allocator is set by `config` and whose context follows CUDA `cuda`."""
-    replayed = replay(_pairs(trace), config or AllocatorConfig())
+    settings = config or AllocatorConfig()
+    replayed = replay(requests(trace), settings)
     index = replayed.requested.event
     living = alive(trace, index)
     event = trace.events[index] if index >= 0 else None
@@ -66,7 +65,7 @@ def outlook(
         requested=replayed.requested.bytes,
         allocated=replayed.allocated.bytes,
         reserved=replayed.reserved.bytes,
-        device=_device(trace, replayed, context(cuda)),
+        device=_device(trace, replayed, settings, context(cuda)),
         fragmentation=replayed.fragmentation,
         peak_phase=phase,
         peak_step=step,
@@ -77,16 +76,11 @@ def outlook(
     )
 
 
-def _pairs(trace: Trace) -> list[tuple[int, int]]:
-    return [(event.storage, event.delta) for event in trace.events]
-
-
-def _device(trace: Trace, replayed: Replay, outside: Interval) -> Interval:
-    """Reserved and what is outside the allocator; a convolutional net's upper bound has room for cuDNN's workspace."""
-    operands = [trace.storages[e.storage].bytes for e in trace.events if e.delta > 0 and e.op in CONVOLUTIONS]
-    workspace = cudnn_workspace(max(operands, default=0))
-    reserved = replayed.reserved.bytes
-    return Interval(reserved + outside.low + workspace.low, reserved + outside.high + workspace.high)
+def _device(trace: Trace, replayed: Replay, config: AllocatorConfig, outside: Interval) -> Interval:
+    """Reserved and what is outside the allocator, from the least to the most that workspaces make of it."""
+    others = (replay(each, config) for each in variants(trace)[1:])
+    reserved = [each.reserved.bytes for each in (replayed, *others)]
+    return Interval(min(reserved) + outside.low, max(reserved) + outside.high)
 
 
 def _roles(trace: Trace, living: Mapping[int, int]) -> dict[Role, int]:

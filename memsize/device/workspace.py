@@ -1,4 +1,4 @@
-"""Memory that libraries take for themselves out of the caching allocator: cuBLAS, cuBLASLt and cuDNN workspaces.
+"""Memory that cuBLAS and cuBLASLt take for themselves out of the caching allocator.
 
 cuBLAS: PyTorch allocates one workspace per handle and stream when a matrix product first runs there and keeps it. The
 autograd thread has a handle of its own, so that a training step has two. Source: PyTorch's
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import re
 from typing import Final
-
-from memsize.device.context import Interval
 
 KiB: Final = 1024
 MiB: Final = 1024 * KiB
@@ -62,16 +60,6 @@ def keeps_workspace(torch_version: str | None = None, *, cache: str | None = Non
     Since 2.15 they stay only where `TORCH_CUBLAS_WORKSPACE_CACHE` (`cache`) is 1.
     """
     return cache == "1" or release(torch_version) < _BORROWED_SINCE
-
-
-def cudnn_workspace(largest_operand: int, *, benchmark: bool = False) -> Interval:
-    """The bytes of cuDNN's workspace in a convolution whose largest tensor has `largest_operand` bytes.
-
-    The plan that cuDNN's heuristics choose needs from nothing to about what the largest tensor takes; it is not
-    derivable without the library. With `benchmark` every plan is tried once, and the greediest that fits leaves its
-    workspace in the allocator's cache: three times the largest tensor, an assumption and not a bound.
-    """
-    return Interval(0, (3 if benchmark else 1) * largest_operand)
 
 
 def release(torch_version: str | None) -> tuple[int, int]:

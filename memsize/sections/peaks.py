@@ -31,7 +31,7 @@ def peak_table(report: Report) -> Table:
         Column("allocated", "allocated", "bytes", 90, "the caching allocator's blocks"),
         Column("reserved", "reserved", "bytes", 92, "the caching allocator's segments"),
         Column("device_low", "device from", "bytes", 80, "reserved and the CUDA context, at least"),
-        Column("device_high", "to", "bytes", 80, "reserved, the context and cuDNN's workspace, at most"),
+        Column("device_high", "to", "bytes", 80, "reserved and the CUDA context, at most"),
         Column("phase", "in", "text", 85, "the phase that the peak falls in"),
         Column("layer", "at", "name", 70, "the layer that the peak falls in"),
         *(role_column(role, " alive at the peak") for role in roles),

@@ -18,7 +18,7 @@ from memsize.sections.parts import (
     Title,
     Words,
 )
-from memsize.units import Bytes
+from memsize.units import Bytes, dotted_cudnn
 from memsize.verifying.alignment import Alignment, Difference
 from memsize.verifying.comparison import Checked, Comparison, Verification
 
@@ -48,15 +48,9 @@ def title(found: Verification) -> Title:
     """The model, how it was run, and on what."""
     work, stack = found.runs[0].measurement.workload, found.runs[0].measurement.stack
     trained = f"{work.optimizer}, step {work.steps}" if work.optimizer else "one inference"
-    libraries = (("CUDA", stack.cuda), ("cuDNN", stack.cudnn and _dotted(stack.cudnn)), ("cuBLAS", stack.cublas))
+    libraries = (("CUDA", stack.cuda), ("cuDNN", stack.cudnn and dotted_cudnn(stack.cudnn)), ("cuBLAS", stack.cublas))
     software = ", ".join(f"{name} {version}" for name, version in (("torch", stack.torch), *libraries) if version)
     return Title(found.model, ((work.scenario,), (f"batch {work.batch_size}",), (trained,), (stack.gpu,), (software,)))
-
-
-def _dotted(cudnn: int) -> str:
-    """91501 is 9.15.1; before 9 the major version stands in thousands."""
-    major, rest = divmod(cudnn, 10_000 if cudnn >= 90_000 else 1_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def figure_table(found: Verification) -> Table:

@@ -1,7 +1,7 @@
 """Copies that CUDA's kernels make of their arguments before they begin, and free at their end: known by source.
 
 An op's own output says nothing of them, yet the caching allocator gives them their memory. Others than those of the
-table may make more; so do the backwards of convolutions, which are not in it.
+table may make more.
 """
 
 from __future__ import annotations
@@ -36,12 +36,29 @@ def is_last(tensor: torch.Tensor) -> bool:
 
 def _convolution(args: Any, _: Any) -> Iterator[tuple[torch.Tensor, Format]]:
     """cuDNN takes one format: channels last where the input or the weight suggests it, except in float64. What lies
-    otherwise is made so (ConvUtils.h, `cudnn_conv_suggest_memory_format`; Convolution.cpp, ``contiguous``).
+    otherwise is made so (Convolution.cpp, ``contiguous``).
     """
     tensor, weight = args[0], args[1]
-    last = tensor.dtype is not torch.float64 and (is_last(tensor) or is_last(weight))
+    return _misfits((tensor, weight), suggests_last(tensor, weight))
+
+
+def _convolution_backward(args: Any, _: Any) -> Iterator[tuple[torch.Tensor, Format]]:
+    """As the forward, of what each gradient that is asked for reads: the input's the weight, the weight's the input
+    (Convolution.cpp, `convolution_backward`; ConvShared.cpp, `cudnn_convolution_backward`).
+    """
+    gradient, tensor, weight, mask = args[0], args[1], args[2], args[-1]
+    read = (gradient, *([tensor] if mask[1] else []), *([weight] if mask[0] else []))
+    return _misfits(read, suggests_last(tensor, weight)) if any(mask[:2]) else iter(())
+
+
+def suggests_last(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether cuDNN works on channels last in a convolution (ConvUtils.h, `cudnn_conv_suggest_memory_format`)."""
+    return tensor.dtype is not torch.float64 and (is_last(tensor) or is_last(weight))
+
+
+def _misfits(operands: tuple[torch.Tensor, ...], last: bool) -> Iterator[tuple[torch.Tensor, Format]]:
     wanted: Format = "channels last" if last else "row-major"
-    return ((operand, wanted) for operand in (tensor, weight) if not _has(operand, wanted))
+    return ((operand, wanted) for operand in operands if not _has(operand, wanted))
 
 
 def _first_row_major(args: Any, _: Any) -> Iterator[tuple[torch.Tensor, Format]]:
@@ -52,6 +69,7 @@ def _first_row_major(args: Any, _: Any) -> Iterator[tuple[torch.Tensor, Format]]
 
 _COPYING: dict[Any, _Kernel] = {
     _aten.convolution.default: _convolution,
+    _aten.convolution_backward.default: _convolution_backward,
     # cuda/layer_norm_kernel.cu `layer_norm_cuda`: expect_contiguous
     _aten.native_layer_norm.default: _first_row_major,
     # group_norm.cpp `native_group_norm`; until PyTorch 2.13 `group_norm` itself has done so before

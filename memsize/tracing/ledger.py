@@ -16,6 +16,7 @@ from memsize.record import Event, Role, Storage
 from memsize.stored import pieces
 from memsize.tracing.answers import DETACH, Answers, answers_itself
 from memsize.tracing.clock import Clock
+from memsize.tracing.convolutions import BACKWARD, FORWARD, Convolutions
 from memsize.tracing.kernels import kernel_copies
 
 _aten = torch.ops.aten
@@ -45,10 +46,12 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
 
 class Workspaces(NamedTuple):
     """Bytes that a GPU's libraries take from the allocator: cuBLAS per thread that multiplies matrices (the forward's,
-    and autograd's own), and cuBLASLt during each product with a bias, where it does not share cuBLAS's."""
+    and autograd's own), and cuBLASLt during each product with a bias, where it does not share cuBLAS's. `convolutions`
+    tells what cuDNN takes during each of them."""
 
     blas: int = 0
     lt: int = 0
+    convolutions: Convolutions | None = None
 
 
 _NO_WORKSPACES = Workspaces()
@@ -94,13 +97,17 @@ class Ledger(Answers):
             self._take_workspace(op)
         self._mark_read(args)
         result = self.answer(func, args, kwargs or {})
-        if isinstance(result, torch.Tensor):
+        copies = self._begin_copies(kernel_copies(func, args, kwargs), op)
+        if func is FORWARD or func is BACKWARD:
+            self._note_convolution(func, args, result, op)
+        elif isinstance(result, torch.Tensor):
             self._note(result, op)
         elif isinstance(result, (tuple, list)):
             self._note_each(result, op)
         if self.workspaces.lt and func is _aten.addmm.default:
             self._borrow(self.workspaces.lt, op)
-        self._note_copies(kernel_copies(func, args, kwargs), op)
+        for index, size in copies:
+            self._end(index, size, op)
         return result
 
     def _mark_read(self, args: Iterable[Any]) -> None:
@@ -129,15 +136,28 @@ class Ledger(Answers):
             size = self.workspaces.blas
             self._open("workspace", size, op, torch.uint8, (size,))
 
-    def _note_copies(self, copied: Iterable[tuple[torch.Tensor, Any]], op: str) -> None:
-        """What a kernel rearranges first is there beside its result, and gone at its end."""
-        begun = [(self._open("temporary", t.numel() * t.element_size(), op, t.dtype, _shape(t)), t) for t, _ in copied]
-        for index, tensor in begun:
-            self._end(index, tensor.numel() * tensor.element_size(), op)
+    def _begin_copies(self, copied: Iterable[tuple[torch.Tensor, Any]], op: str) -> list[tuple[int, int]]:
+        """What a kernel rearranges first, there until its end: each copy's index and bytes."""
+        sizes = [(tensor, tensor.numel() * tensor.element_size()) for tensor, _ in copied]
+        return [(self._open("temporary", size, op, tensor.dtype, _shape(tensor)), size) for tensor, size in sizes]
+
+    def _note_convolution(self, func: Any, args: Any, result: Any, op: str) -> None:
+        """Each result is made, then its workspace is taken and given back."""
+        convolutions = self.workspaces.convolutions
+        if func is FORWARD:
+            self._note(result, op)
+            self._borrow(convolutions.forward(args, result) if convolutions else 0, op)
+            return
+        sizes = convolutions.backward(args) if convolutions else (0, 0)
+        for gradient, size in zip(result, (*sizes, 0), strict=True):
+            if gradient is not None:
+                self._note(gradient, op)
+            self._borrow(size, op)
 
     def _borrow(self, size: int, op: str) -> None:
         """A workspace that an op takes and gives back."""
-        self._end(self._open("workspace", size, op, torch.uint8, (size,)), size, op)
+        if size:
+            self._end(self._open("workspace", size, op, torch.uint8, (size,)), size, op)
 
     def _end(self, index: int, size: int, op: str) -> None:
         self.events.append(Event(index, -size, self.clock.phase, self.clock.layer, op))

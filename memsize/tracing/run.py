@@ -125,7 +125,7 @@ class Run:
 
     def trace(self, failure: Failure | None = None) -> Trace:
         """What was written down so far."""
-        setup, ledger = self.setup, self.ledger
+        setup, ledger, convolutions = self.setup, self.ledger, self.setup.workspaces.convolutions
         storages = ledger.storages(self.calls.kept)
         tensors = self.tensors if failure or not self.calls.complete else self._with_use()
         tensors = setup.rewrite(tensors)
@@ -142,7 +142,8 @@ class Run:
             storages=storages,
             events=tuple(ledger.events),
             assumptions=tuple(ledger.values.assumptions),
-            notes=(*setup.notes, *self._notes, *ledger.values.notes),
+            notes=(*setup.notes, *self._notes, *ledger.values.notes, *(convolutions.notes if convolutions else ())),
+            cudnn=convolutions.plans.source if convolutions else None,
             failure=failure,
         )
         ledger.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,14 +14,17 @@ from memsize.precision.recipes import gpu_semantics
 from memsize.record import Trace
 from memsize.scenario import Scenario
 from memsize.semantics import CUDNN
+from memsize.semantics.cudnn import Convolution, Plans, installed
 from memsize.study import Study
+from memsize.tracing.convolutions import Convolutions
 from memsize.tracing.feed import Feed, input_tensors
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.quiet import collector_paused
 from memsize.tracing.run import run_inference
 from memsize.tracing.step import run_training
 from memsize.training import Training
-from memsize.verifying.measurement import Stack, Workload
+from memsize.units import dotted_cudnn
+from memsize.verifying.measurement import Stack, Workload, Workspace
 from memsize.verifying.prediction import Prediction, predicted
 from memsize.verifying.realized import realized
 from memsize.verifying.running import SEED, Plan
@@ -57,21 +61,31 @@ class Case:
             benchmark=benchmark,
         )
 
-    def trace(self, stack: Stack) -> Trace:
-        """The run on tensors without values, as a GPU of `stack` would do it."""
+    def trace(self, stack: Stack, plans: Plans | None = None) -> Trace:
+        """The run on tensors without values, as a GPU of `stack` would do it; convolutions take what `plans` say."""
         where = Card(stack.gpu, stack.capability, stack.total, "measured")
         study = Study(self.name, self.model, self.feed, self.mode, lambda _: None, where, self.training)
         with collector_paused():
             setup = replace(
                 study.prepared(self.scenario, self.feed.batch_size),
                 semantics=partial(gpu_semantics, capability=stack.capability, cudnn=stack.cudnn or CUDNN),
-                workspaces=workspaces(stack),
+                workspaces=workspaces(stack, plans or Plans(stack.capability, installed())),
             )
             return run_inference(setup) if self.training is None else run_training(setup, self.training)
 
-    def predicted(self, stack: Stack, benchmark: bool = False) -> Prediction:
-        """What memsize says of the case on a GPU of `stack`."""
-        return predicted(self.trace(stack), stack, benchmark=benchmark)
+    def predicted(self, stack: Stack, *, benchmark: bool = False, recorded: Sequence[Workspace] = ()) -> Prediction:
+        """What memsize says of the case on a GPU of `stack`.
+
+        `recorded` are cuDNN's answers of the day of a measurement: of the first plans, or with `benchmark` of the
+        greediest. Without them the cuDNN of this machine is asked, if there is one.
+        """
+        known = {Convolution.parse(text): size for text, size in recorded}
+        release = None if stack.cudnn is None else dotted_cudnn(stack.cudnn)
+        plans = Plans(stack.capability, installed(), recorded=known, release=release, greedy=benchmark)
+        trace = self.trace(stack, plans)
+        if not benchmark:
+            return predicted(trace, stack, _asked(plans))
+        return predicted(self.trace(stack), stack, _asked(plans), greediest=trace)
 
     def plan(self, device: torch.device, *, benchmark: bool = False, track: bool = True) -> Plan:
         """How the case is really run on `device`."""
@@ -79,7 +93,17 @@ class Case:
         return Plan(self.workload(benchmark), build, self.training, track)
 
 
-def workspaces(stack: Stack) -> Workspaces:
-    """What cuBLAS and cuBLASLt take with the release and the settings of `stack`."""
+def workspaces(stack: Stack, plans: Plans | None = None) -> Workspaces:
+    """What cuBLAS, cuBLASLt and cuDNN take with the release and the settings of `stack`."""
     blas = cublas_workspace(stack.capability, config=stack.cublas_config, torch_version=stack.torch)
-    return Workspaces(blas, cublaslt_workspace(torch_version=stack.torch))
+    lt = cublaslt_workspace(torch_version=stack.torch)
+    return Workspaces(blas, lt, Convolutions.on(plans) if plans else None)
+
+
+def _asked(plans: Plans) -> tuple[Workspace, ...]:
+    """The answers of cuDNN itself, in the order of the first call."""
+    return tuple(
+        Workspace(str(convolution), size)
+        for convolution, size in plans.answers.items()
+        if convolution not in plans.estimated
+    )

@@ -68,7 +68,7 @@ class Checked:
             Comparison(
                 name,
                 benchmark,
-                Interval(getattr(said.peaks, name), getattr(said.most, name)),
+                Interval(getattr(said.least, name), getattr(said.most, name)),
                 None if seen.peaks is None or seen.error else getattr(seen.peaks, name),
             )
             for name in FIGURES[:-1]

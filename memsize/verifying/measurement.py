@@ -6,9 +6,10 @@ Sizes are bytes. What could not be read is None, and a run that ran out of memor
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from memsize.codec import plain, reader
 from memsize.errors import InputError
@@ -69,13 +70,15 @@ class Peaks:
     allocated: int
     reserved: int
 
-    def over(self, other: Peaks) -> Peaks:
-        """The larger of each."""
-        return Peaks(
-            max(self.requested, other.requested),
-            max(self.allocated, other.allocated),
-            max(self.reserved, other.reserved),
-        )
+    @classmethod
+    def least(cls, several: Sequence[Peaks]) -> Peaks:
+        """The smallest of each."""
+        return cls(*(min(figures) for figures in zip(*map(astuple, several), strict=True)))
+
+    @classmethod
+    def most(cls, several: Sequence[Peaks]) -> Peaks:
+        """The largest of each."""
+        return cls(*(max(figures) for figures in zip(*map(astuple, several), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +93,22 @@ class DeviceUse:
     source: Literal["NVML, this process", "NVML, growth of the device", "mem_get_info"]
 
 
+class Workspace(NamedTuple):
+    """What cuDNN said of a convolution (`memsize.semantics.cudnn.Convolution` as text): the bytes of its workspace."""
+
+    convolution: str
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """What one real run took.
 
     `peaks` are those of the whole run after the model was built, `steady` those of its last step. `skipped` counts
     steps that a GradScaler left out before that one, which were run again. `tracked` is what PyTorch's MemTracker says
-    of one more such step, `untracked` why it says nothing. `log` holds the allocations of the last step.
+    of one more such step, `untracked` why it says nothing. `log` holds the allocations of the last step. `workspaces`
+    are what the cuDNN of this stack said before the run, so that it need not be asked again: with its benchmark, the
+    most of any plan.
     """
 
     workload: Workload
@@ -110,6 +122,7 @@ class Measurement:
     error: str | None = None
     seconds: float = 0.0
     log: Log | None = None
+    workspaces: tuple[Workspace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

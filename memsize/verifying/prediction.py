@@ -1,7 +1,6 @@
 """What memsize says of a run, in the terms in which a GPU is measured: peaks, intervals, and the log of the last step.
 
-cuDNN's convolutions take a workspace that cannot be derived without the library: from nothing to about what the largest
-tensor takes that they work on. Peaks of convolutional nets are intervals for that reason.
+Peaks are intervals where cuDNN could not be asked for the workspaces of convolutions, or where its benchmark decides.
 """
 
 from __future__ import annotations
@@ -11,48 +10,54 @@ from dataclasses import dataclass
 
 from memsize.device import AllocatorConfig, Interval, replay
 from memsize.device.context import context
-from memsize.device.outlook import CONVOLUTIONS
-from memsize.device.workspace import cudnn_workspace
+from memsize.device.spread import CONVOLUTIONS, Requests, requests, variants
 from memsize.folds import live_bytes, split_phase
 from memsize.record import Trace
 from memsize.verifying.log import Log, Place, log_of
-from memsize.verifying.measurement import Peaks, Stack
-
-_PASSING = frozenset({"input", "output", "activation", "temporary", "cast copy"})
-"""Roles of the tensors that a convolution works on."""
+from memsize.verifying.measurement import Peaks, Stack, Workspace
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The peaks of a run. `most` are those with the largest workspaces that cuDNN may take, the same where it takes
-    none; `device` is reserved and the CUDA context. `log` holds what the last step allocates and frees."""
+    """The peaks of a run: the `least` and the `most` that the workspaces of its convolutions make of them, the same
+    where those are known. `device` is reserved and the CUDA context. `log` holds what the last step allocates and
+    frees."""
 
-    peaks: Peaks
+    least: Peaks
     most: Peaks
     device: Interval
     steady: int
     log: Log
     convolutional: bool = False
     """Whether a convolution runs: cuDNN's workspaces and its benchmark are theirs."""
+    workspaces: tuple[Workspace, ...] = ()
+    """What cuDNN itself says that those convolutions take; nothing where it was not asked."""
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def predicted(trace: Trace, stack: Stack, *, benchmark: bool = False) -> Prediction:
-    """What a GPU of `stack` would show of `trace`; `benchmark` is `torch.backends.cudnn.benchmark`."""
+def predicted(
+    trace: Trace, stack: Stack, workspaces: tuple[Workspace, ...] = (), *, greediest: Trace | None = None
+) -> Prediction:
+    """What a GPU of `stack` would show of `trace`, of which cuDNN gave the `workspaces`.
+
+    `greediest` is the same run with the most that `torch.backends.cudnn.benchmark` may allocate for each convolution:
+    which plan it chooses then depends on the clock.
+    """
     config = AllocatorConfig.parse(stack.allocator)
-    plain = _peaks([(event.storage, event.delta) for event in trace.events], config)
-    # A workspace that another tensor finds free later can even save a segment: the least stays the least.
-    most = plain.over(_peaks(list(_with_workspaces(trace, benchmark)), config))
+    possible = variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]
+    peaks = [_peaks(each, config) for each in possible]
+    least, most = Peaks.least(peaks), Peaks.most(peaks)
     outside = context(stack.cuda, stack.module_loading)
     first = _last_step(trace)
     return Prediction(
-        plain,
+        least,
         most,
-        Interval(plain.reserved + outside.low, most.reserved + outside.high),
+        Interval(least.reserved + outside.low, most.reserved + outside.high),
         max(list(live_bytes(trace.events))[max(first - 1, 0) :], default=0),
         _log(trace, first),
         convolves(trace),
+        workspaces,
         trace.assumptions,
         trace.notes,
     )
@@ -63,28 +68,9 @@ def convolves(trace: Trace) -> bool:
     return any(event.op in CONVOLUTIONS for event in trace.events)
 
 
-def _peaks(events: list[tuple[int, int]], config: AllocatorConfig) -> Peaks:
+def _peaks(events: Requests, config: AllocatorConfig) -> Peaks:
     found = replay(events, config)
     return Peaks(found.requested.bytes, found.allocated.bytes, found.reserved.bytes)
-
-
-def _with_workspaces(trace: Trace, benchmark: bool) -> Iterator[tuple[int, int]]:
-    """The events, and after each tensor that a convolution makes the largest workspace that it may have meanwhile."""
-    live: dict[int, int] = {}
-    extra = len(trace.storages)
-    for event in trace.events:
-        yield event.storage, event.delta
-        left = live.get(event.storage, 0) + event.delta
-        if trace.storages[event.storage].role in _PASSING:
-            live[event.storage] = left
-        if not left:
-            live.pop(event.storage, None)
-        if event.delta > 0 and event.op in CONVOLUTIONS:
-            most = cudnn_workspace(max(live.values(), default=0), benchmark=benchmark).high
-            if most:
-                yield extra, most
-                yield extra, -most
-                extra += 1
 
 
 def _last_step(trace: Trace) -> int:

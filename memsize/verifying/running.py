@@ -26,7 +26,7 @@ from memsize.verifying.gauge import Gauge
 from memsize.verifying.history import Change
 from memsize.verifying.log import Log
 from memsize.verifying.marking import Mark, Marks, placed
-from memsize.verifying.measurement import Measurement, Stack, Workload
+from memsize.verifying.measurement import Measurement, Peaks, Stack, Workload
 from memsize.verifying.tracked import tracked_peak
 
 SEED: Final = 0
@@ -72,7 +72,7 @@ def _measured(plan: Plan, gauge: Gauge, stack: Stack) -> Measurement:
     with gauge.recorded() as events:
         step()
     steady, device = gauge.peaks(), gauge.use()
-    measured = Measurement(plan.workload, stack, before.over(steady), steady, device, skipped)
+    measured = Measurement(plan.workload, stack, Peaks.most([before, steady]), steady, device, skipped)
     log = _placed(events, marks, setup, step, gauge)
     return replace(measured, log=log, **_tracked(plan, setup, step, gauge))
 

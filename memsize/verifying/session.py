@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from memsize.errors import InputError
-from memsize.record import Trace
 from memsize.verifying.case import Case
 from memsize.verifying.comparison import Checked, Verification
 from memsize.verifying.gauge import Gauge
 from memsize.verifying.measurement import Measurement, Saved, Workload
-from memsize.verifying.prediction import convolves, predicted
 from memsize.verifying.running import measure
 
 _NOT_COMPARED = ("model", "seed", "benchmark")
@@ -24,13 +22,15 @@ def verified(case: Case, gauge: Gauge, say: Callable[[str], None]) -> Verificati
     Raises what `measure` raises.
     """
     say("predicting")
-    trace = case.trace(gauge.stack())
-    found: list[Measurement] = []
-    for benchmark in (False, True) if convolves(trace) else (False,):
+    stack = gauge.stack()
+    usual = case.predicted(stack)
+    predictions = {False: usual, True: case.predicted(stack, benchmark=True)} if usual.convolutional else {False: usual}
+    found: list[Checked] = []
+    for benchmark, said in predictions.items():
         say(f"running on {gauge.device}{', cudnn.benchmark on' if benchmark else ''}")
-        found.append(measure(case.plan(gauge.device, benchmark=benchmark), gauge))
-    say("comparing")
-    return Verification(tuple(_checked(each, trace) for each in found))
+        seen = measure(case.plan(gauge.device, benchmark=benchmark), gauge)
+        found.append(Checked(replace(seen, workspaces=said.workspaces), said))
+    return Verification(tuple(found))
 
 
 def replayed(case: Case, saved: Saved) -> Verification:
@@ -42,13 +42,12 @@ def replayed(case: Case, saved: Saved) -> Verification:
         raise InputError("the file holds no measurement")
     for each in saved.measurements:
         _check(each.workload, case.workload())
-    trace = case.trace(saved.measurements[0].stack)
-    return Verification(tuple(_checked(each, trace) for each in saved.measurements), (f"measured on {saved.date}",))
+    return Verification(tuple(_replayed(case, each) for each in saved.measurements), (f"measured on {saved.date}",))
 
 
-def _checked(measurement: Measurement, trace: Trace) -> Checked:
-    said = predicted(trace, measurement.stack, benchmark=measurement.workload.benchmark)
-    return Checked(measurement, said)
+def _replayed(case: Case, seen: Measurement) -> Checked:
+    said = case.predicted(seen.stack, benchmark=seen.workload.benchmark, recorded=seen.workspaces)
+    return Checked(seen, said)
 
 
 def _check(measured: Workload, asked: Workload) -> None:

@@ -1,0 +1,485 @@
+"""What cuDNN takes for convolutions: what PyTorch asks it for, its answers, estimates, and what a run makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import memsize
+from memsize.device import AllocatorConfig, replay
+from memsize.device.outlook import outlook
+from memsize.device.spread import is_estimated, requests, variants
+from memsize.errors import InputError
+from memsize.loading.weightless import Weightless
+from memsize.record import Event, Trace
+from memsize.semantics.cudnn import Convolution, Library, Plans, installed
+from memsize.semantics.cudnn.backend import CudnnError
+from memsize.semantics.cudnn.library import OLDEST, Plan
+from memsize.semantics.cudnn.plans import estimate
+from memsize.study import Study
+from memsize.tracing.convolutions import Convolutions, Kernels
+from memsize.tracing.ledger import Ledger, Workspaces
+from memsize.units import dotted_cudnn
+
+A100, H100, T4, V100 = (8, 0), (9, 0), (7, 5), (7, 0)
+MIB = 2**20
+
+PLAIN = Convolution("forward", "float16", (8, 64, 56, 56), (128, 64, 3, 3), (8, 128, 56, 56), (1, 1), (1, 1), (1, 1))
+"""3×3 over 64 channels of 56×56, 8 of them."""
+OPERANDS = 2 * (8 * 64 * 56 * 56 + 128 * 64 * 9 + 8 * 128 * 56 * 56)
+
+
+# -- a convolution as a value ------------------------------------------------------------------------------------------
+
+sizes = st.integers(1, 512)
+settings = st.lists(st.integers(0, 9), min_size=2, max_size=2).map(tuple)
+shapes = st.lists(sizes, min_size=4, max_size=4).map(tuple)
+convolutions = st.builds(
+    Convolution,
+    st.sampled_from(["forward", "data", "filter"]),
+    st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
+    *[shapes] * 3,
+    *[settings] * 3,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@given(convolutions)
+def test_a_convolution_comes_back_from_its_text(convolution: Convolution) -> None:
+    assert Convolution.parse(str(convolution)) == convolution
+
+
+def test_its_text_and_its_operands() -> None:
+    assert str(PLAIN) == "forward float16 row-major 8,64,56,56 128,64,3,3 8,128,56,56 1,1 1,1 1,1 tf32"
+    assert PLAIN.operands == OPERANDS == 9_781_248
+    assert PLAIN._replace(dtype="float32").operands == 2 * OPERANDS
+    assert PLAIN.groups == 1 and PLAIN._replace(w=(128, 4, 3, 3)).groups == 16
+
+
+@pytest.mark.parametrize("text", ["", "forward", "backward float16 row-major 1 1 1 1 1 1", f"{PLAIN} fast", "x y z"])
+def test_another_text_is_none(text: str) -> None:
+    with pytest.raises(InputError, match="not a convolution"):
+        Convolution.parse(text)
+
+
+# -- what PyTorch asks cuDNN for ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Asked:
+    """Plans that take down what they are asked, and answer with its position."""
+
+    capability: tuple[int, int]
+    convolutions: list[Convolution]
+
+    source = None
+
+    def workspace(self, convolution: Convolution) -> int:
+        self.convolutions.append(convolution)
+        return 1000 * len(self.convolutions)
+
+
+def asked(
+    module: nn.Module, *shape: int, dtype: torch.dtype = torch.float32, last: bool = False, gpu: tuple[int, int] = A100
+) -> list[Convolution]:
+    """What one forward and backward of `module` ask for."""
+    plans = Asked(gpu, [])
+    module = module.to("meta", dtype)
+    x = torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
+    with Ledger(workspaces=Workspaces(convolutions=Convolutions.on(plans))):  # type: ignore[arg-type]
+        if last:
+            module, x = module.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        y: Tensor = module(x)
+        y.backward(torch.empty_like(y), inputs=[x, *module.parameters()])
+    return plans.convolutions
+
+
+def test_a_step_asks_for_three() -> None:
+    found = asked(nn.Conv2d(64, 128, 3, stride=2, padding=(1, 0), dilation=(1, 2)), 8, 64, 57, 61)
+    # (57 + 2 - 2 - 1) // 2 + 1 = 29, (61 - 4 - 1) // 2 + 1 = 29
+    forward = Convolution(
+        "forward", "float32", (8, 64, 57, 61), (128, 64, 3, 3), (8, 128, 29, 29), (1, 0), (2, 2), (1, 2)
+    )
+    assert found == [forward, forward._replace(operation="data"), forward._replace(operation="filter")]
+
+
+def test_a_frozen_weight_or_input_asks_for_less() -> None:
+    plans = Asked(A100, [])
+    layer = nn.Conv2d(8, 8, 3).to("meta")
+    layer.weight.requires_grad_(False)
+    x = torch.empty(2, 8, 9, 9, device="meta", requires_grad=True)
+    with Ledger(workspaces=Workspaces(convolutions=Convolutions.on(plans))):  # type: ignore[arg-type]
+        layer(x).sum().backward()
+    assert [each.operation for each in plans.convolutions] == ["forward", "data"]
+
+
+def test_a_transposed_one_is_the_gradient_of_another() -> None:
+    found = asked(nn.ConvTranspose2d(32, 16, 2, stride=2), 4, 32, 10, 10)
+    # its output is that convolution's input
+    data = Convolution("data", "float32", (4, 16, 20, 20), (32, 16, 2, 2), (4, 32, 10, 10), (0, 0), (2, 2), (1, 1))
+    assert found == [data, data._replace(operation="forward"), data._replace(operation="filter")]
+
+
+def test_a_line_is_a_picture_of_height_one() -> None:
+    found = asked(nn.Conv1d(16, 32, 5, padding=2, stride=2), 4, 16, 100)
+    assert found[0] == Convolution(
+        "forward", "float32", (4, 16, 1, 100), (32, 16, 1, 5), (4, 32, 1, 50), (0, 2), (1, 2), (1, 1)
+    )
+
+
+def test_a_volume() -> None:
+    found = asked(nn.Conv3d(4, 8, 3, padding="same"), 2, 4, 6, 7, 8)
+    assert found[0].x == (2, 4, 6, 7, 8) and found[0].padding == (1, 1, 1)
+
+
+def test_channels_last_and_dtypes() -> None:
+    found = asked(nn.Conv2d(8, 8, 3), 2, 8, 9, 9, dtype=torch.bfloat16, last=True)
+    assert {(each.channels_last, each.dtype) for each in found} == {(True, "bfloat16")}
+    # cuDNN has no channels last for float64
+    found = asked(nn.Conv2d(8, 8, 3), 2, 8, 9, 9, dtype=torch.float64, last=True)
+    assert {(each.channels_last, each.dtype) for each in found} == {(False, "float64")}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "last", "shape", "count"),
+    [
+        # float32 has kernels of PyTorch's own; channels last has none
+        (torch.float32, False, (2, 64, 14, 14), 0),
+        (torch.float32, True, (2, 64, 14, 14), 3),
+        # float16 goes to cuDNN where that was found faster: any stride 1 from a width of 7 on
+        (torch.float16, False, (2, 64, 14, 14), 3),
+        (torch.float16, False, (2, 64, 6, 6), 0),
+        (torch.bfloat16, False, (2, 64, 14, 14), 0),
+    ],
+)
+def test_depthwise(dtype: torch.dtype, last: bool, shape: tuple[int, ...], count: int) -> None:
+    layer = nn.Conv2d(64, 64, 3, padding=1, groups=64)
+    assert len(asked(layer, *shape, dtype=dtype, last=last)) == count
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch", "count"),
+    [
+        # stride 2 on 128 channels of 14: only one sample at a time
+        (nn.Conv2d(128, 128, 3, stride=2, groups=128), 1, 3),
+        (nn.Conv2d(128, 128, 3, stride=2, groups=128), 2, 0),
+        (nn.Conv2d(512, 512, 3, stride=2, groups=512), 2, 3),
+        (nn.Conv2d(128, 128, 3, stride=3, groups=128), 1, 0),
+        (nn.Conv2d(128, 128, (3, 5), groups=128), 1, 0),
+        (nn.Conv2d(128, 128, 7, groups=128), 1, 0),
+        (nn.Conv2d(128, 128, 3, dilation=2, groups=128), 1, 0),
+        (nn.Conv2d(16, 16, 3, groups=16), 1, 0),
+    ],
+)
+def test_depthwise_in_float16(layer: nn.Conv2d, batch: int, count: int) -> None:
+    assert len(asked(layer, batch, layer.in_channels, 14, 14, dtype=torch.float16)) == count
+
+
+def test_a_depthwise_line_in_float16_is_cudnns() -> None:
+    assert len(asked(nn.Conv1d(64, 64, 9, groups=64), 2, 64, 50, dtype=torch.float16)) == 3
+
+
+def test_what_cudnn_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(nn.Conv2d(8, 8, 3), 2, 8, 9, 9, dtype=torch.bfloat16, gpu=T4) == []
+    assert asked(nn.Conv2d(8, 8, 3), 0, 8, 9, 9) == []
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    assert asked(nn.Conv2d(8, 8, 3), 2, 8, 9, 9) == []
+
+
+def test_settings_of_pytorch_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Kernels.of(A100)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", not usual.deterministic)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not usual.tf32)
+    found = asked(nn.Conv2d(8, 8, 3), 2, 8, 9, 9)
+    assert {(each.deterministic, each.tf32) for each in found} == {(not usual.deterministic, not usual.tf32)}
+    # cuDNN has no deterministic dilated ones for row-major tensors
+    assert asked(nn.Conv2d(8, 8, 3, dilation=2), 2, 8, 9, 9) == []
+
+
+# -- what a run makes of it --------------------------------------------------------------------------------------------
+
+
+def events_of(module: nn.Module, x: Tensor, plans: Any) -> list[tuple[str, int]]:
+    """Role and bytes of each event of a forward and backward of `module`."""
+    ledger = Ledger(workspaces=Workspaces(convolutions=Convolutions.on(plans)))
+    with ledger:
+        y = module(x)
+        gradient = torch.empty_like(y)
+        start = len(ledger.events)
+        # both gradients: the input's is read, the weight's is kept
+        torch.autograd.grad(y, [x, *module.parameters()], gradient)
+    roles = ledger._roles
+    return [(roles[event.storage], event.delta) for event in (*ledger.events[:start], *ledger.events[start:])]
+
+
+def test_each_gradient_is_followed_by_its_workspace() -> None:
+    layer = nn.Conv2d(4, 8, 3, bias=False).to("meta")
+    x = torch.empty(2, 4, 8, 8, device="meta", requires_grad=True)
+    found = events_of(layer, x, Asked(A100, []))
+    output, data, weight = 4 * 2 * 8 * 6 * 6, 4 * 2 * 4 * 8 * 8, 4 * 8 * 4 * 9
+    sizes = [size for _, size in found]
+    assert sizes[:3] == [output, 1000, -1000]
+    assert sizes[4:10] == [data, 2000, -2000, weight, 3000, -3000]  # after the gradient that the backward is given
+    assert [role for role, size in found if abs(size) in (1000, 2000, 3000)] == ["workspace"] * 6
+
+
+def test_operands_are_rearranged_before_the_workspace_is_taken() -> None:
+    layer = nn.Conv2d(4, 8, 3, bias=False).to("meta")
+    x = torch.empty(2, 8, 8, 4, device="meta").permute(0, 3, 2, 1).requires_grad_()  # neither format
+    copied = 4 * 2 * 4 * 8 * 8
+    sizes = [size for _, size in events_of(layer, x, Asked(A100, []))]
+    assert sizes[:5] == [copied, 4 * 2 * 8 * 6 * 6, 1000, -1000, -copied]
+
+
+def conv_trace(gpu: str = "a100", **options: Any) -> Trace:
+    with Weightless():
+        model = nn.Sequential(nn.Conv2d(64, 128, 3, padding=1, bias=False))
+    found: Trace = memsize.trace(
+        model, (64, 56, 56), batch_size=8, scenario="fp16", optimizer=None, gpu=gpu, **options
+    ).trace
+    return found
+
+
+def test_an_inference_with_an_estimate() -> None:
+    trace = conv_trace()
+    assert trace.cudnn is None and is_estimated(trace)
+    assert [event.delta for event in trace.events][-3:] == [2 * 8 * 128 * 56 * 56, OPERANDS, -OPERANDS]
+    look = outlook(trace)
+    assert look.requested == OPERANDS + OPERANDS
+    assert look.roles["workspace"] == OPERANDS
+    config, segments = AllocatorConfig(), []
+    for factor in (0, 1, 2):
+        assert sum(size for _, size in requests(trace, factor) if size > 0) == (1 + factor) * OPERANDS
+        segments.append(replay(requests(trace, factor), config).reserved.bytes)
+    assert look.reserved == segments[1]
+    assert (look.device.low, look.device.high) == (segments[0] + 300 * MIB, segments[2] + 650 * MIB)
+
+
+def test_what_cudnn_said_leaves_no_interval() -> None:
+    trace = replace(conv_trace(), cudnn="9.24.0")
+    assert not is_estimated(trace) and len(variants(trace)) == 1
+    look = outlook(trace)
+    assert look.device.high - look.device.low == (650 - 300) * MIB
+
+
+def test_a_run_without_convolutions_is_no_estimate() -> None:
+    trace = memsize.trace(nn.Linear(8, 8), (8,), optimizer=None).trace
+    assert trace.cudnn is None and not is_estimated(trace)
+    # cuBLAS's workspace is no convolution's
+    assert any(event.delta > MIB for event in trace.events)
+    assert requests(trace, 0) == requests(trace)
+
+
+def test_a_report_without_peaks_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Plans | None] = []
+    real = Study.__init__
+    monkeypatch.setattr(
+        Study, "__init__", lambda self, *rest, **named: (real(self, *rest, **named), seen.append(self.plans))[0]
+    )
+    model = nn.Sequential(nn.Conv2d(8, 8, 3))
+    memsize.report(model, (8, 9, 9))
+    memsize.report(model, (8, 9, 9), gpu="t4")
+    memsize.report(model, (8, 9, 9), train="sgd")
+    assert [plans and plans.capability for plans in seen] == [None, T4, A100]
+
+
+def test_workspaces_without_events() -> None:
+    """A trace by hand, whose convolution takes none."""
+    trace = replace(conv_trace(), storages=(), events=())
+    assert requests(trace, 2) == [] and not is_estimated(trace)
+    assert Event(0, 1, 0, 0, "convolution") not in trace.events
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "gpu", "expected"),
+    [
+        ({}, A100, OPERANDS),
+        ({"operation": "data"}, H100, OPERANDS),
+        ({"operation": "filter"}, T4, OPERANDS),
+        # tensor cores for float32 came with Ampere, and are PyTorch's default for convolutions
+        ({"dtype": "float32"}, H100, 2 * OPERANDS),
+        ({"dtype": "float32"}, T4, 0),
+        ({"dtype": "float32", "tf32": False}, H100, 0),
+        ({"dtype": "float64"}, H100, 0),
+        ({}, V100, 0),
+        # nothing to rearrange
+        ({"channels_last": True}, A100, 0),
+        ({"channels_last": True, "dtype": "float32"}, H100, 0),
+        ({"channels_last": True, "dtype": "float32"}, A100, 2 * OPERANDS),
+        # depthwise, and the three channels of a picture
+        ({"w": (64, 1, 3, 3)}, A100, 0),
+        ({"x": (8, 3, 56, 56), "w": (128, 3, 3, 3)}, A100, 0),
+    ],
+)
+def test_estimates(change: dict[str, Any], gpu: tuple[int, int], expected: int) -> None:
+    assert estimate(PLAIN._replace(**change), gpu) == expected
+
+
+# -- who is asked ------------------------------------------------------------------------------------------------------
+
+
+class Answering:
+    """A library that has two plans for everything on the cards that it knows."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __str__(self) -> str:
+        return "9.99.0"
+
+    def plan(self, convolution: Convolution, gpu: tuple[int, int]) -> Plan | None:
+        self.asked += 1
+        if gpu > (12, 1):
+            raise CudnnError("not known")
+        return None if convolution.dtype == "float64" else Plan(700, frozenset())
+
+    def plans(self, convolution: Convolution, gpu: tuple[int, int]) -> tuple[Plan, ...]:
+        return tuple(filter(None, (self.plan(convolution, gpu), Plan(900, frozenset()))))
+
+
+def test_the_library_is_asked_once() -> None:
+    library = Answering()
+    plans = Plans(A100, library)  # type: ignore[arg-type]
+    assert plans.source is None
+    assert [plans.workspace(PLAIN) for _ in range(3)] == [700] * 3
+    assert library.asked == 1 and plans.source == "9.99.0" and not plans.estimated
+    assert plans.workspace(PLAIN._replace(dtype="float64")) == 0
+
+
+def test_the_greediest_plan() -> None:
+    assert Plans(A100, Answering(), greedy=True).workspace(PLAIN) == 900  # type: ignore[arg-type]
+    assert Plans(A100, greedy=True).workspace(PLAIN) == 3 * OPERANDS
+
+
+def test_what_is_recorded_comes_first() -> None:
+    plans = Plans(A100, Answering(), recorded={PLAIN: 5})  # type: ignore[arg-type]
+    assert plans.workspace(PLAIN) == 5
+    assert plans.workspace(PLAIN._replace(operation="data")) == 700
+    alone = Plans(A100, recorded={PLAIN: 5}, release="9.1.0")
+    assert alone.workspace(PLAIN) == 5 and alone.source == "9.1.0"
+    assert alone.workspace(PLAIN._replace(operation="data")) == OPERANDS and alone.source is None
+
+
+def test_an_unknown_card_is_estimated() -> None:
+    library = Answering()
+    plans = Plans((15, 0), library)  # type: ignore[arg-type]
+    other = PLAIN._replace(operation="filter")
+    assert plans.workspace(PLAIN) == plans.workspace(other) == OPERANDS
+    assert library.asked == 1 and plans.estimated == {PLAIN, other} and plans.source is None
+
+
+def test_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found() -> Library | None:
+        installed.cache_clear()
+        return installed()
+
+    file = tmp_path / "libcudnn.so.9"
+    file.write_bytes(b"no library")
+    assert found() is None  # as the tests are set up
+    monkeypatch.setenv("MEMSIZE_CUDNN", str(file))
+    assert found() is None
+    monkeypatch.setenv("MEMSIZE_CUDNN", "libm.so.6")
+    assert found() is None
+    monkeypatch.delenv("MEMSIZE_CUDNN")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    assert found() is None
+    installed.cache_clear()
+
+
+def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(version=OLDEST - 1, newest=900)
+    monkeypatch.setattr("memsize.semantics.cudnn.library.Backend", lambda path: old)
+    with pytest.raises(CudnnError, match=r"cuDNN 9\.10\.99 cannot be asked"):
+        Library("libcudnn.so.9")
+    assert (dotted_cudnn(91_501), dotted_cudnn(8907)) == ("9.15.1", "8.9.7")
+
+
+# -- cuDNN itself ------------------------------------------------------------------------------------------------------
+
+
+def test_cudnn_answers_without_a_gpu(cudnn: Library) -> None:
+    assert cudnn.version >= OLDEST and str(cudnn).startswith("9.")
+    for gpu in (T4, A100, (8, 6), (8, 9), H100, (10, 0), (12, 0)):
+        for operation in ("forward", "data", "filter"):
+            convolution = PLAIN._replace(operation=operation)
+            first = cudnn.plan(convolution, gpu)
+            assert first is not None and first.workspace >= 0
+            plans = cudnn.plans(convolution, gpu)
+            assert plans[0] == first and len(plans) > 1
+
+
+def test_cudnn_rearranges_row_major_tensors(cudnn: Library) -> None:
+    """The reason for the estimate: room for the tensors in channels last; none where they are so."""
+    for operation in ("forward", "data", "filter"):
+        there = cudnn.plan(PLAIN._replace(operation=operation), H100)
+        assert there is not None and 0.9 * OPERANDS < there.workspace < 1.3 * OPERANDS
+        last = cudnn.plan(PLAIN._replace(operation=operation, channels_last=True), H100)
+        assert last is not None and last.workspace < 0.1 * OPERANDS
+
+
+def test_cudnn_keeps_to_pytorchs_settings(cudnn: Library) -> None:
+    tensor_core, nondeterministic = 0, 4
+    wide = PLAIN._replace(dtype="float32")
+    assert any(tensor_core in plan.notes for plan in cudnn.plans(wide, A100))
+    assert not any(tensor_core in plan.notes for plan in cudnn.plans(wide._replace(tf32=False), A100))
+    weight = PLAIN._replace(operation="filter")
+    assert any(nondeterministic in plan.notes for plan in cudnn.plans(weight, A100))
+    assert not any(nondeterministic in plan.notes for plan in cudnn.plans(weight._replace(deterministic=True), A100))
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    [
+        PLAIN._replace(dtype="float64"),
+        PLAIN._replace(x=(8, 64, 1, 56), w=(128, 64, 1, 3), y=(8, 128, 1, 56), padding=(0, 1)),
+        PLAIN._replace(w=(128, 2, 3, 3)),
+        Convolution("data", "float32", (2, 8, 6, 6, 6), (4, 8, 3, 3, 3), (2, 4, 4, 4, 4), (0,) * 3, (1,) * 3, (1,) * 3),
+    ],
+    ids=["float64", "line", "grouped", "volume"],
+)
+def test_cudnn_knows_every_kind(cudnn: Library, convolution: Convolution) -> None:
+    assert cudnn.plans(convolution, A100)
+
+
+def test_cudnn_refuses_what_it_does_not_know(cudnn: Library) -> None:
+    with pytest.raises(CudnnError, match=r"does not know compute capability 99\.0"):
+        cudnn.plan(PLAIN, (99, 0))
+    with pytest.raises(CudnnError):
+        cudnn.plan(PLAIN._replace(w=(128, 7, 3, 3)), A100)
+    assert cudnn.plan(PLAIN._replace(dtype="bfloat16"), T4) is None
+
+
+def test_a_trace_by_cudnn(cudnn: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.semantics.cudnn.installed", lambda: cudnn)
+    trace = conv_trace(gpu="h100")
+    plan = cudnn.plan(PLAIN._replace(tf32=torch.backends.cudnn.allow_tf32), H100)
+    assert plan is not None and trace.cudnn == str(cudnn)
+    assert [event.delta for event in trace.events][-2:] == [plan.workspace, -plan.workspace]
+
+
+def test_asking_takes_no_memory(cudnn: Library) -> None:
+    """Descriptors are given back: 3,000 questions would hold a gigabyte of them."""
+    before = _resident()
+    for batch in range(1, 1001):
+        for operation in ("forward", "data", "filter"):
+            cudnn.plan(PLAIN._replace(operation=operation, x=(batch, *PLAIN.x[1:]), y=(batch, *PLAIN.y[1:])), A100)
+    assert _resident() - before < 200 * MIB
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
