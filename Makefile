@@ -2,13 +2,16 @@
 #
 # PYTHON=…          the interpreter to build it with (the first of the list below that is 3.11 or newer)
 # TORCH_INDEX=…     the index to get PyTorch from: that of its small CPU build, say
+# CUDNN=1           install cuDNN too (1 GB), for the tests that ask it; they are skipped without
 
 VENV := .venv
 BIN := $(VENV)/bin
+COMMA := ,
 STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 TORCH_INDEX ?=
+CUDNN ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test bench format clean
@@ -35,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "memsize needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) --constraint constraints.txt --editable '.[test,dev,quant]'
+	$(PIP) --constraint constraints.txt --editable '.[test,dev,quant$(if $(CUDNN),$(COMMA)cudnn)]'
 	@touch $@
 
 clean:
