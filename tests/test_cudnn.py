@@ -378,7 +378,10 @@ def test_an_unknown_card_is_estimated() -> None:
     plans = Plans((15, 0), library)  # type: ignore[arg-type]
     other = PLAIN._replace(operation="filter")
     assert plans.workspace(PLAIN) == plans.workspace(other) == OPERANDS
-    assert library.asked == 1 and plans.estimated == {PLAIN, other} and plans.source is None
+    assert plans.estimated == {PLAIN, other} and plans.source is None
+    plans = Plans((15, 0), library)  # type: ignore[arg-type]
+    plans.workspace(PLAIN), plans.workspace(PLAIN)
+    assert library.asked == 3  # once each
 
 
 def test_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -429,6 +432,15 @@ def test_cudnn_rearranges_row_major_tensors(cudnn: Library) -> None:
         assert there is not None and 0.9 * OPERANDS < there.workspace < 1.3 * OPERANDS
         last = cudnn.plan(PLAIN._replace(operation=operation, channels_last=True), H100)
         assert last is not None and last.workspace < 0.1 * OPERANDS
+
+
+def test_the_plan_is_the_first_of_all(cudnn: Library) -> None:
+    """Also where settings rule out the first of cuDNN's list."""
+    for change in ({}, {"tf32": False}, {"deterministic": True}, {"tf32": False, "deterministic": True}):
+        for operation in ("forward", "data", "filter"):
+            convolution = PLAIN._replace(dtype="float32", operation=operation, **change)
+            for gpu in (T4, A100, H100):
+                assert cudnn.plan(convolution, gpu) == cudnn.plans(convolution, gpu)[0]
 
 
 def test_cudnn_keeps_to_pytorchs_settings(cudnn: Library) -> None:

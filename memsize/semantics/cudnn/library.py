@@ -35,8 +35,11 @@ _INSTANT, _FALLBACK = 0, 2
 _CROSS_CORRELATION: Final = 1
 _TENSOR_CORE, _DOWN_CONVERTED, _NONDETERMINISTIC = 0, 1, 4
 """`cudnnBackendNumericalNote_t`, as far as PyTorch looks at it."""
+_FEW: Final = 8
 _NOTES: Final = 16
 _ALIGNMENT: Final = 16
+_PLACES: Final = ("nvidia/cudnn", "torch")
+"""Packages that bring it: NVIDIA's own, and builds of PyTorch that hold it themselves."""
 _MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132}
 """Of the card that most people meet with a compute capability: V100, T4, A100, A10, L40S, H100."""
 
@@ -68,23 +71,23 @@ class Library:
         """The plan that PyTorch would run; None where cuDNN has none. Raises `CudnnError` for a GPU that it does not
         know.
         """
-        return next(iter(self._plans(convolution, capability, 1)), None)
+        # To read all of a list takes most of the time, and one of the first is nearly always allowed.
+        few = self._plans(convolution, capability, _INSTANT, most=_FEW)
+        return next(iter(few or self.plans(convolution, capability)), None)
 
     def plans(self, convolution: Convolution, capability: tuple[int, int]) -> tuple[Plan, ...]:
         """All plans that PyTorch would try, in its order: what its benchmark measures."""
-        return self._plans(convolution, capability, None)
+        return tuple(
+            plan for mode in (_INSTANT, _FALLBACK) for plan in self._plans(convolution, capability, mode, most=None)
+        )
 
-    def _plans(self, convolution: Convolution, capability: tuple[int, int], enough: int | None) -> tuple[Plan, ...]:
-        found: list[Plan] = []
+    def _plans(self, convolution: Convolution, capability: tuple[int, int], mode: int, most: int | None) -> list[Plan]:
+        """Those of one list of the heuristics, among its `most` first."""
+        device = self._device(capability)
         with Descriptors(self._backend) as made:
-            graph = _graph(made, convolution)
-            for mode in (_INSTANT, _FALLBACK):
-                configs = _configs(made, graph, self._device(capability), mode, None if enough is None else 8)
-                plans = (_plan(made, config) for config in configs)
-                found += [plan for plan in plans if _is_allowed(plan, convolution)]
-                if enough is not None and len(found) >= enough:
-                    break
-        return tuple(found if enough is None else found[:enough])
+            configs = _configs(made, _graph(made, convolution), device, mode, most)
+            plans = [_plan(made, config) for config in configs]
+        return [plan for plan in plans if _is_allowed(plan, convolution)]
 
     def _device(self, capability: tuple[int, int]) -> Handle:
         if capability not in self._devices:
@@ -114,7 +117,7 @@ def _candidates() -> list[str]:
     named = os.environ.get("MEMSIZE_CUDNN")
     if named is not None:
         return [] if named.lower() in ("", "none") else [named]
-    packages = (Path(folder) / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9" for folder in sys.path if folder)
+    packages = (Path(folder) / place / "lib" / "libcudnn.so.9" for folder in sys.path if folder for place in _PLACES)
     system = ctypes.util.find_library("cudnn")
     return [*(str(path) for path in packages if path.exists()), *([system] if system else [])]
 

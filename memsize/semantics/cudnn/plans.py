@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 from memsize.semantics.cudnn.backend import CudnnError
@@ -52,10 +53,8 @@ class Plans:
 
     def _ask(self, convolution: Convolution) -> int:
         if self._library is not None:
-            try:
+            with suppress(CudnnError):  # a GPU newer than the library, say
                 return self._answer(self._library, convolution)
-            except CudnnError:  # a GPU newer than the library
-                self._library = None
         self.estimated.add(convolution)
         return estimate(convolution, self.capability) * (_GREED if self.greedy else 1)
 
