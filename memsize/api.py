@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from memsize.answers.report import Report
-from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.errors import InputError, MemsizeError
 from memsize.inputs import InputSpec, parse_input
 from memsize.record import Trace
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from memsize.answers.comparison import Comparison
     from memsize.answers.fit import Fit
     from memsize.answers.layout import LayoutReport
+    from memsize.answers.report import Report
     from memsize.checkpoint.document import CheckpointReport
     from memsize.device import AllocatorConfig, Card
     from memsize.loading import InputMaker
@@ -68,6 +67,7 @@ def report(
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
     from memsize.device import card
+    from memsize.device.cards import DEFAULT
 
     asked = select(scenarios)
     say = progress or (lambda _: None)
@@ -77,7 +77,7 @@ def report(
         from memsize.study import Study
 
         where, trained = card(gpu) if gpu else None, _training(train)
-        plans = _plans(where or card(DEFAULT_GPU)) if where or trained else None
+        plans = _plans(where or card(DEFAULT)) if where or trained else None
         study = Study(name, model, feed, mode == "train", say, where, trained, execute, config, plans)
         return study.report(asked, default=scenarios is None, notes=(*notes, *([feed.note] if feed.note else [])))
 
@@ -119,9 +119,10 @@ def trace(
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
     from memsize.device import AllocatorConfig, card
+    from memsize.device.cards import DEFAULT
     from memsize.steptrace import StepTrace
 
-    where = card(gpu or DEFAULT_GPU)
+    where = card(gpu or DEFAULT)
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
     settings = AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
     size, specs, data = _given(inputs)
@@ -340,6 +341,8 @@ def read_checkpoint(
 
 
 def _as_trace(subject: Any, input_size: InputSize | None, options: dict[str, Any]) -> Trace:
+    from memsize.answers.report import Report
+
     if isinstance(subject, Trace):
         return subject
     if isinstance(subject, Report):

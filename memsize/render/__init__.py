@@ -6,12 +6,16 @@ Each format is one module with one function. They draw the same sections and add
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from memsize.answers.report import Report
 from memsize.errors import OutputError
 from memsize.nearest import suggestion
 from memsize.sections import COLUMNS, Section, sections
 from memsize.units import DECIMAL, UNITS
+
+if TYPE_CHECKING:
+    from memsize.answers.report import Report
+
 
 __all__ = ["COLUMNS", "FORMATS", "check_format", "draw", "format_of", "render"]
 

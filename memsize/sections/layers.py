@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from memsize.answers.report import Report
 from memsize.folds import Row, Totals, visible
 from memsize.sections.parts import Cell, Column, Path, Specs, Table, Words
 from memsize.units import Bytes
+
+if TYPE_CHECKING:
+    from memsize.answers.report import Report
 
 
 class _LayerColumn(NamedTuple):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from memsize.answers.report import Report, ScenarioResult
-from memsize.device.outlook import Living, Outlook
 from memsize.record import Role
 from memsize.roles import in_order
 from memsize.sections.parts import Cell, Column, Label, Path, Remark, Section, Table, role_column
 from memsize.units import Bytes
+
+if TYPE_CHECKING:
+    from memsize.answers.report import Report, ScenarioResult
+    from memsize.device.outlook import Living, Outlook
 
 
 def peak_sections(report: Report) -> tuple[Section, ...]:

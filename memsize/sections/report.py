@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from memsize.answers.report import Report
 from memsize.folds import COUNTED, stored_dtypes
 from memsize.sections.layers import layer_table
 from memsize.sections.parts import Findings, Heading, Notes, Section, Stop
 from memsize.sections.peaks import peak_sections
 from memsize.sections.scenarios import scenario_table
 from memsize.units import Bytes
+
+if TYPE_CHECKING:
+    from memsize.answers.report import Report
 
 
 def sections(report: Report, *, depth: int | None = None, columns: Sequence[str] | None = None) -> tuple[Section, ...]:

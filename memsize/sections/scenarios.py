@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from memsize.answers.report import Report, ScenarioResult
 from memsize.folds import Totals
 from memsize.sections.parts import Cell, Column, Label, Missing, Remark, Share, Table
 from memsize.units import Bytes
+
+if TYPE_CHECKING:
+    from memsize.answers.report import Report, ScenarioResult
 
 
 class _Figure(NamedTuple):
