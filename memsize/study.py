@@ -33,7 +33,7 @@ from memsize.tracing.ledger import Workspaces
 from memsize.tracing.quiet import collector_paused
 from memsize.tracing.replicas import bucket_bytes, buckets_of
 from memsize.tracing.run import Setup, give_shapes, kept_for_backward, run_forward, run_inference
-from memsize.tracing.shadow import in_mode, shadow
+from memsize.tracing.shadow import Mould, in_mode
 from memsize.tracing.step import run_own_step, run_training
 from memsize.training import Training
 
@@ -78,6 +78,7 @@ class Study:
         self._late: tuple[str, ...] = ()
         self._traces: dict[str, Trace] = {}
         self._left: dict[str, dict[str, str]] = {}
+        self._mould = Mould(model)
 
     def report(self, asked: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
         """The report over the scenarios `asked`; `default` leaves out `as-given` where it is what fp32 is."""
@@ -191,7 +192,7 @@ class Study:
 
     def prepared(self, scenario: Scenario, batch: int) -> Setup:
         """A fresh twin, ready to be run under the scenario."""
-        twin = executable(self.model) if self.execute else shadow(self.model)
+        twin = executable(self.model) if self.execute else self._mould.cast()
         if not self.execute:
             # What a recipe does to a layer follows from its shapes.
             give_shapes(twin, self.feed.call(batch, floating_dtype(twin)), self.training, always=bool(self._late))
@@ -237,7 +238,7 @@ class Study:
             return False
         call = self.feed.call(floating=self._given_floating, typed_too=False)
         try:
-            kept_for_backward(Setup(self.name, "as-given", shadow(self.model), call, self.training))
+            kept_for_backward(Setup(self.name, "as-given", self._mould.cast(), call, self.training))
         except ForwardError:
             return True
         return False
@@ -259,7 +260,7 @@ class Study:
 
     def _readings(self) -> tuple[Reading, ...]:
         self.say("torchinfo's reading")
-        twin = in_mode(shadow(self.model), self.training)
+        twin = in_mode(self._mould.cast(), self.training)
         reading = torchinfo_reading(twin, self.feed.call(floating=floating_dtype(twin)))
         return () if reading is None else (reading,)
 

@@ -7,7 +7,7 @@ of small floating buffers and inputs, and of parameters that are one number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,15 +26,34 @@ _SPARSE = {
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
+class Plain(NamedTuple):
+    """All that the blanks of an ordinary tensor need: one that fills its storage and has no attributes.
+
+    `value` is what is known of it, if anything; `storage` the address of its memory. It keeps its tensor alive, whose
+    id it is found by.
+    """
+
+    original: torch.Tensor
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+    requires_grad: bool
+    storage: int
+    value: torch.Tensor | None
+
+
 class Blanks:
     """One copying pass over tensors. The memo is `copy.deepcopy`'s, so that each tensor has one twin however reached.
 
-    `copy_attribute` copies what hangs on a tensor as an attribute.
+    `copy_attribute` copies what hangs on a tensor as an attribute. `plain` is what earlier passes over the same tensors
+    found out, and learns from this one.
     """
 
-    def __init__(self, memo: dict[int, Any], copy_attribute: Callable[[Any], Any]) -> None:
+    def __init__(self, memo: dict[int, Any], copy_attribute: Callable[[Any], Any], plain: dict[int, Plain]) -> None:
         self.memo = memo
         self._copy_attribute = copy_attribute
+        self._plain = plain
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._values: dict[int, tuple[torch.UntypedStorage, Cell]] = {}
         self._alive: list[Any] = []
@@ -42,16 +61,46 @@ class Blanks:
 
     def tensor(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
         """The one twin of `original`. `looked_at` is False where nobody reads its values, though they are small."""
-        if id(original) not in self.memo:
-            twin = self._new(original, looked_at)
-            self.memo[id(original)] = twin
+        found: torch.Tensor | None = self.memo.get(id(original))
+        if found is None:
+            plain = self._plain.get(id(original))
+            if plain is None or plain.storage in self._storages:
+                found = self._new(original, looked_at)
+                self._learn(original, found)
+            else:
+                found = self._again(plain)
+            self.memo[id(original)] = found
             self._alive.append(original)
-        found: torch.Tensor = self.memo[id(original)]
         return found
+
+    def _learn(self, original: torch.Tensor, twin: torch.Tensor) -> None:
+        """Note how `twin` came about, where that is simple enough to be done again without looking at `original`."""
+        ordinary = type(original) in _PLAIN_TYPES and not original.is_nested and not original.is_quantized
+        if not ordinary or vars(original) or not _fills_storage(original):
+            return
+        value, is_parameter = known(twin), isinstance(twin, nn.Parameter)
+        if value is None or _fills_storage(value):
+            pristine = None if value is None else value.clone()
+            layout = (original.shape, original.stride(), original.dtype, is_parameter, original.requires_grad)
+            storage = original.untyped_storage()._cdata
+            self._plain[id(original)] = Plain(original, *layout, storage, pristine)
+
+    def _again(self, plain: Plain) -> torch.Tensor:
+        twin = torch.empty_strided(plain.shape, plain.strides, dtype=plain.dtype, device="meta")
+        self._storages[plain.storage] = twin.untyped_storage()
+        if plain.is_parameter:
+            twin = nn.Parameter(twin, plain.requires_grad)
+        elif plain.requires_grad:
+            twin.requires_grad_()
+        if plain.value is None:
+            return twin
+        value, cell = plain.value.clone(), Cell()
+        self._values[plain.storage] = value.untyped_storage(), cell
+        return remember(twin, value, cell)
 
     def data(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
         """A plain tensor in the place of `original`: no parameter, no leaf that requires a gradient."""
-        if hasattr(original, "__tensor_flatten__"):
+        if type(original) not in _PLAIN_TYPES and hasattr(original, "__tensor_flatten__"):
             return self._wrapper(original)
         if original.layout in _SPARSE:
             return self._sparse(original)
@@ -62,8 +111,10 @@ class Blanks:
             cell = cell_of(original)
             value = known(original)
             return twin if cell is None or value is None else remember(twin, value.clone(), Cell(cell.assumed))
+        if not looked_at or not is_small(original):
+            return twin
         has_values = original.untyped_storage().device.type != "meta"  # a FakeTensor only seems to have some
-        return self._remembered(twin, original) if looked_at and has_values and is_small(original) else twin
+        return self._remembered(twin, original) if has_values else twin
 
     def _new(self, original: torch.Tensor, looked_at: bool) -> torch.Tensor:
         if is_lazy(original):
@@ -71,9 +122,9 @@ class Blanks:
             lazy: torch.Tensor = kind(requires_grad=original.requires_grad, device="meta", dtype=original.dtype)
             return lazy
         single = original.numel() == 1 or not original.is_floating_point()
-        is_parameter = isinstance(original, nn.Parameter)
+        is_parameter = type(original) is nn.Parameter or isinstance(original, nn.Parameter)
         twin = self.data(original, looked_at and (single or not is_parameter))
-        if is_parameter and not isinstance(twin, nn.Parameter):
+        if is_parameter and (type(twin) is torch.Tensor or not isinstance(twin, nn.Parameter)):
             twin = self._parameter(original, twin)
         elif original.requires_grad:
             twin.requires_grad_()
@@ -119,9 +170,12 @@ class Blanks:
         storage = original.untyped_storage()
         base = self._storages.get(storage._cdata)
         if base is None:
-            base = torch.UntypedStorage(storage.nbytes(), device="meta")
-            self._storages[storage._cdata] = base
             self._alive.append(storage)
+            if _fills_storage(original):
+                whole = torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device="meta")
+                self._storages[storage._cdata] = whole.untyped_storage()
+                return whole
+            base = self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
         # Not as_strided: the twin of a plain tensor must not be a view of anything in autograd's eyes.
         empty = torch.empty(0, dtype=original.dtype, device="meta")
         return empty.set_(base, original.storage_offset(), original.shape, original.stride())
@@ -137,3 +191,10 @@ class Blanks:
         empty = torch.empty(0, dtype=original.dtype, device="cpu")
         value = empty.set_(block, original.storage_offset(), original.shape, original.stride())
         return remember(twin, value, cell)
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's elements lie in a row and are all that its storage has."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

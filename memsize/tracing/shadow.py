@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from memsize.errors import MemsizeError
-from memsize.tracing.blank import Blanks
+from memsize.tracing.blank import Blanks, Plain
 
 _ATOMIC = (
     type(None),
@@ -47,7 +47,7 @@ _CONSTANTS = frozenset(_ATOMIC)
 _CODE = (type, types.BuiltinFunctionType, types.ModuleType)
 _SEQUENCES = (list, tuple, set)
 _MAPPINGS = (dict, OrderedDict)
-_EMPTY = (*_MAPPINGS, *_SEQUENCES)
+_EMPTY = frozenset({*_MAPPINGS, *_SEQUENCES})
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 """Modules that only wrap another for a compiler or a process group: what runs is the module inside."""
@@ -63,6 +63,27 @@ def shadow(model: nn.Module) -> nn.Module:
 
     Raises `MemsizeError` for a model that is sharded over a process group: no process holds all of it.
     """
+    return Mould(model).cast()
+
+
+class Mould:
+    """Casts any number of twins of one model, which has to stay as it is meanwhile: it is looked at closely once.
+
+    Twins share nothing that a run can change.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._learned = _Learned()
+
+    def cast(self) -> nn.Module:
+        """A new twin, as `shadow` makes it."""
+        if not self._learned.modules:
+            _refuse_sharded(self._model)
+        return _Copy(self._learned).module(inside(self._model))
+
+
+def _refuse_sharded(model: nn.Module) -> None:
     sharded = next(
         (module for module in model.modules() if _SHARDED & {kind.__name__ for kind in type(module).__mro__}), None
     )
@@ -70,7 +91,6 @@ def shadow(model: nn.Module) -> nn.Module:
         raise MemsizeError(
             f"{type(sharded).__name__} holds shards of its parameters: pass the model as it is before it is sharded"
         )
-    return _Copy().module(inside(model))
 
 
 def in_mode(twin: nn.Module, training: bool) -> nn.Module:
@@ -91,12 +111,34 @@ def inside(model: nn.Module) -> nn.Module:
     return getattr(model, wrapped) if wrapped else model
 
 
+class _Attributes(NamedTuple):
+    """Which attributes of a module its twins get new and empty, and which need copying; all others they may share.
+
+    It keeps its module alive, whose id it is found by.
+    """
+
+    module: nn.Module
+    empty: tuple[tuple[str, type, int], ...]
+    copied: tuple[str, ...]
+
+
+class _Learned:
+    """What copying passes over the same modules and tensors need not find out again, by id."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, _Attributes] = {}
+        self.tensors: dict[int, Plain] = {}
+
+
 class _Copy:
     """One copying pass. The memo is `copy.deepcopy`'s, so that shared objects stay shared however they are reached."""
 
-    def __init__(self) -> None:
+    def __init__(self, learned: _Learned | None = None) -> None:
         self.memo: dict[int, Any] = {}
-        self.blanks = Blanks(self.memo, self.part)
+        self.learned = learned or _Learned()
+        # Without a cycle the twin goes when its last user does, also while the collector is paused.
+        copy_attribute = functools.partial(_Copy.part, weakref.proxy(self))
+        self.blanks = Blanks(self.memo, copy_attribute, self.learned.tensors)
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -132,22 +174,39 @@ class _Copy:
         twin = self.memo[id(module)]
         if isinstance(module, torch.jit.ScriptModule):
             return
-        state = vars(twin)
-        for name, value in vars(module).items():
-            if name in _REGISTRIES:
-                state[name] = self._registry(value)
-            elif name == "_compiled_call_impl":
-                state[name] = None
-            else:
-                state[name] = value if type(value) in _CONSTANTS else self.part(value)
+        state, given = vars(twin), vars(module)
+        _, empty, copied = self.learned.modules.get(id(module)) or self._learn(module)
+        state.update(given)
+        for name, kind, address in empty:
+            state[name] = self.memo[address] = kind()
+        for name in copied:
+            state[name] = self._attribute(name, given[name])
         if isinstance(module, nn.DataParallel):
             state["device_ids"] = []  # it hands everything to the one module inside
+
+    def _learn(self, module: nn.Module) -> _Attributes:
+        empty, copied = [], []
+        for name, value in vars(module).items():
+            kind = type(value)
+            if kind in _EMPTY and not value:  # as most attributes are: hook tables
+                empty.append((name, kind, id(value)))
+            elif kind not in _CONSTANTS and not _is_constant(value):
+                copied.append(name)
+        learned = self.learned.modules[id(module)] = _Attributes(module, tuple(empty), tuple(copied))
+        return learned
+
+    def _attribute(self, name: str, value: Any) -> Any:
+        if name in _REGISTRIES:
+            return self._registry(value)
+        return None if name == "_compiled_call_impl" else self.part(value)
 
     def _registry(self, entries: dict[str, Any]) -> dict[str, Any]:
         copied = {name: None if entry is None else self._entry(name, entry) for name, entry in entries.items()}
         return OrderedDict(copied) if isinstance(entries, OrderedDict) else copied
 
     def _entry(self, name: str, entry: Any) -> Any:
+        if id(entry) in self.memo:
+            return self.memo[id(entry)]
         if isinstance(entry, torch.Tensor):
             return self.blanks.tensor(entry, looked_at=name not in _STATISTICS)
         return self.part(entry)
@@ -156,11 +215,10 @@ class _Copy:
 
     def part(self, value: Any) -> Any:
         """The twin of any object that a module holds; `value` itself where it is immutable or can't be copied."""
-        kind = type(value)
-        if kind in _CONSTANTS:
+        if _is_constant(value):
             return value
+        kind = type(value)
         if kind in _EMPTY and not value:
-            # Most of a module's attributes are empty hook tables; deepcopy would spend ten times as long on them.
             twin = self.memo[id(value)] = kind()
             return twin
         if isinstance(value, _ATOMIC):
@@ -275,6 +333,12 @@ class _Copy:
         self._kept(value, twin)
         vars(twin).update({name: self.part(item) for name, item in attributes.items()})
         return twin
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether nothing can change `value`: twins may have it too. Exactly these classes: others have attributes."""
+    kind = type(value)
+    return kind in _CONSTANTS or (kind is tuple and _CONSTANTS.issuperset(map(type, value)))
 
 
 def _holds_nothing(function: Any, seen: set[int]) -> bool:

@@ -1,0 +1,125 @@
+"""What the runs of one report share, and that none sees what another did to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memsize.stored import stored_tensors
+from memsize.tracing.known import known
+from memsize.tracing.shadow import Mould, shadow
+from tests.models import Small, Tied
+
+ROW, IMAGE, IDS = torch.zeros(4, 8), torch.zeros(2, 3, 32, 32), torch.zeros(1, 6, dtype=torch.int64)
+
+
+class Restless(nn.Module):
+    """Remembers every forward, in each of the ways that there are, and does more the more it remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)
+        self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("view", self.steps[1:])
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.calls, self.seen, self.state = 0, [1], {}  # type: ignore[var-annotated]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(len(self.seen))
+        self.state["last"] = self.calls
+        self.steps += 1
+        with torch.no_grad():
+            self.scale.add_(1)
+            self.layer.weight.mul_(2)
+        self.norm.register_forward_hook(lambda *_: None)
+        if self.layer.weight.requires_grad:
+            self.layer.weight.register_hook(lambda gradient: gradient)
+        self.norm.eps *= 2
+        times = self.calls + len(self.seen) + int(self.view[0]) + int(self.scale) + int(self.norm.num_batches_tracked)
+        for _ in range(times - 4):
+            x = self.norm(self.layer(x))
+        self.layer.weight.requires_grad_(False)
+        self.extra = torch.zeros(7, device=x.device)
+        return x
+
+
+# -- the mould --------------------------------------------------------------------------------------------------------
+
+
+def shared_views() -> nn.Module:
+    """A buffer that is part of another one, met before it, and a parameter under two names."""
+    model = Tied()
+    whole = torch.arange(6)
+    model.register_buffer("part", whole[2:4])
+    model.register_buffer("whole", whole)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "restless": Restless,
+    "conv": Small,
+    "tied and viewed": shared_views,
+    "recurrent": lambda: nn.LSTM(4, 8, 2),
+    "lazy": lambda: nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()),
+    "frozen": lambda: nn.Linear(4, 4).requires_grad_(False),
+    "on meta": lambda: nn.Linear(4, 4, device="meta"),
+    "half": lambda: nn.Linear(4, 4).half(),
+}
+
+
+def things(module: nn.Module) -> set[int]:
+    """The ids of everything in a twin that a run could change."""
+    held: list[Any] = [*module.modules(), *module.parameters(), *module.buffers()]
+    held += [value for each in module.modules() for value in vars(each).values() if isinstance(value, (dict, list))]
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not nn.parameter.is_lazy(tensor)]
+    values = map(known, tensors)
+    return set(map(id, held)) | {value.untyped_storage()._cdata for value in values if value is not None}
+
+
+def facts(module: nn.Module) -> list[Any]:
+    """What a run could find out about a twin's tensors."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    named = [(name, tensor) for name, tensor in named if not nn.parameter.is_lazy(tensor)]
+    values = [(name, known(tensor)) for name, tensor in named]
+    flags = [(n, type(t), t.dtype, t.requires_grad, t.device.type, t.is_leaf, t._is_view()) for n, t in named]
+    return [stored_tensors(module), flags, [(n, None if value is None else value.tolist()) for n, value in values]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_twin_of_a_mould_is_the_first(name: str) -> None:
+    model = MODELS[name]()
+    mould = Mould(model)
+    first, second, third = mould.cast(), mould.cast(), mould.cast()
+    assert facts(first) == facts(second) == facts(third) == facts(shadow(model))
+    assert not things(first) & things(second) and not things(second) & things(third)
+    assert not (things(first) | things(second)) & things(model)
+
+
+def test_twins_of_a_mould_keep_their_own_ties_and_views() -> None:
+    mould = Mould(shared_views())
+    mould.cast()
+    twin: Any = mould.cast()
+    assert twin.head.weight is twin.embed.weight
+    assert twin.part.untyped_storage()._cdata == twin.whole.untyped_storage()._cdata
+    values = known(twin.whole), known(twin.part)
+    assert values[0] is not None and values[1] is not None
+    values[0][2] = 9
+    assert values[1][0] == 9
+
+
+def test_a_twin_goes_with_its_last_user_though_the_collector_is_paused() -> None:
+    import gc
+    import weakref
+
+    mould = Mould(Small())
+    gc.disable()
+    try:
+        gone = [weakref.ref(mould.cast()) for _ in range(2)]
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
