@@ -16,7 +16,8 @@ import re
 import warnings
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,9 +59,22 @@ def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
     return tuple(sorted(rows, key=lambda row: order[row.layer]))
 
 
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's own name without the prefix, as the record has it: ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """The dtype and shape of a tensor, in the record's terms."""
+    # A nested tensor has no one shape: its number of elements stands for it.
+    shape = (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)
+    return TensorSpec(dtype_name(tensor.dtype), shape)
+
+
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """The bytes that `tensor` keeps in memory, whatever it claims: its whole storages, each counted once."""
-    return sum({extent.key: extent.total for extent in map(_extent_of, _plain(tensor))}.values())
+    return sum({extent.key: extent.total for extent in map(_extent_of, plain_tensors(tensor))}.values())
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:
@@ -68,7 +82,7 @@ def storage_key(tensor: torch.Tensor) -> Hashable:
 
     The storage's `_cdata` for a plain tensor, on `meta` too; a tuple of those for a tensor made of several.
     """
-    keys = tuple(extent.key for extent in map(_extent_of, _plain(tensor)))
+    keys = tuple(extent.key for extent in map(_extent_of, plain_tensors(tensor)))
     return keys[0] if len(keys) == 1 else keys
 
 
@@ -76,7 +90,7 @@ def wrapper_name(tensor: torch.Tensor) -> str | None:
     """``"torchao Int8Tensor"`` for a tensor that keeps its values in other tensors, None for any other."""
     if type(tensor) in _PLAIN_TYPES:
         return None
-    if not (_is_wrapper(tensor) or any(vars(tensor).get(name) is not None for name in _BITSANDBYTES)):
+    if not (is_wrapper(tensor) or any(vars(tensor).get(name) is not None for name in _BITSANDBYTES)):
         return None
     return f"{type(tensor).__module__.split('.')[0]} {type(tensor).__name__}"
 
@@ -103,6 +117,11 @@ def pieces(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Te
     yield from _bitsandbytes(tensor, name)
 
 
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """`pieces` without their names."""
+    return [tensor] if _is_simple(tensor) else [piece for _, piece in pieces(tensor)]
+
+
 def _is_simple(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is its own single piece, as nearly all are; decided cheaply."""
     plain = type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided
@@ -110,7 +129,7 @@ def _is_simple(tensor: torch.Tensor) -> bool:
 
 
 def _inner(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    if _is_wrapper(tensor):
+    if is_wrapper(tensor):
         names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         values = ((name, getattr(tensor, name)) for name in names)
         yield from ((name, value) for name, value in values if isinstance(value, torch.Tensor))  # not DTensor's mesh
@@ -127,8 +146,9 @@ def _inner(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield "", tensor
 
 
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is of a class that keeps its values in other tensors."""
+    return type(tensor) not in _PLAIN_TYPES and hasattr(tensor, "__tensor_flatten__")
 
 
 def _bitsandbytes(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -149,15 +169,10 @@ def _state_tensors(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _state_tensors(getattr(state, key, None), f"{name}.{key}")
 
 
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [piece for _, piece in pieces(tensor)]
-
-
 # Giving out memory
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
+class _Extent(NamedTuple):
     """The bytes ``[start, end)`` that a plain tensor touches of a storage of `total` bytes."""
 
     key: Hashable
@@ -228,7 +243,9 @@ def _share(claims: Iterable[_Claim]) -> None:
     for claim in claims:
         for index, (_, tensor) in enumerate(claim.pieces):
             extent = _extent_of(tensor)
-            ground = grounds.setdefault(extent.key, _Ground(claim, index, extent.total))
+            ground = grounds.get(extent.key)
+            if ground is None:
+                ground = grounds[extent.key] = _Ground(claim, index, extent.total)
             claim.owned.append(ground.cover(extent.start, extent.end))
             if ground.claim is not claim and claim.first is None:
                 claim.first = ground.claim.name
@@ -239,8 +256,7 @@ def _share(claims: Iterable[_Claim]) -> None:
 # Finding the tensors of a model
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(NamedTuple):
     """One tensor as a module holds it. `packed` names the object it came out of."""
 
     name: str
@@ -251,7 +267,7 @@ class _Held:
 
     @property
     def pieces(self) -> list[tuple[str, torch.Tensor]]:
-        return list(pieces(self.tensor))
+        return [("", self.tensor)] if _is_simple(self.tensor) else list(pieces(self.tensor))
 
 
 def _row(held: _Held, claim: _Claim) -> StoredTensor:
@@ -259,38 +275,30 @@ def _row(held: _Held, claim: _Claim) -> StoredTensor:
     lazy = is_lazy(tensor)
     total = sum(claim.owned)
     return StoredTensor(
-        name=held.name,
-        kind=held.kind,
-        layer=held.layer,
-        spec=_spec(tensor),
+        held.name,
+        held.kind,
+        held.layer,
+        TensorSpec(dtype_name(tensor.dtype), ()) if lazy else spec_of(tensor),
         elements=0 if lazy else _elements(tensor),
         bytes=total,
         reported_bytes=0 if lazy else tensor.numel() * tensor.element_size(),
         trainable=held.kind == "parameter" and tensor.requires_grad,
         tied_to=claim.first if total == 0 else None,
         wrapper=held.packed or wrapper_name(tensor),
-        parts=_parts(claim) if len(claim.pieces) > 1 or _is_wrapper(tensor) else (),
+        parts=_parts(claim) if len(claim.pieces) > 1 or is_wrapper(tensor) else (),
     )
 
 
 def _parts(claim: _Claim) -> tuple[StoredPart, ...]:
     named = zip(claim.pieces, claim.owned, strict=True)
-    return tuple(StoredPart(name or "data", _spec(piece), owned) for (name, piece), owned in named)
-
-
-def _spec(tensor: torch.Tensor) -> TensorSpec:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if is_lazy(tensor):
-        return TensorSpec(dtype, ())
-    # A nested tensor has no one shape: its number of elements stands for it.
-    return TensorSpec(dtype, (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape))
+    return tuple(StoredPart(name or "data", spec_of(piece), owned) for (name, piece), owned in named)
 
 
 def _elements(tensor: torch.Tensor) -> int:
     state = None if type(tensor) in _PLAIN_TYPES else vars(tensor).get("quant_state")
     if state is not None and getattr(state, "shape", None) is not None:
         return math.prod(state.shape)
-    return tensor.numel() * _PAIRED.get(str(tensor.dtype).removeprefix("torch."), 1)
+    return tensor.numel() * _PAIRED.get(dtype_name(tensor.dtype), 1)
 
 
 _Modules = list[tuple[str, nn.Module]]
@@ -350,7 +358,11 @@ def _found(value: Any, name: str, layer: str, seen: set[int]) -> Iterator[_Held]
 
 def _may_hold(value: Any) -> bool:
     kind = type(value)
-    return kind not in _SCALARS and (issubclass(kind, _HOLDERS) or kind.__name__ == "MatmulLtState")
+    if kind in _SCALARS:
+        return False
+    if kind is tuple or kind is list:
+        return not _SCALARS.issuperset(map(type, value))
+    return issubclass(kind, _HOLDERS) or kind.__name__ == "MatmulLtState"
 
 
 def _matmul_state(state: Any) -> Iterator[tuple[str, torch.Tensor]]:

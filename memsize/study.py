@@ -177,7 +177,7 @@ class Study:
     def _settled(self, run: Callable[[Setup], Trace], scenario: Scenario) -> Trace:
         """The run of a twin that registers nothing any more: a model that does so in its forward is run once before."""
         setup = self.prepared(scenario, self.feed.batch_size)
-        before = _registered(setup.twin)
+        before = set(_registered(setup.twin))
         failed: ForwardError | None = None
         try:
             trace = run(setup)
@@ -309,8 +309,17 @@ def _outermost(paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(path for path in paths if not any(path.startswith(f"{o}." if o else "") for o in paths if o != path))
 
 
-def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def _registered(model: nn.Module) -> list[str]:
+    """The names of the parameters and buffers, each tensor by its first one."""
+    met: set[int] = set()
+    names: tuple[list[str], list[str]] = ([], [])
+    for path, module in model.named_modules():
+        for found, own in zip(names, (module._parameters, module._buffers), strict=True):
+            for name, tensor in own.items():
+                if tensor is not None and id(tensor) not in met:
+                    met.add(id(tensor))
+                    found.append(f"{path}.{name}" if path else name)
+    return [*names[0], *names[1]]
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import memsize
+from memsize.folds import totals
+from memsize.precision.recipes import apply_scenario
+from memsize.scenario import SCENARIOS
 from memsize.stored import stored_tensors
+from memsize.study import Study
+from memsize.tracing.feed import feed_from_data
 from memsize.tracing.known import known
+from memsize.tracing.run import kept_for_backward
 from memsize.tracing.shadow import Mould, shadow
 from tests.models import Small, Tied
 
@@ -123,3 +132,66 @@ def test_a_twin_goes_with_its_last_user_though_the_collector_is_paused() -> None
         assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
+
+
+# -- scenarios --------------------------------------------------------------------------------------------------------
+
+
+def study(model: nn.Module, value: Tensor) -> Study:
+    return Study("m", model, feed_from_data(value), True, lambda _: None)
+
+
+@pytest.mark.parametrize(("build", "value"), [(Restless, ROW), (Small, IMAGE), (Tied, IDS)])
+def test_no_scenario_sees_that_others_ran(build: Callable[[], nn.Module], value: Tensor) -> None:
+    names = ("as-given", "fp16", "amp-bf16", "int8-weight", "apex-O2", "fp32")
+    model = build()
+    alone = {name: study(model, value).trace(SCENARIOS[name]) for name in names}
+    for order in itertools.islice(itertools.permutations(names), 0, None, 101):
+        together = study(model, value)
+        assert {name: together.trace(SCENARIOS[name]) for name in order} == {name: alone[name] for name in order}
+    report = memsize.report(model, input_data=value, scenarios="amp-bf16,fp16,fp32")
+    shown = {result.name: replace(result.trace, model="m") for result in report.scenario_results if result.trace}
+    assert shown == {name: alone[name] for name in ("amp-bf16", "fp16", "fp32")}
+
+
+def test_a_model_that_remembers_is_left_as_it_was() -> None:
+    model = Restless()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    memsize.report(model, input_data=ROW)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert (model.calls, model.seen, model.state, model.norm.eps) == (0, [1], {}, 1e-5)
+    assert not hasattr(model, "extra") and not model.norm._forward_hooks and model.layer.weight.requires_grad
+
+
+@pytest.mark.parametrize("scenario", ["fp32", "fp16", "amp-bf16", "int8-weight"])
+@pytest.mark.parametrize(("build", "value"), [(Restless, ROW), (Small, IMAGE), (Tied, IDS)])
+def test_a_run_without_tables_keeps_what_one_with_them_does(
+    build: Callable[[], nn.Module], value: Tensor, scenario: str
+) -> None:
+    ours = study(build(), value)
+    setup = ours.prepared(SCENARIOS[scenario], ours.feed.batch_size)
+    assert kept_for_backward(setup) == totals(ours.trace(SCENARIOS[scenario])).saved_bytes
+
+
+class CastsItself(nn.Module):
+    """Casts a tensor that it has not registered, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.angles = torch.zeros(5, dtype=torch.float64)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.angles = fn(self.angles)
+        return super()._apply(fn, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_cast_that_changes_no_parameter_is_made_where_a_module_has_its_own() -> None:
+    twin: Any = apply_scenario(shadow(nn.Sequential(CastsItself())), SCENARIOS["fp32"]).twin
+    assert twin[0].angles.dtype is torch.float32
+    traces = study(CastsItself(), ROW)
+    sizes = {name: totals(traces.trace(SCENARIOS[name])).attribute_bytes for name in ("as-given", "fp32", "amp-bf16")}
+    assert sizes == {"as-given": 40, "fp32": 20, "amp-bf16": 20}

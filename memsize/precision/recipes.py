@@ -26,6 +26,8 @@ from memsize.semantics import CUDNN, autocast_region, cuda_semantics
 from memsize.tracing.feed import cast_floating
 from memsize.tracing.ledger import Ledger
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -109,7 +111,25 @@ def _cast(twin: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
 
 def _cast_floating(twin: nn.Module, dtype: torch.dtype) -> None:
     """What `Module.half` and its like do. `Module.to` would also make complex tensors real."""
+    if _has_only(twin, dtype):
+        return
     twin._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _has_only(twin: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a cast to `dtype` changes nothing. What a module with an `_apply` of its own casts, we don't know."""
+    for module in twin.modules():
+        if type(module)._apply is not nn.Module._apply or "_apply" in vars(module):
+            return False
+        for own in (module._parameters, module._buffers):
+            if not all(tensor is None or _is_in(tensor, dtype) for tensor in own.values()):
+                return False
+    return True
+
+
+def _is_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether an ordinary tensor has `dtype` or is not floating; not of others, which may cast as they like."""
+    return type(tensor) in _PLAIN and (tensor.dtype is dtype or not tensor.is_floating_point())
 
 
 def _cast_all_but_norms(twin: nn.Module, dtype: torch.dtype) -> None:

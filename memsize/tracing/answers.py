@@ -57,6 +57,8 @@ class Answers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and answers_itself(types):
             return NotImplemented
+        if func is DETACH:
+            return self.values.carry(args[0], func(*args))
         return self.answer(func, args, kwargs or {})
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memsize.record import Memory, Output, TensorSpec
-from memsize.stored import pieces
+from memsize.record import Memory, Output
+from memsize.stored import plain_tensors, spec_of
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.nest import arguments_in, tensors_in
 from memsize.tracing.quiet import CompilerImport
@@ -60,14 +60,15 @@ class Calls:
         self._compiler = CompilerImport()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """While open, the twin's modules report their calls."""
-        for index, seen in enumerate(self.seen):
+    def watched(self, inner: bool = True) -> Iterator[None]:
+        """While open, the twin's modules report their calls; without the `inner` ones only the model itself does."""
+        watched = self.seen if inner else self.seen[:1]
+        for index, seen in enumerate(watched):
             vars(seen.module)["_compiled_call_impl"] = self._call(index, seen.module)
         try:
             yield
         finally:
-            for seen in self.seen:
+            for seen in watched:
                 vars(seen.module)["_compiled_call_impl"] = None
 
     def _call(self, index: int, module: nn.Module) -> Callable[..., Any]:
@@ -103,7 +104,7 @@ class Calls:
             with clock.during("forward"):
                 result = call(*args, **kwargs)
                 for tensor in tensors_in(result):
-                    for _, piece in pieces(tensor):
+                    for piece in plain_tensors(tensor):
                         self.ledger.mark(piece, "output")
             if not self.complete:
                 self.complete = True
@@ -120,7 +121,7 @@ class Calls:
             seen.outputs.append(self._output(tensor, start, given))
 
     def _output(self, tensor: torch.Tensor, start: int, given: list[tuple[torch.Tensor, int]]) -> Output:
-        storages = [self.ledger.index_of(piece) for _, piece in pieces(tensor)]
+        storages = list(map(self.ledger.index_of, plain_tensors(tensor)))
         new = {storage for storage in storages if storage >= start and storage not in self._claimed}
         if new:
             self._claimed |= new
@@ -133,7 +134,7 @@ def _shared(tensor: torch.Tensor, storage: int, start: int, given: list[tuple[to
     for argument, version in given:
         if argument is tensor:
             return "passed" if _version(tensor) == version else "in place"
-    if any(_same_memory(argument, tensor) and _version(argument) != version for argument, version in given):
+    if any(_version(argument) != version and _same_memory(argument, tensor) for argument, version in given):
         return "in place"
     return "view" if storage < start or tensor._is_view() else "passed"
 
@@ -147,13 +148,6 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """The dtype and shape of a tensor, in the record's terms."""
-    # A nested tensor has no one shape: its number of elements stands for it.
-    shape = (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)
-    return TensorSpec(str(tensor.dtype).removeprefix("torch."), shape)
 
 
 def _seen(path: str, module: nn.Module) -> Seen:

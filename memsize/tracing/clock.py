@@ -61,7 +61,8 @@ class Clock:
 
     def enter(self, layer: int) -> int:
         """A module starts; returns the one that was running."""
-        self._settle()
+        if self._outside is not None:
+            self._settle()
         outer, self.layer = self.layer, layer
         self._depth += 1
         self._own(layer)

@@ -14,8 +14,7 @@ from memsize.errors import InputError
 from memsize.inputs import InputSpec
 from memsize.loading.defaults import InputMaker, Request
 from memsize.record import InputTensor
-from memsize.stored import storage_key, tensor_bytes
-from memsize.tracing.calls import spec_of
+from memsize.stored import spec_of, storage_key, tensor_bytes
 from memsize.tracing.known import UNREADABLE, known, remember
 from memsize.tracing.nest import map_tensors, objects_in, tensors_in
 from memsize.tracing.shadow import meta_copy

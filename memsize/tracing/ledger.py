@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memsize.record import Event, Role, Storage
-from memsize.stored import pieces
+from memsize.stored import dtype_name, is_wrapper, plain_tensors
 from memsize.tracing.answers import DETACH, Answers, answers_itself
 from memsize.tracing.clock import Clock
 from memsize.tracing.convolutions import BACKWARD, FORWARD, Convolutions
@@ -114,7 +114,7 @@ class Ledger(Answers):
         for item in args:
             if isinstance(item, torch.Tensor):
                 self.read.add(_address(item))
-            elif isinstance(item, (list, tuple)):
+            elif isinstance(item, (list, tuple)) and item and type(item[0]) is not int:
                 self._mark_read(item)
 
     def _note_each(self, results: Iterable[Any], op: str) -> None:
@@ -126,7 +126,7 @@ class Ledger(Answers):
 
     def _note(self, tensor: torch.Tensor, op: str) -> None:
         # Quantized tensors are really there: `meta` has none.
-        if (tensor.device == self.device or tensor.is_quantized) and _address(tensor) not in self.live:
+        if tensor.device == self.device or tensor.is_quantized:
             self.enter(tensor, "temporary", op)
 
     def _take_workspace(self, op: str) -> None:
@@ -172,7 +172,7 @@ class Ledger(Answers):
         storage = _storage(tensor)
         if storage is None:
             return -1
-        address = storage._cdata
+        address: int = storage._cdata
         found = self.live.get(address)
         if found is not None:
             return found.index
@@ -218,8 +218,8 @@ class Ledger(Answers):
     @staticmethod
     def addresses(tensor: torch.Tensor) -> set[int]:
         """The memory of `tensor`, as `read` names it: of a wrapper, that of each tensor inside."""
-        if hasattr(tensor, "__tensor_flatten__"):
-            names, _ = tensor.__tensor_flatten__()
+        if is_wrapper(tensor):
+            names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
             return set().union(*(Ledger.addresses(getattr(tensor, name)) for name in names))
         return {_address(tensor)}
 
@@ -240,7 +240,7 @@ class Ledger(Answers):
         if index >= 0:
             self._keep(index)
         elif hasattr(tensor, "__tensor_flatten__"):  # a wrapper keeps what it is made of
-            for _, piece in pieces(tensor):
+            for piece in plain_tensors(tensor):
                 self._keep(self.index_of(piece))
         return tensor
 
@@ -271,8 +271,7 @@ class Ledger(Answers):
 
     def storages(self, kept: Set[int]) -> tuple[Storage, ...]:
         """Everything that appeared, in order; `saved_by` is set for those in `kept` only."""
-        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(self._dtypes)}
-        dtypes = [names[dtype] for dtype in self._dtypes]
+        dtypes = map(dtype_name, self._dtypes)
         saved_by = [by if by < 0 or index in kept else -1 for index, by in enumerate(self._saved_by)]
         columns = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes, saved_by)
         return tuple(map(Storage, *columns))

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from memsize.errors import ForwardError
 from memsize.record import Failure, Layer, Storage, StoredTensor, Trace
-from memsize.stored import pieces, stored_tensors
+from memsize.stored import plain_tensors, stored_tensors
 from memsize.tracing.calls import Calls, Seen
 from memsize.tracing.failure import explain
 from memsize.tracing.feed import Call, input_tensors
@@ -31,8 +31,9 @@ class Setup:
 
     `semantics` is open during the whole run and may tell the ledger of cast copies, `autocast` during forwards and
     losses. `rewrite` says how the scenario stores the twin's tensors where that is not how the twin itself holds them,
-    and `sizes` what such parameters take, by name. `masters` asks for float32 master weights in the optimizer,
-    `scaled` for a GradScaler; `buckets` are those of distributed training, `workspaces` those of the GPU that is meant.
+    and `sizes` what such parameters take, by name. `masters` asks for float32
+    master weights in the optimizer, `scaled` for a GradScaler; `buckets` are those of distributed training,
+    `workspaces` those of the GPU that is meant.
     """
 
     model: str
@@ -75,7 +76,7 @@ def run_inference(setup: Setup) -> Trace:
 def kept_for_backward(setup: Setup) -> int:
     """Bytes that one forward keeps for backward, parameters apart: all that the search for a batch size asks."""
     run = Run(setup, tables=False)
-    with run.recording(), torch.enable_grad(), setup.autocast():
+    with run.recording(inner=False), torch.enable_grad(), setup.autocast():
         run.result = setup.twin(*setup.call[0], **setup.call[1])
     return run.ledger.kept(run.calls.kept)
 
@@ -102,14 +103,14 @@ class Run:
             self._enter_inputs()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, inner: bool = True) -> Iterator[None]:
         """While open, everything that runs is written down; a failure becomes a `ForwardError` with what ran before
-        it.
+        it. Without the `inner` modules' calls nothing is known of layers.
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, lambda tensor: tensor)
         with undisturbed(), ExitStack() as regions:
             try:
-                watches = (self.calls.watched(), resizes_seen(self.ledger), hooks)
+                watches = (self.calls.watched(inner), resizes_seen(self.ledger), hooks)
                 for region in (*watches, self.ledger, self.setup.semantics(self.ledger)):
                     regions.enter_context(region)
                 yield
@@ -156,15 +157,15 @@ class Run:
             for name, parameter in seen.module._parameters.items():
                 if parameter is not None and not is_lazy(parameter):
                     size = sizes.get(f"{seen.path}.{name}" if seen.path else name)
-                    for _, piece in pieces(parameter):
+                    for piece in plain_tensors(parameter):
                         ledger.enter(piece, "parameter", size=size)
             for buffer in seen.module._buffers.values():
                 if buffer is not None and not is_lazy(buffer):
-                    for _, piece in pieces(buffer):
+                    for piece in plain_tensors(buffer):
                         ledger.enter(piece, "buffer")
         ledger.clock.layer = -1
         for tensor in tensors_in(self.setup.call):
-            for _, piece in pieces(tensor):
+            for piece in plain_tensors(tensor):
                 ledger.enter(piece, "input")
 
     def _with_use(self) -> tuple[StoredTensor, ...]:
@@ -175,9 +176,10 @@ class Run:
         held: dict[str, torch.Tensor] = {}
         for path, module in self.setup.twin.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    held[prefix + name] = tensor
+            for own in (module._parameters, module._buffers):
+                for name, tensor in own.items():
+                    if tensor is not None:
+                        held[prefix + name] = tensor
 
         def seen(tensor: StoredTensor) -> StoredTensor:
             source = held.get(tensor.name)
@@ -194,17 +196,20 @@ def give_shapes(twin: nn.Module, call: Call, training: bool, device: str = "meta
 
     `always` makes it for any model: for one that registers modules in its forward.
     """
-    if always or _is_lazy(twin):
+    if always or wants_shapes(twin):
         with suppress(Exception), undisturbed(), torch.no_grad(), Ledger(device):
             twin.train(training)(*call[0], **call[1])
 
 
-def _is_lazy(twin: nn.Module) -> bool:
+def wants_shapes(twin: nn.Module) -> bool:
     """Whether a parameter or buffer has no shape yet. Asked before every run, hence without `parameters()`, which looks
     for ties.
     """
-    registries = (own for module in twin.modules() for own in (module._parameters, module._buffers))
-    return any(tensor is not None and is_lazy(tensor) for own in registries for tensor in own.values())
+    for module in twin.modules():
+        for own in (module._parameters, module._buffers):
+            if any(tensor is not None and is_lazy(tensor) for tensor in own.values()):
+                return True
+    return False
 
 
 def _layers(

@@ -28,8 +28,11 @@ def _fits_channels(tensor: Any, *per_channel: Any) -> bool:
     """Whether `tensor` is a batch of floating values and each of the others None or one value per channel."""
     if not are_plain(tensor, *per_channel) or not tensor.is_floating_point() or tensor.dim() < 2:
         return False
-    channels = tensor.shape[1]
-    return tensor.numel() > 0 and all(t is None or t.shape == (channels,) for t in per_channel)
+    channels = tensor.shape[1:2]
+    for each in per_channel:
+        if each is not None and each.shape != channels:
+            return False
+    return bool(tensor.numel())
 
 
 @shape_rule("aten::native_batch_norm", "aten::_native_batch_norm_legit")

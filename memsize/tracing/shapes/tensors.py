@@ -14,17 +14,22 @@ from memsize.tracing.shapes import strides as layout
 
 Tensor = torch.Tensor
 META = torch.device("meta")
+_ONE = (1,)
+_empty, _empty_strided = torch.empty, torch.empty_strided
+"""PyTorch's own, also while a run has stand-ins in their place (`memsize.tracing.faces`): these name their device."""
 _STRIDED = torch.strided
 
 
 def empty(shape: layout.Shape, dtype: torch.dtype) -> Tensor:
     """A new row-major tensor."""
-    return torch.empty(shape, dtype=dtype, device=META)
+    if len(shape) == 1:
+        return _empty_strided(shape, _ONE, dtype=dtype, device=META)
+    return _empty(shape, dtype=dtype, device=META)
 
 
 def strided(shape: layout.Shape, strides: layout.Shape, dtype: torch.dtype) -> Tensor:
     """A new tensor with these strides."""
-    return torch.empty_strided(shape, strides, dtype=dtype, device=META)
+    return _empty_strided(shape, strides, dtype=dtype, device=META)
 
 
 def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -33,7 +38,7 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     shape, strides = tensor.shape, tensor.stride()
     if not tensor.is_contiguous():
         strides = layout.like(shape, strides)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=META)
+    return _empty_strided(shape, strides, dtype=dtype, device=META)
 
 
 def mapped(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -98,7 +103,7 @@ def elementwise(dtype: torch.dtype, *tensors: Tensor) -> Tensor | None:
             joined = layout.broadcast([t.shape for t in tensors])
             return None if joined is None else sorted_elementwise(dtype, joined, *tensors)
     if all(t.is_contiguous() for t in tensors):
-        return torch.empty(shape, dtype=dtype, device=META)
+        return _empty(shape, dtype=dtype, device=META)
     if len(shape) == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors):
         return strided(shape, layout.channels_last(shape), dtype)
     strides = first.stride()
