@@ -22,17 +22,19 @@ from memsize.fitting import Crossover, find_crossover
 from memsize.folds import Totals, totals
 from memsize.precision.modelled import modelled
 from memsize.precision.recipes import apply_scenario, floating_dtype, gpu_semantics
-from memsize.record import Reading, Trace
+from memsize.record import Reading, StoredTensor, Trace
 from memsize.scenario import SCENARIOS, Scenario
 from memsize.semantics.cudnn import Plans
-from memsize.summaries import torchinfo_reading
+from memsize.stored import stored_tensors
+from memsize.summaries import counts_without_running, torchinfo_reading
+from memsize.tracing.calls import Calls
 from memsize.tracing.convolutions import Convolutions
 from memsize.tracing.execution import executable, executable_call
 from memsize.tracing.feed import Feed
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.quiet import collector_paused
 from memsize.tracing.replicas import bucket_bytes, buckets_of
-from memsize.tracing.run import Setup, give_shapes, kept_for_backward, run_forward, run_inference
+from memsize.tracing.run import Setup, give_shapes, kept_for_backward, run_forward, run_inference, wants_shapes
 from memsize.tracing.shadow import Mould, in_mode
 from memsize.tracing.step import run_own_step, run_training
 from memsize.training import Training
@@ -42,6 +44,10 @@ _CAST = "the floating inputs were cast to {}, which the model computes in: it do
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"
 _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
+
+
+_HeldAs = tuple[str | None, bool]
+"""How a scenario holds the parameters, unless it quantizes them: their dtype, and whether norms stay as they are."""
 
 
 class Study:
@@ -79,6 +85,8 @@ class Study:
         self._traces: dict[str, Trace] = {}
         self._left: dict[str, dict[str, str]] = {}
         self._mould = Mould(model)
+        self._stored: dict[_HeldAs, tuple[StoredTensor, ...]] = {}
+        self._readable: nn.Module | None = None
 
     def report(self, asked: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
         """The report over the scenarios `asked`; `default` leaves out `as-given` where it is what fp32 is."""
@@ -90,6 +98,8 @@ class Study:
         as_fp32 = is_float32(given)
         if as_fp32:
             self._traces["fp32"] = replace(given, scenario="fp32")
+            if not any(tensor.kind == "attribute" for tensor in given.tensors):  # a module may cast those itself
+                self._stored[_held_as(SCENARIOS["fp32"])] = self._stored[_held_as(SCENARIOS["as-given"])]
         shown = [s for s in asked if not (default and as_fp32 and s.name == "as-given")]
         results = tuple(self.result(scenario) for scenario in shown)
         baseline = self.result(SCENARIOS["fp32"])
@@ -174,9 +184,29 @@ class Study:
                 self._untrained[scenario.name] = _one_line(error)
         return self._settled(run_forward, scenario)
 
+    def _sharing(self, setup: Setup, scenario: Scenario) -> Setup:
+        """A setup whose twin is as `prepared` made it, with what other runs of this study may take from it, or gave."""
+        if scenario.recipe == "as-given":
+            setup = replace(setup, listener=self._heard)
+        if scenario.recipe == "quantized" or self._late:
+            return setup
+        return replace(setup, stored=partial(self._stored_tensors, _held_as(scenario)))
+
+    def _stored_tensors(self, held: _HeldAs, twin: nn.Module) -> tuple[StoredTensor, ...]:
+        """What a twin stores that is held so; all such twins store the same."""
+        if held not in self._stored:
+            self._stored[held] = stored_tensors(twin)
+        return self._stored[held]
+
+    def _heard(self, calls: Calls) -> None:
+        """The model was run as it is. Where torchinfo need not run it as well, it may read the same twin."""
+        grows = self._late or wants_shapes(self.model)
+        is_simple = not grows and not self.execute and calls.complete and counts_without_running(calls)
+        self._readable = calls.seen[0].module if is_simple else None
+
     def _settled(self, run: Callable[[Setup], Trace], scenario: Scenario) -> Trace:
         """The run of a twin that registers nothing any more: a model that does so in its forward is run once before."""
-        setup = self.prepared(scenario, self.feed.batch_size)
+        setup = self._sharing(self.prepared(scenario, self.feed.batch_size), scenario)
         before = set(_registered(setup.twin))
         failed: ForwardError | None = None
         try:
@@ -260,8 +290,11 @@ class Study:
 
     def _readings(self) -> tuple[Reading, ...]:
         self.say("torchinfo's reading")
-        twin = in_mode(self._mould.cast(), self.training)
-        reading = torchinfo_reading(twin, self.feed.call(floating=floating_dtype(twin)))
+        if self._readable is not None:
+            reading = torchinfo_reading(self._readable, ((), {}))
+        else:
+            twin = in_mode(self._mould.cast(), self.training)
+            reading = torchinfo_reading(twin, self.feed.call(floating=floating_dtype(twin)))
         return () if reading is None else (reading,)
 
     def _crossover(self, amp: str) -> Crossover | None:
@@ -299,6 +332,10 @@ def is_float32(trace: Trace) -> bool:
     floats = {t.spec.dtype for t in held if getattr(torch, t.spec.dtype).is_floating_point}
     plain = not any(tensor.parts or tensor.wrapper or tensor.kind == "packed" for tensor in held)
     return plain and floats <= {"float32"}
+
+
+def _held_as(scenario: Scenario) -> _HeldAs:
+    return scenario.dtype, scenario.keep_norms
 
 
 def _hides_layers(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import memsize
 from memsize.folds import totals
@@ -17,10 +18,13 @@ from memsize.precision.recipes import apply_scenario
 from memsize.scenario import SCENARIOS
 from memsize.stored import stored_tensors
 from memsize.study import Study
+from memsize.summaries import counts_without_running, torchinfo_reading
+from memsize.tracing.calls import Calls
 from memsize.tracing.feed import feed_from_data
 from memsize.tracing.known import known
-from memsize.tracing.run import kept_for_backward
-from memsize.tracing.shadow import Mould, shadow
+from memsize.tracing.run import Setup, kept_for_backward, run_forward
+from memsize.tracing.shadow import Mould, in_mode, shadow
+from tests import test_torchinfo_cases as structures
 from tests.models import Small, Tied
 
 ROW, IMAGE, IDS = torch.zeros(4, 8), torch.zeros(2, 3, 32, 32), torch.zeros(1, 6, dtype=torch.int64)
@@ -173,6 +177,19 @@ def test_a_run_without_tables_keeps_what_one_with_them_does(
     assert kept_for_backward(setup) == totals(ours.trace(SCENARIOS[scenario])).saved_bytes
 
 
+def test_what_a_remedy_adds_is_stored_in_its_own_runs_only() -> None:
+    """The fits of one question share a study, and edit its twins."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    plain = study(model, ROW)
+    edited = plain.prepared(SCENARIOS["fp32"], 4)
+    edited.twin.register_parameter("added", nn.Parameter(torch.zeros(3, device="meta")))
+    assert "added" in {tensor.name for tensor in run_forward(edited).tensors}
+    assert "added" not in {tensor.name for tensor in plain.trace(SCENARIOS["fp32"]).tensors}
+    edited = plain.prepared(SCENARIOS["fp32"], 4)
+    edited.twin.register_parameter("added", nn.Parameter(torch.zeros(3, device="meta")))
+    assert "added" in {tensor.name for tensor in run_forward(edited).tensors}
+
+
 class CastsItself(nn.Module):
     """Casts a tensor that it has not registered, as rotary embeddings do."""
 
@@ -195,3 +212,91 @@ def test_a_cast_that_changes_no_parameter_is_made_where_a_module_has_its_own() -
     traces = study(CastsItself(), ROW)
     sizes = {name: totals(traces.trace(SCENARIOS[name])).attribute_bytes for name in ("as-given", "fp32", "amp-bf16")}
     assert sizes == {"as-given": 40, "fp32": 20, "amp-bf16": 20}
+
+
+# -- torchinfo's reading ----------------------------------------------------------------------------------------------
+
+
+class Calling(nn.Module):
+    """A block of two layers and a head, called as `how` does it."""
+
+    def __init__(self, how: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+        self.head = nn.Linear(8, 8)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        return self.how(self, x)
+
+
+def second_time(model: Any, x: Tensor) -> Tensor:
+    """The block leaves its second layer out at first."""
+    layers = model.block._modules
+    second = layers.pop("1")
+    x = model.block(x)
+    layers["1"] = second
+    return model.head(model.block(x))
+
+
+PLAIN: dict[str, tuple[Callable[[], nn.Module], Tensor, bool]] = {
+    "each once": (lambda: Calling(lambda m, x: m.head(m.block(x))), ROW, True),
+    "one twice": (lambda: Calling(lambda m, x: m.head(m.block(m.block(x)))), ROW, True),
+    "in another order": (lambda: Calling(lambda m, x: m.block(m.head(x))), ROW, True),
+    "one never": (lambda: Calling(lambda m, x: m.block(x)), ROW, False),
+    "one from outside": (lambda: Calling(lambda m, x: m.head(m.block[0](x)) + m.block(x)), ROW, False),
+    "only from outside": (lambda: Calling(lambda m, x: m.head(m.block[1](m.block[0](x)))), ROW, False),
+    "one in a second call": (lambda: Calling(second_time), ROW, False),
+    "a number out": (lambda: Calling(lambda m, x: m.head(m.block(x)).sum()), ROW, False),
+    "a tuple out": (lambda: Calling(lambda m, x: (m.head(m.block(x)),)), ROW, False),
+    "by keyword": (lambda: Calling(lambda m, x: m.head(input=m.block(x))), ROW, False),
+    "registered twice": (lambda: nn.Sequential(layer := nn.Linear(8, 8), layer), ROW, False),
+    "tied": (Tied, IDS, True),
+    "conv": (Small, IMAGE, True),
+    "pruned": (lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)), ROW, True),
+}
+"""Models, their inputs, and whether torchinfo need not run them."""
+
+
+def heard(model: nn.Module, value: Tensor) -> tuple[Calls, Any]:
+    """The calls of one forward, and its arguments."""
+    found: list[Calls] = []
+    call = feed_from_data(value).call()
+    run_forward(Setup("m", "as-given", shadow(model), call, True, listener=found.append))
+    return found[0], call
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_torchinfo_says_the_same_of_what_it_need_not_run(name: str) -> None:
+    build, value, expected = PLAIN[name]
+    model = build()
+    calls, call = heard(model, value)
+    assert counts_without_running(calls) is expected
+    run = torchinfo_reading(in_mode(shadow(model), True), call)
+    if expected:
+        assert torchinfo_reading(calls.seen[0].module, ((), {})) == run
+    report = study(model, value).report((SCENARIOS["fp32"],), default=False)
+    assert report.scenario_results
+    ours = study(model, value)
+    ours.trace(SCENARIOS["as-given"])
+    assert ours._readings() == (() if run is None else (run,))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14", "ignore:.*enable_nested")
+@pytest.mark.parametrize("name", structures.CASES)
+def test_torchinfo_says_the_same_of_every_structure(name: str) -> None:
+    build, inputs = structures.CASES[name]
+    model = build()
+    ours = Study("m", model, feed_from_data(inputs), True, lambda _: None)
+    ours.trace(SCENARIOS["as-given"])
+    run = torchinfo_reading(in_mode(shadow(model), True), ours.feed.call(floating=torch.float32))
+    assert ours._readings() == (() if run is None else (run,))
+
+
+def test_where_torchinfo_would_be_wrong_without_running() -> None:
+    model = Calling(lambda m, x: m.head(m.block[0](x)) + m.block(x))
+    _, call = heard(model, ROW)
+    run, registered = torchinfo_reading(shadow(model), call), torchinfo_reading(shadow(model), ((), {}))
+    assert run is not None and registered is not None
+    # It meets a layer of 8·8 + 8 before the block that holds it, and counts it once more with the block.
+    assert (run.parameters, registered.parameters) == (280, 208)

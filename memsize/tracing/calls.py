@@ -35,6 +35,8 @@ class Seen:
     module: nn.Module
     calls: int = 0
     outputs: list[Output] = field(default_factory=list)
+    plain: bool = True
+    """Whether each call took a tensor first and returned one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Calls:
     def __init__(self, twin: nn.Module, ledger: Ledger) -> None:
         self.ledger = ledger
         self.seen = [_seen(path, module) for path, module in twin.named_modules()]
+        self.entered: list[tuple[int, int]] = []
+        """Of each call of the first forward: which module was running, and which was called; in order."""
         self.failed: Running | None = None
         self.complete = False
         """Whether the model returned once: the table shows its first forward, not those of later steps."""
@@ -72,11 +76,13 @@ class Calls:
                 vars(seen.module)["_compiled_call_impl"] = None
 
     def _call(self, index: int, module: nn.Module) -> Callable[..., Any]:
-        clock = self.ledger.clock
+        clock, seen = self.ledger.clock, self.seen[index]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._compiler.forget()
             outer, start = clock.enter(index), self.ledger.count
+            if not self.complete:
+                self.entered.append((outer, index))
             given = [(tensor, _version(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
             try:
                 result = module._call_impl(*args, **kwargs)
@@ -87,6 +93,7 @@ class Calls:
             finally:
                 clock.leave(outer)
             if not self.complete:
+                seen.plain = seen.plain and isinstance(result, torch.Tensor) and isinstance(_first(args), torch.Tensor)
                 self._returned(index, result, start, given)
             return result
 
@@ -148,6 +155,10 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _first(args: tuple[Any, ...]) -> Any:
+    return args[0] if args else None
 
 
 def _seen(path: str, module: nn.Module) -> Seen:

@@ -31,9 +31,9 @@ class Setup:
 
     `semantics` is open during the whole run and may tell the ledger of cast copies, `autocast` during forwards and
     losses. `rewrite` says how the scenario stores the twin's tensors where that is not how the twin itself holds them,
-    and `sizes` what such parameters take, by name. `masters` asks for float32
+    and `sizes` what such parameters take, by name. `stored` finds what the twin stores. `masters` asks for float32
     master weights in the optimizer, `scaled` for a GradScaler; `buckets` are those of distributed training,
-    `workspaces` those of the GPU that is meant.
+    `workspaces` those of the GPU that is meant. `listener` hears of the calls that the run showed.
     """
 
     model: str
@@ -51,6 +51,8 @@ class Setup:
     scaled: bool = False
     buckets: Buckets | None = None
     workspaces: Workspaces = field(default_factory=Workspaces)
+    stored: Callable[[nn.Module], tuple[StoredTensor, ...]] = stored_tensors
+    listener: Callable[[Calls], None] = lambda _: None
     notes: tuple[str, ...] = ()
 
 
@@ -95,7 +97,7 @@ class Run:
         if enter:
             in_mode(setup.twin, setup.training)
             give_shapes(setup.twin, setup.call, setup.training, setup.device)
-        self.tensors = stored_tensors(setup.twin) if tables else ()
+        self.tensors = setup.stored(setup.twin) if tables else ()
         self.ledger = Ledger(setup.device, setup.workspaces)
         self.calls = Calls(setup.twin, self.ledger)
         self._notes: list[str] = []
@@ -148,6 +150,7 @@ class Run:
             failure=failure,
         )
         ledger.close()
+        setup.listener(self.calls)
         return trace
 
     def _enter_inputs(self) -> None:
