@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from memsize.semantics import cuda_semantics
 from memsize.tracing.answers import Answers
 from memsize.tracing.assumptions import (
     APART,
@@ -239,6 +240,32 @@ def test_routing_stays_even_where_its_masks_are_too_large_to_keep() -> None:
         # 200,000·2 choices among 64 experts
         assert [places.shape for places in torch.where(mask[3])] == [(6_250,)] * 2
     assert list(mode.values.assumptions) == [EVEN]
+
+
+@pytest.mark.parametrize("tokens", [24, 30_000, 200_000])
+def test_routing_stays_even_where_cuda_writes_its_masks(tokens: int) -> None:
+    """Masks that are known as integers are (24·2·64), as what is assumed (30,000·2·64), and by their share alone."""
+    mode = Answers()
+    with mode, cuda_semantics():
+        chosen = torch.empty(tokens, 64, device=META).topk(2).indices
+        mask = F.one_hot(chosen, 64).permute(2, 1, 0)
+        assert (known(mask) is None) == (tokens == 200_000)
+        # tokens·2 choices among 64 experts; of 48 or 60,000 the 4th expert has 1 or 938
+        share = {24: 1, 30_000: 938, 200_000: 6_250}[tokens]
+        assert [places.shape for places in torch.where(mask[3])] == [(share,)] * 2
+    assert list(mode.values.assumptions) == [EVEN]
+
+
+def test_what_was_seen_before_a_write_is_forgotten() -> None:
+    """A view of zeros, and zeros that something unknown is written to."""
+    with Answers():
+        zeros = torch.zeros(200_000, 64, dtype=torch.int64, device=META)
+        before = zeros[:2]
+        zeros.scatter_(1, torch.empty(200_000, 1, 64, device=META).topk(1).indices[..., 0], 1)
+        assert known(before) is None and known(zeros) is None
+        written = torch.zeros(4, 4, dtype=torch.int64, device=META)
+        written.scatter_(1, unknown(4, 1).to(torch.int64), 1)
+        assert known(written) is None
 
 
 def test_a_selection_keeps_everything_and_its_count_agrees() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memsize.semantics import autocast_region, cuda_semantics, current, suspended
 from memsize.semantics.attention import Attention, choose_backend
 from memsize.semantics.key import KEY
+from memsize.tracing.ledger import Ledger
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 WEIGHTS = 2 * (300 * 3 * 9 + 500 * 300 * 9 + 1000 * 500 * 9 + 3_364_000)  # copies of the weights, biases apart
@@ -363,6 +365,40 @@ def test_dropout_keeps_a_boolean_mask() -> None:
     assert x.grad is not None
     kept, _ = kept_for_backward(nn.Dropout(0.5), x)
     assert kept == 4 * 10 * 100  # the CPU's floating noise
+
+
+# One-hot
+
+
+def storages_made(function: Callable[[Tensor], Any], tensor: Tensor) -> list[tuple[str, int]]:
+    """The storages that `function` makes of `tensor` under CUDA's semantics, by operator and bytes."""
+    ledger = Ledger(tensor.device.type)
+    with ledger, cuda_semantics(stands_for={tensor.device.type}):
+        ledger.enter(tensor, "input")
+        function(tensor)
+    made = [(each.op, each.bytes) for each in ledger.storages(frozenset())[1:] if each.bytes]
+    ledger.close()
+    return made
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_one_hot_is_written_in_place(device: str) -> None:
+    """CUDA writes ones into zeros; PyTorch's `meta` formula compares, and then widens what it found."""
+    chosen = torch.tensor([[0, 2], [1, 0], [2, 1]], device=device)
+    made = storages_made(lambda index: F.one_hot(index, 4), chosen)
+    assert made == [("zeros", 3 * 2 * 4 * 8)]
+    assert storages_made(lambda index: F.one_hot(index, 4), chosen[:0]) == []  # nothing to write
+    with cuda_semantics(stands_for={device}):
+        assert F.one_hot(chosen, 4).shape == (3, 2, 4) and F.one_hot(chosen[:0], 4).shape == (0, 2, 4)
+
+
+def test_one_hot_without_a_number_of_classes_is_pytorchs() -> None:
+    chosen = torch.tensor([[0, 2], [1, 0], [2, 1]])
+    with cuda_semantics(stands_for={"cpu"}):
+        assert F.one_hot(chosen, 3).argmax(-1).equal(chosen)
+        assert F.one_hot(chosen).shape == (3, 2, 3)
+        with pytest.raises(RuntimeError, match="Class values must be smaller"):
+            F.one_hot(chosen, 0)
 
 
 # Attention

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memsize.semantics import attention, autocast, dropout, encoder, norms, rnn, softmax
+from memsize.semantics import attention, autocast, dropout, encoder, norms, onehot, rnn, softmax
 from memsize.semantics.key import KEY, NAMESPACE, Kernel
 
 _lock = threading.Lock()
@@ -36,7 +36,7 @@ def register_kernels() -> None:
 
 def _kernels() -> Mapping[str, Kernel]:
     """Every kernel by operator name. What autocast wraps is decided on after its casts; attention does both itself."""
-    decided = {**dropout.kernels(), **norms.kernels(), **rnn.kernels(), **softmax.kernels()}
+    decided = {**dropout.kernels(), **norms.kernels(), **onehot.kernels(), **rnn.kernels(), **softmax.kernels()}
     return {**decided, **autocast.kernels(decided), **attention.kernels(), **encoder.kernels()}
 
 

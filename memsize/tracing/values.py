@@ -52,6 +52,7 @@ _COMPARED = (_aten.equal.default, _aten.allclose.default)
 _DRAW = _aten.rand.default
 _PACK = _aten._pack_padded_sequence.default
 _LEFT_ALIGNED = _aten._nested_tensor_from_mask_left_aligned.default
+_SCATTER = _aten.scatter_.value
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _HOST_LIMIT = 2**31
 """Bytes of stand-in arguments that an op without a meta kernel may take on the CPU."""
@@ -224,6 +225,8 @@ class Values:
             for cell in filter(None, map(cell_of, args[1:2])):
                 cell.assumed = FINITE
             return
+        if func is _SCATTER and _follow_scatter(*args):
+            return
         targets = op.targets(args, kwargs)
         cells = [cell for cell in map(cell_of, targets) if cell is not None]
         if not cells:
@@ -349,6 +352,22 @@ def _follow_empty(result: torch.Tensor) -> None:
     """Memory that nothing was written to reads as zeros: what a model makes of it must not change between runs."""
     if result.is_meta and result.numel() and is_small(result):
         remember(result, torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
+
+
+def _follow_scatter(target: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> bool:
+    """A number written at known places into a tensor that was one number everywhere (a router's `one_hot`). Of what is
+    too large to keep, the share of the places is known. Returns whether there was anything to follow.
+    """
+    cell, base, places = cell_of(target), known(target), known(index)
+    if cell is None or not cell.uniform or base is None or places is None:
+        return False
+    assumed = assumed_by((index,), {}) or cell.assumed
+    cell.forget()  # views from before are of another time
+    if is_small(target) or (assumed and target.numel() <= ASSUMED_ELEMENTS):
+        remember(target, base.clone(memory_format=torch.contiguous_format).scatter_(dim, places, value), Cell(assumed))
+    elif assumed and value and not _first(base):
+        remember(target, None, Cell(assumed, share=places.numel() / target.numel()))
+    return True
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
