@@ -509,6 +509,23 @@ def test_math_attention_uses_the_fused_dropout() -> None:
     assert plain - fused == (8 - 1) * 2 * 4 * 16 * 16  # the mask: one byte for each score instead of a double
 
 
+def test_math_attention_on_the_cpu_uses_the_fused_dropout_too() -> None:
+    """A real step that stands for CUDA's draws the same mask, so that it can be compared with a prediction."""
+
+    class Attend(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    real, planned = torch.randn(2, 4, 16, 64, requires_grad=True), meta(2, 4, 16, 64, grad=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        with cuda_semantics(stands_for={"cpu"}):
+            fused, out = kept_for_backward(Attend(), real)
+            out.sum().backward()
+        with cuda_semantics():
+            assert kept_for_backward(Attend(), planned)[0] == fused
+        assert kept_for_backward(Attend(), real)[0] - fused == (4 - 1) * 2 * 4 * 16 * 16
+
+
 def test_malformed_attention_fails_as_in_pytorch() -> None:
     q = meta(2, 4, 16, 64)
     with cuda_semantics():

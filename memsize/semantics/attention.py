@@ -228,20 +228,25 @@ def _attention(
         casting = autocast.active()
         if casting is not None:
             tensors = autocast.cast_arguments(tensors, autocast.region_dtype(), casting)
-        # CUDA's kernels have rules for meta tensors, but none for CPU tensors.
-        if semantics is None or not semantics.meta or not _is_valid(tensors, is_causal):
-            plain = overload("scaled_dot_product_attention")
-            result: Tensor = plain(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-            return result
-        return _run(_call(tensors, dropout_p, is_causal, scale, enable_gqa, semantics))
+        if semantics is not None and _is_valid(tensors, is_causal, semantics):
+            call = _call(tensors, dropout_p, is_causal, scale, enable_gqa, semantics)
+            backend = choose_backend(call)
+            # CUDA's own kernels have rules for meta tensors, but none for CPU tensors.
+            if query.is_meta or backend == "math":
+                return _RUNS[backend](call._replace(mask=_additive(call.mask, call.query.dtype)))
+        plain = overload("scaled_dot_product_attention")
+        result: Tensor = plain(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return result
     finally:
         _exclude(KEY, False)
 
 
-def _is_valid(tensors: list[Any], causal: bool) -> bool:
+def _is_valid(tensors: list[Any], causal: bool, semantics: Semantics) -> bool:
     """Whether the call is one to decide on here. PyTorch itself refuses, or handles, the others."""
     query, _, _, mask = tensors
-    if any(t.is_nested or not t.is_meta or t.dim() < 2 or t.dtype is not query.dtype for t in tensors[:3]):
+    if any(t.is_nested or t.dim() < 2 or t.dtype is not query.dtype for t in tensors[:3]):
+        return False
+    if not all(semantics.stands_for_cuda(t) and t.device == query.device for t in tensors[:3]):
         return False
     if mask is None:
         return True
@@ -254,11 +259,6 @@ def _call(
 ) -> Attention:
     query, key, value, mask = tensors
     return Attention(query, key, value, mask, dropout, causal, scale, grouped, semantics.capability, semantics.cudnn)
-
-
-def _run(call: Attention) -> Tensor:
-    backend = choose_backend(call)
-    return _RUNS[backend](call._replace(mask=_additive(call.mask, call.query.dtype)))
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
