@@ -491,6 +491,17 @@ def test_flash_keeps_its_inputs_its_output_and_the_statistics() -> None:
     assert 0 <= generator <= 32  # seed and offset: two small tensors
 
 
+def test_the_state_of_efficient_attentions_random_numbers_is_on_the_host() -> None:
+    """Output 2·4·16·64, and sums for 32 rows instead of 16; no seed and no offset, which `meta` would have there."""
+
+    def attend(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+
+    made = storages_made(attend, meta(2, 4, 16, 64, grad=True))
+    name = "_scaled_dot_product_efficient_attention"
+    assert made == [(name, 4 * 2 * 4 * 16 * 64), (name, 4 * 2 * 4 * 32)]
+
+
 def test_attention_is_cast_by_autocast() -> None:
     with cuda_semantics(), autocast_region(BF16):
         out = F.scaled_dot_product_attention(*(meta(2, 4, 16, 64, grad=True) for _ in range(3)))

@@ -74,13 +74,18 @@ def _efficient(
     query: Any, key: Any, value: Any, bias: Any, keep_sums: bool, _dropout: float = 0.0, _causal: bool = False, *,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
-    """Output by length; sums in float32 where backward needs them; a seed and an offset of 8 bytes each."""
+    """Output by length; sums in float32 where backward needs them. The seed and the offset of the random numbers are on
+    the host, unless a CUDA graph is captured (cuda/attention.cu, "Seed and Offset Device"); `meta` says otherwise."""
     if torch.version.hip or not _fits(query, key, value) or not are_plain(bias):
         return NotImplemented
     batch, heads, length, _ = query.shape
     output = _by_length((batch, heads, length, value.shape[3]), query.dtype)
     sums = empty((batch, heads, efficient_rows(length) if keep_sums else 0), torch.float32)
-    return output, sums, empty((), torch.int64), empty((), torch.int64)
+    return output, sums, _on_host(), _on_host()
+
+
+def _on_host() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 @shape_rule("aten::_scaled_dot_product_efficient_attention_backward")
