@@ -22,6 +22,7 @@ from memsize.semantics import autocast_region, cuda_semantics, current, suspende
 from memsize.semantics.attention import Attention, choose_backend
 from memsize.semantics.key import KEY
 from memsize.tracing.ledger import Ledger
+from memsize.tracing.scratch import kernel_scratch
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 WEIGHTS = 2 * (300 * 3 * 9 + 500 * 300 * 9 + 1000 * 500 * 9 + 3_364_000)  # copies of the weights, biases apart
@@ -500,6 +501,42 @@ def test_the_state_of_efficient_attentions_random_numbers_is_on_the_host() -> No
     made = storages_made(attend, meta(2, 4, 16, 64, grad=True))
     name = "_scaled_dot_product_efficient_attention"
     assert made == [(name, 4 * 2 * 4 * 16 * 64), (name, 4 * 2 * 4 * 32)]
+
+
+# (batch 2, heads 4, length 40, head 72): float32 sums of rows, and what the gradients are accumulated in
+INSIDE: dict[str, tuple[torch.dtype, list[int]]] = {
+    # whole blocks of 128 rows, heads of a multiple of 32: 96
+    "flash": (BF16, [4 * 2 * 4 * 128, 4 * 2 * 128 * 4 * 96]),
+    # the sums, the products that they are made of, and the sums before they are brought into another order
+    "efficient": (FP32, [4 * 2 * 4 * 40, 4 * 2 * 40 * 4 * 72, 4 * 2 * 40 * 4]),
+}
+
+
+@pytest.mark.parametrize("backend", INSIDE)
+@pytest.mark.parametrize("dense", [True, False])
+def test_attentions_backward_takes_memory_for_itself(backend: str, dense: bool) -> None:
+    dtype, inside = INSIDE[backend]
+    x = meta(2, 40, 4, 72, dtype=dtype, grad=True)
+    with cuda_semantics():
+        out = F.scaled_dot_product_attention(*([x.transpose(1, 2)] * 3))
+        assert backend in type(out.grad_fn).__name__.lower()
+    grad = meta(2, 40, 4, 72, dtype=dtype).transpose(1, 2) if dense else meta(2, 4, 40, 72, dtype=dtype)
+    made = storages_made(lambda given: out.backward(given), grad)
+    backward = [size for op, size in made if op == f"_scaled_dot_product_{backend}_attention_backward"]
+    gradients = [dtype.itemsize * 2 * 40 * 4 * 72] * 3
+    assert backward == [*gradients, *([] if dense else gradients[:1]), *inside]
+
+
+def test_heads_that_share_keys_have_gradients_of_their_own_inside() -> None:
+    query, shared = meta(2, 8, 40, 64, dtype=BF16), meta(2, 2, 24, 64, dtype=BF16)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    taken = [
+        each.bytes
+        for each in kernel_scratch(
+            backward, (query.transpose(1, 2).contiguous().transpose(1, 2), query, shared, shared)
+        )
+    ]
+    assert taken[-2:] == [2 * 2 * 24 * 8 * 64] * 2 and len(taken) == 4
 
 
 def test_attention_is_cast_by_autocast() -> None:

@@ -18,6 +18,7 @@ from memsize.tracing.answers import DETACH, Answers, answers_itself
 from memsize.tracing.clock import Clock
 from memsize.tracing.convolutions import BACKWARD, FORWARD, Convolutions
 from memsize.tracing.kernels import kernel_copies
+from memsize.tracing.scratch import Scratch, kernel_scratch
 
 _aten = torch.ops.aten
 _MULTIPLIES = frozenset(
@@ -106,6 +107,7 @@ class Ledger(Answers):
             self._note_each(result, op)
         if self.workspaces.lt and func is _aten.addmm.default:
             self._borrow(self.workspaces.lt, op)
+        self._note_scratch(kernel_scratch(func, args), op)
         for index, size in copies:
             self._end(index, size, op)
         return result
@@ -153,6 +155,12 @@ class Ledger(Answers):
             if gradient is not None:
                 self._note(gradient, op)
             self._borrow(size, op)
+
+    def _note_scratch(self, taken: Iterable[Scratch], op: str) -> None:
+        """What a kernel takes for itself is there beside its result, and gone at its end."""
+        begun = [(self._open("temporary", each.bytes, op, each.dtype, each.shape), each.bytes) for each in taken]
+        for index, size in begun:
+            self._end(index, size, op)
 
     def _borrow(self, size: int, op: str) -> None:
         """A workspace that an op takes and gives back."""
