@@ -34,6 +34,7 @@ from memsize.tracing.assumptions import (
     spread_evenly,
 )
 from memsize.tracing.known import known
+from memsize.tracing.ledger import Ledger
 from memsize.tracing.values import UnknownValueError
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -254,6 +255,23 @@ def test_routing_stays_even_where_cuda_writes_its_masks(tokens: int) -> None:
         share = {24: 1, 30_000: 938, 200_000: 6_250}[tokens]
         assert [places.shape for places in torch.where(mask[3])] == [(share,)] * 2
     assert list(mode.values.assumptions) == [EVEN]
+
+
+def test_a_number_that_is_assigned_is_on_the_host() -> None:
+    """CUDA fills with it; on other devices PyTorch makes a tensor of it first."""
+    ledger = Ledger("meta")
+    with ledger:
+        table = torch.zeros(4, 6, dtype=torch.int64, device=META)
+        table[1:3, -2:] = 7
+        table[0] = True
+        table[..., 2] = 5
+        table[None] += 1
+    assert [storage.bytes for storage in ledger.storages(frozenset())] == [8 * 4 * 6]
+    ledger.close()
+    expected = torch.zeros(4, 6, dtype=torch.int64)
+    expected[1:3, -2:], expected[0], expected[..., 2] = 7, 1, 5
+    values = known(table)
+    assert values is not None and values.equal(expected + 1)
 
 
 def test_what_was_seen_before_a_write_is_forgotten() -> None:

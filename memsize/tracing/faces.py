@@ -85,7 +85,7 @@ def _substitutions() -> tuple[Substitution, ...]:
         *(Substitution(owner, name, _placed) for owner, name in placed),
         Substitution(Tensor, "new_tensor", _new_tensor),
         Substitution(Tensor, "__getitem__", _indexed),
-        Substitution(Tensor, "__setitem__", _indexed),
+        Substitution(Tensor, "__setitem__", lambda original: _assigned(_indexed(original))),
         Substitution(Tensor, "__format__", _formatted),
         Substitution(Tensor, "to", _moved),
         Substitution(Tensor, "cuda", _moved_to_cuda),
@@ -154,6 +154,21 @@ def _indexed(original: Function) -> Function:
         return original(tensor, index, *value)
 
     return indexed
+
+
+def _assigned(original: Function) -> Function:
+    """``x[:3] = 1``: the number is on the host for CUDA's tensors, where others make a tensor of it on their device
+    (torch/csrc/autograd/python_variable_indexing.cpp). What is selected by tensors keeps PyTorch's way.
+    """
+
+    def assigned(tensor: Tensor, index: Any, value: Any) -> Any:
+        if tensor.is_meta and isinstance(value, (int, float, complex)):
+            parts = index if type(index) is tuple else (index,)
+            if not any(isinstance(part, (Tensor, list)) for part in parts):
+                value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
+        return original(tensor, index, value)
+
+    return assigned
 
 
 def _index(numbers: list[Any]) -> Any:
