@@ -1,0 +1,330 @@
+"""Hold predictions to real steps on the CPU, allocation by allocation: the nets of the suite, small enough for a CPU.
+
+    python -m benchmarks.cpu_truth [PATTERN …]
+
+The real step makes CUDA's decisions wherever the CPU has kernels for them: autocast's casts, dropout's boolean mask,
+attention by the mathematical path. What the CPU does otherwise by design is in `BY_DESIGN` with its reason; everything
+else is to agree byte for byte. It is no measurement of a GPU: cuBLAS's and cuDNN's workspaces, and what CUDA's kernels
+allocate inside, are not seen.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any, Final
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.nets.adapted import adapted
+from benchmarks.nets.language import GPT2, Bert, Experts, Gated, Llama
+from benchmarks.nets.visual import ViTBase
+from benchmarks.truth.standin import STACK, StandIn
+from benchmarks.truth.suite import NETS, Build
+from memsize.inputs import parse_inputs
+from memsize.loading.weightless import Weightless
+from memsize.scenario import scenario_named
+from memsize.semantics import autocast_region, cuda_semantics
+from memsize.semantics.cudnn import Convolution, Plans
+from memsize.tracing.feed import feed_from_specs
+from memsize.tracing.run import Setup
+from memsize.training import Training
+from memsize.verifying.alignment import Alignment, Difference, align
+from memsize.verifying.case import Case
+from memsize.verifying.prediction import predicted
+from memsize.verifying.running import measure
+
+NO_WORKSPACES: Final = replace(STACK, cublas_config=":0:0")
+"""An A100 on which cuBLAS is forbidden its workspaces, which no CPU has."""
+
+
+class NoPlans(Plans):
+    """Convolutions that take nothing beside their tensors."""
+
+    def workspace(self, convolution: Convolution) -> int:
+        return 0
+
+
+# -- the nets, made small ----------------------------------------------------------------------------------------------
+
+
+def _first(build: Build, name: str, count: int) -> nn.Module:
+    """The net with the first of its layers alone."""
+    model = build()
+    setattr(model, name, getattr(model, name)[:count])
+    return model
+
+
+def _llama(tied: bool = False, checkpointed: bool = False, experts: bool = False) -> Llama:
+    mlp: Callable[[], nn.Module] = (lambda: Experts(128, 256, 8)) if experts else (lambda: Gated(128, 256))
+    return Llama(1000, 128, 2, 8, 4, mlp, tied, checkpointed)
+
+
+_TOKENS: Final = "input_ids={length}:int64:0..999"
+SMALL: Final[Mapping[str, tuple[Build, str]]] = {
+    **NETS,
+    "unet": (NETS["unet"][0], "3,64,64"),
+    "vit-base": (partial(_first, ViTBase, "blocks", 2), "3,224,224"),
+    "bert-base": (partial(_first, Bert, "layers", 2), NETS["bert-base"][1]),
+    "gpt2": (partial(GPT2, 256, 2, 4), NETS["gpt2"][1]),
+    "gpt2-checkpointed": (partial(GPT2, 256, 2, 4, True), NETS["gpt2"][1]),
+    "gpt2-adapted": (lambda: adapted(GPT2(256, 2, 4), ("qkv", "out")), NETS["gpt2"][1]),
+    "llama-1b": (partial(_llama, True), _TOKENS),
+    "llama-1b-checkpointed": (partial(_llama, True, True), _TOKENS),
+    "llama-1b-untied": (_llama, _TOKENS),
+    "mixture": (partial(_llama, experts=True), _TOKENS),
+}
+"""The suite's networks; those that are too large for a CPU with fewer layers, or narrower, of the same code."""
+
+_TABLE: Final = """
+    perceptron             train  fp32         adamw:foreach         8
+    perceptron             train  fp32         adamw:fused           8
+    perceptron             train  bf16         adamw:foreach         8
+    perceptron             train  amp-fp16     adamw:foreach         8
+    perceptron             train  amp-bf16     sgd-momentum:foreach  8
+    perceptron             train  apex-O2      adamw:foreach         8
+    perceptron             train  fp32         adamw:foreach/4       8
+    perceptron             infer  fp16         -                     8
+    toy                    train  fp32         adamw:foreach         1
+    toy                    infer  fp32         -                     1
+    resnet18               train  fp32         sgd-momentum:foreach  2
+    resnet18               infer  fp32         -                     2
+    vgg16                  train  fp32         sgd-momentum:foreach  1
+    vgg16                  infer  fp32         -                     1
+    efficientnet-b0        train  fp32         sgd-momentum:foreach  2
+    efficientnet-b0        infer  fp32         -                     2
+    convnext-tiny          train  fp32         adamw:foreach         1
+    convnext-tiny          infer  fp32         -                     1
+    unet                   train  fp32         adamw:foreach         1
+    unet                   infer  fp32         -                     1
+    vit-base               train  fp32         adamw:foreach         1
+    vit-base               train  amp-bf16     adamw:foreach         1
+    vit-base               infer  fp32         -                     1
+    swin-tiny              train  fp32         adamw:foreach         1
+    swin-tiny              train  amp-bf16     adamw:foreach         1
+    swin-tiny              infer  fp32         -                     1
+    bert-base              train  fp32         adamw:foreach         2   16
+    bert-base              train  amp-bf16     adamw:foreach         2   16
+    bert-base              infer  fp32         -                     2   16
+    gpt2                   train  fp32         adamw:foreach         2   16
+    gpt2                   train  amp-bf16     adamw:foreach/4       2   16
+    gpt2                   train  apex-O2      adamw:foreach         2   16
+    gpt2                   infer  bf16         -                     2   16
+    gpt2-checkpointed      train  amp-bf16     adamw:foreach         2   16
+    gpt2-adapted           train  amp-bf16     adamw:foreach         2   16
+    t5-small               train  fp32         adamw:foreach         2   16
+    t5-small               train  amp-bf16     adamw:foreach         2   16
+    t5-small               infer  bf16         -                     2   16
+    llama-1b               train  bf16         adamw:foreach         2   16
+    llama-1b               train  amp-bf16     adamw:foreach         2   16
+    llama-1b-checkpointed  train  bf16         adamw:foreach         2   16
+    llama-1b-untied        train  bf16         adamw:fused           2   16
+    llama-1b-untied        infer  fp32         -                     2   16
+    mixture                train  fp32         adamw:foreach         2   32
+    mixture                train  amp-bf16     adamw:foreach         2   32
+    mixture                infer  bf16         -                     2   32
+    lstm                   train  fp32         sgd:foreach           2    8
+    lstm                   infer  fp32         -                     2    8
+    gru                    train  fp32         adamw:foreach         2    8
+    gru                    infer  fp32         -                     2    8
+
+    vit-base               train  fp32         adamw:foreach         1    0 own
+    vit-base               train  amp-bf16     adamw:foreach         1    0 own
+    llama-1b               train  fp32         adamw:foreach         2   16 own
+    llama-1b               train  bf16         adamw:foreach         2   16 own
+    llama-1b-checkpointed  train  bf16         adamw:foreach         2   16 own
+    gpt2                   infer  fp32         -                     2   16 own
+"""
+"""Network, training or inference, scenario, optimizer (``/4``: four backwards a step), batch, length of texts.
+
+`foreach` is CUDA's default, and has to be asked for on a CPU. With `own`, attention is left to the kernels that each
+device has for it.
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the runs: how its case is made, and whether attention is left to each device's own kernels."""
+
+    name: str
+    make: Callable[[], Case]
+    own: bool
+
+
+def _run(line: str) -> Run:
+    net, kind, scenario, optimizer, batch, *more = line.split()
+    given, _, backwards = optimizer.partition("/")
+    training = Training(given, accumulate=int(backwards or 1)) if kind == "train" else None
+    build, inputs = SMALL[net]
+    own = more[1:] == ["own"]
+    parts = [net, kind, scenario, *([given] if training else [])]
+    name = "/".join([*parts, *([f"x{backwards}"] if backwards else []), *(["own-attention"] if own else [])])
+
+    def make() -> Case:
+        with Weightless():
+            model = build()
+        feed = feed_from_specs(parse_inputs(inputs.format(length=more[0] if more else "").split()), int(batch))
+        return Case(name, model, feed, scenario_named(scenario), training is not None, training)
+
+    return Run(name, make, own)
+
+
+RUNS: Final[Mapping[str, Run]] = {run.name: run for run in map(_run, filter(str.strip, _TABLE.splitlines()))}
+
+
+# -- the real step -----------------------------------------------------------------------------------------------------
+
+
+class EvenChoices(TorchDispatchMode):
+    """Lets a router's choices fall evenly, which is what a prediction assumes of them: row r takes the r·k-th to the
+    (r·k + k - 1)-th of its choices."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default:
+            indices = result[1]
+            indices.copy_(torch.arange(indices.numel()).view(indices.shape) % args[0].shape[-1])
+        return result
+
+
+@contextmanager
+def _kernels_of_both(own: bool) -> Iterator[None]:
+    """While open, no kernel computes that only a CPU has: oneDNN's, and unless `own` its flash attention."""
+    onednn = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with nullcontext() if own else sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+
+
+def held(run: Run) -> Held:
+    """The run's step, real on the CPU, beside its prediction for a GPU without workspaces."""
+    case = run.make()
+    with _kernels_of_both(run.own), EvenChoices(), StandIn(NO_WORKSPACES) as gauge:
+        said = predicted(case.trace(NO_WORKSPACES, NoPlans(STACK.capability)), NO_WORKSPACES)
+        plan = case.plan(gauge.device, track=False)
+        with cuda_semantics(stands_for=("cpu",)):
+            seen = measure(replace(plan, realize=partial(_realized, plan.realize, case.scenario.autocast)), gauge)
+    assert seen.log is not None and seen.peaks is not None
+    found = align(said.log, seen.log)
+    kinds = {name: type(module) for name, module in case.model.named_modules()}
+    reasons = tuple(_reason(each, kinds) for each in found.differences)
+    return Held(run.name, found, reasons, said.most.requested - seen.peaks.requested)
+
+
+def _realized(realize: Callable[[], Setup], autocast: str | None) -> Setup:
+    """The real step's setup, under CUDA's casts where it is under the CPU's."""
+    setup = realize()
+    return replace(setup, autocast=partial(autocast_region, getattr(torch, autocast))) if autocast else setup
+
+
+# -- what differs, and why ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Something that a CPU does otherwise by design: in which operations, or in whatever modules of `within` do.
+
+    `lends`: what it is given lives for as long as it keeps it, so that other allocations end at other moments.
+    """
+
+    what: str
+    why: str
+    operations: frozenset[str] = frozenset()
+    within: tuple[type[nn.Module], ...] = ()
+    lends: bool = False
+
+
+BY_DESIGN: Final = (
+    Reason(
+        "recurrent layers",
+        "cuDNN runs all steps in one call and keeps one reserve space; a CPU runs, and keeps, every step",
+        within=(nn.RNNBase,),
+        lends=True,
+    ),
+    Reason(
+        "statistics of a layer norm of half-precision inputs",
+        "float32 on CUDA (cuda/layer_norm_kernel.cu), the input's dtype on a CPU (layer_norm.cpp)",
+        frozenset({"native_layer_norm"}),
+    ),
+    Reason(
+        "attention's own kernels",
+        "CUDA's keep sums for whole blocks of rows, or none in inference, and the state of flash attention's random "
+        "numbers, and take memory in backward (cuda/attention.cu, attention_backward.cu); the CPU's keep a sum a row",
+        frozenset(
+            f"_scaled_dot_product_{name}{end}"
+            for name in ("flash_attention", "efficient_attention", "flash_attention_for_cpu")
+            for end in ("", "_backward")
+        ),
+    ),
+)
+"""What is not to agree."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What came of one run: the two logs side by side, why each difference is there (None: nobody knows), and by how
+    many bytes the predicted peak of what tensors ask for is above the real one."""
+
+    name: str
+    alignment: Alignment
+    reasons: tuple[Reason | None, ...]
+    peak: int
+
+    @property
+    def unexplained(self) -> tuple[Difference, ...]:
+        """The differences that no reason covers."""
+        both = zip(self.alignment.differences, self.reasons, strict=True)
+        return tuple(difference for difference, reason in both if reason is None)
+
+
+def _reason(difference: Difference, kinds: Mapping[str, type[nn.Module]]) -> Reason | None:
+    """Why a difference is there; `kinds` are the types of the model's modules by path."""
+    kind = kinds.get(difference.place.layer or "", nn.Module)
+    for reason in BY_DESIGN:
+        if difference.place.op in reason.operations or issubclass(kind, reason.within):
+            return reason
+    lenders = (r for r in BY_DESIGN if r.lends and any(issubclass(each, r.within) for each in kinds.values()))
+    return next(lenders, None) if difference.kind in ("freed later", "freed earlier") else None
+
+
+def line(found: Held) -> list[str]:
+    """One row of the table."""
+    counts = Counter("unexplained" if reason is None else reason.what for reason in found.reasons)
+    seen = found.alignment
+    differing = ", ".join(f"{count} {what}" for what, count in counts.items())
+    return [found.name, f"{seen.predicted:,}", f"{seen.matched:,}", differing or "none", f"{found.peak:,} B"]
+
+
+def main(patterns: Sequence[str]) -> int:
+    """Print the table; the exit status is 1 where something differs that nobody has explained."""
+    wanted = [run for name, run in RUNS.items() if not patterns or any(fnmatch(name, each) for each in patterns)]
+    rows = []
+    unexplained = 0
+    for run in wanted:
+        found = held(run)
+        unexplained += len(found.unexplained)
+        rows.append(line(found))
+        for each in found.unexplained:
+            print(f"{found.name}: {each}")
+    titles = ("step", "predicted allocations", "as in the real step", "differ", "peak off by")
+    print(tabulate(rows, titles, "github", disable_numparse=True, colalign=("left", "right", "right", "left", "right")))
+    print(f"\ntorch {torch.__version__}; {len(rows)} steps, {unexplained} differences unexplained")
+    return int(unexplained > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
