@@ -4,7 +4,8 @@
 
 The table has the columns of the xMem paper's results: model, optimizer, batch, input, gpu, the NVML delta of the whole
 process, and what other predictors said. Models are built from torchvision's and transformers' code; a row whose library
-is missing is left out.
+is missing is left out. What is predicted is the installed code: a release of transformers that computes attention
+otherwise than the measured one takes another amount of memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import csv
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +134,18 @@ def lines(path: Path) -> Iterator[list[Any]]:
                 print(f"left out: {row['model']}: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
+def versions() -> Iterator[str]:
+    """The releases that the models are built from, as far as they are installed."""
+    for name in ("torch", "torchvision", "transformers"):
+        with suppress(PackageNotFoundError):
+            yield f"{name} {version(name)}"
+
+
 def main(path: str) -> None:
     declare()
     headers = ["model", "optimizer", "batch", "measured", "reserved", "device", "memsize", "xMem", "DNNMem", ""]
     print(tabulate(lines(Path(path)), headers, tablefmt="github", disable_numparse=True))
+    print(f"\n{', '.join(versions())}")
 
 
 if __name__ == "__main__":
