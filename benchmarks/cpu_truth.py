@@ -73,7 +73,7 @@ def _llama(tied: bool = False, checkpointed: bool = False, experts: bool = False
 _TOKENS: Final = "input_ids={length}:int64:0..999"
 SMALL: Final[Mapping[str, tuple[Build, str]]] = {
     **NETS,
-    "unet": (NETS["unet"][0], "3,64,64"),
+    **{net: (NETS[net][0], "3,64,64") for net in ("resnet18", "resnet50", "unet")},
     "vit-base": (partial(_first, ViTBase, "blocks", 2), "3,224,224"),
     "bert-base": (partial(_first, Bert, "layers", 2), NETS["bert-base"][1]),
     "gpt2": (partial(GPT2, 256, 2, 4), NETS["gpt2"][1]),
@@ -98,7 +98,9 @@ _TABLE: Final = """
     toy                    train  fp32         adamw:foreach         1
     toy                    infer  fp32         -                     1
     resnet18               train  fp32         sgd-momentum:foreach  2
+    resnet18               train  amp-bf16     sgd-momentum:foreach  2
     resnet18               infer  fp32         -                     2
+    resnet50               train  fp32         sgd-momentum:foreach  2
     vgg16                  train  fp32         sgd-momentum:foreach  1
     vgg16                  infer  fp32         -                     1
     efficientnet-b0        train  fp32         sgd-momentum:foreach  2
