@@ -371,10 +371,12 @@ def test_dropout_keeps_a_boolean_mask() -> None:
 # One-hot
 
 
-def storages_made(function: Callable[[Tensor], Any], tensor: Tensor) -> list[tuple[str, int]]:
+def storages_made(
+    function: Callable[[Tensor], Any], tensor: Tensor, capability: tuple[int, int] = (8, 0)
+) -> list[tuple[str, int]]:
     """The storages that `function` makes of `tensor` under CUDA's semantics, by operator and bytes."""
     ledger = Ledger(tensor.device.type)
-    with ledger, cuda_semantics(stands_for={tensor.device.type}):
+    with ledger, cuda_semantics(stands_for={tensor.device.type}, capability=capability):
         ledger.enter(tensor, "input")
         function(tensor)
     made = [(each.op, each.bytes) for each in ledger.storages(frozenset())[1:] if each.bytes]
@@ -537,6 +539,50 @@ def test_heads_that_share_keys_have_gradients_of_their_own_inside() -> None:
         )
     ]
     assert taken[-2:] == [2 * 2 * 24 * 8 * 64] * 2 and len(taken) == 4
+
+
+CUDNN_FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+
+SUMS, ACCUMULATED = 4 * 2 * 8 * 200, 4 * 2 * 8 * 200 * 64
+"""Of (batch 2, heads 8, length 200, head 64), in float32."""
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads", "dropout", "forward", "backward"),
+    [
+        ((9, 0), 8, 0.0, [256], SUMS + ACCUMULATED + 256),
+        ((9, 0), 8, 0.1, [256], SUMS + ACCUMULATED + 256),
+        # two gradients of half precision for each of 8 heads and 300 keys
+        ((9, 0), 2, 0.0, [256], SUMS + ACCUMULATED + 256 + 2 * 2 * 2 * 8 * 300 * 64),
+        ((10, 0), 8, 0.0, [], SUMS + ACCUMULATED),
+        # a bit for each of 256 × 384 scores
+        ((10, 0), 8, 0.1, [2 * 8 * 256 * 384 // 8 + 128], SUMS + ACCUMULATED + 2 * 8 * 256 * 384 // 8 + 128),
+    ],
+)
+def test_cudnn_attention_takes_one_workspace(
+    capability: tuple[int, int], heads: int, dropout: float, forward: list[int], backward: int
+) -> None:
+    query, keys, out = meta(2, 8, 200, 64, dtype=BF16), meta(2, heads, 300, 64, dtype=BF16), meta(2, 8, 200, 64)
+    other = meta(2, 200, 8, 64, dtype=BF16).transpose(1, 2)
+    given = (query, keys, keys, out, None, None, None, None, None, None, 200, 300, dropout, False)
+    with cuda_semantics(capability=capability):
+        there = kernel_scratch(CUDNN_FORWARD, (query, keys, keys, None, True, dropout))
+        assert [each.bytes for each in there] == forward
+        assert [each.bytes for each in kernel_scratch(CUDNN_BACKWARD, (query, *given))] == [backward]
+        # a gradient in another order than the output's is brought into that first
+        taken = [each.bytes for each in kernel_scratch(CUDNN_BACKWARD, (other, *given))]
+        assert taken == [2 * 2 * 8 * 200 * 64, backward]
+
+
+def test_a_step_on_hopper_counts_cudnns_workspace() -> None:
+    def attend(x: Tensor) -> None:
+        F.scaled_dot_product_attention(x, x, x).backward(x)
+
+    x = meta(2, 4, 40, 64, dtype=BF16, grad=True)
+    made = storages_made(attend, x, capability=(9, 0))
+    inside = [size for op, size in made if op == "_scaled_dot_product_cudnn_attention_backward"]
+    assert inside[-1] == 4 * 2 * 4 * 40 * 65 + 256
 
 
 def test_attention_is_cast_by_autocast() -> None:

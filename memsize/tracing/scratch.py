@@ -1,6 +1,6 @@
 """What CUDA's kernels allocate inside and free at their end, where their source says how much.
 
-An op's output says nothing of it. Only the attention kernels' backwards are in the table: others may take more.
+An op's output says nothing of it. Only attention kernels are in the table: others may take more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memsize.semantics import current
+
 _aten = torch.ops.aten
+_DROPOUT = 8
+"""Where cuDNN's backward has the probability, behind the output."""
 
 
 class Scratch(NamedTuple):
@@ -62,6 +66,45 @@ def _efficient_backward(
             yield Scratch((batch, length, heads))
 
 
+def _cudnn_forward(
+    query: Any, key: Any, _value: Any, _bias: Any, _keep_sums: bool, dropout: float = 0.0, *_: Any, **__: Any
+) -> Iterator[Scratch]:
+    """cuDNN's workspace is that of its plan."""
+    size = _plan_workspace(query, key, dropout)
+    if size:
+        yield Scratch((size,), torch.uint8)
+
+
+def _cudnn_backward(grad: Any, query: Any, key: Any, _value: Any, out: Any, *more: Any, **__: Any) -> Iterator[Scratch]:
+    """cuDNN's workspace, in one piece: the sum of each row's gradients and the query's gradient, both in float32; where
+    heads share keys, the gradients of keys and values for each head too; and that of the plan.
+    Source: cuDNN's frontend, scaled_dot_product_flash_attention.h (`CompositeSDPABackwardNode`). PyTorch brings the
+    output's gradient into the output's order first (cudnn/MHA.cpp).
+    """
+    batch, heads, length, head = query.shape
+    if grad.stride() != out.stride():
+        yield Scratch(tuple(grad.shape), grad.dtype)
+    size = 4 * batch * heads * length * (head + 1) + _plan_workspace(query, key, more[_DROPOUT])
+    if key.shape[1] != heads:
+        size += 2 * query.element_size() * batch * heads * key.shape[2] * head
+    yield Scratch((size,), torch.uint8)
+
+
+def _plan_workspace(query: Any, key: Any, dropout: float) -> int:
+    """As cuDNN 9.24 answers for some hundred shapes, its plans made without a GPU: 256 B on Hopper. On Blackwell a bit
+    for each score where there is dropout, in whole blocks of 128 rows and columns, and nothing without (lengths that
+    are no multiple of 8 may take more). Elsewhere PyTorch does not prefer cuDNN, and nothing is known.
+    """
+    semantics = current()
+    major = semantics.capability[0] if semantics else 0
+    if major == 9:
+        return 256
+    if major < 10 or not dropout:
+        return 0
+    rows, columns = (-(-tensor.shape[2] // 128) * 128 for tensor in (query, key))
+    return int(query.shape[0] * query.shape[1] * rows * columns // 8 + 128)
+
+
 def _made_dense(grad: Any) -> Iterator[Scratch]:
     """A copy of the output's gradient, which kernels want by position and then by head."""
     if not grad.transpose(1, 2).is_contiguous():
@@ -71,5 +114,7 @@ def _made_dense(grad: Any) -> Iterator[Scratch]:
 _TAKING: dict[Any, Callable[..., Iterator[Scratch]]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _aten._scaled_dot_product_cudnn_attention.default: _cudnn_forward,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
 }
 """Kernels that take memory for a while, and how much."""
