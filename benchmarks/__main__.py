@@ -12,6 +12,7 @@ from importlib.metadata import version
 from tabulate import tabulate
 
 from benchmarks.measure import Line
+from benchmarks.zoo.operators import declare
 
 NAMES = ("startup", "resnet", "llama", "step", "fit", "replay")
 PEERS = ("torch", "torchinfo", "torchsummary", "transformers")
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = set(chosen.names) - set(NAMES)
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}: choose from {', '.join(NAMES)}")
+    declare()  # transformers imports torchvision where that is installed
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, {_versions()}, load {_load()}\n")
     print(table([line for name in chosen.names or NAMES for line in _lines(name)(chosen.quick)]))
 

@@ -14,7 +14,10 @@ LIMIT = 10**9
 
 FULL = "hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32"
 SMALL = "hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4"
+DECLARE = "from benchmarks.zoo.operators import declare; declare()"
+"""transformers imports torchvision where that is installed, whose wheel may be of another build of torch."""
 SOURCE = """
+{declare}
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -30,10 +33,10 @@ def lines(quick: bool) -> Iterator[Line]:
         return
     with TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "llama.py").write_text(SOURCE.format(sizes=SMALL if quick else FULL))
+        (folder / "llama.py").write_text(SOURCE.format(declare=DECLARE, sizes=SMALL if quick else FULL))
         commands = (
             ("-m", "memsize", "report", "llama.py:build", "--input", "input_ids=512:int64"),
-            ("-c", "from transformers import LlamaForCausalLM"),
+            ("-c", f"{DECLARE}; from transformers import LlamaForCausalLM"),
         )
         report, imported = processes_in_turn(commands, 1 if quick else 3, folder)
     yield compared("Llama 7B, default report, whole process", report.seconds, "its import", imported.seconds)

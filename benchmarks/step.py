@@ -16,6 +16,7 @@ from torch import nn
 import memsize
 from benchmarks.measure import ROOT, Line, in_turn, megabytes, processes_in_turn, seconds
 from benchmarks.resnet import SIZE, ResNet50
+from benchmarks.zoo.operators import declare
 
 LIMIT = 600 * 10**6
 LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
@@ -103,5 +104,6 @@ def _memory(layers: int, quick: bool) -> int:
 
 
 if __name__ == "__main__":
+    declare()
     quick = json.loads(sys.argv[2])
     traced(llama(int(sys.argv[1]), SMALL if quick else LARGE), 16 if quick else 2048)

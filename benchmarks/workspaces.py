@@ -77,7 +77,7 @@ def peaks(entry: Entry, library: Library) -> tuple[Any, ...]:
     """The peaks of one workload: without workspaces, by estimates with their interval, and by cuDNN."""
     where = stack("h100")
     guess = entry.case.trace(where, Plans(where.capability))
-    asked = entry.case.trace(where, Plans(where.capability, library))
+    asked = entry.case.trace(where, Plans(where.capability, lambda: library))
     least, most = _interval(guess)
     return (
         entry.name,

@@ -143,7 +143,7 @@ def _plans(card: Card) -> Plans:
     """What cuDNN takes on a card, by this machine's cuDNN where it has one."""
     from memsize.semantics.cudnn import Plans, installed
 
-    return Plans(card.capability, installed())
+    return Plans(card.capability, installed)
 
 
 def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

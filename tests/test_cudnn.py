@@ -352,7 +352,7 @@ class Answering:
 
 def test_the_library_is_asked_once() -> None:
     library = Answering()
-    plans = Plans(A100, library)  # type: ignore[arg-type]
+    plans = Plans(A100, lambda: library)  # type: ignore[arg-type, return-value]
     assert plans.source is None
     assert [plans.workspace(PLAIN) for _ in range(3)] == [700] * 3
     assert library.asked == 1 and plans.source == "9.99.0" and not plans.estimated
@@ -360,12 +360,12 @@ def test_the_library_is_asked_once() -> None:
 
 
 def test_the_greediest_plan() -> None:
-    assert Plans(A100, Answering(), greedy=True).workspace(PLAIN) == 900  # type: ignore[arg-type]
+    assert Plans(A100, Answering, greedy=True).workspace(PLAIN) == 900  # type: ignore[arg-type]
     assert Plans(A100, greedy=True).workspace(PLAIN) == 3 * OPERANDS
 
 
 def test_what_is_recorded_comes_first() -> None:
-    plans = Plans(A100, Answering(), recorded={PLAIN: 5})  # type: ignore[arg-type]
+    plans = Plans(A100, Answering, recorded={PLAIN: 5})  # type: ignore[arg-type]
     assert plans.workspace(PLAIN) == 5
     assert plans.workspace(PLAIN._replace(operation="data")) == 700
     alone = Plans(A100, recorded={PLAIN: 5}, release="9.1.0")
@@ -375,11 +375,11 @@ def test_what_is_recorded_comes_first() -> None:
 
 def test_an_unknown_card_is_estimated() -> None:
     library = Answering()
-    plans = Plans((15, 0), library)  # type: ignore[arg-type]
+    plans = Plans((15, 0), lambda: library)  # type: ignore[arg-type, return-value]
     other = PLAIN._replace(operation="filter")
     assert plans.workspace(PLAIN) == plans.workspace(other) == OPERANDS
     assert plans.estimated == {PLAIN, other} and plans.source is None
-    plans = Plans((15, 0), library)  # type: ignore[arg-type]
+    plans = Plans((15, 0), lambda: library)  # type: ignore[arg-type, return-value]
     plans.workspace(PLAIN), plans.workspace(PLAIN)
     assert library.asked == 3  # once each
 

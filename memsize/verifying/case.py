@@ -69,7 +69,7 @@ class Case:
             setup = replace(
                 study.prepared(self.scenario, self.feed.batch_size),
                 semantics=partial(gpu_semantics, capability=stack.capability, cudnn=stack.cudnn or CUDNN),
-                workspaces=workspaces(stack, plans or Plans(stack.capability, installed())),
+                workspaces=workspaces(stack, plans or Plans(stack.capability, installed)),
             )
             return run_inference(setup) if self.training is None else run_training(setup, self.training)
 
@@ -81,7 +81,7 @@ class Case:
         """
         known = {Convolution.parse(text): size for text, size in recorded}
         release = None if stack.cudnn is None else dotted_cudnn(stack.cudnn)
-        plans = Plans(stack.capability, installed(), recorded=known, release=release, greedy=benchmark)
+        plans = Plans(stack.capability, installed, recorded=known, release=release, greedy=benchmark)
         trace = self.trace(stack, plans)
         if not benchmark:
             return predicted(trace, stack, _asked(plans))

@@ -62,6 +62,7 @@ class Library:
                 f"cuDNN {dotted_cudnn(self.version)} cannot be asked without a GPU: 9.11 is the first that can"
             )
         self._devices: dict[tuple[int, int], Handle] = {}
+        self._asked: dict[tuple[Convolution, tuple[int, int]], Plan | None] = {}
         self._kept = Descriptors(self._backend)
 
     def __str__(self) -> str:
@@ -71,9 +72,12 @@ class Library:
         """The plan that PyTorch would run; None where cuDNN has none. Raises `CudnnError` for a GPU that it does not
         know.
         """
-        # To read all of a list takes most of the time, and one of the first is nearly always allowed.
-        few = self._plans(convolution, capability, _INSTANT, most=_FEW)
-        return next(iter(few or self.plans(convolution, capability)), None)
+        question = convolution, capability
+        if question not in self._asked:
+            # To read all of a list takes most of the time, and one of the first is nearly always allowed.
+            few = self._plans(convolution, capability, _INSTANT, most=_FEW)
+            self._asked[question] = next(iter(few or self.plans(convolution, capability)), None)
+        return self._asked[question]
 
     def plans(self, convolution: Convolution, capability: tuple[int, int]) -> tuple[Plan, ...]:
         """All plans that PyTorch would try, in its order: what its benchmark measures."""

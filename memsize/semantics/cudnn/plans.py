@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -17,14 +17,15 @@ _FEW_CHANNELS: Final = 4
 class Plans:
     """What cuDNN takes on a GPU of compute capability `capability`, convolution by convolution; answers are kept.
 
-    `library` is asked where there is one; `recorded` holds answers that cuDNN `release` gave on another day, which come
-    first. `greedy` answers with the most that PyTorch's benchmark may allocate: the greediest of all plans it tries.
+    `library` finds the one to ask when the first convolution comes, since loading it takes memory. `recorded` holds
+    answers that cuDNN `release` gave on another day, which come first. `greedy` answers with the most that PyTorch's
+    benchmark may allocate: the greediest of all plans it tries.
     """
 
     def __init__(
         self,
         capability: tuple[int, int],
-        library: Library | None = None,
+        library: Callable[[], Library | None] = lambda: None,
         *,
         recorded: Mapping[Convolution, int] | None = None,
         release: str | None = None,
@@ -37,7 +38,7 @@ class Plans:
         self.estimated: set[Convolution] = set()
         """The convolutions whose answer is an estimate."""
         self._library = library
-        self._release = release if recorded or library is None else str(library)
+        self._release = release if recorded else None
 
     def workspace(self, convolution: Convolution) -> int:
         """The bytes that the convolution takes beside its tensors while it runs."""
@@ -52,9 +53,12 @@ class Plans:
         return self._release if self.answers and not self.estimated else None
 
     def _ask(self, convolution: Convolution) -> int:
-        if self._library is not None:
+        library = self._library()
+        if library is not None:
             with suppress(CudnnError):  # a GPU newer than the library, say
-                return self._answer(self._library, convolution)
+                found = self._answer(library, convolution)
+                self._release = self._release or str(library)
+                return found
         self.estimated.add(convolution)
         return estimate(convolution, self.capability) * (_GREED if self.greedy else 1)
 
