@@ -252,10 +252,13 @@ class Study:
 
     def _notes(self, as_given: bool) -> tuple[str, ...]:
         cast = (_CAST.format(_name(self._given_floating)),) if as_given and self._inputs_are_cast else ()
-        scripted = tuple(path for path, module in self.model.named_modules() if _hides_layers(module))
-        hidden = (_SCRIPTED.format(join_names(_outermost(scripted))),) if scripted else ()
+        hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
         late = (_LATE.format(join_names(self._late)),) if self._late else ()
         return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note)))
+
+    @cached_property
+    def _scripted(self) -> tuple[str, ...]:
+        return tuple(path for path, module in self.model.named_modules() if _hides_layers(module))
 
     @cached_property
     def _given_floating(self) -> torch.dtype | None:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 import memsize
 from memsize.errors import InputError
 from memsize.inputs import parse_inputs
-from memsize.stored import tensor_bytes
+from memsize.pieces import tensor_bytes
 from memsize.tracing.feed import cast_floating, feed_from_data, feed_from_specs
 from memsize.tracing.nest import map_tensors, tensors_in
 

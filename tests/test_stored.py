@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from memsize.pieces import storage_key, tensor_bytes, wrapper_name
 from memsize.record import StoredTensor
-from memsize.stored import storage_key, stored_tensors, tensor_bytes, wrapper_name
+from memsize.stored import stored_tensors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),

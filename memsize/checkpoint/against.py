@@ -177,7 +177,7 @@ def expected_from(module: object) -> dict[str, Expected]:
     """The tensors of a module's ``state_dict()``, with what is tied."""
     import torch
 
-    from memsize.stored import storage_key
+    from memsize.pieces import storage_key
 
     first: dict[object, str] = {}
     expected: dict[str, Expected] = {}

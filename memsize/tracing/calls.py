@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memsize.pieces import plain_tensors, spec_of
 from memsize.record import Memory, Output
-from memsize.stored import plain_tensors, spec_of
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.nest import arguments_in, tensors_in
 from memsize.tracing.quiet import CompilerImport

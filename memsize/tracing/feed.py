@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 from memsize.errors import InputError
 from memsize.inputs import InputSpec
 from memsize.loading.defaults import InputMaker, Request
+from memsize.pieces import spec_of, storage_key, tensor_bytes
 from memsize.record import InputTensor
-from memsize.stored import spec_of, storage_key, tensor_bytes
 from memsize.tracing.known import UNREADABLE, known, remember
 from memsize.tracing.nest import map_tensors, objects_in, tensors_in
 from memsize.tracing.shadow import meta_copy

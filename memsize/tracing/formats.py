@@ -22,7 +22,7 @@ from torch import nn
 
 from memsize.answers.layout import Audit, Copy, Format, LayerFormats, Loss
 from memsize.answers.layout import Run as FormatsRun
-from memsize.stored import spec_of
+from memsize.pieces import spec_of
 from memsize.tracing.calls import Calls
 from memsize.tracing.feed import Call, input_tensors
 from memsize.tracing.kernels import format_for, is_last, kernel_copies

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memsize.pieces import dtype_name, is_wrapper, plain_tensors
 from memsize.record import Event, Role, Storage
-from memsize.stored import dtype_name, is_wrapper, plain_tensors
 from memsize.tracing.answers import DETACH, Answers, answers_itself
 from memsize.tracing.clock import Clock
 from memsize.tracing.convolutions import BACKWARD, FORWARD, Convolutions

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memsize.errors import ForwardError
+from memsize.pieces import plain_tensors
 from memsize.record import Failure, Layer, Storage, StoredTensor, Trace
-from memsize.stored import plain_tensors, stored_tensors
+from memsize.stored import stored_tensors
 from memsize.tracing.calls import Calls, Seen
 from memsize.tracing.failure import explain
 from memsize.tracing.feed import Call, input_tensors
