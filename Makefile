@@ -6,8 +6,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-COMMA := ,
 STAMP := $(VENV)/.installed
+CUDNN_STAMP := $(VENV)/.cudnn
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 TORCH_INDEX ?=
@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: $(STAMP)
 	$(BIN)/memsize report notebooks/model.py:Test --input 3,64,64
 
-test: $(STAMP)
+test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -38,7 +38,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "memsize needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) --constraint constraints.txt --editable '.[test,dev,quant$(if $(CUDNN),$(COMMA)cudnn)]'
+	$(PIP) --constraint constraints.txt --editable '.[test,dev,quant]'
+	@touch $@
+
+$(CUDNN_STAMP): $(STAMP)
+	$(PIP) --constraint constraints.txt --editable '.[cudnn]'
 	@touch $@
 
 clean:
