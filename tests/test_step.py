@@ -289,7 +289,10 @@ def test_the_first_checkpoint_of_a_process_keeps_nothing_alive(python: Python) -
                 return self.head(x)
 
         trace = memsize.trace(Net(), (8,), optimizer=None, mode="eval").trace
-        print([trace.phases[event.phase] for event in trace.events if event.delta < 0])
+        ended = [event for event in trace.events if event.delta < 0]
+        # before PyTorch 2.12 cuBLASLt takes a workspace for each product
+        tensors = [event for event in ended if trace.storages[event.storage].role != "workspace"]
+        print([trace.phases[event.phase] for event in tensors])
     """
     done = python("-c", textwrap.dedent(source))
     assert done.stdout.strip() == "['forward']", done.stdout + done.stderr
