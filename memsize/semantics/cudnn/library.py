@@ -16,6 +16,7 @@ import ctypes.util
 import json
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -117,13 +118,16 @@ def installed() -> Library | None:
     return None
 
 
-def _candidates() -> list[str]:
+def _candidates() -> Iterator[str]:
     named = os.environ.get("MEMSIZE_CUDNN")
     if named is not None:
-        return [] if named.lower() in ("", "none") else [named]
+        yield from () if named.lower() in ("", "none") else (named,)
+        return
     packages = (Path(folder) / place / "lib" / "libcudnn.so.9" for folder in sys.path if folder for place in _PLACES)
-    system = ctypes.util.find_library("cudnn")
-    return [*(str(path) for path in packages if path.exists()), *([system] if system else [])]
+    yield from (str(path) for path in packages if path.exists())
+    system = ctypes.util.find_library("cudnn")  # starts processes that look: the last resort
+    if system:
+        yield system
 
 
 def _device_properties(capability: tuple[int, int]) -> dict[str, object]:
