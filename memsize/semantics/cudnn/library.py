@@ -3,8 +3,8 @@
 PyTorch takes the first plan of `CUDNN_HEUR_MODE_INSTANT` that runs, then those of `CUDNN_HEUR_MODE_FALLBACK`, and
 allocates the plan's workspace for the time of the call (aten/src/ATen/native/cudnn/Conv_v8.cpp). Which plans those are
 is a pure function of the convolution, of cuDNN's release, and of the GPU's compute capability: over 150 convolutions of
-23 networks, six other properties of the device (memory, shared memory, caches, clocks, alignment of the tensors) moved
-the first plan's workspace in 30 of 43,200 answers; the number of multiprocessors moves it on Turing alone.
+23 networks on four generations, other figures for memory, shared memory, caches, clocks and the tensors' alignment
+moved the first plan's workspace in 30 of 36,000 answers; the number of multiprocessors moves it on Turing alone.
 
 Limits: cuDNN 9.11 or newer, found as the library of an installed `nvidia-cudnn-cu12` or `-cu13`, or of the system.
 """
