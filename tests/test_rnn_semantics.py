@@ -334,3 +334,21 @@ def test_cpu_tensors_run_as_ever(kind: str) -> None:
     expected = layer(x)[0]
     with cuda_semantics(stands_for={"cpu"}):
         assert torch.equal(layer(x)[0], expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("packed", [False, True])
+def test_autocast_decides_about_the_steps_that_cudnn_does_not_take(kind: type[nn.RNNBase], packed: bool) -> None:
+    """A T4's cuDNN takes no bfloat16, which is what a linear layer before hands on: weights and input meet in it."""
+    layer, before = kind(8, 16, num_layers=2, bidirectional=True), nn.Linear(8, 8)
+    layer, before = layer.to("meta"), before.to("meta")
+    x = torch.empty(5, 4, 8, device="meta", requires_grad=True)
+    with Answers(), cuda_semantics(capability=(7, 5)), autocast_region(BF16):
+        given: Any = before(x)
+        if packed:
+            given = pack_padded_sequence(given, torch.tensor([5, 4, 2, 1]))
+        result, _ = layer(given)
+        out = result.data if packed else result
+        assert out.dtype is BF16 and out.shape[-1] == 32
+        out.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.dtype is FP32 for parameter in layer.parameters())

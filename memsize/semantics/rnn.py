@@ -50,21 +50,22 @@ def kernels() -> Mapping[str, Kernel]:
 
 def _layers(name: str, form: str) -> Kernel:
     """The kernel of ``lstm.input`` and its relatives."""
-    plain: Any = None
     run = _run_padded if form == "input" else _run_packed
 
     def kernel(*args: Any) -> Any:
-        nonlocal plain
-        plain = plain or overload(f"{name}.{form}")
         semantics = current()
         _exclude(KEY, True)
         try:
-            if semantics is None or not _takes_cudnn(args[0], semantics):
-                return plain(*args)
-            found = run(MODES[name], semantics, *args)
-            return plain(*args) if found is None else found[: 3 if name == "lstm" else 2]
+            if semantics is not None and _takes_cudnn(args[0], semantics):
+                found = run(MODES[name], semantics, *args)
+                if found is not None:
+                    return found[: 3 if name == "lstm" else 2]
+            if not args[0].is_meta:
+                return overload(f"{name}.{form}")(*args)
         finally:
             _exclude(KEY, False)
+        # The operator is a composite: what it calls is seen again, and cast by autocast.
+        return getattr(getattr(torch.ops.aten, name), form).decompose(*args)
 
     return kernel
 
