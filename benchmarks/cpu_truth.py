@@ -31,18 +31,21 @@ from benchmarks.nets.language import GPT2, Bert, Experts, Gated, Llama
 from benchmarks.nets.visual import ViTBase
 from benchmarks.truth.standin import STACK, StandIn
 from benchmarks.truth.suite import NETS, Build
-from memsize.inputs import parse_inputs
+from memsize.analysis.verify.alignment import align
+from memsize.analysis.verify.case import Case
+from memsize.analysis.verify.prediction import predicted
+from memsize.analysis.verify.running import measure
+from memsize.cuda.autocast import autocast_region
+from memsize.cuda.cudnn.convolution import Convolution
+from memsize.cuda.cudnn.plans import Plans
+from memsize.cuda.region import cuda_semantics
 from memsize.loading.weightless import Weightless
-from memsize.scenario import scenario_named
-from memsize.semantics import autocast_region, cuda_semantics
-from memsize.semantics.cudnn import Convolution, Plans
-from memsize.tracing.feed import feed_from_specs
+from memsize.model.inputs import feed_from_specs
+from memsize.records.verification import Alignment, Difference
+from memsize.spec.inputs import parse_inputs
+from memsize.spec.scenario import scenario_named
+from memsize.spec.training import Training
 from memsize.tracing.run import Setup
-from memsize.training import Training
-from memsize.verifying.alignment import Alignment, Difference, align
-from memsize.verifying.case import Case
-from memsize.verifying.prediction import predicted
-from memsize.verifying.running import measure
 
 NO_WORKSPACES: Final = replace(STACK, cublas_config=":0:0")
 """An A100 on which cuBLAS is forbidden its workspaces, which no CPU has."""

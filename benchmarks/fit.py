@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import memsize
 from benchmarks.measure import Line, compared, in_turn
 from benchmarks.resnet import SIZE, ResNet50
-from memsize.answers.fit import Fit
-from memsize.fitting.search import MOST_RUNS
+from memsize.analysis.fit.search import MOST_RUNS
+from memsize.records.fit import Fit
 
 LIMIT = 5.0
 """Seconds that the whole question may take on two cores."""

@@ -26,8 +26,8 @@ from benchmarks.truth.outcomes import FOLDER, Outcome, Truth, path_of, read, wri
 from benchmarks.truth.suite import SUITE
 from memsize import __version__
 from memsize.errors import InputError
+from memsize.records.measurement import Stack
 from memsize.units import format_bytes
-from memsize.verifying.measurement import Stack
 
 _FIRST = 180.0
 """Seconds that reading the GPU may take: the first process loads torch, from a disk that may be slow."""

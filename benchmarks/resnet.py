@@ -12,10 +12,10 @@ from torch import nn
 import memsize
 from benchmarks.measure import Line, compared, in_turn
 from benchmarks.nets.residual import ResNet50
-from memsize.inputs import InputSpec
-from memsize.scenario import DEFAULT, SCENARIOS
-from memsize.study import Study
-from memsize.tracing.feed import feed_from_specs
+from memsize.analysis.runner import Study
+from memsize.model.inputs import feed_from_specs
+from memsize.spec.inputs import InputSpec
+from memsize.spec.scenario import DEFAULT, SCENARIOS
 
 SIZE = (3, 224, 224)
 PARAMETERS = 25_557_032

@@ -18,13 +18,15 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.truth.suite import SUITE, Entry
-from memsize.device import card, replay
+from memsize.cuda.cudnn.convolution import Convolution
+from memsize.cuda.cudnn.library import Library, installed
+from memsize.cuda.cudnn.plans import Plans, estimate
+from memsize.device.allocator import replay
+from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
-from memsize.device.spread import requests, variants
-from memsize.record import Trace
-from memsize.semantics.cudnn import Convolution, Library, Plans, installed
-from memsize.semantics.cudnn.plans import estimate
-from memsize.verifying.measurement import Stack
+from memsize.device.workspace_bounds import requests, variants
+from memsize.records.measurement import Stack
+from memsize.records.trace import Trace
 
 GPUS = ("t4", "a100", "rtx 3090", "h100", "rtx 5090")
 NETS = ("toy", "resnet18", "resnet50", "vgg16", "efficientnet-b0", "convnext-tiny", "unet", "vit-base", "swin-tiny")

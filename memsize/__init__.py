@@ -19,10 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memsize.answers.comparison import Comparison
-    from memsize.answers.fit import Fit
-    from memsize.answers.layout import LayoutReport
-    from memsize.answers.report import Report
+    from memsize.analysis.step import StepTrace
     from memsize.api import audit_layout, compare, fit, read_checkpoint, report, shape_rule, trace, verify
     from memsize.errors import (
         CheckpointError,
@@ -33,9 +30,12 @@ if TYPE_CHECKING:
         ScenarioError,
         TargetError,
     )
-    from memsize.steptrace import StepTrace
-    from memsize.training import Training
-    from memsize.verifying.comparison import Verification
+    from memsize.records.comparison import Comparison
+    from memsize.records.fit import Fit
+    from memsize.records.layout import LayoutReport
+    from memsize.records.report import Report
+    from memsize.records.verification import Verification
+    from memsize.spec.training import Training
 
 __version__ = "0.1.0"
 
@@ -66,8 +66,8 @@ __all__ = [
 
 _HOMES = {
     "memsize.api": ("audit_layout", "compare", "fit", "read_checkpoint", "report", "shape_rule", "trace", "verify"),
-    "memsize.answers.comparison": ("Comparison",),
-    "memsize.answers.report": ("Report",),
+    "memsize.analysis.compare": ("Comparison",),
+    "memsize.records.report": ("Report",),
     "memsize.errors": (
         "CheckpointError",
         "ForwardError",
@@ -77,11 +77,11 @@ _HOMES = {
         "ScenarioError",
         "TargetError",
     ),
-    "memsize.answers.fit": ("Fit",),
-    "memsize.answers.layout": ("LayoutReport",),
-    "memsize.steptrace": ("StepTrace",),
-    "memsize.training": ("Training",),
-    "memsize.verifying.comparison": ("Verification",),
+    "memsize.records.fit": ("Fit",),
+    "memsize.records.layout": ("LayoutReport",),
+    "memsize.analysis.step": ("StepTrace",),
+    "memsize.spec.training": ("Training",),
+    "memsize.records.verification": ("Verification",),
 }
 """Where each name lives. It is imported when it is first used: a command pays for what it needs, a tenth of a second
 less for one that only reads a file's header.

@@ -9,25 +9,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from memsize.errors import InputError, MemsizeError
-from memsize.inputs import InputSpec, parse_input
-from memsize.record import Trace
-from memsize.scenario import SCENARIOS, scenario_named, select
-from memsize.training import Training
+from memsize.records.trace import Trace
+from memsize.spec.inputs import InputSpec, parse_input
+from memsize.spec.scenario import SCENARIOS, scenario_named, select
+from memsize.spec.training import Training
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from memsize.answers.comparison import Comparison
-    from memsize.answers.fit import Fit
-    from memsize.answers.layout import LayoutReport
-    from memsize.answers.report import Report
+    from memsize.analysis.step import StepTrace
     from memsize.checkpoint.document import CheckpointReport
-    from memsize.device import AllocatorConfig, Card
-    from memsize.loading import InputMaker
-    from memsize.semantics.cudnn import Plans
-    from memsize.steptrace import StepTrace
-    from memsize.tracing.feed import Feed
-    from memsize.verifying.comparison import Verification
+    from memsize.cuda.cudnn.plans import Plans
+    from memsize.device.config import AllocatorConfig
+    from memsize.model.inputs import Feed
+    from memsize.records.comparison import Comparison
+    from memsize.records.fit import Fit
+    from memsize.records.gpu import Card
+    from memsize.records.layout import LayoutReport
+    from memsize.records.report import Report
+    from memsize.records.verification import Verification
+    from memsize.spec.request import InputMaker
 
 Mode = Literal["train", "eval"]
 InputSize = str | Sequence[int] | Sequence[Sequence[int] | str]
@@ -66,18 +67,18 @@ def report(
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
-    from memsize.device import card
-    from memsize.device.cards import DEFAULT
+    from memsize.device.cards import card
+    from memsize.records.gpu import DEFAULT_GPU
 
     asked = select(scenarios)
     say = progress or (lambda _: None)
     with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
         feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
-        from memsize.study import Study
+        from memsize.analysis.runner import Study
 
         where, trained = card(gpu) if gpu else None, _training(train)
-        plans = _plans(where or card(DEFAULT)) if where or trained else None
+        plans = _plans(where or card(DEFAULT_GPU)) if where or trained else None
         study = Study(name, model, feed, mode == "train", say, where, trained, execute, config, plans)
         return study.report(asked, default=scenarios is None, notes=(*notes, *([feed.note] if feed.note else [])))
 
@@ -111,18 +112,19 @@ def trace(
     function that returns those. `input_data` is the latter alone, or the function's name as ``"file.py:make_inputs"``;
     a library's model (``"hf:config.json"``) needs neither. `optimizer` is a name (``"adamw"``, ``"adamw:fused"``,
     ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None for one inference without gradients;
-    `loss` a name of `memsize.training.LOSSES`, a function of the output, or None for the one that the output suggests.
-    `step` replaces all of that by the user's own loop: ``step(model)`` is called once with the twin and returns the
-    body, which is called `steps` times with the inputs. `gpu` names the card that is meant and `config` the allocator's
-    settings, as `PYTORCH_CUDA_ALLOC_CONF` writes them.
+    `loss` a name of `memsize.spec.training.LOSSES`, a function of the output, or None for the one that the output
+    suggests. `step` replaces all of that by the user's own loop: ``step(model)`` is called once with the twin and
+    returns the body, which is called `steps` times with the inputs. `gpu` names the card that is meant and `config` the
+    allocator's settings, as `PYTORCH_CUDA_ALLOC_CONF` writes them.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
-    from memsize.device import AllocatorConfig, card
-    from memsize.device.cards import DEFAULT
-    from memsize.steptrace import StepTrace
+    from memsize.analysis.step import StepTrace
+    from memsize.device.cards import card
+    from memsize.device.config import AllocatorConfig
+    from memsize.records.gpu import DEFAULT_GPU
 
-    where = card(gpu or DEFAULT)
+    where = card(gpu or DEFAULT_GPU)
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
     settings = AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
     size, specs, data = _given(inputs)
@@ -132,7 +134,7 @@ def trace(
     with _loaded(model_or_target, arguments or {}, lambda _: None) as (name, model, _, maker):
         feed = _feed(model, maker, size, specs, data, (batch_size, seq_len, mode == "train"))
 
-        from memsize.study import Study
+        from memsize.analysis.runner import Study
 
         plans = _plans(where)
         study = Study(name, model, feed, mode == "train", lambda _: None, where, training, execute, plans=plans)
@@ -141,7 +143,8 @@ def trace(
 
 def _plans(card: Card) -> Plans:
     """What cuDNN takes on a card, by this machine's cuDNN where it has one."""
-    from memsize.semantics.cudnn import Plans, installed
+    from memsize.cuda.cudnn.library import installed
+    from memsize.cuda.cudnn.plans import Plans
 
     return Plans(card.capability, installed)
 
@@ -153,7 +156,7 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     tensors, and returns what the op would, on `meta`; NotImplemented leaves the answer to PyTorch. A name that has a
     rule already raises ValueError.
     """
-    from memsize.tracing.shapes import shape_rule as register
+    from memsize.meta_kernels.registry import shape_rule as register
 
     return register(*names)
 
@@ -191,9 +194,9 @@ def fit(
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
-    from memsize.device import AllocatorConfig
-    from memsize.fitting.budget import budgets
-    from memsize.fitting.vary import parse_vary
+    from memsize.analysis.fit.budget import budgets
+    from memsize.device.config import AllocatorConfig
+    from memsize.spec.vary import parse_vary
 
     asked, varied = select(scenarios), parse_vary(vary)
     found = budgets(gpu, budget, margin)
@@ -203,8 +206,8 @@ def fit(
         flag = (mode or ("train" if trained else "eval")) == "train"
         feed = _feed(model, maker, input_size, inputs, input_data, (batch or 1, seq_len, flag))
 
-        from memsize.fitting.study import Question, answer
-        from memsize.fitting.trials import Trials
+        from memsize.analysis.fit.answer import Question, answer
+        from memsize.analysis.fit.trials import Trials
 
         trials = Trials(name, model, feed, flag, varied, say)
         one = batch if varied.batch else None
@@ -237,20 +240,20 @@ def verify(
     Raises `InputError` where there is no GPU, or the file is no measurement of this step; and `TargetError`,
     `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
-    from memsize.verifying.measurement import read
+    from memsize.records.measurement import read
 
     asked, say, trained = scenario_named(scenario), progress or (lambda _: None), _training(train)
     saved = None if against is None else read(os.fspath(against))
     if saved is None:
         # Before anything else: this may be all there is to say, and it must see the device untouched.
-        from memsize.verifying.gauge import CudaGauge
+        from memsize.analysis.verify.cuda_memory import CudaGauge
 
         gauge = CudaGauge(device)
     with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
         feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
-        from memsize.verifying.case import Case
-        from memsize.verifying.session import replayed, verified
+        from memsize.analysis.verify.case import Case
+        from memsize.analysis.verify.session import replayed, verified
 
         case = Case(name, model, feed, asked, mode == "train", trained)
         found = verified(case, gauge, say) if saved is None else replayed(case, saved)
@@ -281,9 +284,9 @@ def audit_layout(
     with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
         feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
-        from memsize.answers.layout import LayoutReport
-        from memsize.study import Study
-        from memsize.tracing.formats import audit
+        from memsize.analysis.layout import audit
+        from memsize.analysis.runner import Study
+        from memsize.records.layout import LayoutReport
 
         study = Study(name, model, feed, mode == "train", say)
         found = audit(lambda: study.prepared(asked, batch_size))
@@ -310,7 +313,7 @@ def compare(before: Any, after: Any, input_size: InputSize | None = None, **opti
 
     Raises `MemsizeError` for anything else, and what `report` raises.
     """
-    from memsize.answers.comparison import compare_traces
+    from memsize.analysis.compare import compare_traces
 
     return compare_traces(_as_trace(before, input_size, options), _as_trace(after, input_size, options))
 
@@ -341,7 +344,7 @@ def read_checkpoint(
 
 
 def _as_trace(subject: Any, input_size: InputSize | None, options: dict[str, Any]) -> Trace:
-    from memsize.answers.report import Report
+    from memsize.records.report import Report
 
     if isinstance(subject, Trace):
         return subject
@@ -393,8 +396,8 @@ def _feed(
     """The inputs that were given, else those that `maker` knows. `wanted` are the batch size, the length of texts where
     one was chosen, and whether the model is to train.
     """
-    from memsize.loading import Request
-    from memsize.tracing.feed import feed_from_data, feed_from_maker, feed_from_specs
+    from memsize.model.inputs import feed_from_data, feed_from_maker, feed_from_specs
+    from memsize.spec.request import Request
 
     request = Request(*wanted)
     given = (input_size is not None, bool(inputs), input_data is not None)
@@ -408,7 +411,7 @@ def _feed(
     if maker is not None:
         return feed_from_maker(maker, request)
     if not specs:
-        from memsize.tracing.signature import wanted_inputs
+        from memsize.loading.signature import wanted_inputs
 
         raise InputError(f"the model needs an input: {wanted_inputs(model)}")
     if request.seq_len is not None:
@@ -418,7 +421,8 @@ def _feed(
 
 def _maker_of(data: Any) -> InputMaker | None:
     """What makes the inputs where `data` is a function or names one."""
-    from memsize.loading import input_maker, load_inputs
+    from memsize.loading import load_inputs
+    from memsize.loading.functions import input_maker
 
     if isinstance(data, str):
         return load_inputs(data)

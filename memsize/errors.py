@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memsize.record import Trace
+    from memsize.records.trace import Trace
 
 
 class MemsizeError(Exception):

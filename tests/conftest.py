@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from benchmarks.zoo.operators import declare
-from memsize.semantics.cudnn import Library, installed
+from memsize.cuda.cudnn.library import Library, installed
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[[str, str], Path]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
-from memsize.answers.report import Report, ScenarioResult
-from memsize.findings import Finding
-from memsize.folds import totals
-from memsize.record import Event, Failure, InputTensor, Layer, Output, Storage, StoredTensor, TensorSpec, Trace
+from memsize.records.aggregates import totals
+from memsize.records.finding import Finding
+from memsize.records.report import Report, ScenarioResult
+from memsize.records.trace import Event, Failure, InputTensor, Layer, Output, Storage, StoredTensor, TensorSpec, Trace
 from memsize.units import Bytes
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int8": 1}

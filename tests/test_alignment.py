@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsize.verifying.alignment import Difference, Kind, align
-from memsize.verifying.log import NOWHERE, Entry, Log, Place, allocations, log_of
-from memsize.verifying.matching import Window, _shortest_edit, gaps, matched
+from memsize.analysis.verify.alignment import align
+from memsize.analysis.verify.matching import Window, _shortest_edit, gaps, matched
+from memsize.records.measurement import NOWHERE, Entry, Log, Place, allocations, log_of
+from memsize.records.verification import Difference, Kind
 
 FC, ACT, HEAD = Place("forward", "fc", "addmm"), Place("forward", "act", "relu"), Place("forward", "head", "addmm")
 GRAD = Place("backward", "head", "mm")

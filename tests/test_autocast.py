@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.zoo import operators
-from memsize.semantics import autocast, autocast_region, cuda_semantics, unknown_operators
+from memsize.cuda import autocast
+from memsize.cuda.autocast import autocast_region, unknown_operators
+from memsize.cuda.region import cuda_semantics
 
 aten = torch.ops.aten
 LOWER = (torch.float16, torch.bfloat16)
@@ -291,7 +293,7 @@ def test_every_wrapped_operator_is_known_and_sampled() -> None:
     assert unknown_operators() == ()
     assert set(wrapped_here()) <= set(SAMPLES) | set(UNSAMPLED)
     own = {name for name in autocast.kernels() if "::" not in name}
-    assert own == set(wrapped_here()) - {"_cudnn_rnn"}  # memsize.semantics.rnn casts for it
+    assert own == set(wrapped_here()) - {"_cudnn_rnn"}  # memsize.cuda.rnn casts for it
 
 
 class Declared(TorchDispatchMode):

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from memsize.device import card, context, cublas_workspace, cublaslt_workspace
-from memsize.device.cards import CARDS
-from memsize.device.context import EAGER, LAZY
-from memsize.device.workspace import keeps_workspace
+from memsize.device.cards import CARDS, card
+from memsize.device.context import EAGER, LAZY, context
+from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_workspace
 from memsize.errors import InputError
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -199,5 +198,5 @@ def test_context():
 
 
 def test_the_package_needs_neither_torch_nor_numpy():
-    code = "import sys, memsize.device; print({'torch', 'numpy', 'pandas', 'click'} & set(sys.modules))"
+    code = "import sys, memsize.device.gpu_estimate; print({'torch', 'numpy', 'pandas', 'click'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

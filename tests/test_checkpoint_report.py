@@ -29,7 +29,7 @@ from memsize.checkpoint.record import USES, Contents, FileRecord, Mark, Storage,
 from memsize.checkpoint.sections import module_table, parts_table
 from memsize.cli import run
 from memsize.errors import CheckpointError, MemsizeError
-from memsize.record import TensorSpec
+from memsize.records.trace import TensorSpec
 from memsize.units import Bytes
 from tests.checkpoints import gguf_bytes
 

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from memsize import api
-from memsize.answers.report import Report
 from memsize.cli import main, run
 from memsize.cli.progress import Progress
 from memsize.cli.report import describe_failure
 from memsize.cli.subject import parse_arguments
 from memsize.errors import ForwardError, InputError
-from memsize.inputs import InputSpec
-from memsize.record import Failure, Layer, Trace
+from memsize.records.report import Report
+from memsize.records.trace import Failure, Layer, Trace
+from memsize.spec.inputs import InputSpec
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parent.parent

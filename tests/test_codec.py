@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memsize.codec import SCHEMA, decode, encode
 from memsize.errors import InputError
-from memsize.record import StoredPart, StoredTensor, TensorSpec, Trace
+from memsize.records.codec import SCHEMA, decode, encode
+from memsize.records.trace import StoredPart, StoredTensor, TensorSpec, Trace
 from tests import records
 
 ALL = pytest.mark.parametrize("trace", [records.toy(), records.structures(), records.failing()])

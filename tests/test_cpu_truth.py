@@ -15,12 +15,12 @@ from torch import nn
 from benchmarks import cpu_truth
 from benchmarks.cpu_truth import BY_DESIGN, RUNS, SMALL, EvenChoices, Held, Run, held, line, main
 from benchmarks.truth.suite import NETS
-from memsize.inputs import parse_inputs
-from memsize.tracing.answers import Answers
-from memsize.tracing.feed import feed_from_specs
-from memsize.tracing.known import known
-from memsize.verifying.alignment import Alignment, Difference
-from memsize.verifying.log import Place
+from memsize.constants.known import known
+from memsize.model.inputs import feed_from_specs
+from memsize.records.measurement import Place
+from memsize.records.verification import Alignment, Difference
+from memsize.spec.inputs import parse_inputs
+from memsize.tracing.dispatch import Answers
 from tests.conftest import Python
 
 RECURRENT, NORMS, ATTENTION = (reason.what for reason in BY_DESIGN)

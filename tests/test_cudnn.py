@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import memsize
-from memsize.device import AllocatorConfig, replay
-from memsize.device.outlook import outlook
-from memsize.device.spread import is_estimated, requests, variants
+from memsize.analysis.runner import Study
+from memsize.cuda.convolution import Convolutions, Kernels
+from memsize.cuda.cudnn.backend import CudnnError
+from memsize.cuda.cudnn.convolution import Convolution
+from memsize.cuda.cudnn.library import OLDEST, Library, Plan, installed
+from memsize.cuda.cudnn.plans import Plans, estimate
+from memsize.device.allocator import replay
+from memsize.device.config import AllocatorConfig
+from memsize.device.gpu_estimate import outlook
+from memsize.device.workspace_bounds import is_estimated, requests, variants
 from memsize.errors import InputError
 from memsize.loading.weightless import Weightless
-from memsize.record import Event, Trace
-from memsize.semantics.cudnn import Convolution, Library, Plans, installed
-from memsize.semantics.cudnn.backend import CudnnError
-from memsize.semantics.cudnn.library import OLDEST, Plan
-from memsize.semantics.cudnn.plans import estimate
-from memsize.study import Study
-from memsize.tracing.convolutions import Convolutions, Kernels
+from memsize.records.trace import Event, Trace
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import dotted_cudnn
 
@@ -405,7 +406,7 @@ def test_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(version=OLDEST - 1, newest=900)
-    monkeypatch.setattr("memsize.semantics.cudnn.library.Backend", lambda path: old)
+    monkeypatch.setattr("memsize.cuda.cudnn.library.Backend", lambda path: old)
     with pytest.raises(CudnnError, match=r"cuDNN 9\.10\.99 cannot be asked"):
         Library("libcudnn.so.9")
     assert (dotted_cudnn(91_501), dotted_cudnn(8907)) == ("9.15.1", "8.9.7")
@@ -476,7 +477,7 @@ def test_cudnn_refuses_what_it_does_not_know(cudnn: Library) -> None:
 
 
 def test_a_trace_by_cudnn(cudnn: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.semantics.cudnn.installed", lambda: cudnn)
+    monkeypatch.setattr("memsize.cuda.cudnn.installed", lambda: cudnn)
     trace = conv_trace(gpu="h100")
     plan = cudnn.plan(PLAIN._replace(tf32=torch.backends.cudnn.allow_tf32), H100)
     assert plan is not None and trace.cudnn == str(cudnn)

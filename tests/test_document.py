@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from memsize.answers.report import FIGURES, Report
-from memsize.findings import Finding
-from memsize.folds import Totals, totals
-from memsize.sections import COLUMNS, Findings, Heading, Missing, Notes, Stop, Table, sections
+from memsize.documents.layers import COLUMNS
+from memsize.documents.report import sections
+from memsize.documents.sections import Findings, Heading, Missing, Notes, Stop, Table
+from memsize.records.aggregates import Totals, totals
+from memsize.records.finding import Finding
+from memsize.records.report import FIGURES, Report
 from memsize.units import Bytes
 from tests import records
 
@@ -169,7 +171,8 @@ def test_without_a_baseline_there_are_no_percentages() -> None:
 
 def test_nothing_heavy_is_imported_with_the_report() -> None:
     code = (
-        "import sys, memsize.answers.report, memsize.sections, memsize.render, memsize.codec, memsize.folds\n"
+        "import sys, memsize.records.report, memsize.documents, memsize.render, memsize.records.codec\n"
+        "import memsize.records.aggregates\n"
         "print([name for name in ('torch', 'pandas', 'jinja2', 'tabulate', 'click') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

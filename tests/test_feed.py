@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pack_sequence
 
 import memsize
 from memsize.errors import InputError
-from memsize.inputs import parse_inputs
-from memsize.pieces import tensor_bytes
-from memsize.tracing.feed import cast_floating, feed_from_data, feed_from_specs
-from memsize.tracing.nest import map_tensors, tensors_in
+from memsize.internals.pytree import map_tensors, tensors_in
+from memsize.model.inputs import cast_floating, feed_from_data, feed_from_specs
+from memsize.model.tensor_storage import tensor_bytes
+from memsize.spec.inputs import parse_inputs
 
 Pair = namedtuple("Pair", "left right")
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils import prune
 
 import memsize
-from memsize.answers.answer import Why
-from memsize.findings.finding import Finding
-from memsize.fitting import find_crossover
+from memsize.analysis.crossover import find_crossover
+from memsize.records.answer import Why
+from memsize.records.finding import Finding
 from memsize.units import Bytes
 from tests import models
 

@@ -26,26 +26,26 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import api
-from memsize.answers.fit import Fit
+from memsize.analysis.fit.budget import budgets
+from memsize.analysis.fit.case import Case
+from memsize.analysis.fit.crossings import first_size, most_of, peak_phase
+from memsize.analysis.fit.footprint import Footprint, bind
+from memsize.analysis.fit.forecast import Forecast
+from memsize.analysis.fit.search import MOST_RUNS, largest
+from memsize.analysis.fit.trials import Trials
 from memsize.cli import run
-from memsize.device import AllocatorConfig, card
+from memsize.device.cards import card
+from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError
-from memsize.findings.finding import Finding
-from memsize.fitting.budget import budgets
-from memsize.fitting.case import Case
-from memsize.fitting.crossings import first_size, most_of, peak_phase
-from memsize.fitting.footprint import Bind, Footprint, bind
-from memsize.fitting.forecast import Forecast
-from memsize.fitting.rows import FitRow, Remedied, RemedyRow
-from memsize.fitting.search import MOST_RUNS, largest
-from memsize.fitting.trials import Trials
-from memsize.fitting.vary import Place, Vary, parse_vary
-from memsize.inputs import parse_input
-from memsize.record import Event, InputTensor, Storage, TensorSpec, Trace
+from memsize.model.inputs import feed_from_data, feed_from_specs
+from memsize.records.finding import Finding
+from memsize.records.fit import Bind, Fit, FitRow, Remedied, RemedyRow
+from memsize.records.trace import Event, InputTensor, Storage, TensorSpec, Trace
 from memsize.render.fit import render
-from memsize.scenario import SCENARIOS
-from memsize.tracing.feed import feed_from_data, feed_from_specs
-from memsize.training import Training
+from memsize.spec.inputs import parse_input
+from memsize.spec.scenario import SCENARIOS
+from memsize.spec.training import Training
+from memsize.spec.vary import Place, Vary, parse_vary
 from tests import models
 
 MiB = 1 << 20

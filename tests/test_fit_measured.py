@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import memsize
-from memsize.fitting.rows import FitRow
-from memsize.inputs import InputSpec, parse_input
-from memsize.training import Training
+from memsize.records.fit import FitRow
+from memsize.spec.inputs import InputSpec, parse_input
+from memsize.spec.training import Training
 
 MiB = 1 << 20
 CONTEXT = 650 * MiB

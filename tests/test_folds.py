@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsize.folds import Totals, alive, live_bytes, own_rows, peak, totals, visible
-from memsize.record import Event, Layer, Storage, StoredTensor, TensorSpec, Trace
+from memsize.records.aggregates import Totals, alive, live_bytes, own_rows, peak, totals, visible
+from memsize.records.trace import Event, Layer, Storage, StoredTensor, TensorSpec, Trace
 from tests import records
 
 ROW_FIGURES = (

@@ -34,13 +34,12 @@ from benchmarks.truth.lanes import LaneError, Lanes
 from benchmarks.truth.outcomes import FOLDER, Outcome, Truth, outcome_of, path_of, paths, read, write
 from benchmarks.truth.suite import NETS, SUITE
 from benchmarks.truth.table import NOT_YET, table
-from memsize.device import Interval
+from memsize.analysis.verify.prediction import predicted
 from memsize.errors import InputError
 from memsize.loading.weightless import Weightless
-from memsize.verifying.comparison import Checked
-from memsize.verifying.log import Log
-from memsize.verifying.measurement import DeviceUse, Measurement, Peaks, Stack, Workload
-from memsize.verifying.prediction import Prediction, predicted
+from memsize.records.gpu import Interval
+from memsize.records.measurement import DeviceUse, Log, Measurement, Peaks, Stack, Workload
+from memsize.records.verification import Checked, Prediction
 from tests.conftest import ROOT
 from tests.standin import STACK
 
@@ -512,7 +511,7 @@ def test_measuring_needs_torch_and_little_else(python: Callable[..., subprocess.
         "from benchmarks import gpu_truth\n"
         "from benchmarks.truth.suite import SUITE\n"
         "from tests.standin import STACK, StandIn\n"
-        "from memsize.verifying.session import verified\n"
+        "from memsize.analysis.verify.session import verified\n"
         "with StandIn() as gauge:\n"
         "    found = verified(SUITE['perceptron/train/fp32/sgd/b64'].case, gauge, print)\n"
         "print(found.alignment.differences)\n"

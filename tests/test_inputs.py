@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memsize.errors import InputError
-from memsize.inputs import DTYPES, InputSpec, format_shape, parse_input, parse_inputs
+from memsize.spec.inputs import DTYPES, InputSpec, format_shape, parse_input, parse_inputs
 
 names = st.text(string.ascii_letters + string.digits + "_", min_size=1, max_size=12).filter(
     lambda name: name.isidentifier() and not keyword.iskeyword(name)

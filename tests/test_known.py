@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memsize.semantics import cuda_semantics
-from memsize.tracing.answers import Answers
-from memsize.tracing.assumptions import (
+from memsize.constants.assumptions import (
     APART,
     CHECKED,
     COPIED,
@@ -33,9 +31,11 @@ from memsize.tracing.assumptions import (
     RANDOM,
     spread_evenly,
 )
-from memsize.tracing.known import known
+from memsize.constants.known import known
+from memsize.constants.propagation import UnknownValueError
+from memsize.cuda.region import cuda_semantics
+from memsize.tracing.dispatch import Answers
 from memsize.tracing.ledger import Ledger
-from memsize.tracing.values import UnknownValueError
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import memsize
-from memsize import audit_layout
-from memsize.answers.layout import LayoutReport
+from memsize.analysis.layout import format_of
+from memsize.api import audit_layout
 from memsize.cli import run
+from memsize.documents.layout import sections
+from memsize.documents.sections import Findings, Table
 from memsize.errors import ForwardError, OutputError
+from memsize.records.layout import LayoutReport
 from memsize.render.layout import render
-from memsize.sections.layout import sections
-from memsize.sections.parts import Findings, Table
-from memsize.tracing.formats import format_of
 
 Write = Callable[[str, str], Path]
 

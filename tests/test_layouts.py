@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 from memsize.errors import ScenarioError
+from memsize.model.stored import stored_tensors
 from memsize.precision.layouts import GROUP, ITEM_BYTES, LAYOUTS, static_output_bytes
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
-from memsize.record import StoredTensor
-from memsize.scenario import SCENARIOS
-from memsize.stored import stored_tensors
+from memsize.records.trace import StoredTensor
+from memsize.spec.scenario import SCENARIOS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
@@ -385,7 +385,7 @@ class TestApplyTorchao:
 
 def test_importing_the_layouts_loads_no_library() -> None:
     code = (
-        "import sys, memsize.precision.quantized, memsize.stored\n"
+        "import sys, memsize.precision.quantized, memsize.model.stored\n"
         "heavy = {'torchao', 'bitsandbytes', 'torch._dynamo', 'sympy', 'torch.fx.experimental.symbolic_shapes'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from memsize.folds import peak
-from memsize.record import Trace
-from memsize.tracing.feed import feed_from_data
+from memsize.model.inputs import feed_from_data
+from memsize.model.meta_copy import shadow
+from memsize.records.aggregates import peak
+from memsize.records.trace import Trace
+from memsize.spec.training import Training
 from memsize.tracing.run import Setup
-from memsize.tracing.shadow import shadow
-from memsize.tracing.step import run_training
-from memsize.training import Training
+from memsize.workloads.training import run_training
 from tests.test_step import OPTIMIZERS, Block
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

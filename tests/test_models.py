@@ -14,12 +14,13 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 from torch.utils.checkpoint import checkpoint
 
 import memsize
-from memsize.folds import totals, visible
-from memsize.record import Trace
-from memsize.tracing.assumptions import EVEN, KEEPS, MIXED
-from memsize.tracing.feed import feed_from_data
-from memsize.tracing.run import Setup, run_forward
-from memsize.tracing.shadow import shadow
+from memsize.constants.assumptions import EVEN, KEEPS, MIXED
+from memsize.model.inputs import feed_from_data
+from memsize.model.meta_copy import shadow
+from memsize.records.aggregates import totals, visible
+from memsize.records.trace import Trace
+from memsize.tracing.run import Setup
+from memsize.workloads.inference import run_forward
 
 Forward = Callable[..., Any]
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memsize.semantics import autocast_region, cuda_semantics
-from memsize.semantics.norms import takes_cudnn
-from memsize.tracing.answers import Answers
+from memsize.cuda.autocast import autocast_region
+from memsize.cuda.norms import takes_cudnn
+from memsize.cuda.region import cuda_semantics
+from memsize.tracing.dispatch import Answers
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HAS_CUDNN = torch.backends.cudnn.version() is not None

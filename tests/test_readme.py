@@ -26,10 +26,10 @@ import pytest
 import torch
 
 from memsize import cli
-from memsize.answers.report import Report
-from memsize.record import Trace
-from memsize.scenario import DEFAULT, SCENARIOS
-from memsize.sections import COLUMNS, layer_table
+from memsize.documents.layers import COLUMNS, layer_table
+from memsize.records.report import Report
+from memsize.records.trace import Trace
+from memsize.spec.scenario import DEFAULT, SCENARIOS
 from tests.conftest import ROOT
 from tests.models import Toy
 
@@ -212,13 +212,13 @@ def codes(*sources: Path) -> set[str]:
 
 
 def test_every_finding_is_documented() -> None:
-    of_formats = ROOT / "memsize" / "findings" / "layout.py"
+    of_formats = ROOT / "memsize" / "analysis" / "findings" / "layout.py"
     assert set(quoted(rows("Memory formats"), 0)) == codes(of_formats) - {"row-major"}
-    known = codes(*set((ROOT / "memsize" / "findings").glob("*.py")) - {of_formats})
+    known = codes(*set((ROOT / "memsize" / "analysis" / "findings").glob("*.py")) - {of_formats})
     assert "amp-keeps-fp32-parameters" in known
     assert set(quoted(rows("Findings"), 0)) == known
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    of_two = codes(ROOT / "memsize" / "answers" / "comparison.py")
+    of_two = codes(ROOT / "memsize" / "analysis" / "compare.py")
     assert set(re.findall(r"^### `(.+)`$", page, re.MULTILINE)) == known | of_two
     of_files = codes(ROOT / "memsize" / "checkpoint" / "findings.py")
     assert set(re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)) == of_files

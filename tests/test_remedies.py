@@ -14,22 +14,21 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memsize
-from memsize.answers.fit import Fit
-from memsize.device import AllocatorConfig, card
-from memsize.fitting.case import Case, NotApplicable
-from memsize.fitting.footprint import Footprint
-from memsize.fitting.rows import RemedyRow
-from memsize.fitting.trials import Trials
-from memsize.fitting.vary import Vary
-from memsize.inputs import parse_input
-from memsize.record import Event, Storage, Trace
-from memsize.remedies.eightbit import Adam8bit
-from memsize.remedies.table import RANK, REMEDIES, split
-from memsize.remedies.trying import try_remedies
-from memsize.remedies.twins import repeated_blocks
-from memsize.scenario import SCENARIOS
-from memsize.tracing.feed import feed_from_specs
-from memsize.training import Training
+from memsize.analysis.fit.case import Case, NotApplicable
+from memsize.analysis.fit.footprint import Footprint
+from memsize.analysis.fit.optimizations import RANK, REMEDIES, split
+from memsize.analysis.fit.optimized_models import Adam8bit, repeated_blocks
+from memsize.analysis.fit.optimizing import try_remedies
+from memsize.analysis.fit.trials import Trials
+from memsize.device.cards import card
+from memsize.device.config import AllocatorConfig
+from memsize.model.inputs import feed_from_specs
+from memsize.records.fit import Fit, RemedyRow
+from memsize.records.trace import Event, Storage, Trace
+from memsize.spec.inputs import parse_input
+from memsize.spec.scenario import SCENARIOS
+from memsize.spec.training import Training
+from memsize.spec.vary import Vary
 
 MiB = 1 << 20
 CONTEXT = 650 * MiB

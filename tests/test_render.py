@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from memsize.answers.report import Report
+from memsize.documents.layers import COLUMNS
 from memsize.errors import OutputError
-from memsize.folds import totals
-from memsize.record import TensorSpec
-from memsize.render import COLUMNS, FORMATS, format_of, render
+from memsize.records.aggregates import totals
+from memsize.records.report import Report
+from memsize.records.trace import TensorSpec
+from memsize.render import FORMATS, format_of, render
 from memsize.render.cells import draw_specs, shorten_path
 from memsize.render.csv import NAMES
 from tests import records

@@ -12,8 +12,8 @@ from torch import nn
 
 import memsize
 from benchmarks.resnet import ResNet50
-from memsize.answers.report import Report, ScenarioResult
-from memsize.folds import Totals
+from memsize.records.aggregates import Totals
+from memsize.records.report import Report, ScenarioResult
 from tests import models
 
 # Toy CNN, batch 1, 3×64×64.

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from memsize.semantics import autocast_region, cuda_semantics
-from memsize.tracing.answers import Answers
-from memsize.tracing.shapes.recurrent import Batch, Net, reserve_bytes, weight_elements
+from memsize.cuda.autocast import autocast_region
+from memsize.cuda.region import cuda_semantics
+from memsize.meta_kernels.recurrent import Batch, Net, reserve_bytes, weight_elements
+from memsize.tracing.dispatch import Answers
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MODES = {"relu": 0, "tanh": 1, "lstm": 2, "gru": 3}

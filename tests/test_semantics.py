@@ -18,11 +18,13 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memsize.semantics import autocast_region, cuda_semantics, current, suspended
-from memsize.semantics.attention import Attention, choose_backend
-from memsize.semantics.key import KEY
+from memsize.cuda.attention import Attention, choose_backend
+from memsize.cuda.autocast import autocast_region
+from memsize.cuda.region import cuda_semantics
+from memsize.cuda.semantics import current
+from memsize.cuda.temporaries import kernel_scratch
+from memsize.internals.dispatch_key import KEY, suspended
 from memsize.tracing.ledger import Ledger
-from memsize.tracing.scratch import kernel_scratch
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 WEIGHTS = 2 * (300 * 3 * 9 + 500 * 300 * 9 + 1000 * 500 * 9 + 3_364_000)  # copies of the weights, biases apart
@@ -288,7 +290,8 @@ def test_suspended_passes_the_kernels_over() -> None:
 
 def test_registering_imports_nothing_heavy() -> None:
     code = (
-        "import sys, torch\nfrom memsize.semantics import cuda_semantics, autocast_region\n"
+        "import sys, torch\nfrom memsize.cuda.autocast import autocast_region\n"
+        "from memsize.cuda.region import cuda_semantics\n"
         "with cuda_semantics(), autocast_region(torch.bfloat16):\n    pass\n"
         "assert not {'sympy', 'torch._dynamo'} & set(sys.modules)"
     )

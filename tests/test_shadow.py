@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import memsize
-from memsize.stored import stored_tensors
-from memsize.tracing.known import known
-from memsize.tracing.shadow import meta_copy, shadow
+from memsize.constants.known import known
+from memsize.model.meta_copy import meta_copy, shadow
+from memsize.model.stored import stored_tensors
 
 
 class Box:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._ops import OpOverload
 
-from memsize.tracing.shapes import convolution, factories, indexing, joining, matmul, norms, pooling, rules, strides
-from memsize.tracing.shapes.attention import efficient_rows
-from memsize.tracing.shapes.reductions import reduced_shape
-from memsize.tracing.shapes.registry import TABLE, Rules, shape_rule
+from memsize.meta_kernels import convolution, factories, indexing, joining, matmul, norms, pooling, rules, strides
+from memsize.meta_kernels.attention import efficient_rows
+from memsize.meta_kernels.reductions import reduced_shape
+from memsize.meta_kernels.registry import TABLE, Rules, shape_rule
 
 Tensor = torch.Tensor
 META = torch.device("meta")
@@ -714,7 +714,7 @@ import sys
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from memsize.tracing.shapes import rules
+from memsize.meta_kernels import rules
 
 RULES = rules()
 

@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import memsize
-from memsize.folds import totals
+from memsize.analysis.runner import Study
+from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
+from memsize.constants.known import known
+from memsize.model.inputs import feed_from_data
+from memsize.model.meta_copy import Mould, in_mode, shadow
+from memsize.model.stored import stored_tensors
 from memsize.precision.recipes import apply_scenario
-from memsize.scenario import SCENARIOS
-from memsize.stored import stored_tensors
-from memsize.study import Study
-from memsize.summaries import counts_without_running, torchinfo_reading
-from memsize.tracing.calls import Calls
-from memsize.tracing.feed import feed_from_data
-from memsize.tracing.known import known
-from memsize.tracing.run import Setup, kept_for_backward, run_forward
-from memsize.tracing.shadow import Mould, in_mode, shadow
+from memsize.records.aggregates import totals
+from memsize.spec.scenario import SCENARIOS
+from memsize.tracing.module_calls import Calls
+from memsize.tracing.run import Setup
+from memsize.workloads.inference import kept_for_backward, run_forward
 from tests import test_torchinfo_cases as structures
 from tests.models import Small, Tied
 

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsize import trace as trace_step
-from memsize.device import AllocatorConfig, replay
-from memsize.record import Trace
-from memsize.snapshot import pickled, snapshot
-from memsize.steptrace import StepTrace
+from memsize.analysis.snapshot import pickled, snapshot
+from memsize.analysis.step import StepTrace
+from memsize.api import trace as trace_step
+from memsize.device.allocator import replay
+from memsize.device.config import AllocatorConfig
+from memsize.records.trace import Trace
 from tests.test_timeline import MiB, empty, inference, traces, two_steps
 
 CONFIGS = {

@@ -16,15 +16,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import memsize
-from memsize.device import replay
-from memsize.folds import alive, live_bytes, peak
-from memsize.record import Trace
-from memsize.tracing.feed import feed_from_data
-from memsize.tracing.run import Setup, run_inference
-from memsize.tracing.shadow import shadow
-from memsize.tracing.step import run_own_step, run_training
-from memsize.training import OPTIMIZERS as NAMED
-from memsize.training import Training, parse_optimizer
+from memsize.device.allocator import replay
+from memsize.model.inputs import feed_from_data
+from memsize.model.meta_copy import shadow
+from memsize.records.aggregates import alive, live_bytes, peak
+from memsize.records.trace import Trace
+from memsize.spec.training import OPTIMIZERS as NAMED
+from memsize.spec.training import Training, parse_optimizer
+from memsize.tracing.run import Setup
+from memsize.workloads.inference import run_inference
+from memsize.workloads.training import run_own_step, run_training
 from tests import models
 from tests.conftest import Python
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from memsize.pieces import storage_key, tensor_bytes, wrapper_name
-from memsize.record import StoredTensor
-from memsize.stored import stored_tensors
+from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import storage_key, tensor_bytes, wrapper_name
+from memsize.records.trace import StoredTensor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),

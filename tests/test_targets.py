@@ -22,12 +22,14 @@ from torch.nn.utils.rnn import pack_sequence
 from benchmarks.zoo.operators import declare
 from memsize import api
 from memsize.cli import run
+from memsize.constants.known import known
 from memsize.errors import InputError, TargetError
-from memsize.inputs import InputSpec, parse_input
-from memsize.loading import Request, Target, load, load_inputs, parse_target
-from memsize.tracing.feed import feed_from_data, feed_from_maker, feed_from_specs
-from memsize.tracing.known import known
-from memsize.tracing.nest import tensors_in
+from memsize.internals.pytree import tensors_in
+from memsize.loading import load, load_inputs
+from memsize.loading.target import Target, parse_target
+from memsize.model.inputs import feed_from_data, feed_from_maker, feed_from_specs
+from memsize.spec.inputs import InputSpec, parse_input
+from memsize.spec.request import Request
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[[str, str], Path]

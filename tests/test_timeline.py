@@ -19,18 +19,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsize import trace as trace_step
+from memsize.analysis.step import StepTrace
+from memsize.analysis.timeline import timeline
+from memsize.api import trace as trace_step
 from memsize.cli import run
-from memsize.device import AllocatorConfig, replay
+from memsize.device.allocator import replay
+from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
-from memsize.folds import alive, live_bytes
-from memsize.folds import peak as peak_of
-from memsize.record import Event, Role, Storage, Trace
+from memsize.records.aggregates import alive, live_bytes
+from memsize.records.aggregates import peak as peak_of
+from memsize.records.roles import ROLES
+from memsize.records.timeline import Phase, Stretch, Timeline, courses, from_data, to_data
+from memsize.records.trace import Event, Role, Storage, Trace
 from memsize.render import plot
 from memsize.render.timeline import FORMATS, render
-from memsize.roles import ROLES
-from memsize.steptrace import StepTrace
-from memsize.timeline import Phase, Stretch, Timeline, courses, from_data, timeline, to_data
 from tests import records
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -259,7 +261,9 @@ def test_json_comes_back_as_it_went(name: str) -> None:
     assert from_data(json.loads(render(found, "json"))) == found
 
 
-@pytest.mark.parametrize("data", [[], {}, {"schema": "memsize.timeline/0"}, {"schema": "memsize.timeline/1", "op": 1}])
+@pytest.mark.parametrize(
+    "data", [[], {}, {"schema": "memsize.analysis.timeline/0"}, {"schema": "memsize.analysis.timeline/1", "op": 1}]
+)
 def test_other_data_is_no_timeline(data: object) -> None:
     with pytest.raises(InputError, match="not a memsize timeline"):
         from_data(data)

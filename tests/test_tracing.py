@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import memsize
 from memsize.errors import ForwardError
-from memsize.folds import totals
-from memsize.record import Trace
-from memsize.tracing.feed import feed_from_data
-from memsize.tracing.run import Setup, run_forward
-from memsize.tracing.shadow import shadow
-from memsize.tracing.shapes import registry
+from memsize.meta_kernels import registry
+from memsize.model.inputs import feed_from_data
+from memsize.model.meta_copy import shadow
+from memsize.records.aggregates import totals
+from memsize.records.trace import Trace
+from memsize.tracing.run import Setup
+from memsize.workloads.inference import run_forward
 from tests import models
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

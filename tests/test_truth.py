@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memsize.device import replay
-from memsize.precision.recipes import gpu_semantics
+from memsize.device.allocator import replay
 from memsize.tracing.ledger import Workspaces
-from memsize.tracing.run import Setup
-from memsize.tracing.step import run_own_step
+from memsize.tracing.run import Setup, gpu_semantics
+from memsize.workloads.training import run_own_step
 
 TRUTH = Path(__file__).resolve().parents[2] / "shared" / "truth"
 A100 = TRUTH / "a100_mlp.csv"

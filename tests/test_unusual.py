@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import memsize
 from memsize.errors import MemsizeError
-from memsize.folds import totals
+from memsize.records.aggregates import totals
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14", "ignore:.*weight_norm", "ignore:.*deprecated"

@@ -20,42 +20,44 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memsize
+from memsize.analysis.snapshot import snapshot
+from memsize.analysis.verify import cuda_memory as gauges
+from memsize.analysis.verify.case import Case, workspaces
+from memsize.analysis.verify.cuda_memory import CudaGauge
+from memsize.analysis.verify.history import Change, changes
+from memsize.analysis.verify.marking import Mark, placed
+from memsize.analysis.verify.materialized import place
+from memsize.analysis.verify.prediction import convolves, predicted
+from memsize.analysis.verify.running import measure
+from memsize.analysis.verify.session import replayed, verification_of, verified
 from memsize.cli import run
-from memsize.device import Interval
+from memsize.cuda.cudnn.convolution import Convolution
+from memsize.cuda.cudnn.plans import Plans
 from memsize.errors import InputError, OutputError, ScenarioError
-from memsize.inputs import parse_inputs
 from memsize.loading.weightless import Weightless
-from memsize.render import FORMATS
-from memsize.render.verification import render
-from memsize.scenario import scenario_named
-from memsize.semantics.cudnn import Convolution, Plans
-from memsize.snapshot import snapshot
-from memsize.tracing.feed import feed_from_specs
-from memsize.training import Training
-from memsize.verifying import gauge as gauges
-from memsize.verifying.alignment import Difference
-from memsize.verifying.case import Case, workspaces
-from memsize.verifying.comparison import Checked, Verification, off_by
-from memsize.verifying.gauge import CudaGauge
-from memsize.verifying.history import Change, changes
-from memsize.verifying.log import NOWHERE, Place, log_of
-from memsize.verifying.marking import Mark, placed
-from memsize.verifying.measurement import (
+from memsize.model.inputs import feed_from_specs
+from memsize.records.gpu import Interval
+from memsize.records.measurement import (
+    NOWHERE,
     DeviceUse,
     Measurement,
     Peaks,
+    Place,
     Saved,
     Stack,
     Workload,
     Workspace,
     decode,
     encode,
+    log_of,
     read,
 )
-from memsize.verifying.prediction import Prediction, convolves, predicted
-from memsize.verifying.realized import place
-from memsize.verifying.running import measure
-from memsize.verifying.session import replayed, verified
+from memsize.records.verification import Checked, Difference, Prediction, Verification, off_by
+from memsize.render import FORMATS
+from memsize.render.verification import render
+from memsize.spec.inputs import parse_inputs
+from memsize.spec.scenario import scenario_named
+from memsize.spec.training import Training
 from tests import records
 from tests.standin import CONTEXT, STACK, StandIn
 from tests.test_render import check
@@ -653,9 +655,8 @@ def verification() -> Verification:
     on = replace(
         off, workload=replace(work, benchmark=True), error="CUDA out of memory", tracked=None, log=None, skipped=0
     )
-    return Verification(
-        (Checked(off, prediction), Checked(on, prediction)), ("Net is a note",), "memsize verify …", "0.1.0"
-    )
+    found = verification_of((Checked(off, prediction), Checked(on, prediction)), ("Net is a note",))
+    return replace(found, command="memsize verify …", version="0.1.0")
 
 
 def test_the_figures_against_arithmetic() -> None:

@@ -16,10 +16,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from benchmarks.truth.suite import SUITE
+from memsize.analysis.verify.session import replayed
+from memsize.records.measurement import Saved, decode
+from memsize.records.verification import Difference
 from memsize.render.verification import render
-from memsize.verifying.alignment import Difference
-from memsize.verifying.measurement import Saved, decode
-from memsize.verifying.session import replayed
 
 
 def logs(path: Path) -> Iterator[tuple[str, Saved]]:

@@ -16,8 +16,8 @@ from typing import Final, Literal, cast
 
 from benchmarks.truth.outcomes import Outcome, Truth
 from benchmarks.truth.suite import SUITE
-from memsize.verifying.comparison import Checked, Comparison
-from memsize.verifying.measurement import Measurement
+from memsize.records.measurement import Measurement
+from memsize.records.verification import Checked, Comparison
 
 Sense = Literal["at least", "at most"]
 

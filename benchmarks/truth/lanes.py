@@ -23,7 +23,7 @@ from memsize.errors import MemsizeError
 
 _PRELOADED: Final = ("torch._dynamo", "torch.distributed._tools.mem_tracker", "benchmarks.truth.worker")
 """What every child needs: imported once. Neither initialises CUDA."""
-CUDA: Final = "memsize.verifying.gauge:CudaGauge"
+CUDA: Final = "memsize.analysis.verify.cuda_memory:CudaGauge"
 _POLL: Final = 0.02
 
 

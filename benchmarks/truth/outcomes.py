@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from memsize.codec import plain, reader
+from memsize.analysis.verify.alignment import align
 from memsize.errors import InputError
-from memsize.verifying.alignment import Difference, align
-from memsize.verifying.comparison import Checked
-from memsize.verifying.log import Log
-from memsize.verifying.measurement import Measurement, Peaks, Stack
-from memsize.verifying.prediction import Prediction
+from memsize.records.codec import plain, reader
+from memsize.records.measurement import Log, Measurement, Peaks, Stack
+from memsize.records.verification import Checked, Difference, Prediction
 
 SCHEMA: Final = "memsize.truth/1"
 FOLDER: Final = Path(__file__).resolve().parents[2] / "tests" / "truth"

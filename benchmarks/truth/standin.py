@@ -14,11 +14,11 @@ from typing import Any, Self
 
 import torch
 
-from memsize.device import replay
-from memsize.record import Role
+from memsize.analysis.verify.history import Change, changes
+from memsize.device.allocator import replay
+from memsize.records.measurement import DeviceUse, Peaks, Stack
+from memsize.records.trace import Role
 from memsize.tracing.ledger import Ledger
-from memsize.verifying.history import Change, changes
-from memsize.verifying.measurement import DeviceUse, Peaks, Stack
 
 STACK = Stack(
     gpu="stand-in",

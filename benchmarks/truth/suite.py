@@ -19,12 +19,12 @@ from benchmarks.nets.language import GPT2, Bert, T5Small, llama_tied, llama_unti
 from benchmarks.nets.recurrent import Recurrent
 from benchmarks.nets.residual import ResNet18, ResNet50
 from benchmarks.nets.visual import SwinTiny, ViTBase
-from memsize.inputs import parse_inputs
+from memsize.analysis.verify.case import Case
 from memsize.loading.weightless import Weightless
-from memsize.scenario import scenario_named
-from memsize.tracing.feed import feed_from_specs
-from memsize.training import Training
-from memsize.verifying.case import Case
+from memsize.model.inputs import feed_from_specs
+from memsize.spec.inputs import parse_inputs
+from memsize.spec.scenario import scenario_named
+from memsize.spec.training import Training
 
 Build = Callable[[], nn.Module]
 

@@ -17,11 +17,10 @@ from typing import Any, cast
 from benchmarks.truth.outcomes import Outcome, outcome_of
 from benchmarks.truth.suite import SUITE
 from memsize import __version__
-from memsize.verifying.comparison import Checked, Verification
-from memsize.verifying.gauge import Gauge
-from memsize.verifying.measurement import Stack, encode
-from memsize.verifying.prediction import Prediction
-from memsize.verifying.running import measure
+from memsize.analysis.verify.cuda_memory import Gauge
+from memsize.analysis.verify.running import measure
+from memsize.records.measurement import Stack, encode
+from memsize.records.verification import Checked, Prediction, Verification
 
 Predictions = dict[bool, Prediction]
 """Of one workload, by whether cuDNN's benchmark is on."""

@@ -136,7 +136,8 @@ def refusal(case: Case) -> str:
 
 def _fails(model: Any, case: Case) -> bool:
     """Whether transformers' own model fails too, with the inputs that memsize gives it."""
-    from memsize.loading import Request, load
+    from memsize.loading import load
+    from memsize.spec.request import Request
 
     maker = load(case.target, case.arguments).inputs
     assert maker is not None  # a library's model comes with one

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from memsize.checkpoint.anatomy import Anatomy
 from memsize.checkpoint.record import Tensor
-from memsize.record import TensorSpec
+from memsize.records.trace import TensorSpec
 
 Problem = Literal["missing", "unexpected", "wrong shape", "wrong dtype"]
 
@@ -177,7 +177,7 @@ def expected_from(module: object) -> dict[str, Expected]:
     """The tensors of a module's ``state_dict()``, with what is tied."""
     import torch
 
-    from memsize.pieces import storage_key
+    from memsize.model.tensor_storage import storage_key
 
     first: dict[object, str] = {}
     expected: dict[str, Expected] = {}

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from memsize.answers.answer import Answer
 from memsize.checkpoint.against import Match
 from memsize.checkpoint.anatomy import Anatomy, Group, View
 from memsize.checkpoint.findings import findings
 from memsize.checkpoint.record import Contents
-from memsize.findings.finding import Finding
+from memsize.records.answer import Answer
+from memsize.records.finding import Finding
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from memsize.sections.parts import Section
+    from memsize.documents.sections import Section
 
 
 @dataclass(frozen=True, repr=False)

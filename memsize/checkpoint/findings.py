@@ -12,7 +12,7 @@ from memsize.checkpoint.against import PROBLEMS, Match
 from memsize.checkpoint.anatomy import Anatomy, halved
 from memsize.checkpoint.dtypes import is_float
 from memsize.checkpoint.record import Tensor
-from memsize.findings.finding import Finding
+from memsize.records.finding import Finding
 from memsize.units import Bytes
 
 NOTEWORTHY = 0.01

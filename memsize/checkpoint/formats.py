@@ -10,8 +10,8 @@ from memsize.checkpoint.anatomy import Group, View
 from memsize.checkpoint.document import CheckpointReport
 from memsize.checkpoint.record import USES, Tensor
 from memsize.checkpoint.sections import remains, sections
+from memsize.documents.data import as_csv, as_json, finding_data, spec_data
 from memsize.render import check_format, draw
-from memsize.render.data import as_csv, as_json, finding_data, spec_data
 
 SCHEMA = "memsize.checkpoint/1"
 

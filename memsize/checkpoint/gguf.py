@@ -17,7 +17,7 @@ from memsize.checkpoint.ownership import Piece, given_out
 from memsize.checkpoint.record import Contents, FileRecord, Storage
 from memsize.checkpoint.source import Source
 from memsize.checkpoint.texts import printable
-from memsize.record import TensorSpec
+from memsize.records.trace import TensorSpec
 
 FORMAT = "GGUF"
 MAGIC = b"GGUF"

@@ -17,7 +17,7 @@ from memsize.checkpoint.record import MOST_TENSORS, Mark, PartKind
 from memsize.checkpoint.texts import printable
 from memsize.checkpoint.values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue
 from memsize.errors import CheckpointError
-from memsize.record import TensorSpec
+from memsize.records.trace import TensorSpec
 
 MOST_VISITS = 1_500_000
 MOST_ITEMS = 32_000_000

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memsize.checkpoint.record import Storage, Tensor
-from memsize.record import TensorSpec
+from memsize.records.trace import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memsize.record import TensorSpec
+from memsize.records.trace import TensorSpec
 
 Use = Literal["tensors", "padding", "metadata", "pickle", "headers", "other", "unclaimed"]
 """What a byte of a file is for: tensor data; alignment; metadata such as a tokenizer; pickled objects; what describes

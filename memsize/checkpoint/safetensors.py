@@ -17,8 +17,8 @@ from memsize.checkpoint.ownership import Piece, given_out
 from memsize.checkpoint.record import Contents, FileRecord, Storage
 from memsize.checkpoint.source import Source
 from memsize.checkpoint.texts import printable
-from memsize.nearest import suggestion
-from memsize.record import TensorSpec
+from memsize.records.trace import TensorSpec
+from memsize.suggestions import suggestion
 
 FORMAT = "safetensors"
 LONGEST_HEADER = 100_000_000

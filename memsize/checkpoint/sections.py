@@ -8,7 +8,7 @@ from memsize.checkpoint.against import PROBLEMS, Difference
 from memsize.checkpoint.anatomy import Group, View, halved
 from memsize.checkpoint.document import CheckpointReport
 from memsize.checkpoint.record import FileRecord, PartKind, Tensor, Use
-from memsize.sections.parts import Cell, Column, Findings, Notes, Path, Section, Share, Specs, Table, Title, Words
+from memsize.documents.sections import Cell, Column, Findings, Notes, Path, Section, Share, Specs, Table, Title, Words
 from memsize.units import Bytes
 
 MOST_DIFFERENCES = 40

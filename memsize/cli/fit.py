@@ -8,15 +8,15 @@ from typing import Literal
 
 import click
 
+from memsize.analysis.fit.budget import LOCAL, budgets
 from memsize.cli.options import allocator_option, output_options, scenarios_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.subject import Subject, resized_subject_options, step_options
-from memsize.device import AllocatorConfig
-from memsize.fitting.budget import LOCAL, budgets
-from memsize.fitting.vary import parse_vary
-from memsize.scenario import select
-from memsize.training import Training
+from memsize.device.config import AllocatorConfig
+from memsize.spec.scenario import select
+from memsize.spec.training import Training
+from memsize.spec.vary import parse_vary
 
 
 @click.command(

@@ -11,7 +11,7 @@ from memsize.cli.options import depth_option, output_options, scenario_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.subject import Subject, subject_options
-from memsize.scenario import scenario_named
+from memsize.spec.scenario import scenario_named
 
 
 @click.command(

@@ -11,9 +11,9 @@ from memsize.cli.output import Destination, Formats, destination
 from memsize.cli.session import Session
 from memsize.cli.values import Option, grouped
 from memsize.errors import OutputError
-from memsize.nearest import suggestion
 from memsize.render import FORMATS
-from memsize.scenario import DEFAULT
+from memsize.spec.scenario import DEFAULT
+from memsize.suggestions import suggestion
 from memsize.units import DECIMAL, UNITS
 
 

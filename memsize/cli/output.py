@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from memsize.errors import OutputError
-from memsize.nearest import suggestion
 from memsize.render import FORMATS, format_of
+from memsize.suggestions import suggestion
 
 
 @dataclass(frozen=True, slots=True)

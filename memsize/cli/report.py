@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from memsize.answers.report import Report
 from memsize.cli.options import (
     allocator_option,
     depth_option,
@@ -20,15 +19,17 @@ from memsize.cli.options import (
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.subject import Subject, subject_options, training_options
-from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
+from memsize.documents.layers import COLUMNS
 from memsize.errors import ForwardError, OutputError
-from memsize.nearest import suggestion
-from memsize.record import Failure
-from memsize.render import COLUMNS, render
-from memsize.scenario import SCENARIOS, select
-from memsize.training import Training
+from memsize.records.gpu import DEFAULT_GPU
+from memsize.records.report import Report
+from memsize.records.trace import Failure
+from memsize.render import render
+from memsize.spec.scenario import SCENARIOS, select
+from memsize.spec.training import Training
+from memsize.suggestions import suggestion
 
 
 @click.command(

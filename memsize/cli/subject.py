@@ -14,9 +14,9 @@ import click
 
 from memsize.cli.values import grouped
 from memsize.errors import InputError
-from memsize.inputs import InputSpec, parse_inputs
 from memsize.loading.target import parse_target
-from memsize.training import LOSSES, Training
+from memsize.spec.inputs import InputSpec, parse_inputs
+from memsize.spec.training import LOSSES, Training
 
 
 @dataclass(frozen=True, slots=True)

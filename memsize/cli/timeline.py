@@ -13,15 +13,15 @@ from memsize.cli.options import allocator_option, execute_option, gpu_option, ou
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.subject import Subject, subject_options, training_options
-from memsize.device.cards import DEFAULT as DEFAULT_GPU
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
+from memsize.records.gpu import DEFAULT_GPU
 from memsize.render.timeline import FORMATS, render
-from memsize.scenario import scenario_named
-from memsize.training import Training
+from memsize.spec.scenario import scenario_named
+from memsize.spec.training import Training
 
 if TYPE_CHECKING:
-    from memsize.steptrace import StepTrace
+    from memsize.analysis.step import StepTrace
 
 
 @click.command(
@@ -80,9 +80,9 @@ def timeline(
 
 def _content(traced: StepTrace, output: Destination) -> str | bytes:
     if output.format == "snapshot":
-        from memsize.snapshot import pickled
+        from memsize.analysis.snapshot import pickled
 
         return pickled(traced.trace, traced.config)
-    from memsize.timeline import timeline
+    from memsize.analysis.timeline import timeline
 
     return render(timeline(traced.trace, traced.config), output.format, output.unit, output.width)

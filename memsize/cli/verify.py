@@ -15,8 +15,8 @@ from memsize.cli.options import output_options, scenario_option
 from memsize.cli.output import Destination, destination
 from memsize.cli.progress import Progress
 from memsize.cli.subject import Subject, subject_options, training_options
-from memsize.scenario import scenario_named
-from memsize.training import Training
+from memsize.spec.scenario import scenario_named
+from memsize.spec.training import Training
 
 _FILES = {"json": (".json",)}
 
@@ -71,8 +71,8 @@ def verify(
     # What the user's model prints goes to stderr: stdout holds the comparison and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import __version__, api
+        from memsize.records.measurement import encode
         from memsize.render.verification import render
-        from memsize.verifying.measurement import encode
 
         found = api.verify(
             subject.target,

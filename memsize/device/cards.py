@@ -13,10 +13,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from memsize.errors import InputError
+from memsize.records.gpu import Card
 
 _GiB: Final = 1 << 30
 _MiB: Final = 1 << 20
@@ -26,39 +26,6 @@ _ULTRALYTICS: Final = "the device line of Ultralytics' programs, in public repos
 _LLAMA: Final = "the device line of llama.cpp, in public repositories"
 _HASHCAT: Final = "the device line of hashcat, in public repositories"
 _SMI: Final = "used and free of nvidia-smi together, in public repositories"
-
-Platform = Literal["CUDA", "ROCm", "MPS"]
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """One GPU. `capability` is its compute capability, `bytes` its total for CUDA, `source` where that is from.
-
-    `platform` is what PyTorch runs it by. Only CUDA's kernels are predicted: elsewhere `capability` is that of the card
-    whose kernels stand in, and only `bytes` is the card's own.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    bytes: int
-    source: str
-    aliases: tuple[str, ...] = ()
-    platform: Platform = "CUDA"
-
-    @property
-    def kernels(self) -> tuple[object, ...]:
-        """What decides a run: cards that share it run the same kernels."""
-        return self.capability, self.platform
-
-    @property
-    def note(self) -> str | None:
-        """What a reader must know about figures for this card; None where there is nothing."""
-        if self.platform == "CUDA":
-            return None
-        return (
-            f"of a GPU that PyTorch runs by {self.platform} only the memory is known: kernels, library workspaces and "
-            f"the allocator are those of CUDA on an {DEFAULT}"
-        )
 
 
 def _gib(amount: float) -> int:
@@ -223,9 +190,6 @@ def _key(name: str) -> str:
     mac = _MAC.match(key)
     return f"apple{key[mac.end() :]}" if mac and mac[0] else key
 
-
-DEFAULT: Final = "A100 40GB"
-"""The card that is meant where none is named: its generation decides kernels and workspaces."""
 
 CARDS: dict[str, Card] = {card.name: card for card in _TABLE}
 _BY_KEY: Final = {_key(name): card for card in _TABLE for name in (card.name, *card.aliases)}

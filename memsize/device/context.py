@@ -7,22 +7,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from memsize.errors import InputError
+from memsize.records.gpu import Interval
 
 MiB: Final = 1 << 20
-
-
-class Interval(NamedTuple):
-    """Bytes from `low` to `high`, both included."""
-
-    low: int
-    high: int
-
-    def plus(self, count: int) -> Interval:
-        """The interval moved up by `count` bytes."""
-        return Interval(self.low + count, self.high + count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 from memsize.errors import TargetError
 from memsize.loading.blame import describe
 from memsize.loading.building import build, random_numbers_kept
-from memsize.loading.defaults import InputMaker, Request
 from memsize.loading.functions import input_maker
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import Target, parse_target
-from memsize.nearest import suggestion
+from memsize.spec.request import InputMaker, Request
+from memsize.suggestions import suggestion
 
 if TYPE_CHECKING:
     from torch import nn

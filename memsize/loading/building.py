@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memsize.errors import TargetError
 from memsize.loading.blame import describe
-from memsize.nearest import suggestion
+from memsize.suggestions import suggestion
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,8 +10,8 @@ from typing import Any
 from memsize.errors import InputError, TargetError
 from memsize.loading.blame import describe
 from memsize.loading.building import random_numbers_kept, weightless
-from memsize.loading.defaults import InputMaker, Request
 from memsize.loading.scope import ImportScope
+from memsize.spec.request import InputMaker, Request
 
 
 def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | None = None) -> InputMaker:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from memsize.record import StoredPart, TensorSpec
+from memsize.records.trace import StoredPart, TensorSpec
 
 Shape = tuple[int, ...]
 Parts = tuple[StoredPart, ...]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memsize.record import Layer, Output, TensorSpec, Trace
-from memsize.scenario import Scenario
+from memsize.records.trace import Layer, Output, TensorSpec, Trace
+from memsize.spec.scenario import Scenario
 
 
 def modelled(trace: Trace, scenario: Scenario) -> tuple[Trace, str | None]:

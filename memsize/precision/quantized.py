@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memsize.errors import ScenarioError
-from memsize.pieces import wrapper_name
+from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import wrapper_name
 from memsize.precision.dequantized import run_as
 from memsize.precision.layouts import Layout, Parts
-from memsize.record import StoredTensor
-from memsize.stored import stored_tensors
+from memsize.records.trace import StoredTensor
 
 _UNCONVERTED = nn.modules.linear.NonDynamicallyQuantizableLinear
 """The output projection of an attention module, which reads its weight directly: no library here converts it."""

@@ -7,8 +7,8 @@ float32).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,14 +17,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memsize.cuda.autocast import autocast_region
 from memsize.errors import ScenarioError
+from memsize.model.inputs import cast_floating
 from memsize.precision.layouts import LAYOUTS
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
-from memsize.record import StoredTensor, TensorSpec
-from memsize.scenario import TORCHAO, Scenario
-from memsize.semantics import CUDNN, autocast_region, cuda_semantics
-from memsize.tracing.feed import cast_floating
-from memsize.tracing.ledger import Ledger
+from memsize.records.trace import StoredTensor, TensorSpec
+from memsize.spec.scenario import TORCHAO, Scenario
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -58,18 +57,6 @@ def apply_scenario(twin: nn.Module, scenario: Scenario) -> Recipe:
         floating = torch.float32
     autocast = partial(autocast_region, _dtype(scenario.autocast)) if scenario.autocast else nullcontext
     return Recipe(twin, floating, autocast, _with_masters if scenario.master_weights else _as_held)
-
-
-@contextmanager
-def gpu_semantics(ledger: Ledger, capability: tuple[int, int] = (8, 0), cudnn: int = CUDNN) -> Iterator[None]:
-    """While open, PyTorch decides as it would for tensors on a GPU, and autocast's copies are marked in the ledger."""
-
-    def copied(source: torch.Tensor, copy: torch.Tensor) -> None:
-        ledger.mark(copy, "cast copy")
-
-    stand_in = (ledger.device.type,)
-    with cuda_semantics(stands_for=stand_in, capability=capability, cudnn=cudnn, autocast_observer=copied):
-        yield
 
 
 def _as_held(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from memsize.documents.layers import COLUMNS
+from memsize.documents.report import sections
+from memsize.documents.sections import Section
 from memsize.errors import OutputError
-from memsize.nearest import suggestion
-from memsize.sections import COLUMNS, Section, sections
+from memsize.suggestions import suggestion
 from memsize.units import DECIMAL, UNITS
 
 if TYPE_CHECKING:
-    from memsize.answers.report import Report
+    from memsize.records.report import Report
 
 
 __all__ = ["COLUMNS", "FORMATS", "check_format", "draw", "format_of", "render"]

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from memsize.record import Failure, TensorSpec
-from memsize.sections import Cell, Change, Column, Heading, Label, Missing, Path, Share, Signed, Specs, Title, Words
+from memsize.documents.sections import (
+    Cell,
+    Change,
+    Column,
+    Heading,
+    Label,
+    Missing,
+    Path,
+    Share,
+    Signed,
+    Specs,
+    Title,
+    Words,
+)
+from memsize.records.trace import Failure, TensorSpec
 from memsize.units import Bytes, format_bytes
 
 UNKNOWN = "–"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from memsize.records.roles import noun
+from memsize.records.timeline import Timeline
 from memsize.render.cells import draw_bytes
-from memsize.roles import noun
-from memsize.timeline import Timeline
 from memsize.units import format_bytes
 
 WIDTH: Final = 100

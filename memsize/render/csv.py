@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memsize.answers.report import Report
-from memsize.render.data import as_csv
-from memsize.sections import COLUMNS, Cell, Path, Specs, Words, layer_table
+from memsize.documents.data import as_csv
+from memsize.documents.layers import COLUMNS, layer_table
+from memsize.documents.sections import Cell, Path, Specs, Words
+from memsize.records.report import Report
 
 SEPARATOR = "; "
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from memsize.answers.fit import Fit
-from memsize.fitting.footprint import Bind
+from memsize.documents.data import as_json, finding_data, input_data, records_as_csv
+from memsize.documents.fit import records, sections
+from memsize.records.fit import Bind, Fit
 from memsize.render import check_format, draw
-from memsize.render.data import as_json, finding_data, input_data, records_as_csv
-from memsize.sections.fit import records, sections
 
 SCHEMA = "memsize.fit/1"
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from memsize.documents.sections import Cell, Column, Heading, Label, Missing, Section, Signed, Table, Title
 from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_phrases
 from memsize.render.text import LEFT
-from memsize.sections import Cell, Column, Heading, Label, Missing, Section, Signed, Table, Title
 from memsize.units import Bytes
 
 if TYPE_CHECKING:

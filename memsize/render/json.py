@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from memsize.answers.report import Report, ScenarioResult, figures
-from memsize.device.outlook import Outlook
-from memsize.folds import Row, own_rows
-from memsize.record import Output, StoredTensor
-from memsize.render.data import as_json, finding_data, input_data, spec_data
+from memsize.documents.data import as_json, finding_data, input_data, spec_data
+from memsize.records.aggregates import Row, own_rows
+from memsize.records.gpu import Outlook
+from memsize.records.report import Report, ScenarioResult, figures
+from memsize.records.trace import Output, StoredTensor
 
 SCHEMA = "memsize.report/1"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from memsize.answers.layout import LayoutReport, Run, layer_row
+from memsize.documents.data import as_json, finding_data, input_data, records_as_csv, spec_data
+from memsize.documents.layout import sections
+from memsize.records.layout import LayoutReport, Run, layer_row
 from memsize.render import check_format, draw
-from memsize.render.data import as_json, finding_data, input_data, records_as_csv, spec_data
-from memsize.sections.layout import sections
 
 SCHEMA = "memsize.layout/1"
 

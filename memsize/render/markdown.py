@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from memsize.documents.sections import Findings, Heading, Notes, Path, Section, Specs, Stop, Table, Title, Words
 from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_phrases, draw_title
 from memsize.render.text import LEFT
-from memsize.sections import Findings, Heading, Notes, Path, Section, Specs, Stop, Table, Title, Words
 
 _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#~"})
 

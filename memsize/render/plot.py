@@ -10,12 +10,12 @@ from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from memsize.record import Role
+from memsize.documents.timeline import timeline_sections
+from memsize.records.roles import noun
+from memsize.records.timeline import Timeline
+from memsize.records.trace import Role
 from memsize.render import html
 from memsize.render.cells import MODEL, draw_bytes, shorten_path
-from memsize.roles import noun
-from memsize.sections.timeline import timeline_sections
-from memsize.timeline import Timeline
 from memsize.units import DECIMAL, UNITS, format_bytes
 
 if TYPE_CHECKING:

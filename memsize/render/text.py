@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memsize.documents.sections import Column, Findings, Heading, Notes, Section, Stop, Table, Title
 from memsize.render.cells import (
     MODELLED,
     draw,
@@ -17,7 +18,6 @@ from memsize.render.cells import (
     shorten,
     shorten_path,
 )
-from memsize.sections import Column, Findings, Heading, Notes, Section, Stop, Table, Title
 
 GAP = "  "
 """What stands between columns."""

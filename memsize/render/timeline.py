@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Final
 
+from memsize.documents.data import as_csv
+from memsize.documents.timeline import timeline_sections
+from memsize.records.timeline import Timeline, to_data
 from memsize.render import draw
-from memsize.render.data import as_csv
-from memsize.sections.timeline import timeline_sections
-from memsize.timeline import Timeline, to_data
 
 FORMATS: Final[dict[str, tuple[str, ...]]] = {
     "text": (".txt",),

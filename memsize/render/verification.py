@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from memsize.codec import plain
+from memsize.documents.data import as_json, records_as_csv
+from memsize.documents.verification import sections
+from memsize.records.codec import plain
+from memsize.records.verification import Checked, Comparison, Difference, Verification
 from memsize.render import check_format, draw
-from memsize.render.data import as_json, records_as_csv
-from memsize.sections.verification import sections
-from memsize.verifying.alignment import Difference
-from memsize.verifying.comparison import Checked, Comparison, Verification
 
 SCHEMA: Final = "memsize.verification/1"
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memsize.record import Failure
-from memsize.tracing.calls import Calls, Seen
+from memsize.records.trace import Failure
 from memsize.tracing.ledger import Ledger
+from memsize.tracing.module_calls import Calls, Seen
 
 if TYPE_CHECKING:
     from types import TracebackType

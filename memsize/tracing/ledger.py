@@ -6,19 +6,21 @@ each storage writes the event of its end. Nothing is summed here.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from memsize.pieces import dtype_name, is_wrapper, plain_tensors
-from memsize.record import Event, Role, Storage
-from memsize.tracing.answers import DETACH, Answers, answers_itself
+from memsize.cuda.convolution import BACKWARD, FORWARD, Convolutions
+from memsize.cuda.copies import kernel_copies
+from memsize.cuda.temporaries import Scratch, kernel_scratch
+from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors
+from memsize.records.trace import Event, Role, Storage
 from memsize.tracing.clock import Clock
-from memsize.tracing.convolutions import BACKWARD, FORWARD, Convolutions
-from memsize.tracing.kernels import kernel_copies
-from memsize.tracing.scratch import Scratch, kernel_scratch
+from memsize.tracing.dispatch import DETACH, Answers, answers_itself
 
 _aten = torch.ops.aten
 _MULTIPLIES = frozenset(
@@ -299,3 +301,29 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)
+
+
+_original = torch.UntypedStorage.resize_
+_running = threading.local()
+
+
+@contextmanager
+def resizes_seen(ledger: Ledger) -> Iterator[None]:
+    """While open, this thread's ``untyped_storage().resize_(n)`` calls are events of `ledger`."""
+    outer = getattr(_running, "ledger", None)
+    _running.ledger = ledger
+    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        _running.ledger = outer
+        if outer is None:
+            torch.UntypedStorage.resize_ = _original  # type: ignore[method-assign]
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> Any:
+    result = _original(storage, size)
+    ledger: Ledger | None = getattr(_running, "ledger", None)
+    if ledger is not None:
+        ledger.resized(storage)
+    return result

@@ -11,19 +11,32 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from memsize.cuda.region import cuda_semantics
+from memsize.cuda.semantics import CUDNN
 from memsize.errors import ForwardError
-from memsize.pieces import plain_tensors
-from memsize.record import Failure, Layer, Storage, StoredTensor, Trace
-from memsize.stored import stored_tensors
-from memsize.tracing.calls import Calls, Seen
+from memsize.internals.isolation import undisturbed
+from memsize.internals.pytree import tensors_in
+from memsize.model.inputs import Call, input_tensors
+from memsize.model.meta_copy import in_mode
+from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import plain_tensors
+from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
+from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
-from memsize.tracing.feed import Call, input_tensors
-from memsize.tracing.ledger import Ledger, Workspaces
-from memsize.tracing.nest import tensors_in
-from memsize.tracing.quiet import undisturbed
-from memsize.tracing.replicas import Buckets
-from memsize.tracing.resizes import resizes_seen
-from memsize.tracing.shadow import in_mode
+from memsize.tracing.ledger import Ledger, Workspaces, resizes_seen
+from memsize.tracing.module_calls import Calls, Seen
+
+
+@contextmanager
+def gpu_semantics(ledger: Ledger, capability: tuple[int, int] = (8, 0), cudnn: int = CUDNN) -> Iterator[None]:
+    """While open, PyTorch decides as it would for tensors on a GPU, and autocast's copies are marked in the ledger."""
+
+    def copied(source: torch.Tensor, copy: torch.Tensor) -> None:
+        ledger.mark(copy, "cast copy")
+
+    stand_in = (ledger.device.type,)
+    with cuda_semantics(stands_for=stand_in, capability=capability, cudnn=cudnn, autocast_observer=copied):
+        yield
 
 
 @dataclass(frozen=True)
@@ -55,33 +68,6 @@ class Setup:
     stored: Callable[[nn.Module], tuple[StoredTensor, ...]] = stored_tensors
     listener: Callable[[Calls], None] = lambda _: None
     notes: tuple[str, ...] = ()
-
-
-def run_forward(setup: Setup) -> Trace:
-    """The trace of one forward in gradient mode, with what autograd keeps at its end.
-
-    Raises `ForwardError` when the model's own code fails; its `trace` holds the layers that ran.
-    """
-    run = Run(setup)
-    with run.recording(), torch.enable_grad(), setup.autocast():
-        run.result = setup.twin(*setup.call[0], **setup.call[1])
-    return run.trace()
-
-
-def run_inference(setup: Setup) -> Trace:
-    """The trace of one forward without gradients, outputs freed as PyTorch frees them."""
-    run = Run(setup)
-    with run.recording(), torch.no_grad(), setup.autocast():
-        run.result = setup.twin(*setup.call[0], **setup.call[1])
-    return run.trace()
-
-
-def kept_for_backward(setup: Setup) -> int:
-    """Bytes that one forward keeps for backward, parameters apart: all that the search for a batch size asks."""
-    run = Run(setup, tables=False)
-    with run.recording(inner=False), torch.enable_grad(), setup.autocast():
-        run.result = setup.twin(*setup.call[0], **setup.call[1])
-    return run.ledger.kept(run.calls.kept)
 
 
 def stored_only(name: str, model: nn.Module) -> Trace:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from memsize.errors import TargetError
 from memsize.loading.blame import reason
 from memsize.loading.building import build
-from memsize.loading.defaults import InputMaker
-from memsize.nearest import suggestion
+from memsize.spec.request import InputMaker
+from memsize.suggestions import suggestion
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memsize.loading.defaults import InputMaker
 from memsize.loading.hubs.huggingface_inputs.choice import Choice
+from memsize.spec.request import InputMaker
 
 __all__ = ["input_maker"]
 

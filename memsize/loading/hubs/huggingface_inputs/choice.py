@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 from memsize.errors import InputError
-from memsize.loading.defaults import Request
 
 # What registers the makers:
 from memsize.loading.hubs.huggingface_inputs import images, parts, prompts, series, sound, text  # noqa: F401
@@ -21,6 +20,7 @@ from memsize.loading.hubs.huggingface_inputs.makers import MAKERS
 from memsize.loading.hubs.huggingface_inputs.need import Need
 from memsize.loading.hubs.huggingface_inputs.placeholders import has_placeholders, placeholders
 from memsize.loading.hubs.huggingface_inputs.text import is_read
+from memsize.spec.request import Request
 
 PERCEIVED = (
     "pixel_values", "image_pixel_values", "flattened_patches", "pixel_values_videos", "input_features", "input_values",
@@ -114,7 +114,7 @@ class Choice:
     def _asked(self, missing: list[str]) -> str:
         from torch import nn
 
-        from memsize.tracing.signature import wanted_inputs
+        from memsize.loading.signature import wanted_inputs
 
         name = type(self.model).__name__
         if type(self.model).forward is nn.Module.forward:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from memsize.loading.defaults import Request
 from memsize.loading.hubs.huggingface_inputs.makers import MAKERS
 from memsize.loading.hubs.huggingface_inputs.reading import AUDIO, TEXT, VISION, entry, part, parts, whole
+from memsize.spec.request import Request
 
 if TYPE_CHECKING:
     from memsize.loading.hubs.huggingface_inputs.choice import Choice

@@ -77,9 +77,9 @@ def _embedded(choice: Choice, name: str, method: str) -> int:
     """The embeddings that the model makes of one sample's `name`."""
     import torch
 
-    from memsize.tracing.answers import Answers
-    from memsize.tracing.quiet import undisturbed
-    from memsize.tracing.shadow import in_mode, meta_copy, shadow
+    from memsize.internals.isolation import undisturbed
+    from memsize.model.meta_copy import in_mode, meta_copy, shadow
+    from memsize.tracing.dispatch import Answers
 
     twin: Any = in_mode(shadow(choice.model), False)
     embed = getattr(_owner(twin, method), method)
@@ -97,7 +97,7 @@ def _embedded(choice: Choice, name: str, method: str) -> int:
 
 def _tensors(features: Any) -> Iterator[Any]:
     """What stands in the place of the tokens: the pooled output where there is one."""
-    from memsize.tracing.nest import tensors_in
+    from memsize.internals.pytree import tensors_in
 
     pooled = getattr(features, "pooler_output", None)
     if pooled is None:

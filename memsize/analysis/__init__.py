@@ -1,0 +1,1 @@
+"""What follows from traces: findings, fits, layouts, verifications, timelines, comparisons."""

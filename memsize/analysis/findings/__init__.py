@@ -1,0 +1,1 @@
+"""Rules from numbers to causes: why memory did, or did not, shrink."""

@@ -1,0 +1,45 @@
+"""What the rules look at: the runs of one model and the opinions of others on it. Numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from memsize.analysis.crossover import Crossover
+from memsize.records.aggregates import Totals, totals
+from memsize.records.gpu import Outlook
+from memsize.records.trace import Reading, StoredTensor, Trace
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """`given` is the run of the model as it is; `runs` the scenarios that apply, by name.
+
+    `left` says for each quantized scenario which modules it leaves alone and why. `crossover` compares what fp32
+    (first) and `amp` (second) keep from one batch size to the next. `buckets` is what the gradient buckets of
+    distributed training take (None without it), and whether the gradients lie in them.
+    """
+
+    given: Trace
+    runs: Mapping[str, Trace] = field(default_factory=dict)
+    left: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    readings: tuple[Reading, ...] = ()
+    crossover: Crossover | None = None
+    peaks: Mapping[str, Outlook] = field(default_factory=dict)
+    optimizer: str = ""
+    amp: str | None = None
+    buckets: tuple[int, bool] | None = None
+
+    def totals(self, scenario: str) -> Totals | None:
+        """The totals of a scenario that was run."""
+        return totals(self.runs[scenario]) if scenario in self.runs else None
+
+    @property
+    def stored(self) -> Totals:
+        """The totals of the model as it is."""
+        return totals(self.given)
+
+    @property
+    def parameters(self) -> tuple[StoredTensor, ...]:
+        """The registered parameters and packed weights of the model as it is."""
+        return tuple(tensor for tensor in self.given.tensors if tensor.kind in ("parameter", "packed"))

@@ -1,0 +1,115 @@
+"""Rules about memory formats: whether channels last pays in copies, and what stands in its way.
+
+A rule's codes are stable: scripts and tests name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from memsize.records.finding import Finding
+from memsize.records.layout import Audit, Copy, Format, Loss
+from memsize.units import Bytes
+
+_COPYING = frozenset({"clone", "_to_copy"})
+_CONVOLUTION = "convolution"
+
+Rule = Callable[[Audit], Iterator[Finding]]
+
+
+def findings(audit: Audit) -> tuple[Finding, ...]:
+    """Everything that the rules find, most important first."""
+    return tuple(finding for rule in RULES for finding in rule(audit))
+
+
+def nothing_to_convert(audit: Audit) -> Iterator[Finding]:
+    """A model without images: channels last has nothing to act on."""
+    if not audit.converted and not audit.converted_inputs:
+        text = "Nothing here is an image or a volume that channels last would rearrange: it changes nothing."
+        yield Finding("nothing-to-convert", None, (), text)
+
+
+def double_precision(audit: Audit) -> Iterator[Finding]:
+    """Float64, for which cuDNN has row-major convolutions only."""
+    layers = _layers([copy for copy in audit.last.copies if copy.tensor.dtype == "float64" and copy.op == _CONVOLUTION])
+    if audit.double and layers:
+        text = "cuDNN has no channels last for float64: convolutions bring what they are given back to row-major."
+        yield Finding("float64-convolutions", None, layers, text)
+
+
+def verdict(audit: Audit) -> Iterator[Finding]:
+    """What is copied to rearrange in channels last, beside what is copied anyway."""
+    if not audit.converted and not audit.converted_inputs:
+        return
+    plain, last = audit.plain.copied, audit.last.copied
+    values = {"plain": Bytes(plain), "last": Bytes(last), "difference": Bytes(abs(last - plain))}
+    if last > plain:
+        text = "Channels last copies {last} per forward to rearrange tensors, {difference} more than row-major does."
+        yield Finding("channels-last-copies-more", last - plain, _layers(audit.last.copies), text, values)
+    elif last < plain:
+        text = "Channels last copies {last} per forward to rearrange tensors, {difference} less than row-major does."
+        if not last:
+            text = "Channels last copies nothing to rearrange tensors, where row-major copies {plain} per forward."
+        yield Finding("channels-last-copies-less", plain - last, _layers(audit.plain.copies), text, values)
+    elif last:
+        text = "Channels last copies {last} per forward to rearrange tensors, as much as row-major does."
+        yield Finding("channels-last-copies-the-same", last, _layers(audit.last.copies), text, values)
+    back = any(copy.op == _CONVOLUTION for copy in audit.last.copies)
+    if not audit.last.losses and not back and _image_layers(audit):
+        text = "No op loses channels last: all {count} layers that return images keep it."
+        yield Finding("channels-last-kept", None, (), text, {"count": _image_layers(audit)})
+
+
+def lost(audit: Audit) -> Iterator[Finding]:
+    """Each op that loses channels last, with the layers that it happens in and what runs row-major after it."""
+    groups: dict[tuple[str, str], list[Loss]] = {}
+    for loss in audit.last.losses:
+        groups.setdefault((loss.op, loss.place), []).append(loss)
+    for (op, place), losses in groups.items():
+        layers = tuple(dict.fromkeys(loss.layer for loss in losses))
+        what = "a copy to row-major (contiguous, reshape or flatten)" if op in _COPYING else f"{op}, which is row-major"
+        where = f" at {place}" if place else ""
+        text = "Channels last is lost in {layers}{where}: {what}."
+        values = {"layers": layers, "where": where, "what": what}
+        copied = sum(
+            copy.bytes for copy in audit.last.copies if (copy.op, copy.place) == (op, place) and copy.layer in layers
+        )
+        yield Finding("format-lost", copied or None, layers, text, values)
+
+
+def copied_back(audit: Audit) -> Iterator[Finding]:
+    """Convolutions that are given row-major images although their weights are channels last."""
+    yield from _copied(
+        audit,
+        _CONVOLUTION,
+        "channels last",
+        "convolution-copies-back",
+        "Row-major images meet channels-last weights in {layers}: cuDNN copies them back first, {bytes} in all.",
+    )
+
+
+def copied_in_kernels(audit: Audit) -> Iterator[Finding]:
+    """Other kernels that make what they are given row-major before they begin."""
+    ops = dict.fromkeys(copy.op for copy in audit.last.copies if copy.hidden and copy.op != _CONVOLUTION)
+    for op in ops:
+        text = f"What {{layers}} {{get}} is not row-major: {op} makes it so in a copy first, {{bytes}} in all."
+        yield from _copied(audit, op, "row-major", "kernel-copies", text)
+
+
+def _copied(audit: Audit, op: str, after: Format, code: str, text: str) -> Iterator[Finding]:
+    copies = [copy for copy in audit.last.copies if copy.hidden and copy.op == op and copy.after == after]
+    if copies:
+        layers, size = _layers(copies), sum(copy.bytes for copy in copies)
+        values = {"layers": layers, "get": "get" if len(layers) > 1 else "gets", "bytes": Bytes(size)}
+        yield Finding(code, size, layers, text, values)
+
+
+def _layers(copies: Sequence[Copy]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(copy.layer for copy in copies))
+
+
+def _image_layers(audit: Audit) -> int:
+    return sum(1 for layer in audit.last.layers if layer.leaf and "channels last" in layer.outputs)
+
+
+RULES: tuple[Rule, ...] = (nothing_to_convert, verdict, lost, copied_back, copied_in_kernels, double_precision)

@@ -1,0 +1,97 @@
+"""How much memory there is: a card or a number of bytes, less the CUDA context and a margin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from memsize.device.cards import card
+from memsize.device.context import context
+from memsize.errors import InputError
+from memsize.records.fit import Budget
+from memsize.records.gpu import DEFAULT_GPU, Card
+from memsize.units import format_bytes, parse_bytes
+
+LOCAL = "local"
+"""The name that means the GPU of this machine."""
+_ASKED: Final = "torch.cuda.mem_get_info"
+
+
+def budgets(
+    gpu: str | Iterable[str] | None = None, budget: str | int | None = None, margin: str | int = 0
+) -> tuple[Budget, ...]:
+    """The budgets of cards by name (one, a comma list, several), or of a number of bytes on one of them.
+
+    Without either it is the usual card's. Raises `InputError` for an unknown card, for bytes on several, and where
+    nothing is left for the allocator.
+    """
+    parts = gpu.split(",") if isinstance(gpu, str) else gpu or (DEFAULT_GPU,)
+    names = [name.strip() for name in parts if name.strip()]
+    cards = tuple({found.name: found for found in map(_card, names)}.values())
+    if budget is None:
+        return tuple(_budget(where.name, where, where.bytes, margin) for where in cards)
+    if len(cards) != 1:
+        raise InputError("a budget is that of one GPU: name one, or leave the budget out")
+    device = parse_bytes(budget) if isinstance(budget, str) else budget
+    return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin),)
+
+
+def _card(name: str) -> Card:
+    return local_card() if name.lower() == LOCAL else card(name)
+
+
+def _taken(where: Card) -> tuple[str, ...]:
+    """What others have of a local GPU right now, where that is more than this process's own context may be."""
+    if where.source != _ASKED:
+        return ()
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    taken = format_bytes(total - free)
+    text = f"{taken} of {where.name} are taken right now: --margin leaves room for what stays"
+    return (text,) if total - free > context().high else ()
+
+
+def local_card() -> Card:
+    """The GPU of this machine that PyTorch uses; raises `InputError` where there is none or it does not answer."""
+    import torch
+
+    if torch.backends.mps.is_available():
+        recommended = torch.mps.recommended_max_memory()
+        return Card(
+            "the Apple GPU here", card(DEFAULT_GPU).capability, recommended, "Metal's own answer", platform="MPS"
+        )
+    if not torch.cuda.is_available():
+        raise InputError("this machine has no GPU that PyTorch can use: name one, such as t4 or a100")
+    try:
+        _, total = torch.cuda.mem_get_info()
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    except RuntimeError as error:
+        raise InputError(f"the GPU of this machine does not answer: {str(error).partition(chr(10))[0]}") from None
+    if torch.version.hip:
+        return Card(f"{name} (local)", card(DEFAULT_GPU).capability, total, _ASKED, platform="ROCm")
+    return Card(f"{name} (local)", capability, total, _ASKED)
+
+
+def _budget(name: str, where: Card, device: int, margin: str | int) -> Budget:
+    # Metal recommends what a process may take; it has no context that would come out of that.
+    taken = 0 if where.platform == "MPS" else context().high
+    notes = (*([where.note] if where.note else []), *_taken(where))
+    budget = Budget(name, where, device, taken, _margin(margin, device), notes)
+    if budget.margin < 0 or budget.allocator <= 0:
+        raise InputError(_nothing_left(budget))
+    return budget
+
+
+def _nothing_left(budget: Budget) -> str:
+    taken = [f"{format_bytes(budget.context)} for the CUDA context"] if budget.context else []
+    taken += [f"a margin of {format_bytes(budget.margin)}"] if budget.margin else []
+    return f"{budget.name} has {format_bytes(budget.device)}: nothing is left after {' and '.join(taken)}"
+
+
+def _margin(margin: str | int, device: int) -> int:
+    if isinstance(margin, int):
+        return margin
+    percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", margin)
+    return round(device * float(percent[1]) / 100) if percent else parse_bytes(margin)

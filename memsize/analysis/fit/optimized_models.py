@@ -1,0 +1,231 @@
+"""Remedies that change a twin which is ready to run: recomputed blocks, frozen weights, adapters, in-place activations.
+
+The twin is ours; the model that it stands for is never touched.
+
+`chunk_the_head` computes cross-entropy over a large vocabulary a thousand tokens at a time, so that the logits never
+exist as a whole: what fused kernels (Liger, Apple's cut cross-entropy) and torchtune's chunked loss do, here with plain
+PyTorch, each part's logits recomputed in backward.
+
+`Adam8bit` keeps Adam's state in 8 bits, as bitsandbytes lays it out. Modelled: the bytes and their lifetimes are those
+of the library, whose own kernels need a GPU. Source: bitsandbytes 0.43 to 0.49, `optim/optimizer.py`
+(`Optimizer2State.init_state`: two uint8 tensors, a float32 absmax per block of 256, one table of 256 float32 each for
+signed and unsigned values; parameters of fewer than 4,096 elements keep float32).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memsize.analysis.fit.case import NotApplicable
+from memsize.internals.pytree import tensors_in
+from memsize.tracing.run import Setup
+
+TOKENS = 1024
+"""Tokens per part."""
+LARGE = 8192
+"""Classes from which on a head counts as one over a vocabulary."""
+
+
+def chunk_the_head(setup: Setup) -> Setup:
+    """Let the head return the loss itself, computed part by part, in place of its logits."""
+    head = _head(setup.twin)
+    forward = head.forward
+
+    def part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(forward(hidden).float(), target, reduction="sum")
+
+    def chunked(hidden: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        target = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
+        pairs = zip(tokens.split(TOKENS), target.split(TOKENS), strict=True)
+        losses: list[torch.Tensor] = [checkpoint(part, *pair, use_reentrant=False) for pair in pairs]
+        return torch.stack(losses).sum() / tokens.shape[0]
+
+    head.forward = chunked  # type: ignore[method-assign,assignment]
+    return setup
+
+
+def loss_of_the_head(output: Any) -> torch.Tensor:
+    """What the chunked head returned, found in the model's output."""
+    return next(t for t in tensors_in(output) if t.is_floating_point() and t.dim() == 0)
+
+
+def _head(model: nn.Module) -> nn.Linear:
+    """The last linear layer with as many outputs as a vocabulary has words."""
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features >= max(LARGE, m.in_features)]
+    if not heads:
+        raise NotApplicable(f"no linear layer has {LARGE:,} outputs or more")
+    return heads[-1]
+
+
+BLOCK = 256
+LEAST = 4096
+
+
+class Adam8bit(torch.optim.Optimizer):
+    """Adam or AdamW with 8-bit state: 2 bytes per parameter and 8 per block of 256, updated in place."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+        self._tables: list[torch.Tensor] = []
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update. It makes nothing but the state, in the first."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter)
+        return None
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        if parameter not in self.state:
+            self.state[parameter] = self._new_state(parameter)
+        parameter.add_(parameter.grad)  # type: ignore[arg-type]
+
+    def _new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        if parameter.numel() < LEAST:
+            return {name: _like(parameter, parameter.shape, torch.float32) for name in ("state1", "state2")}
+        if not self._tables:
+            self._tables = [_like(parameter, (256,), torch.float32) for _ in range(2)]
+        blocks = (-(-parameter.numel() // BLOCK),)
+        return {
+            "state1": _like(parameter, parameter.shape, torch.uint8),
+            "state2": _like(parameter, parameter.shape, torch.uint8),
+            "absmax1": _like(parameter, blocks, torch.float32),
+            "absmax2": _like(parameter, blocks, torch.float32),
+            "qmap1": self._tables[0],
+            "qmap2": self._tables[1],
+        }
+
+
+def _like(parameter: torch.Tensor, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=parameter.device)
+
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_IN_PLACE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.Hardtanh, nn.RReLU)
+"""Activations whose backward needs their output only, so that writing it over the input loses nothing."""
+
+
+def recompute_blocks(setup: Setup) -> Setup:
+    """Checkpoint each of the repeated blocks: it keeps its input, and runs again in backward."""
+    for block in repeated_blocks(setup.twin):
+        block.forward = _checkpointed(block.forward)
+    config = getattr(setup.twin, "config", None)
+    if getattr(config, "use_cache", False):
+        # Running a block twice would also write its keys and values to the cache twice.
+        config.use_cache = False  # type: ignore[union-attr]
+    return setup
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules of one class, not leaves, that stand in lists or sequences: the class that holds most parameters.
+
+    Raises `NotApplicable` where no class comes twice.
+    """
+    found: dict[type, list[nn.Module]] = {}
+    for container in model.modules():
+        if isinstance(container, _CONTAINERS):
+            for child in container.children():
+                if not isinstance(child, _CONTAINERS) and any(True for _ in child.children()):
+                    found.setdefault(type(child), []).append(child)
+    repeated = [blocks for blocks in found.values() if len(blocks) > 1]
+    if not repeated:
+        raise NotApplicable("no module of several layers stands more than once in a list or a sequence")
+    return max(repeated, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.utils.checkpoint import checkpoint
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
+
+
+def write_in_place(setup: Setup) -> Setup:
+    """Let activations write over their input, where a backward without it exists."""
+    found = [module for module in setup.twin.modules() if isinstance(module, _IN_PLACE) and not module.inplace]
+    if not found:
+        raise NotApplicable("no activation module has an in-place form that it doesn't use already")
+    for module in found:
+        module.inplace = True
+    return setup
+
+
+def freeze_all_but_head(setup: Setup) -> Setup:
+    """Train the last module with parameters only."""
+    owners = [module for module in setup.twin.modules() if module._parameters]
+    trained = [module for module in owners if any(p.requires_grad for p in module.parameters(recurse=False))]
+    if len(trained) < 2:
+        raise NotApplicable("one module is trained at most")
+    _freeze(setup.twin)
+    for parameter in trained[-1].parameters(recurse=False):
+        parameter.requires_grad_(True)
+    return setup
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """LoRA: everything is frozen, and each linear layer gains ``B·A·x``, with A [rank, in] and B [out, rank]."""
+
+    rank: int
+
+    def __call__(self, setup: Setup) -> Setup:
+        linears = list(_linears(setup.twin))
+        if not linears:
+            raise NotApplicable("the model has no linear layer")
+        _freeze(setup.twin)
+        for module, inside, outside in linears:
+            self._adapt(module, inside, outside)
+        return setup
+
+    def _adapt(self, module: nn.Module, inside: int, outside: int) -> None:
+        weight, forward = module.weight, module.forward
+        dtype = weight.dtype if isinstance(weight, torch.Tensor) and weight.is_floating_point() else torch.float32
+        down, up = (
+            torch.empty(shape, dtype=dtype, device="meta") for shape in ((self.rank, inside), (outside, self.rank))
+        )
+        module.register_parameter("lora_a", nn.Parameter(down))
+        module.register_parameter("lora_b", nn.Parameter(up))
+
+        def adapted(x: torch.Tensor) -> torch.Tensor:
+            added = functional.linear(functional.linear(x, module.lora_a), module.lora_b)  # type: ignore[arg-type]
+            result: torch.Tensor = forward(x) + added / math.sqrt(self.rank)
+            return result
+
+        module.forward = adapted
+
+
+def _freeze(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    """The head of a language model, which adapters leave alone as PEFT's ``all-linear`` does."""
+    ask = getattr(model, "get_output_embeddings", None)
+    return ask() if callable(ask) else None
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:
+    """Linear layers with their widths; transformers' `Conv1D` is one that stores its weight the other way round."""
+    head = _output_layer(model)
+    for module in model.modules():
+        if module is head:
+            continue
+        if isinstance(module, nn.Linear):
+            yield module, module.in_features, module.out_features
+        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nx", None), int):
+            yield module, int(module.nx), int(module.nf)  # type: ignore[arg-type]

@@ -1,0 +1,254 @@
+"""The largest size that fits: looked for where a forecast points, and answered by runs of that size and the next.
+
+A size fits, or needs more than there is, or the model refuses it. Refused sizes are taken for the rule behind them: a
+floor (a batch norm wants two samples), a divisor (groups of four), a ceiling (1,024 positions).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from memsize.analysis.fit.footprint import Footprint
+from memsize.analysis.fit.forecast import forecast
+from memsize.errors import ForwardError
+
+Measure = Callable[[int], Footprint]
+"""Runs a size; raises `ForwardError` where the model refuses it."""
+
+MOST_RUNS: Final = 8
+"""Runs per answer."""
+LIMIT: Final = 2**20
+"""The largest size that is looked at."""
+STARTS: Final = (13, 8, 60, 840, 1, 2)
+"""Sizes that a model is tried with first: a prime, which no other dimension divides by, then those of many divisors."""
+_COARSEST: Final = 4096
+_FAR: Final = 4096
+"""How far the first jump may go at least."""
+_JUMPS: Final = 2
+"""How often a forecast is believed that points beyond a size that does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a search found for a capacity.
+
+    `largest` is the run of the largest size that fits (None: not even the least that runs), `above` that of the next
+    size where it was run and needs more; `bound` is that size, or the next one, which the model refused. `refused` says
+    why the model failed, by size; `step` is what sizes have to be a multiple of, as far as was seen. `closed` is
+    whether nothing lies between `largest` and `bound`: where it isn't, the runs ended first, and the answer lies
+    between the two. `endless` says that even the largest size that is looked at fits. `looked` lists the sizes in the
+    order of their runs.
+    """
+
+    capacity: int
+    largest: Footprint | None
+    above: Footprint | None
+    bound: int | None
+    refused: Mapping[int, str]
+    step: int
+    closed: bool
+    endless: bool
+    looked: tuple[int, ...]
+    runs: Mapping[int, Footprint]
+
+    @property
+    def size(self) -> int:
+        """The largest size that fits, 0 for none."""
+        return self.largest.size if self.largest else 0
+
+    @property
+    def ceiling(self) -> str | None:
+        """Why the model refuses the next size, where it does."""
+        return self.refused.get(self.bound) if self.largest and self.bound is not None else None
+
+    @property
+    def monotone(self) -> bool:
+        """Whether no size below the answer was seen to need more than there is."""
+        return all(run.fits(self.capacity) for size, run in self.runs.items() if size < self.size)
+
+
+def largest(
+    measure: Measure,
+    capacity: int,
+    *,
+    start: int | None = None,
+    known: Mapping[int, Footprint] | None = None,
+    refused: Mapping[int, str] | None = None,
+    most: int = LIMIT,
+    runs: int = MOST_RUNS,
+    powers: bool = False,
+) -> Answer:
+    """The largest size that fits `capacity` bytes, by at most `runs` calls of `measure`.
+
+    `start` is a size that is known to run, `known` are runs made before, `refused` what the model refused then.
+    `powers` lets the first guess grow faster than the size, as attention's scores do with a sequence.
+
+    Raises `ForwardError` where the model runs at no size tried.
+    """
+    return _Search(measure, capacity, known or {}, refused or {}, most, powers).answer(start, runs)
+
+
+class _Search:
+    def __init__(
+        self,
+        measure: Measure,
+        capacity: int,
+        known: Mapping[int, Footprint],
+        refused: Mapping[int, str],
+        most: int,
+        powers: bool,
+    ) -> None:
+        self.measure = measure
+        self.capacity = capacity
+        self.most = most
+        self.powers = powers
+        self.runs = dict(known)
+        self.refused = dict(refused)
+        self.looked: list[int] = []
+        self.nudges = 0
+        self.jumps = 0
+        self.failure: ForwardError | None = None
+
+    def answer(self, start: int | None, runs: int) -> Answer:
+        sizes = dict.fromkeys(size for size in (start, *STARTS) if size and size <= self.most)
+        # Where all of them were refused before, the model says it once more.
+        starts = iter([size for size in sizes if size not in self.refused] or sizes)
+        while not self.runs and len(self.looked) < runs and (first := next(starts, None)):
+            self._look(first)
+        if not self.runs:
+            assert self.failure is not None
+            raise self.failure
+        while len(self.looked) < runs and (size := self._next()) is not None:
+            self._look(size)
+        low, high = self._bracket()
+        return Answer(
+            self.capacity,
+            self.runs.get(low),
+            self.runs.get(high) if high is not None else None,
+            high,
+            dict(self.refused),
+            self.step,
+            self._closed(low, high),
+            low == self.most,
+            tuple(self.looked),
+            dict(self.runs),
+        )
+
+    def _look(self, size: int) -> None:
+        self.looked.append(size)
+        try:
+            self.runs[size] = self.measure(size)
+        except ForwardError as error:
+            self.refused[size] = str(error)
+            self.failure = error
+
+    # -- which sizes there are ----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The least divisor that all sizes that ran have in common and no refused one has; 1 where none is needed."""
+        # Of 1 and 2 a floor is the likelier reason: a batch norm wants more than one value.
+        beyond = max(self.runs) if self._ended else self.most
+        refused = [size for size in self.refused if 2 < size <= beyond]
+        if not refused:
+            return 1
+        common = math.gcd(*self.runs)
+        steps = (d for d in range(2, min(common, _COARSEST) + 1) if common % d == 0)
+        return next((d for d in steps if all(size % d for size in refused)), 1)
+
+    @property
+    def _ended(self) -> bool:
+        """Whether sizes have an end: a multiple of every divisor they can have was refused beyond all that ran."""
+        most, common = max(self.runs), math.gcd(*self.runs)
+        return any(size > most and size % common == 0 for size in self.refused)
+
+    def _up(self, size: int, by: int = 1) -> int:
+        """The `by`-th size after `size` that the model may run with."""
+        step = self.step
+        found = size // step * step + by * step
+        while found in self.refused and found < min(self.runs):
+            found += step
+        return found
+
+    def _bracket(self) -> tuple[int, int | None]:
+        """The largest size that fits (0: none), and the least above it that doesn't or that the model refuses."""
+        low = max((size for size, run in self.runs.items() if run.fits(self.capacity)), default=0)
+        step, least = self.step, min(self.runs)
+        short = [size for size, run in self.runs.items() if size > low and not run.fits(self.capacity)]
+        refused = [size for size in self.refused if size > max(low, least) and size % step == 0]
+        return low, min((*short, *refused), default=None)
+
+    # -- where to look ------------------------------------------------------------------------------------------------
+
+    def _next(self) -> int | None:
+        """The size to run next; None where the answer stands."""
+        low, high = self._bracket()
+        if low >= self.most:
+            return None
+        if self._closed(low, high):
+            return self._finer(low, high)
+        return self._named(low, high) or self._pointed(low, high, self._up(low))
+
+    def _closed(self, low: int, high: int | None) -> bool:
+        after = self._up(low)
+        return after > self.most or (high is not None and after >= high)
+
+    def _finer(self, low: int, high: int | None) -> int | None:
+        """The size beside the answer that only a divisor rules out: is it really refused?"""
+        beside = low + 1
+        if self.step == 1 or beside in self.refused or beside in self.runs or beside > self.most or low == 0:
+            return None
+        return beside if high is None or beside < high else None
+
+    def _named(self, low: int, high: int | None) -> int | None:
+        """A size that the model's own refusal names, 1,024 in a message about 1,100 positions; then what follows it."""
+        beyond = [size for size in self.refused if size > low]
+        if low == 0 or not beyond or high in self.runs:
+            return None
+        size, tried = min(beyond), {*self.runs, *self.refused}
+        named = _numbers(self.refused[size])
+        if low not in named:
+            inside = (n for n in sorted(named - tried) if low < n < size - 1 and n % self.step == 0)
+            return next(inside, None)
+        after = self._up(low) if self._ended else low + math.gcd(*self.runs)
+        return None if after in tried else after
+
+    def _pointed(self, low: int, high: int | None, after: int) -> int:
+        """Where the forecast points, if that is well inside the bracket; else ever farther in from where it points."""
+        size, step, stride = self._forecast(low), self.step, 2**self.nudges
+        least, most = self._up(low, stride), self.most if high is None else high - stride * step
+        if least <= size <= most and size not in self.refused:
+            self.nudges = 0 if size > least else self.nudges + 1
+            return size
+        if high is not None and size > high and size not in {*self.refused, *self.runs} and self.jumps < _JUMPS:
+            # Beyond what does not fit something may fit again: requests of 10 MiB get segments of their own size.
+            self.jumps += 1
+            return size
+        self.nudges += 1
+        if high is None:
+            return min(least, self.most // step * step)
+        # Far apart, the middle is that of their magnitudes.
+        between = math.isqrt(low * high) if high > 4 * low > 0 else (low + high) // 2
+        middle = max(after, between // step * step)
+        if high in self.refused or (size >= high > 2 * low):
+            return middle
+        return min(middle, least) if size < least else max(middle, most // step * step)
+
+    def _forecast(self, low: int) -> int:
+        found = forecast(self.runs, self.capacity, powers=self.powers)
+        if found is None:
+            return 0
+        # What points far away from all runs is not worth much: it only says in which direction to go. A multiple of
+        # what ran is refused for being too large only, not for a divisor that sizes have to have.
+        ran = max(self.runs)
+        farthest = 2 * ran if self.powers and len(found.runs) == 1 else ran * max(64, -(-_FAR // ran))
+        return min(found.largest(self.capacity, self.most, self.step, low), farthest)
+
+
+def _numbers(text: str) -> set[int]:
+    """The whole numbers in a message."""
+    return {int(digits) for digits in re.findall(r"\d+", text)}

@@ -1,0 +1,273 @@
+"""How images and volumes lie in memory while a model runs: strides of every layer's tensors, and of every op's.
+
+The ledger's shape rules give outputs the strides that CUDA's kernels do, so an op that loses channels last shows as one
+whose argument has it and whose result does not. A copy that only rearranges shows as `clone` or `_to_copy` with other
+strides; those that a kernel makes on its way are known from the kernels' sources (`_HIDDEN`).
+
+A result that is a view changes nothing, whatever its strides say: ``permute(0, 2, 3, 1)`` of channels last is row-major
+and is the same memory. So an op that is given such a view and returns a row-major tensor has lost nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from memsize.cuda.copies import format_for, is_last, kernel_copies
+from memsize.internals.isolation import collector_paused
+from memsize.internals.pytree import map_tensors, tensors_in
+from memsize.meta_kernels import strides as layout
+from memsize.model.inputs import Call, input_tensors
+from memsize.model.tensor_storage import spec_of
+from memsize.records.layout import Audit, Copy, Format, LayerFormats, Loss
+from memsize.records.layout import Run as FormatsRun
+from memsize.tracing.ledger import Ledger
+from memsize.tracing.module_calls import Calls
+from memsize.tracing.run import Run, Setup
+
+_aten = torch.ops.aten
+_COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_Event = TypeVar("_Event", Copy, Loss)
+
+
+# -- formats ----------------------------------------------------------------------------------------------------------
+
+
+def format_of(tensor: torch.Tensor) -> Format | None:
+    """The format of an image or a volume; None for tensors of other ranks, and for those without strides."""
+    if tensor.dim() not in (4, 5) or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    last = tensor.is_contiguous(memory_format=format_for(tensor))
+    if tensor.is_contiguous():
+        return "either" if last else "row-major"
+    return "channels last" if last else "other"
+
+
+def convert(twin: nn.Module) -> int:
+    """Rearrange the weights of `twin` (ours to change) as ``.to(memory_format=torch.channels_last)`` does, volumes too;
+    returns how many.
+    """
+    converted = 0
+    for tensor in dict.fromkeys((*twin.parameters(), *twin.buffers())):
+        if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and _is_convertible(tensor):
+            tensor.data = _rearranged(tensor)
+            converted += 1
+    return converted
+
+
+def convert_call(call: Call) -> tuple[Call, int]:
+    """The same arguments with floating images and volumes in channels last, and how many those are."""
+    found = [tensor for tensor in tensors_in(call) if tensor.is_floating_point() and _is_convertible(tensor)]
+    if not found:
+        return call, 0
+    chosen = {id(tensor) for tensor in found}
+    args, kwargs = map_tensors(lambda tensor: _rearranged(tensor) if id(tensor) in chosen else tensor, call)
+    return (args, kwargs), len(found)
+
+
+def _is_convertible(tensor: torch.Tensor) -> bool:
+    """Whether `Tensor.to` would rearrange it. It goes by strides, so that the weight of a 1×1 convolution, whose
+    elements lie the same either way, is channels last for cuDNN afterwards (TensorConversions.cpp, `to_impl`).
+    """
+    return format_of(tensor) is not None and not is_last(tensor)
+
+
+def _rearranged(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_meta:
+        return tensor.detach().to(memory_format=format_for(tensor))
+    strides = layout.channels_last(tensor.shape)
+    twin = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    if not isinstance(tensor, nn.Parameter):
+        twin.__dict__.update(tensor.__dict__)  # what is known of its values
+    return twin
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+class FormatLedger(Ledger):
+    """A ledger that also writes down which op loses channels last and which copies to rearrange."""
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__(device)
+        self.copies: list[tuple[int, Copy]] = []
+        self.losses: list[tuple[int, Loss]] = []
+        self._last: set[int] = set()
+        """Storages that were seen in channels last, and what was made of them in another order than row-major."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.count
+        self._see(args)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            self._compare(func, args, kwargs, result, before)
+        return result
+
+    def _see(self, value: Any) -> None:
+        for tensor in _tensors(value):
+            if format_of(tensor) == "channels last":
+                self._last.add(self.index_of(tensor))
+
+    def _compare(self, func: Any, args: Any, kwargs: Any, result: Any, before: int) -> None:
+        for tensor, wanted in kernel_copies(func, args, kwargs):
+            self._copied(func, tensor, wanted, hidden=True)
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(first, torch.Tensor) or self.index_of(first) < before:
+            return
+        if func in _COPIES:
+            self._compare_copy(func, args[0], first)
+            return
+        after = format_of(first)
+        if after in ("row-major", "other") and any(map(self._was_last, _tensors(args))):
+            if after == "row-major":
+                self._lost(func, first)
+            else:
+                self._last.add(self.index_of(first))
+
+    def _was_last(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is an image from channels last that is not row-major as it stands; weights are none."""
+        index = self.index_of(tensor)
+        if index not in self._last or self._roles[index] in ("parameter", "buffer"):
+            return False
+        return format_of(tensor) in ("channels last", "other")
+
+    def _compare_copy(self, func: Any, source: torch.Tensor, copy: torch.Tensor) -> None:
+        if _same_order(source, copy):
+            return
+        after = format_of(copy) or ("row-major" if copy.is_contiguous() else "other")
+        self._copied(func, source, after, hidden=False, size=copy.untyped_storage().nbytes())
+        if after == "row-major" and self.index_of(source) in self._last:
+            self._lost(func, copy)
+
+    def _copied(self, func: Any, source: torch.Tensor, after: Format, hidden: bool, size: int | None = None) -> None:
+        before: Format = format_of(source) or ("row-major" if source.is_contiguous() else "other")
+        nbytes = source.numel() * source.element_size() if size is None else size
+        copy = Copy("", _name(func), spec_of(source), before, after, nbytes, hidden, _place())
+        self.copies.append((self.clock.layer, copy))
+
+    def _lost(self, func: Any, tensor: torch.Tensor) -> None:
+        after = format_of(tensor) or "row-major"
+        self.losses.append((self.clock.layer, Loss("", _name(func), spec_of(tensor), after, _place())))
+
+
+def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the elements of both lie in the same order, gaps and repetitions (a stride of 0) apart."""
+    before, after = one.stride(), other.stride()
+    dims = [dim for dim in range(one.dim()) if one.shape[dim] > 1 and before[dim]]
+    return sorted(dims, key=lambda dim: -before[dim]) == sorted(dims, key=lambda dim: -after[dim])
+
+
+class FormatCalls(Calls):
+    """The calls of modules, with the formats of what they were given and returned in the first forward."""
+
+    def __init__(self, twin: nn.Module, ledger: Ledger) -> None:
+        super().__init__(twin, ledger)
+        self.given: dict[int, list[Format]] = {}
+        self.returned: dict[int, list[Format]] = {}
+
+    def _returned(self, index: int, result: Any, start: int, given: list[tuple[torch.Tensor, int]]) -> None:
+        super()._returned(index, result, start, given)
+        self.given.setdefault(index, []).extend(_formats(tensor for tensor, _ in given))
+        self.returned.setdefault(index, []).extend(_formats(tensors_in(result)))
+
+
+class FormatRun(Run):
+    """One forward of a twin whose formats are watched."""
+
+    ledger: FormatLedger
+    calls: FormatCalls
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, tables=False)
+        # The instruments of a plain run have only seen the inputs.
+        self.ledger = FormatLedger(setup.device)
+        self.calls = FormatCalls(setup.twin, self.ledger)
+        self._enter_inputs()
+
+    def found(self) -> FormatsRun:
+        """What was seen."""
+        seen = self.calls.seen
+        paths = [entry.path for entry in seen]
+        path: Callable[[int], str] = lambda index: paths[index] if index >= 0 else ""  # noqa: E731
+        return FormatsRun(
+            layers=tuple(self._layer(index) for index in range(len(seen))),
+            copies=tuple(_at(copy, path(layer)) for layer, copy in self.ledger.copies),
+            losses=tuple(_at(loss, path(layer)) for layer, loss in self.ledger.losses),
+        )
+
+    def _layer(self, index: int) -> LayerFormats:
+        seen = self.calls.seen[index]
+        return LayerFormats(
+            path=seen.path,
+            type=seen.type,
+            depth=seen.depth,
+            leaf=seen.leaf,
+            calls=seen.calls,
+            parameters=tuple(_formats(seen.module.parameters(recurse=False))),
+            inputs=tuple(self.calls.given.get(index, ())),
+            outputs=tuple(self.calls.returned.get(index, ())),
+            specs=tuple(output.spec for output in seen.outputs),
+        )
+
+
+def run_formats(setup: Setup) -> FormatsRun:
+    """The formats of one forward in gradient mode; raises `ForwardError` when the model's own code fails."""
+    run = FormatRun(setup)
+    with run.recording(), torch.enable_grad(), setup.autocast():
+        run.result = setup.twin(*setup.call[0], **setup.call[1])
+    found = run.found()
+    run.ledger.close()
+    return found
+
+
+def audit(prepared: Callable[[], Setup]) -> Audit:
+    """A model run as it is, and in channels last. `prepared` gives a fresh twin, ready to be run, each time."""
+    setup = prepared()
+    inputs, training = input_tensors(setup.call), setup.training
+    with collector_paused():
+        plain = run_formats(setup)
+        setup = prepared()
+        converted = convert(setup.twin)
+        call, converted_inputs = convert_call(setup.call)
+        last = run_formats(replace(setup, call=call))
+    double = any(parameter.dtype is torch.float64 for parameter in setup.twin.parameters())
+    return Audit(setup.model, inputs, setup.scenario, training, plain, last, converted, converted_inputs, double)
+
+
+def _at(event: _Event, path: str) -> _Event:
+    return replace(event, layer=path)
+
+
+def _formats(tensors: Any) -> Iterator[Format]:
+    return (found for found in map(format_of, tensors) if found is not None)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for item in value:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)
+
+
+def _name(func: Any) -> str:
+    return str(func._overloadpacket.__name__)
+
+
+def _place() -> str:
+    """The innermost line of the model's own code: what asked for the op that is running."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not run_formats.__code__:
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and file[:1] != "<":
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,209 @@
+"""A run as a PyTorch memory snapshot: what `torch.cuda.memory._snapshot()` returns on a GPU, for the same viewers.
+
+Plain dictionaries, lists, texts and integers, so that neither making nor reading one needs torch. Sources: PyTorch's
+torch/csrc/cuda/memory_snapshot.cpp for the fields, torch/cuda/_memory_viz.py and torch/utils/viz/MemoryViz.js for how
+they are read.
+
+Frames tell the op, the modules around it and the phase, where a real snapshot tells lines of Python. `category` (which
+the viewer colours by) is the role, `time_us` the number of the event. Known limits: one device, one stream; the replay
+has no bound on memory, so that segments are never given back.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+from memsize.analysis.timeline import phases
+from memsize.device.allocator import Segment, replay
+from memsize.device.config import AllocatorConfig
+from memsize.records.aggregates import split_phase
+from memsize.records.trace import Event, Trace
+
+PROTOCOL: Final = 4
+"""The newest pickle protocol that the viewer reads: its own unpickler refuses anything above."""
+
+_NO_LIMIT: Final = -1
+"""How a snapshot writes a `max_split_size` that is not set."""
+
+Fields = dict[str, Any]
+
+
+def pickled(trace: Trace, config: AllocatorConfig | None = None) -> bytes:
+    """The snapshot of `trace`, as the file that https://pytorch.org/memory_viz opens."""
+    return pickle.dumps(snapshot(trace, config), protocol=PROTOCOL)
+
+
+def snapshot(trace: Trace, config: AllocatorConfig | None = None) -> Fields:
+    """The snapshot after the last event of `trace`, with everything that led to it."""
+    config = config or AllocatorConfig()
+    replayed = replay(((event.storage, event.delta) for event in trace.events), config, timeline=True)
+    assert replayed.timeline is not None
+    history = _History(trace, replayed.segments, config.expandable_segments)
+    levels = zip(replayed.timeline.address.tolist(), replayed.timeline.reserved.tolist(), strict=True)
+    for index, (event, (address, reserved)) in enumerate(zip(trace.events, levels, strict=True)):
+        history.add(index, event, address, reserved)
+    return {
+        "segments": list(history.segments()),
+        "device_traces": [[*history.entries, _taken(len(trace.events))]],
+        "allocator_settings": _settings(config),
+        "external_annotations": list(_annotations(trace)),
+    }
+
+
+class _Live(NamedTuple):
+    """A live storage: where its block is, the bytes it asked for, and the frames of its allocation."""
+
+    address: int
+    bytes: int
+    frames: list[Fields]
+
+
+class _Mapped:
+    """A segment of the replay, and how far it has been taken from CUDA so far."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.size = 0
+        self.frames: list[Fields] = []
+
+    def __contains__(self, address: int) -> bool:
+        return self.segment.address <= address < self.segment.address + self.segment.bytes
+
+
+class _History:
+    """The entries of a trace, as they are added event by event."""
+
+    def __init__(self, trace: Trace, segments: Iterable[Segment], expandable: bool) -> None:
+        self.trace = trace
+        self.expandable = expandable
+        self.entries: list[Fields] = []
+        self._mapped = {segment.address: _Mapped(segment) for segment in segments}
+        self._live: dict[int, _Live] = {}
+        self._reserved = 0
+        self._frames: dict[tuple[int, int, str], list[Fields]] = {}
+        self._modules: dict[int, list[Fields]] = {}
+
+    def add(self, index: int, event: Event, address: int, reserved: int) -> None:
+        """What the allocator does in `event`, which leaves `reserved` bytes; `address` is the block's."""
+        frames = self._frames_of(event)
+        held = self._live.pop(event.storage, None)
+        left = event.delta if held is None else held.bytes + event.delta
+        if reserved > self._reserved:
+            self._grow(index, address, reserved - self._reserved, frames)
+            self._reserved = reserved
+        if left:
+            self._live[event.storage] = _Live(address, left, frames)
+            self._write("alloc", address, left, index, frames, **self._about(event))
+        if held is not None:
+            self._write("free_requested", held.address, held.bytes, index, frames)
+            self._write("free_completed", held.address, held.bytes, index, frames)
+
+    def _grow(self, index: int, address: int, size: int, frames: list[Fields]) -> None:
+        """A new segment, or more of an expandable one: `size` bytes at the end of what it has so far."""
+        grown = next(mapped for mapped in self._mapped.values() if address in mapped)
+        action = "segment_map" if self.expandable else "segment_alloc"
+        self._write(action, grown.segment.address + grown.size, size, index, frames)
+        grown.size += size
+        grown.frames = grown.frames or frames
+
+    def _write(self, action: str, address: int, size: int, index: int, frames: list[Fields], **more: str) -> None:
+        entry = {"action": action, "addr": address, "size": size, "stream": 0, "time_us": index, "frames": frames}
+        self.entries.append({**entry, "compile_context": "N/A", "user_metadata": "", **more})
+
+    def _about(self, event: Event) -> dict[str, str]:
+        storage = self.trace.storages[event.storage]
+        tensor = f"{storage.dtype}[{','.join(map(str, storage.shape))}]"
+        return {"category": storage.role, "user_metadata": f"{storage.role}, {tensor}"}
+
+    def _frames_of(self, event: Event) -> list[Fields]:
+        """The frames of an event, innermost first; events of the same op share one list, which keeps files small."""
+        key = (event.phase, event.layer, event.op)
+        frames = self._frames.get(key)
+        if frames is None:
+            name, step = split_phase(self.trace.phases[event.phase])
+            op = [_frame("aten", event.op)] if event.op else []
+            phase = _frame(f"step {step}" if step else "run", name)
+            frames = self._frames[key] = [*op, *self._modules_of(event.layer), phase]
+        return frames
+
+    def _modules_of(self, index: int) -> list[Fields]:
+        if index < 0:
+            return []
+        if not self._modules:
+            types = {layer.path: layer.type for layer in self.trace.layers}
+            for place, layer in enumerate(self.trace.layers):
+                self._modules[place] = [_frame(path or "(model)", types[path]) for path in _ancestry(layer.path, types)]
+        return self._modules[index]
+
+    def segments(self) -> Iterator[Fields]:
+        """The segments at the end, with their blocks."""
+        for mapped in self._mapped.values():
+            segment = mapped.segment
+            blocks = [self._block(*block) for block in segment.blocks]
+            used = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+            yield {
+                "device": 0,
+                "address": segment.address,
+                "total_size": segment.bytes,
+                "allocated_size": used,
+                "active_size": used,
+                "requested_size": sum(block["requested_size"] for block in blocks),
+                "stream": segment.stream,
+                "segment_type": "small" if segment.small else "large",
+                "segment_pool_id": (0, 0),
+                "is_expandable": self.expandable,
+                "frames": mapped.frames,
+                "blocks": blocks,
+            }
+
+    def _block(self, address: int, size: int, storage: int | None) -> Fields:
+        live = None if storage is None else self._live[storage]
+        return {
+            "address": address,
+            "size": size,
+            "requested_size": live.bytes if live else 0,
+            "state": "active_allocated" if live else "inactive",
+            "frames": live.frames if live else [],
+        }
+
+
+def _ancestry(path: str, known: Iterable[str]) -> Iterator[str]:
+    """A module's path and those of the modules around it, innermost first, the model itself last."""
+    while path:
+        if path in known:
+            yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _frame(place: str, name: str) -> Fields:
+    return {"filename": place, "line": 0, "name": name}
+
+
+def _taken(events: int) -> Fields:
+    """The entry that a snapshot makes of itself.
+
+    Its category is there for the viewer: it fails on a trace that has categories unless one is called ``unknown``.
+    """
+    entry = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": events, "frames": []}
+    return {**entry, "compile_context": "N/A", "user_metadata": "", "category": "unknown"}
+
+
+def _settings(config: AllocatorConfig) -> Fields:
+    divisions = {str(1 << place): count for place, count in enumerate(config.roundup_divisions)}
+    return {
+        "PYTORCH_CUDA_ALLOC_CONF": "",
+        "max_split_size": _NO_LIMIT if config.max_split_size is None else config.max_split_size,
+        "garbage_collection_threshold": config.garbage_collection_threshold,
+        "expandable_segments": config.expandable_segments,
+        "roundup_power2_divisions": divisions,
+    }
+
+
+def _annotations(trace: Trace) -> Iterator[Fields]:
+    """Where phases begin and end, as `torch.profiler.record_function` would have noted them."""
+    for phase in phases(trace):
+        for stage, event in (("START", phase.start), ("END", phase.stop)):
+            yield {"name": str(phase), "stage": stage, "device": 0, "time_us": event}

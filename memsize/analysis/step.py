@@ -1,0 +1,106 @@
+"""`StepTrace`: one trace of a run and what a GPU would show of it, as a value for notebooks and scripts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memsize.analysis.timeline import timeline
+from memsize.device.config import AllocatorConfig
+from memsize.device.gpu_estimate import outlook
+from memsize.records.aggregates import live_bytes
+from memsize.records.codec import decode, encode
+from memsize.records.gpu import DEFAULT_GPU, Outlook
+from memsize.records.trace import Trace
+from memsize.units import format_bytes
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+@dataclass(frozen=True, repr=False)
+class StepTrace:
+    """A run of some training steps, or of one inference, and its peak on a GPU.
+
+    `trace` is the record itself; `gpu` names the card that is meant, `config` are the allocator's settings, `cuda` the
+    version that the context is that of (None: a current one).
+    """
+
+    trace: Trace
+    gpu: str = DEFAULT_GPU
+    config: AllocatorConfig = field(default_factory=AllocatorConfig)
+    cuda: str | None = None
+
+    @cached_property
+    def peak(self) -> Outlook:
+        """The peak: `requested`, `allocated`, `reserved`, `device`, `roles`, `storages`, all in bytes."""
+        return outlook(self.trace, config=self.config, cuda=self.cuda)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was taken for granted where the run met a value that only real data has."""
+        return self.trace.assumptions
+
+    @property
+    def events(self) -> DataFrame:
+        """One row per event: bytes that appear or disappear, live bytes after it, role, op, layer and phase."""
+        from pandas import DataFrame
+
+        trace = self.trace
+        rows = [
+            {
+                "storage": event.storage,
+                "delta": event.delta,
+                "live": live,
+                "role": trace.storages[event.storage].role,
+                "op": event.op,
+                "layer": trace.layers[event.layer].path if event.layer >= 0 else None,
+                "phase": trace.phases[event.phase],
+            }
+            for event, live in zip(trace.events, live_bytes(trace.events), strict=True)
+        ]
+        return DataFrame(rows)
+
+    @property
+    def timeline(self) -> DataFrame:
+        """One row per event: its phase, step, layer and op, live bytes by role after it, allocated and reserved."""
+        from pandas import DataFrame
+
+        return DataFrame(timeline(self.trace, self.config).table())
+
+    def snapshot(self, path: str | Path) -> None:
+        """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""
+        from memsize.analysis.snapshot import pickled
+
+        Path(path).write_bytes(pickled(self.trace, self.config))
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The trace as JSON text, also written to `path` when given; `from_json` reads it back."""
+        text = json.dumps(encode(self.trace))
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> StepTrace:
+        """The trace that `to_json` wrote, on the default card."""
+        return cls(decode(json.loads(text)))
+
+    def _repr_html_(self) -> str:
+        from memsize.render.plot import fragment
+
+        return fragment(timeline(self.trace, self.config))
+
+    def __repr__(self) -> str:
+        peak = self.peak
+        where = f"in {peak.peak_phase}" + (f" of {peak.peak_layer}" if peak.peak_layer else "")
+        lines = [f"{self.trace.model} under {self.trace.scenario} on {self.gpu}: {where}"]
+        lines += [
+            f"  {name:<10} {format_bytes(getattr(peak, name))}" for name in ("requested", "allocated", "reserved")
+        ]
+        lines += [f"  device     {format_bytes(peak.device.low)} to {format_bytes(peak.device.high)}"]
+        lines += [f"    {role:<16} {format_bytes(size)}" for role, size in peak.roles.items()]
+        return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""What is alive after each event of a run: bytes by role, the phase and the layer, and what the allocator holds.
+
+Everything is read off a `Trace` and its replay through the caching allocator. Events stand in for time: a run on
+tensors that hold no numbers has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import Final
+
+from memsize.device.allocator import replay
+from memsize.device.config import AllocatorConfig
+from memsize.records.aggregates import split_phase
+from memsize.records.roles import in_order
+from memsize.records.timeline import Phase, Timeline
+from memsize.records.trace import Event, Role, Trace
+
+
+def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:
+    """The timeline of `trace`, with the caching allocator set by `config`."""
+    events, storages = trace.events, trace.storages
+    replayed = replay(((event.storage, event.delta) for event in events), config or AllocatorConfig(), timeline=True)
+    levels = replayed.timeline
+    assert levels is not None
+    delta = tuple(event.delta for event in events)
+    role = [storages[event.storage].role for event in events]
+    return Timeline(
+        model=trace.model,
+        scenario=trace.scenario,
+        layers=tuple(layer.path for layer in trace.layers),
+        phases=tuple(phases(trace)),
+        op=tuple(event.op for event in events),
+        layer=tuple(event.layer for event in events),
+        delta=delta,
+        live={name: tuple(_column(name, role, delta)) for name in in_order(role)},
+        allocated=tuple(levels.allocated.tolist()),
+        reserved=tuple(levels.reserved.tolist()),
+        assumptions=trace.assumptions,
+        notes=trace.notes,
+    )
+
+
+def _column(name: Role, role: Sequence[Role], delta: Sequence[int]) -> Iterator[int]:
+    return accumulate(change if of == name else 0 for of, change in zip(role, delta, strict=True))
+
+
+def phases(trace: Trace) -> Iterator[Phase]:
+    """Runs of events of the same phase.
+
+    A few events outside every phase (the seed of a backward, a scaled loss) belong to the phase that follows them.
+    """
+    start = stop = 0
+    for index, events in groupby(trace.events, key=_phase_of):
+        stop += sum(1 for _ in events)
+        name, step = split_phase(trace.phases[index])
+        between = start > 0 and stop - start <= _FEW and (index == 0 or name == _AROUND)
+        if not between or stop == len(trace.events):
+            yield Phase(name, step, start, stop)
+            start = stop
+
+
+_AROUND: Final = "step"
+"""What the record calls events of a step outside its phases; those outside every step are in its first phase."""
+_FEW: Final = 4
+
+
+def _phase_of(event: Event) -> int:
+    return event.phase

@@ -1,0 +1,56 @@
+"""The second opinion: what the summaries that users already trust say of a model."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from torch import nn
+
+from memsize.internals.isolation import undisturbed
+from memsize.model.inputs import Call
+from memsize.records.trace import Reading
+from memsize.tracing.dispatch import Answers
+from memsize.tracing.module_calls import Calls, Seen
+
+
+def torchinfo_reading(twin: nn.Module, call: Call) -> Reading | None:
+    """What `torchinfo.summary` says of a `meta` twin (it is run, hooked and left to the caller); None if it fails.
+
+    torchinfo walks anything that PyTorch runs, so it runs here as everything does: on `meta`, answered by shape rules.
+    Without arguments it does not run the twin, and adds up what is registered.
+    """
+    import torchinfo
+
+    args, kwargs = call
+    mode = "train" if twin.training else "eval"
+    try:
+        with undisturbed(), Answers():
+            summary = torchinfo.summary(
+                twin, input_data=args or None, verbose=0, device="meta", mode=mode, cache_forward_pass=False, **kwargs
+            )
+    except Exception:  # torchinfo wraps whatever a model raises; that it has no answer is the answer
+        return None
+    return Reading(f"torchinfo {version('torchinfo')}", summary.total_params, summary.total_param_bytes)
+
+
+def counts_without_running(calls: Calls) -> bool:
+    """Whether torchinfo says of a model that it need not run what it says of one that it runs.
+
+    It does where each module is registered once and called, for the first time by the one that holds it, in that one's
+    own first call: then it meets the same modules, each inside the same one. A model for which its hooks may fail (they
+    want tensors with dimensions) is for it to run.
+    """
+    seen = calls.seen
+    index = {layer.path: position for position, layer in enumerate(seen)}
+    holders = [index[layer.path.rpartition(".")[0]] if layer.path else -1 for layer in seen]
+    times = [0] * len(seen)
+    for caller, called in calls.entered:
+        if not times[called] and (caller != holders[called] or (caller >= 0 and times[caller] != 1)):
+            return False
+        times[called] += 1
+    registered = sum(1 for layer in seen for module in layer.module._modules.values() if module is not None)
+    return registered == len(seen) - 1 and all(times) and all(map(_is_ordinary, seen))
+
+
+def _is_ordinary(layer: Seen) -> bool:
+    return layer.plain and all(output.spec.shape for output in layer.outputs)

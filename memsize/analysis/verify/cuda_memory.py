@@ -1,0 +1,186 @@
+"""What is read off a GPU: the caching allocator's peaks and history, the device's use, the software stack.
+
+Sources: torch/cuda/memory.py (`memory_stats_as_nested_dict`, `_record_memory_history`, `_snapshot`), c10's
+DeviceStats.h for what each counter counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from typing import Any, Final, Protocol
+
+import torch
+
+from memsize.analysis.verify.history import Change, changes
+from memsize.device.config import VARIABLES
+from memsize.errors import InputError
+from memsize.records.measurement import DeviceUse, Peaks, Stack
+
+_MOST_ENTRIES: Final = 2_000_000
+"""What a history keeps: a step of a large model makes some 10,000."""
+
+
+class Gauge(Protocol):
+    """Reads the memory of the device that a run takes place on."""
+
+    device: torch.device
+
+    def settle(self) -> None:
+        """Let go of everything that nobody holds, so that the next run starts as in a new process."""
+
+    def held(self) -> int:
+        """Bytes of tensors that are alive now."""
+
+    def reset(self) -> None:
+        """Peaks begin anew, from what is held now."""
+
+    def peaks(self) -> Peaks:
+        """The peaks since the last reset."""
+
+    def count(self) -> int:
+        """How many allocations there were so far."""
+
+    def recorded(self) -> Any:
+        """While open, what is allocated and freed is recorded: a context manager that gives a list, filled at its
+        end.
+        """
+
+    def use(self) -> DeviceUse | None:
+        """What the process takes on the device now."""
+
+    def stack(self) -> Stack:
+        """What the run takes place on."""
+
+
+class CudaGauge:
+    """The gauge of one CUDA device. Made before the process touches the device, it knows what others hold there.
+
+    Raises `InputError` where there is no such device.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        self._others = _nvml_used(self.device)
+        if not torch.cuda.is_available():
+            raise InputError("this machine has no GPU that PyTorch can use: verify runs the step for real on one")
+        if index >= torch.cuda.device_count():
+            raise InputError(f"this machine has no GPU {index}")
+        if torch.cuda.get_allocator_backend() != "native":
+            raise InputError("verify reads PyTorch's own caching allocator: set no other in PYTORCH_CUDA_ALLOC_CONF")
+
+    def settle(self) -> None:
+        """Free cuBLAS's workspaces too: PyTorch makes them again when they are needed."""
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is not None:
+            clear()
+        torch.cuda.empty_cache()
+
+    def held(self) -> int:
+        return self._read("allocated_bytes", "current")
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peaks(self) -> Peaks:
+        torch.cuda.synchronize(self.device)
+        return Peaks(*(self._read(f"{name}_bytes", "peak") for name in ("requested", "allocated", "reserved")))
+
+    def count(self) -> int:
+        return self._read("allocation", "allocated")
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Change]]:
+        """Without stacks: they take time, and the marked step says more."""
+        found: list[Change] = []
+        history: Any = torch.cuda.memory._record_memory_history
+        history("all", context=None, stacks="python", max_entries=_MOST_ENTRIES, clear_history=True)
+        try:
+            yield found
+            found += changes(torch.cuda.memory._snapshot()["device_traces"][self.device.index])
+        finally:
+            history(None)
+
+    def use(self) -> DeviceUse | None:
+        torch.cuda.synchronize(self.device)
+        own = _nvml_of_this_process(self.device)
+        if own is not None:
+            return DeviceUse(own, "NVML, this process")
+        now = _nvml_used(self.device)
+        if now is not None and self._others is not None:
+            return DeviceUse(now - self._others, "NVML, growth of the device")
+        free, total = torch.cuda.mem_get_info(self.device)
+        return DeviceUse(total - free, "mem_get_info")
+
+    def stack(self) -> Stack:
+        _, total = torch.cuda.mem_get_info(self.device)
+        return Stack(
+            gpu=torch.cuda.get_device_name(self.device),
+            capability=torch.cuda.get_device_capability(self.device),
+            total=total,
+            torch=str(torch.__version__),
+            python=platform.python_version(),
+            driver=_driver(),
+            cuda=torch.version.cuda,
+            cudnn=torch.backends.cudnn.version(),
+            cublas=_cublas(),
+            allocator=next((os.environ[name] for name in VARIABLES if name in os.environ), ""),
+            cublas_config=os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            module_loading=os.environ.get("CUDA_MODULE_LOADING"),
+        )
+
+    def _read(self, name: str, kind: str) -> int:
+        """One of the allocator's counters; before the first allocation there are none."""
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(self.device)
+        return int(stats[name]["all"][kind]) if stats else 0
+
+
+def _nvml_used(device: torch.device) -> int | None:
+    """What all processes take on the device; None where NVML cannot be asked. It makes no CUDA context."""
+    with suppress(Exception):  # no pynvml, no driver, no right to ask: each raises something of its own
+        return int(torch.cuda.device_memory_used(device))
+    return None
+
+
+def _nvml_of_this_process(device: torch.device) -> int | None:
+    """None where NVML does not see our process by the number that it has here, or may not tell its memory."""
+    with suppress(Exception):
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda._get_nvml_device_index(device))
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return next((int(each.usedGpuMemory) for each in running if each.pid == os.getpid()), None)
+    return None
+
+
+def _driver() -> str | None:
+    with suppress(Exception):
+        import pynvml
+
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
+    return None
+
+
+def _cublas() -> str | None:
+    """cuBLAS's version: the library says it, and else the package that it comes in."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    with suppress(OSError, AttributeError):
+        asked = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion
+        asked.restype = ctypes.c_size_t
+        number = asked()
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    for name in ("nvidia-cublas", f"nvidia-cublas-cu{major}"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None

@@ -1,0 +1,80 @@
+"""What memsize says of a run, in the terms in which a GPU is measured: peaks, intervals, and the log of the last step.
+
+Peaks are intervals where cuDNN could not be asked for the workspaces of convolutions, or where its benchmark decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memsize.device.allocator import replay
+from memsize.device.config import AllocatorConfig
+from memsize.device.context import context
+from memsize.device.workspace_bounds import CONVOLUTIONS, Requests, requests, variants
+from memsize.records.aggregates import live_bytes, split_phase
+from memsize.records.gpu import Interval
+from memsize.records.measurement import Log, Peaks, Place, Stack, Workspace, log_of
+from memsize.records.trace import Trace
+from memsize.records.verification import Prediction
+
+
+def predicted(
+    trace: Trace, stack: Stack, workspaces: tuple[Workspace, ...] = (), *, greediest: Trace | None = None
+) -> Prediction:
+    """What a GPU of `stack` would show of `trace`, of which cuDNN gave the `workspaces`.
+
+    `greediest` is the same run with the most that `torch.backends.cudnn.benchmark` may allocate for each convolution:
+    which plan it chooses then depends on the clock.
+    """
+    config = AllocatorConfig.parse(stack.allocator)
+    possible = variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]
+    peaks = [_peaks(each, config) for each in possible]
+    least, most = Peaks.least(peaks), Peaks.most(peaks)
+    outside = context(stack.cuda, stack.module_loading)
+    first = _last_step(trace)
+    return Prediction(
+        least,
+        most,
+        Interval(least.reserved + outside.low, most.reserved + outside.high),
+        max(list(live_bytes(trace.events))[max(first - 1, 0) :], default=0),
+        _log(trace, first),
+        convolves(trace),
+        workspaces,
+        trace.assumptions,
+        trace.notes,
+    )
+
+
+def convolves(trace: Trace) -> bool:
+    """Whether a convolution runs."""
+    return any(event.op in CONVOLUTIONS for event in trace.events)
+
+
+def _peaks(events: Requests, config: AllocatorConfig) -> Peaks:
+    found = replay(events, config)
+    return Peaks(found.requested.bytes, found.allocated.bytes, found.reserved.bytes)
+
+
+def _last_step(trace: Trace) -> int:
+    """The first event of the last step; of a run without steps, the first after what was there before it."""
+    phases = [split_phase(phase) for phase in trace.phases]
+    last = max((step for _, step in phases), default=0)
+    if last:
+        return next((i for i, e in enumerate(trace.events) if phases[e.phase][1] == last), len(trace.events))
+    return next((i for i, e in enumerate(trace.events) if phases[e.phase][0] != "setup"), len(trace.events))
+
+
+def _log(trace: Trace, first: int) -> Log:
+    """The events from `first` on. What was there before is below 0."""
+    names = [split_phase(phase)[0] for phase in trace.phases]
+    begun: set[int] = set()
+
+    def events() -> Iterator[tuple[int, int, Place]]:
+        for event in trace.events[first:]:
+            if event.delta > 0:
+                begun.add(event.storage)
+            layer = trace.layers[event.layer].path if event.layer >= 0 else None
+            storage = event.storage if event.storage in begun else -1 - event.storage
+            yield storage, event.delta, Place(names[event.phase], layer, event.op)
+
+    return log_of(events())

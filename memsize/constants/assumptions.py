@@ -1,0 +1,71 @@
+"""What is taken for granted where only real data could tell, in the words that a report shows.
+
+Each assumption is the least surprising one for memory: finite numbers, routing that spreads evenly, conditions that
+hold. It is shown only when a decision of the model's relied on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memsize.constants.known import ASSUMED_ELEMENTS, Cell, remember
+
+FINITE = "every value is finite (isnan and isinf answer no)"
+APART = "no value that depends on the data equals a given number (x == 0 answers no): none was padded with it"
+EVEN = "choices by activations (top-k, argmax, sort) fall evenly: a router sends every expert the same share"
+KEEPS = "a selection by values that depend on the data (a boolean index, nonzero, nms) keeps every element: the most"
+COVERED = "objects whose masks a detector pastes into the image cover all of it: the most"
+EQUAL = "two tensors that the model compares as a whole (torch.equal, torch.allclose) are equal"
+CHECKED = "what PyTorch itself checks (that istft's windows add up to something) is in order"
+RANDOM = "random numbers that the model decides by are one fixed draw"
+NUMBER = "a number read out of an activation (.item()) is taken to be 1.0"
+PADDED = "the encoder computes the padding along: PyTorch's nested tensors, which leave it out, are not followed"
+COPIED = "values that the model copies to the CPU are taken to be 1.0, integers 0, conditions true"
+
+MIXED = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
+"""No assumption but a note: what runs here, and on a CPU, would not run as it is."""
+
+
+def assumed_of(cells: Sequence[Cell | None]) -> str | None:
+    """The first assumption among `cells`."""
+    return next((cell.assumed for cell in cells if cell is not None and cell.assumed), None)
+
+
+def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
+    """Let the unknown `indices` along `dim` be distinct, and every one of `choices` equally frequent over the rows.
+
+    Row ``r`` takes ``r·k, r·k + 1, …, r·k + k - 1`` modulo `choices`. `dim` is None where there is one index per row.
+    """
+    if not 0 < indices.numel() <= ASSUMED_ELEMENTS or not choices:
+        return
+    flat = torch.arange(indices.numel(), dtype=indices.dtype, device="cpu") % choices
+    if dim is None or not indices.dim():
+        even = flat.view(indices.shape)
+    else:
+        dim %= indices.dim()
+        others = [size for place, size in enumerate(indices.shape) if place != dim]
+        even = flat.view(*others, indices.shape[dim]).movedim(-1, dim).contiguous()
+    remember(indices, even, Cell(EVEN))
+
+
+def even_counts(total: int, parts: int) -> torch.Tensor:
+    """`total` things counted into `parts` bins evenly."""
+    return torch.tensor([total // parts + (part < total % parts) for part in range(parts)], device="cpu")
+
+
+def with_number(op: str, number: Any) -> bool | None:
+    """The answer of whether data is exactly a finite `number`; None where that is not what is asked."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or op not in ("eq", "ne"):
+        return None
+    return op == "ne"
+
+
+def with_infinity(op: str, number: Any) -> bool | None:
+    """The answer of a comparison of finite values with an infinite `number`; None where that is not what it is."""
+    if not isinstance(number, float) or not math.isinf(number):
+        return None
+    return {"eq": False, "ne": True, "lt": number > 0, "le": number > 0, "gt": number < 0, "ge": number < 0}[op]

@@ -1,0 +1,1 @@
+"""What CUDA would do, on any build of torch."""

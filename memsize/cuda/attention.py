@@ -1,0 +1,337 @@
+"""Which kernel CUDA would run for `scaled_dot_product_attention`, and that kernel's own temporaries.
+
+Flash, cuDNN and the memory-efficient kernel never materialise the scores; the mathematical path does. The choice is
+PyTorch's: backends in its order of priority, each refused by the first rule that it breaks. Rules honour the user's
+`torch.nn.attention.sdpa_kernel` regions and flags.
+
+Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h (the rules),
+aten/src/ATen/native/transformers/attention.cpp (padding, mask conversion).
+Limits: dense tensors only; grouped heads reach the memory-efficient kernel on no version (newer ones may allow it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memsize.cuda import autocast
+from memsize.cuda.semantics import Semantics, current
+from memsize.internals.dispatch_key import KEY, Kernel, overload
+
+Backend = Literal["flash", "efficient", "cudnn", "math"]
+_HALVES = (torch.float16, torch.bfloat16)
+_FLASH_HEAD = 256
+_PREFERS_CUDNN = 91500
+_MASK_ALIGNMENT = 8
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+class Attention(NamedTuple):
+    """One call of attention, with the GPU that it would run on."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    scale: float | None = None
+    grouped: bool = False
+    capability: tuple[int, int] = (8, 0)
+    cudnn: int = 91501
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether backward will need the softmax statistics."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
+
+
+Rule = Callable[[Attention], bool]
+
+
+def choose_backend(call: Attention) -> Backend:
+    """The backend that CUDA would take; raises RuntimeError when the user's flags leave none."""
+    for backend in _priority(call):
+        if all(rule(call) for rule in _RULES[backend]):
+            return backend
+    raise RuntimeError("no attention kernel that is switched on can run this call: allow SDPBackend.MATH")
+
+
+def _priority(call: Attention) -> tuple[Backend, ...]:
+    """PyTorch's order, or the user's. Hopper and Blackwell put cuDNN first where it is new enough."""
+    names: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+    order = tuple(names[index] for index in torch._C._get_sdp_priority_order() if index in names)
+    is_default = order == ("flash", "efficient", "math", "cudnn")
+    if is_default and call.capability[0] in (9, 10) and call.cudnn > _PREFERS_CUDNN:
+        return ("cudnn", "flash", "efficient", "math")
+    return order
+
+
+def _is_four_dimensional(call: Attention) -> bool:
+    return call.query.dim() == call.key.dim() == call.value.dim() == 4
+
+
+def _has_batch_and_heads(call: Attention) -> bool:
+    """The same batch for all; the same heads, or with `enable_gqa` heads that key and value share evenly."""
+    sizes = [t.shape[:2] for t in (call.query, call.key, call.value)]
+    (query, heads), (key, shared), (value, other) = sizes
+    if not query == key == value:
+        return False
+    return shared == other and (heads == shared or (call.grouped and heads % shared == 0))
+
+
+def _has_plain_heads(call: Attention) -> bool:
+    return call.query.shape[:2] == call.key.shape[:2] == call.value.shape[:2]
+
+
+def _has_tokens(call: Attention) -> bool:
+    return call.query.shape[-2] > 0 and call.key.shape[-2] > 0
+
+
+def _is_dense_in_heads(call: Attention) -> bool:
+    """The last dimension of every tensor has stride 1, the mask's too."""
+    is_dense = all(t.stride(-1) == 1 for t in (call.query, call.key, call.value))
+    return is_dense and (call.mask is None or call.mask.stride(-1) == 1)
+
+
+def _is_dense_or_single(call: Attention) -> bool:
+    is_single = call.query.shape[-1] == 1 and (call.mask is None or call.mask.stride(-1) == 1)
+    return is_single or _is_dense_in_heads(call)
+
+
+def _has_dtype(call: Attention, dtypes: tuple[torch.dtype, ...]) -> bool:
+    return call.query.dtype in dtypes and call.query.dtype == call.key.dtype == call.value.dtype
+
+
+def _is_half(call: Attention) -> bool:
+    return _has_dtype(call, _HALVES if call.capability >= (8, 0) else (torch.float16,))
+
+
+def _has_efficient_dtype(call: Attention) -> bool:
+    return _has_dtype(call, (torch.float16, torch.float32) + ((torch.bfloat16,) if call.capability >= (8, 0) else ()))
+
+
+def _has_flash_head(call: Attention) -> bool:
+    """One head size for all, at most 256."""
+    return call.query.shape[-1] == call.key.shape[-1] == call.value.shape[-1] <= _FLASH_HEAD
+
+
+def _has_flash_backward(call: Attention) -> bool:
+    """Consumer GPUs lack the shared memory for the backward of heads above 192."""
+    major, minor = call.capability
+    is_small = (8, 6) <= (major, minor) <= (8, 9) or (12, 0) <= (major, minor) <= (12, 1)
+    head = call.query.shape[-1]
+    return not (is_small and call.differentiates) or head <= 192 or (call.dropout == 0 and head > 224)
+
+
+def _is_square_if_causal(call: Attention) -> bool:
+    return not call.causal or call.query.shape[-2] == call.key.shape[-2]
+
+
+def _alignment(call: Attention) -> int:
+    """Elements to which the memory-efficient kernel wants a head aligned: 16 bytes on tensor cores."""
+    is_half = call.query.dtype in _HALVES
+    has_tensor_cores = call.capability[0] >= 8 or (call.capability[0] == 7 and is_half)
+    least = 4 if call.capability[0] >= 8 else 1
+    return max(least, 8 if is_half else 4) if has_tensor_cores else least
+
+
+def _has_efficient_head(call: Attention) -> bool:
+    head, value, alignment = call.query.shape[-1], call.value.shape[-1], _alignment(call)
+    return head == call.key.shape[-1] and head > 0 and value > 0 and head % alignment == 0 == value % alignment
+
+
+def _has_cudnn_shape(call: Attention) -> bool:
+    query, key, value = call.query.shape, call.key.shape, call.value.shape
+    heads = (query[-1], value[-1])
+    is_small = max(heads) <= 128 or (heads == (192, 128) and call.capability[0] in (9, 10))
+    return is_small and not any(head % 8 for head in heads) and key[-2] > 1 and not (call.dropout and query[-2] == 1)
+
+
+def _has_cudnn_mask(call: Attention) -> bool:
+    """A mask of two or four dimensions, each full or 1, without gradient."""
+    if call.mask is None:
+        return True
+    full = (*call.query.shape[:3], call.key.shape[2])
+    dims = call.mask.dim()
+    fits = all(size in (1, want) for size, want in zip(call.mask.shape[::-1], full[::-1], strict=False))
+    return dims in (2, 4) and fits and not call.mask.requires_grad
+
+
+def _has_cudnn_dropout(call: Attention) -> bool:
+    return call.dropout * 16 == int(call.dropout * 16) and not (call.dropout and 91100 < call.cudnn < 91400)
+
+
+_RULES: dict[Backend, tuple[Rule, ...]] = {
+    "flash": (
+        lambda call: torch._C._get_flash_sdp_enabled(),
+        lambda call: (8, 0) <= call.capability <= (12, 1),
+        lambda call: call.mask is None,
+        _is_four_dimensional,
+        _has_flash_head,
+        _has_flash_backward,
+        _is_square_if_causal,
+        _is_half,
+        _has_batch_and_heads,
+        _has_tokens,
+        _is_dense_or_single,
+    ),
+    "efficient": (
+        lambda call: torch._C._get_mem_efficient_sdp_enabled(),
+        lambda call: (5, 0) <= call.capability <= (12, 1),
+        _is_four_dimensional,
+        _has_efficient_head,
+        _has_tokens,
+        _is_dense_in_heads,
+        _has_plain_heads,
+        _has_efficient_dtype,
+    ),
+    "cudnn": (
+        lambda call: torch._C._get_cudnn_sdp_enabled(),
+        lambda call: (8, 0) <= call.capability <= (12, 1) and call.cudnn >= 90000,
+        _is_four_dimensional,
+        _is_half,
+        _has_cudnn_mask,
+        _has_cudnn_dropout,
+        _has_batch_and_heads,
+        _has_tokens,
+        _is_dense_or_single,
+        _has_cudnn_shape,
+    ),
+    "math": (lambda call: torch._C._get_math_sdp_enabled(),),
+}
+
+
+def kernels() -> Mapping[str, Kernel]:
+    """The kernel of `scaled_dot_product_attention`; autocast's cast comes first in it."""
+    return {"scaled_dot_product_attention": _attention}
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    semantics = current()
+    _exclude(KEY, True)
+    try:
+        tensors: list[Any] = [query, key, value, attn_mask]
+        casting = autocast.active()
+        if casting is not None:
+            tensors = autocast.cast_arguments(tensors, autocast.region_dtype(), casting)
+        if semantics is not None and _is_valid(tensors, is_causal, semantics):
+            call = _call(tensors, dropout_p, is_causal, scale, enable_gqa, semantics)
+            backend = choose_backend(call)
+            # CUDA's own kernels have rules for meta tensors, but none for CPU tensors.
+            if query.is_meta or backend == "math":
+                return _RUNS[backend](call._replace(mask=_additive(call.mask, call.query.dtype)))
+        plain = overload("scaled_dot_product_attention")
+        result: Tensor = plain(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return result
+    finally:
+        _exclude(KEY, False)
+
+
+def _is_valid(tensors: list[Any], causal: bool, semantics: Semantics) -> bool:
+    """Whether the call is one to decide on here. PyTorch itself refuses, or handles, the others."""
+    query, _, _, mask = tensors
+    if any(t.is_nested or t.dim() < 2 or t.dtype is not query.dtype for t in tensors[:3]):
+        return False
+    if not all(semantics.stands_for_cuda(t) and t.device == query.device for t in tensors[:3]):
+        return False
+    if mask is None:
+        return True
+    is_known = mask.dtype in (torch.bool, torch.float32, query.dtype)
+    return is_known and not causal and not mask.is_nested
+
+
+def _call(
+    tensors: list[Any], dropout: float, causal: bool, scale: float | None, grouped: bool, semantics: Semantics
+) -> Attention:
+    query, key, value, mask = tensors
+    return Attention(query, key, value, mask, dropout, causal, scale, grouped, semantics.capability, semantics.cudnn)
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A boolean mask as what is added to the scores; any other as it is."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=dtype, device=mask.device))
+
+
+def _flash(call: Attention) -> Tensor:
+    """Heads are padded to a multiple of 8 before autograd sees them, so the padded copies are what is kept."""
+    head = call.query.shape[-1]
+    padded = [_padded(t, head) for t in (call.query, call.key, call.value)]
+    scale = head**-0.5 if call.scale is None else call.scale
+    flash = overload("_scaled_dot_product_flash_attention")
+    out: Tensor = flash(*padded, call.dropout, call.causal, False, scale=scale)[0]
+    return out if out.shape[-1] == head else out[..., :head]
+
+
+def _padded(tensor: Tensor, head: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, -head % 8)) if head % 8 else tensor
+
+
+def _efficient(call: Attention) -> Tensor:
+    efficient = overload("_scaled_dot_product_efficient_attention")
+    bias = None if call.mask is None else _aligned(call.mask, (*call.query.shape[:3], call.key.shape[2]))
+    tensors = (call.query, call.key, call.value)
+    out: Tensor = efficient(*tensors, bias, call.differentiates, call.dropout, call.causal, scale=call.scale)[0]
+    return out
+
+
+def _aligned(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`mask` over the whole `shape`; copied into padded rows first unless every row begins on a multiple of 8."""
+    is_aligned = mask.stride(-1) == 1 and not any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1])
+    if not is_aligned:
+        last = mask.shape[-1]
+        mask = torch.nn.functional.pad(mask, (0, _MASK_ALIGNMENT - last % _MASK_ALIGNMENT))[..., :last]
+    return mask.expand(shape)
+
+
+def _cudnn(call: Attention) -> Tensor:
+    attend = overload("_scaled_dot_product_cudnn_attention")
+    tensors = (call.query, call.key, call.value, call.mask)
+    out: Tensor = attend(*tensors, call.differentiates, call.dropout, call.causal, False, scale=call.scale)[0]
+    return out
+
+
+def _math(call: Attention) -> Tensor:
+    attend = overload("_scaled_dot_product_attention_math")
+    tensors = (call.query, call.key, call.value, call.mask)
+    options = {"scale": call.scale, "enable_gqa": call.grouped}
+    with _seen_inside() if call.dropout > 0 else contextlib.nullcontext():
+        out: Tensor = attend(*tensors, call.dropout, call.causal, None, **options)[0]
+    return out
+
+
+@contextlib.contextmanager
+def _seen_inside() -> Iterator[None]:
+    """Let the key's kernels see the composite's inner calls, autocast off as it is inside every wrapped call."""
+    was_enabled = torch._C.is_autocast_enabled("cuda")
+    torch._C.set_autocast_enabled("cuda", False)
+    _exclude(KEY, False)
+    try:
+        yield
+    finally:
+        _exclude(KEY, True)
+        torch._C.set_autocast_enabled("cuda", was_enabled)
+
+
+_RUNS: dict[Backend, Callable[[Attention], Tensor]] = {
+    "flash": _flash,
+    "efficient": _efficient,
+    "cudnn": _cudnn,
+    "math": _math,
+}

@@ -1,0 +1,344 @@
+"""CUDA's autocast: which operators cast their arguments, to what, and how long the weight copies live.
+
+Everything is driven by PyTorch's own state, so that a user's nested and disabled regions count. `POLICIES` is the one
+table of the operators. Only those that the installed torch wraps are given a kernel, so that each version behaves as it
+does: 2.12 added `rms_norm` and dropped dimensions by name (``.dimname``), 2.14 added `linalg_matrix_sqrth`. Operators
+of libraries are known by their full names, and get their kernels once their library is there.
+
+Source: aten/src/ATen/autocast_mode.h (the lists and the wrappers), autocast_mode.cpp (the cache, the refused loss),
+aten/src/ATen/cudnn/AutocastRNN.cpp; torchvision/csrc/ops/autocast (since 0.28 torchvision/_autograd_registrations.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from memsize.cuda.semantics import Semantics, current
+from memsize.internals.dispatch_key import KEY, Kernel, overload
+
+Policy = Literal[
+    "lower precision", "float32", "float32 and back", "float32 output", "float32 appended", "promote", "refused",
+    "cuDNN RNN",
+]  # fmt: skip
+"""How autocast treats an operator: cast every floating argument to the region's dtype; cast them to float32; that, and
+give the result the first argument's dtype; ask for a float32 result unless the caller named a dtype; call the overload
+that takes a dtype, with float32; cast all to the widest dtype among them; refuse. A cuDNN RNN casts its flat weights in
+one piece."""
+
+_LISTS: dict[Policy, str] = {
+    "lower precision": """
+        _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+        conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
+        einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+        _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+        scaled_dot_product_attention""",
+    "float32": """
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+        nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+        hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+        multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+        binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+        _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+        _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+        upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth torchvision::nms""",
+    "float32 and back": """
+        torchvision::roi_align torchvision::roi_pool torchvision::ps_roi_align torchvision::ps_roi_pool
+        torchvision::deform_conv2d""",
+    "float32 output": """
+        prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+        linalg_matrix_norm.str_ord sum sum.dim_IntList prod.dim_Dimname softmax.Dimname log_softmax.Dimname
+        cumprod.dimname cumsum.dimname sum.dim_DimnameList""",
+    "float32 appended": "norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim",
+    "promote": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+    "refused": "binary_cross_entropy",
+    "cuDNN RNN": "_cudnn_rnn",
+}
+POLICIES: dict[str, Policy] = {name: policy for policy, names in _LISTS.items() for name in names.split()}
+"""What autocast does to each operator of CUDA, by its name: without the namespace where that is ``aten``."""
+
+LATE = tuple(name for name in POLICIES if "::" in name)
+"""Operators that are there only once their library is imported."""
+
+_POSITIONAL_DTYPE = {"softmax.int": 2, "log_softmax.int": 2}
+"""Where an operator takes its result's dtype by position. All others take it by keyword."""
+
+_WITH_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
+}
+_NORM_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "norm.Scalar": (None, 2),
+    "norm.ScalarOpt_dim": (None, None, None, False),
+    "norm.names_ScalarOpt_dim": (None, None, None, False),
+}
+
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_enabled = torch._C.is_autocast_enabled
+_lower_dtype = torch._C.get_autocast_dtype
+_is_cache_enabled = torch._C.is_autocast_cache_enabled
+
+
+def wrapped_operators() -> tuple[str, ...]:
+    """The operators that the installed torch wraps for CUDA's autocast, with their namespaces."""
+    return tuple(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
+
+
+def unknown_operators() -> tuple[str, ...]:
+    """Operators that the installed torch wraps and `POLICIES` does not know: they run uncast, so a reader must know."""
+    return tuple(sorted(name for name in wrapped_operators() if name.removeprefix("aten::") not in POLICIES))
+
+
+def autocast_region(dtype: torch.dtype) -> torch.autocast:
+    """A real ``torch.autocast("cuda", dtype)`` region, on any machine; only inside `cuda_semantics`."""
+    if current() is None:
+        raise RuntimeError("a CUDA autocast region without CUDA needs cuda_semantics() around it")
+    return torch.autocast("cuda", dtype=dtype)
+
+
+def kernels(beneath: Mapping[str, Kernel] = MappingProxyType({})) -> Mapping[str, Kernel]:
+    """The kernel of every operator that both the installed torch and the table know.
+
+    After its casts it calls the operator, or the kernel `beneath` it where there is one.
+    """
+    wrapped = (name.removeprefix("aten::") for name in wrapped_operators())
+    known = ((name, POLICIES[name]) for name in wrapped if name in POLICIES)
+    return {name: _KERNELS[policy](name, beneath.get(name)) for name, policy in known if policy in _KERNELS}
+
+
+def active() -> Semantics | None:
+    """This thread's semantics if a CUDA autocast region is open in it."""
+    return current() if _is_enabled("cuda") else None
+
+
+def region_dtype() -> torch.dtype:
+    """The lower precision of the open region."""
+    return _lower_dtype("cuda")
+
+
+def cast_arguments(values: Sequence[Any], dtype: torch.dtype, semantics: Semantics) -> list[Any]:
+    """`values` with every eligible tensor in `dtype`, also inside lists of tensors.
+
+    The last argument is cast first: autocast's wrappers are C++ calls of casts, and gcc evaluates those from the right.
+    """
+    last_first = [
+        cast(value, dtype, semantics)
+        if isinstance(value, Tensor)
+        else [cast(tensor, dtype, semantics) for tensor in value]
+        if type(value) is list and value and isinstance(value[0], Tensor)
+        else value
+        for value in reversed(values)
+    ]
+    return last_first[::-1]
+
+
+def cast(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
+    """`tensor` in `dtype`: itself where autocast leaves it alone, else a copy, the cached one of a weight."""
+    given = tensor.dtype
+    if given is dtype or not _is_eligible(tensor, semantics):
+        return tensor
+    if given is torch.float32 and _is_cached(tensor) and dtype is _lower_dtype("cuda"):
+        return _cached_copy(tensor, dtype, semantics)
+    copy = tensor.to(dtype)
+    if semantics.observer is not None and _is_parameter(tensor):
+        semantics.observer(tensor, copy)
+    return copy
+
+
+def _is_eligible(tensor: Tensor, semantics: Semantics) -> bool:
+    """Whether autocast may cast `tensor`: on the GPU, floating, not double."""
+    return tensor.is_floating_point() and tensor.dtype is not torch.float64 and semantics.stands_for_cuda(tensor)
+
+
+def _is_cached(tensor: Tensor) -> bool:
+    """Whether PyTorch would keep the copy: of leaves that want a gradient, and never in inference mode."""
+    is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+    return is_weight and _is_cache_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether `tensor` is a parameter, or a view of one."""
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+
+
+def _cached_copy(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
+    """The one copy of a weight in this region. As in PyTorch, the dtype is not part of the cache's key, and a copy made
+    under `no_grad` passes gradients on to whoever uses it later."""
+    known = semantics.copies.get(id(tensor))
+    if known is not None and known[0]() is tensor:
+        return known[1]
+    with torch.enable_grad():
+        copy = tensor.to(dtype)
+    semantics.copies[id(tensor)] = (weakref.ref(tensor), copy)
+    if semantics.observer is not None:
+        semantics.observer(tensor, copy)
+    return copy
+
+
+def _lower_precision(name: str, beneath: Kernel | None) -> Kernel:
+    return _casting(name, beneath, _lower_dtype)
+
+
+def _float32(name: str, beneath: Kernel | None) -> Kernel:
+    return _casting(name, beneath, lambda _: torch.float32)
+
+
+def _float32_and_back(name: str, beneath: Kernel | None) -> Kernel:
+    """A kernel that casts every argument to float32, and everything that comes out to the first argument's dtype."""
+    call: Any = beneath
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal call
+        call = call or overload(name)
+        _exclude(KEY, True)
+        try:
+            semantics = active()
+            if semantics is None:
+                return call(*args, **kwargs)
+            found = call(*cast_arguments(args, torch.float32, semantics), **kwargs)
+            dtype = args[0].dtype
+            return found.to(dtype) if isinstance(found, Tensor) else tuple(each.to(dtype) for each in found)
+        finally:
+            _exclude(KEY, False)
+
+    return kernel
+
+
+def _casting(name: str, beneath: Kernel | None, dtype_of: Callable[[str], torch.dtype]) -> Kernel:
+    """A kernel that casts every argument to the dtype that `dtype_of` gives for the device."""
+    call: Any = beneath
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal call
+        call = call or overload(name)
+        _exclude(KEY, True)
+        try:
+            semantics = active()
+            if semantics is None:
+                return call(*args, **kwargs)
+            dtype = dtype_of("cuda")
+            if kwargs:
+                kwargs = dict(zip(kwargs, cast_arguments(tuple(kwargs.values()), dtype, semantics), strict=True))
+            return call(*cast_arguments(args, dtype, semantics), **kwargs)
+        finally:
+            _exclude(KEY, False)
+
+    return kernel
+
+
+def _promote(name: str, beneath: Kernel | None) -> Kernel:
+    call: Any = beneath
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal call
+        call = call or overload(name)
+        _exclude(KEY, True)
+        try:
+            semantics = active()
+            if semantics is None:
+                return call(*args, **kwargs)
+            dtype = _widest(args, _lower_dtype("cuda"), semantics)
+            return call(*cast_arguments(args, dtype, semantics), **kwargs)
+        finally:
+            _exclude(KEY, False)
+
+    return kernel
+
+
+def _widest(values: Sequence[Any], lower: torch.dtype, semantics: Semantics) -> torch.dtype:
+    """float32 if an eligible tensor among `values` has it, else `lower`; any third dtype is an error, as in PyTorch."""
+    widest = lower
+    for value in values:
+        if isinstance(value, Tensor):
+            if not _is_eligible(value, semantics):
+                continue
+            if torch.float32 in (widest, value.dtype):
+                widest = torch.float32
+            elif value.dtype is not lower:
+                raise RuntimeError(f"CUDA autocast in {lower} promotes from {lower} and float32, not {value.dtype}")
+        elif type(value) is list and value and isinstance(value[0], Tensor):
+            widest = _widest(value, widest, semantics)
+    return widest
+
+
+def _float32_output(name: str, beneath: Kernel | None) -> Kernel:
+    """A kernel that asks for a float32 result, where the first argument is eligible and the caller named no dtype."""
+    call: Any = beneath
+    position = _POSITIONAL_DTYPE.get(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal call
+        call = call or overload(name)
+        _exclude(KEY, True)
+        try:
+            semantics = active()
+            if semantics is not None and _is_eligible(args[0], semantics):
+                if position is None:
+                    kwargs["dtype"] = torch.float32 if kwargs.get("dtype") is None else kwargs["dtype"]
+                elif len(args) <= position or args[position] is None:
+                    args = (*args[:position], torch.float32)
+            return call(*args, **kwargs)
+        finally:
+            _exclude(KEY, False)
+
+    return kernel
+
+
+def _float32_appended(name: str, beneath: Kernel | None) -> Kernel:
+    """A kernel that calls the overload with a dtype: float32, or the first argument's own where it is not eligible."""
+    plain: Any = beneath
+    typed: Any = None
+    defaults = _NORM_DEFAULTS[name]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal plain, typed
+        plain, typed = plain or overload(name), typed or overload(_WITH_DTYPE[name])
+        _exclude(KEY, True)
+        try:
+            semantics = active()
+            if semantics is None:
+                return plain(*args, **kwargs)
+            dtype = torch.float32 if _is_eligible(args[0], semantics) else args[0].dtype
+            return typed(*args, *defaults[len(args) :], dtype=dtype)
+        finally:
+            _exclude(KEY, False)
+
+    return kernel
+
+
+def _refused(name: str, beneath: Kernel | None) -> Kernel:
+    call: Any = beneath
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal call
+        if active() is not None:
+            raise RuntimeError(
+                f"CUDA autocast refuses {name}: its gradient overflows in half precision. "
+                f"Leave out the sigmoid before it and use {name}_with_logits (BCEWithLogitsLoss)."
+            )
+        call = call or overload(name)
+        _exclude(KEY, True)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _exclude(KEY, False)
+
+    return kernel
+
+
+_KERNELS: dict[Policy, Callable[[str, Kernel | None], Kernel]] = {
+    "lower precision": _lower_precision,
+    "float32": _float32,
+    "float32 and back": _float32_and_back,
+    "float32 output": _float32_output,
+    "float32 appended": _float32_appended,
+    "promote": _promote,
+    "refused": _refused,
+}

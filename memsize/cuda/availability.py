@@ -1,0 +1,132 @@
+"""What PyTorch asks about the device before it acts, answered as on a machine with CUDA.
+
+`torch.autocast("cuda")` and `GradScaler` disable themselves where CUDA is missing, `custom_fwd` casts only CUDA
+tensors, checkpointing restores autocast for the device of its tensors, no region can be opened for ``meta`` by name,
+and the fused paths of `torch.nn` are for devices that they know. The answers change only while `cuda_semantics` is
+open, and only for the threads that opened it.
+
+Source: torch/amp/autocast_mode.py, torch/amp/grad_scaler.py, torch/utils/checkpoint.py,
+torch/nn/modules/transformer.py and activation.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.utils.backend_registration
+import torch.utils.checkpoint
+from torch import Tensor
+
+from memsize.cuda.semantics import current
+from memsize.internals.patching import Function, Substitution, Substitutions
+
+
+def answered_as_cuda() -> AbstractContextManager[None]:
+    """Answer as on CUDA while any thread is inside; the originals are back when the last one leaves."""
+    return _answers.standing()
+
+
+def _questions() -> tuple[Substitution, ...]:
+    common: Any = torch.cuda.amp.common
+    mode: Any = torch.amp.autocast_mode
+    renamed = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
+    return (
+        Substitution(common, "amp_definitely_not_available", _always(False)),
+        Substitution(torch.cuda, "is_bf16_supported", _always(True)),
+        *(Substitution(torch, name, _by_name) for name in renamed),
+        Substitution(torch.amp, "is_autocast_available", _by_name),
+        Substitution(mode, "is_autocast_available", _by_name),
+        Substitution(mode.autocast, "__init__", _by_name_in_method),
+        Substitution(mode, "_cast", _casting_stand_ins),
+        Substitution(torch, "clear_autocast_cache", _dropping_copies),
+        Substitution(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
+        Substitution(torch.utils.backend_registration, "_privateuse1_backend_name", _named_too),
+    )
+
+
+class _NameOfStandIn(str):
+    """The name of PyTorch's private backend, and in a thread where ``meta`` stands for CUDA that of ``meta`` too.
+
+    The fused paths of `torch.nn` are for tensors on a CPU, on CUDA or on the private backend.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        semantics = current()
+        return str.__eq__(self, other) or (other == "meta" and semantics is not None and semantics.meta)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _named_too(original: Any) -> Any:
+    return _NameOfStandIn(original)
+
+
+def _always(answer: bool) -> Callable[[Function], Function]:
+    return lambda _: lambda *args, **kwargs: answer
+
+
+def _by_name(original: Function) -> Function:
+    """Code that opens a region for ``x.device.type`` says ``meta`` here and ``cuda`` there."""
+
+    def answer(device_type: Any = "cuda", *args: Any, **kwargs: Any) -> Any:
+        return original("cuda" if device_type == "meta" else device_type, *args, **kwargs)
+
+    return answer
+
+
+def _by_name_in_method(original: Function) -> Function:
+    def answer(instance: Any, device_type: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(instance, "cuda" if device_type == "meta" else device_type, *args, **kwargs)
+
+    return answer
+
+
+def _casting_stand_ins(original: Function) -> Function:
+    """`custom_fwd(cast_inputs=...)` casts the arguments that are CUDA tensors; containers come back here."""
+
+    def answer(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        semantics = current()
+        if not isinstance(value, Tensor) or device_type != "cuda" or semantics is None:
+            return original(value, device_type, dtype)
+        is_cast = value.is_floating_point() and value.dtype is not torch.float64 and semantics.stands_for_cuda(value)
+        return value.to(dtype) if is_cast else original(value, device_type, dtype)
+
+    return answer
+
+
+def _dropping_copies(original: Function) -> Function:
+    """PyTorch clears its cache when the outermost region ends: ours goes with it."""
+
+    def answer() -> None:
+        original()
+        semantics = current()
+        if semantics is not None:
+            semantics.copies.clear()
+
+    return answer
+
+
+def _inferring_cuda(original: Function) -> Function:
+    """Checkpointing restores this device's autocast in its recomputation.
+
+    It touches no generator of CUDA: it saves those of its tensors' devices, and none of them is a CUDA device.
+    """
+
+    def answer(*args: Any) -> str:
+        semantics = current()
+        inferred: str = original(*args)
+        is_stand_in = semantics is not None and {"meta": semantics.meta, "cpu": semantics.cpu}.get(inferred, False)
+        return "cuda" if is_stand_in else inferred
+
+    return answer
+
+
+_answers = Substitutions(_questions, lambda: current() is not None)

@@ -1,0 +1,187 @@
+"""What PyTorch asks cuDNN for in a convolution, read off the arguments of ATen's ops.
+
+Source: aten/src/ATen/native/Convolution.cpp (`_select_conv_backend`, `use_cudnn`, `use_cudnn_depthwise`,
+`convolution_backward`) and cudnn/ConvShared.cpp. Limit: tensors that need 64-bit indices are taken for ordinary ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from memsize.cuda.copies import suggests_last
+from memsize.cuda.cudnn.convolution import WIDTHS, Convolution, Operation
+from memsize.cuda.cudnn.plans import Plans
+
+_aten = torch.ops.aten
+FORWARD = _aten.convolution.default
+BACKWARD = _aten.convolution_backward.default
+
+_ASKED = "the workspaces of convolutions are those that cuDNN {} takes"
+_ESTIMATED = (
+    "the workspaces of convolutions are estimates: where nvidia-cudnn-cu13 is installed, cuDNN itself is asked for them"
+)
+
+
+class Operands(NamedTuple):
+    """The tensors and settings of one forward: of `aten::convolution`, in its order, without the bias."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+
+class Convolutions(NamedTuple):
+    """What cuDNN takes from the allocator during each convolution of a run."""
+
+    kernels: Kernels
+    plans: Plans
+
+    @classmethod
+    def on(cls, plans: Plans) -> Convolutions:
+        """On the GPU of `plans`, with PyTorch's settings as they are now."""
+        return cls(Kernels.of(plans.capability), plans)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where the workspaces are from; nothing where none was taken."""
+        if not any(self.plans.answers.values()):
+            return ()
+        return (_ESTIMATED if self.plans.source is None else _ASKED.format(self.plans.source),)
+
+    def forward(self, args: Sequence[Any], output: torch.Tensor) -> int:
+        """The bytes of the workspace of `aten::convolution`."""
+        return self._workspace(self.kernels.forward(args, output))
+
+    def backward(self, args: Sequence[Any]) -> tuple[int, int]:
+        """Those of `aten::convolution_backward`: of the gradient of the input, then of the weight's."""
+        data, weight = self.kernels.backward(args)
+        return self._workspace(data), self._workspace(weight)
+
+    def _workspace(self, convolution: Convolution | None) -> int:
+        return 0 if convolution is None else self.plans.workspace(convolution)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What decides which kernels convolutions run on: the GPU, and PyTorch's settings when the run begins."""
+
+    capability: tuple[int, int]
+    enabled: bool = True
+    deterministic: bool = False
+    tf32: bool = True
+
+    @classmethod
+    def of(cls, capability: tuple[int, int]) -> Kernels:
+        """With `torch.backends.cudnn` as it is now."""
+        settings = torch.backends.cudnn
+        return cls(capability, settings.enabled, settings.deterministic, settings.allow_tf32)
+
+    def forward(self, args: Sequence[Any], output: torch.Tensor) -> Convolution | None:
+        """What `aten::convolution` asks cuDNN for; None where it runs on another kernel."""
+        x, w, _, *settings = args
+        call = Operands(x, w, *settings)
+        if not self.runs_on_cudnn(call):
+            return None
+        return self._ask("data" if call.transposed else "forward", call, output.shape)
+
+    def backward(self, args: Sequence[Any]) -> tuple[Convolution | None, Convolution | None]:
+        """What `aten::convolution_backward` asks for: the gradients of the input and of the weight."""
+        grad, x, w, _, *settings, mask = args
+        call = Operands(x, w, *settings)
+        if not self.runs_on_cudnn(call):
+            return None, None
+        data: Operation = "forward" if call.transposed else "data"
+        return (
+            self._ask(data, call, grad.shape) if mask[0] else None,
+            self._ask("filter", call, grad.shape) if mask[1] else None,
+        )
+
+    def runs_on_cudnn(self, call: Operands) -> bool:
+        """Whether PyTorch gives a forward, and so its backward, to cuDNN."""
+        x, w = call.x, call.w
+        if not self.enabled or _dtype(x) not in WIDTHS or x.dtype is not w.dtype or not x.numel() or not w.numel():
+            return False
+        if x.dtype is torch.bfloat16 and self.capability < (8, 0):
+            return False
+        if any(more >= step for more, step in zip(call.output_padding, call.stride, strict=False)):
+            return False
+        last = suggests_last(x, w)
+        if self.deterministic and max(call.dilation) > 1 and not last:
+            return False
+        return not _is_depthwise(call) or last or _suits_cudnn(call)
+
+    def _ask(self, operation: Operation, call: Operands, other: Sequence[int]) -> Convolution:
+        """`other` is the shape of the forward's output. A transposed convolution is one from that to its input."""
+        x, y = _as_image(call.x.shape), _as_image(other)
+        rank = call.x.dim() - 2
+        return Convolution(
+            operation=operation,
+            dtype=_dtype(call.x),
+            x=y if call.transposed else x,
+            w=_as_image(call.w.shape),
+            y=x if call.transposed else y,
+            padding=_along(call.padding, rank, 0),
+            stride=_along(call.stride, rank, 1),
+            dilation=_along(call.dilation, rank, 1),
+            channels_last=suggests_last(call.x, call.w),
+            deterministic=self.deterministic,
+            tf32=self.tf32,
+        )
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _as_image(shape: Sequence[int]) -> tuple[int, ...]:
+    """A line is a picture of height 1 (`view1d_as_2d`)."""
+    return (*shape[:2], 1, shape[2]) if len(shape) == 3 else tuple(shape)
+
+
+def _along(values: Sequence[int], rank: int, flat: int) -> tuple[int, ...]:
+    """A setting for each dimension; `flat` is that of a line's height."""
+    return (flat, *values) if rank == 1 else _per_dimension(values, rank)
+
+
+def _per_dimension(values: Sequence[int], rank: int) -> tuple[int, ...]:
+    return tuple(values) * rank if len(values) == 1 else tuple(values)
+
+
+def _is_depthwise(call: Operands) -> bool:
+    x, w = call.x, call.w
+    return not call.transposed and 1 < call.groups == x.shape[1] and w.shape[0] % x.shape[1] == 0 and x.dim() < 6
+
+
+def _suits_cudnn(call: Operands) -> bool:
+    """Whether a row-major depthwise convolution is one of those in float16 for which cuDNN was found faster."""
+    x, w = call.x, call.w
+    line = x.dim() == 3
+    rows, stride = (1 if line else x.shape[2]), _per_dimension(call.stride, x.dim() - 2)
+    square = line or rows == 1 or stride[0] == stride[-1]
+    if x.dtype is not torch.float16 or x.dim() > 4 or max(call.dilation) > 1 or not square or x.shape[1] < 32:
+        return False
+    return _is_worthwhile(x.shape[0], x.shape[1], rows, x.shape[-1], stride[-1], 1 if line else w.shape[2], w.shape[-1])
+
+
+def _is_worthwhile(batch: int, channels: int, rows: int, width: int, stride: int, height: int, kernel: int) -> bool:
+    """`check_cudnn_depthwise_workload_with_filter`."""
+    if rows == 1 and stride == 1:
+        return True
+    if height != kernel or kernel not in (1, 3, 5) or width < 7 or stride > 2:
+        return False
+    if stride == 1:
+        return True
+    if batch == 1:
+        return kernel != 1 or width <= 28
+    if kernel == 1:
+        return batch <= 16 and channels >= 128 and width <= 7
+    return channels >= 512 or (channels >= 256 and width >= 28)

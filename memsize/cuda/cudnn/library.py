@@ -1,0 +1,249 @@
+"""cuDNN's own choice of plans, asked on any machine: its heuristics take the description of a GPU instead of a GPU.
+
+PyTorch takes the first plan of `CUDNN_HEUR_MODE_INSTANT` that runs, then those of `CUDNN_HEUR_MODE_FALLBACK`, and
+allocates the plan's workspace for the time of the call (aten/src/ATen/native/cudnn/Conv_v8.cpp). Which plans those are
+is a pure function of the convolution, of cuDNN's release, and of the GPU's compute capability: over 150 convolutions of
+23 networks on four generations, other figures for memory, shared memory, caches, clocks and the tensors' alignment
+moved the first plan's workspace in 30 of 36,000 answers; the number of multiprocessors moves it on Turing alone.
+
+Limits: cuDNN 9.11 or newer, found as the library of an installed `nvidia-cudnn-cu12` or `-cu13`, or of the system.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from memsize.cuda.cudnn.backend import Attribute, Backend, CudnnError, Descriptors, Handle, Kind, Type
+from memsize.cuda.cudnn.convolution import Convolution
+from memsize.units import dotted_cudnn
+
+OLDEST: Final = 91_100
+"""9.11.0, the release since which cuDNN reads the description of a device."""
+
+_TYPES: Final = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
+"""`cudnnDataType_t`."""
+_OPERATIONS: Final = {"forward": (Kind.FORWARD, 700), "data": (Kind.DATA, 706), "filter": (Kind.FILTER, 712)}
+"""The descriptor of an operation, and the first of its six attributes: alpha, beta, the convolution, w, x and y."""
+_INSTANT, _FALLBACK = 0, 2
+_CROSS_CORRELATION: Final = 1
+_TENSOR_CORE, _DOWN_CONVERTED, _NONDETERMINISTIC = 0, 1, 4
+"""`cudnnBackendNumericalNote_t`, as far as PyTorch looks at it."""
+_FEW: Final = 8
+_NOTES: Final = 16
+_ALIGNMENT: Final = 16
+_PLACES: Final = ("nvidia/cudnn", "torch")
+"""Packages that bring it: NVIDIA's own, and builds of PyTorch that hold it themselves."""
+_MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132}
+"""Of the card that most people meet with a compute capability: V100, T4, A100, A10, L40S, H100."""
+
+
+class Plan(NamedTuple):
+    """One way to compute a convolution: the bytes of its workspace, and what cuDNN notes of its numbers."""
+
+    workspace: int
+    notes: frozenset[int]
+
+
+class Library:
+    """One libcudnn. Raises OSError where it cannot be loaded, `CudnnError` where it is older than `OLDEST`."""
+
+    def __init__(self, path: str) -> None:
+        self._backend = Backend(path)
+        self.version = self._backend.version
+        if self.version < OLDEST:
+            raise CudnnError(
+                f"cuDNN {dotted_cudnn(self.version)} cannot be asked without a GPU: 9.11 is the first that can"
+            )
+        self._devices: dict[tuple[int, int], Handle] = {}
+        self._asked: dict[tuple[Convolution, tuple[int, int]], Plan | None] = {}
+        self._kept = Descriptors(self._backend)
+
+    def __str__(self) -> str:
+        return dotted_cudnn(self.version)
+
+    def plan(self, convolution: Convolution, capability: tuple[int, int]) -> Plan | None:
+        """The plan that PyTorch would run; None where cuDNN has none. Raises `CudnnError` for a GPU that it does not
+        know.
+        """
+        question = convolution, capability
+        if question not in self._asked:
+            # To read all of a list takes most of the time, and one of the first is nearly always allowed.
+            few = self._plans(convolution, capability, _INSTANT, most=_FEW)
+            self._asked[question] = next(iter(few or self.plans(convolution, capability)), None)
+        return self._asked[question]
+
+    def plans(self, convolution: Convolution, capability: tuple[int, int]) -> tuple[Plan, ...]:
+        """All plans that PyTorch would try, in its order: what its benchmark measures."""
+        return tuple(
+            plan for mode in (_INSTANT, _FALLBACK) for plan in self._plans(convolution, capability, mode, most=None)
+        )
+
+    def _plans(self, convolution: Convolution, capability: tuple[int, int], mode: int, most: int | None) -> list[Plan]:
+        """Those of one list of the heuristics, among its `most` first."""
+        device = self._device(capability)
+        with Descriptors(self._backend) as made:
+            configs = _configs(made, _graph(made, convolution), device, mode, most)
+            plans = [_plan(made, config) for config in configs]
+        return [plan for plan in plans if _is_allowed(plan, convolution)]
+
+    def _device(self, capability: tuple[int, int]) -> Handle:
+        if capability not in self._devices:
+            if _device_version(capability) > self._backend.newest:
+                raise CudnnError(f"cuDNN {self} does not know compute capability {capability[0]}.{capability[1]}")
+            text = json.dumps(_device_properties(capability)).encode()
+            attribute = (Attribute.DEVICE_JSON, Type.CHAR, text)
+            self._devices[capability] = self._kept.make(Kind.DEVICE, attribute)
+        return self._devices[capability]
+
+
+@cache
+def installed() -> Library | None:
+    """The cuDNN of this machine, None where there is none that can be asked.
+
+    `MEMSIZE_CUDNN` names another library, or is ``none``.
+    """
+    for path in _candidates():
+        try:
+            return Library(path)
+        except (OSError, AttributeError, CudnnError):
+            continue
+    return None
+
+
+def _candidates() -> Iterator[str]:
+    named = os.environ.get("MEMSIZE_CUDNN")
+    if named is not None:
+        yield from () if named.lower() in ("", "none") else (named,)
+        return
+    packages = (Path(folder) / place / "lib" / "libcudnn.so.9" for folder in sys.path if folder for place in _PLACES)
+    yield from (str(path) for path in packages if path.exists())
+    system = ctypes.util.find_library("cudnn")  # starts processes that look: the last resort
+    if system:
+        yield system
+
+
+def _device_properties(capability: tuple[int, int]) -> dict[str, object]:
+    """A GPU of this compute capability; beside that, and the multiprocessors, any figures do."""
+    major, minor = capability
+    return {
+        "cudaDeviceId": 0,
+        "deviceName": f"compute capability {major}.{minor}",
+        "deviceVer": _device_version(capability),
+        "driverVer": 13_000,
+        "isTccDriver": 0,
+        "l2CacheSize": 50 << 20,
+        "maxBlockSize": [1024, 1024, 64],
+        "maxCtasPerSM": 32,
+        "maxGridSize": [2_147_483_647, 65_535, 65_535],
+        "maxRegistersPerSM": 65_536,
+        "maxSharedMemoryPerBlock": 49_152,
+        "maxSharedMemoryPerBlockOptin": 101_376,
+        "maxThreadsPerBlock": 1024,
+        "maxThreadsPerSM": 2048,
+        "memClockRateKHz": 2_619_000,
+        "multiProcessorCount": _MULTIPROCESSORS.get(capability, 132),
+        "pciDeviceId": 0,
+        "regsPerBlock": 65_536,
+        "reservedSharedMemoryPerBlock": 1024,
+        "smClockRateKHz": 1_980_000,
+        "smCountOrigin": 0,
+        "supportCoopLaunch": 1,
+        "totalGlobalMem": 80 << 30,
+        "warpSize": 32,
+    }
+
+
+def _device_version(capability: tuple[int, int]) -> int:
+    """8.6 as cuDNN counts: 860."""
+    return 100 * capability[0] + 10 * capability[1]
+
+
+def _graph(made: Descriptors, convolution: Convolution) -> Handle:
+    kind, first = _OPERATIONS[convolution.operation]
+    compute = "float64" if convolution.dtype == "float64" else "float32"
+    rank = len(convolution.stride)
+    geometry = made.make(
+        Kind.CONVOLUTION,
+        (Attribute.COMPUTE_TYPE, Type.DATA_TYPE, [_TYPES[compute]]),
+        (Attribute.CONVOLUTION_MODE, Type.CONVOLUTION_MODE, [_CROSS_CORRELATION]),
+        (Attribute.DILATIONS, Type.INT64, convolution.dilation),
+        (Attribute.STRIDES, Type.INT64, convolution.stride),
+        (Attribute.PRE_PADDINGS, Type.INT64, convolution.padding),
+        (Attribute.POST_PADDINGS, Type.INT64, convolution.padding),
+        (Attribute.SPATIAL_DIMENSIONS, Type.INT64, [rank]),
+    )
+    w, x, y = (_tensor(made, name, getattr(convolution, name), convolution) for name in "wxy")
+    scale = Type.DOUBLE if compute == "float64" else Type.FLOAT
+    operation = made.make(
+        kind,
+        (first, scale, [1.0]),
+        (first + 1, scale, [0.0]),
+        *((first + 2 + place, Type.DESCRIPTOR, [each]) for place, each in enumerate((geometry, w, x, y))),
+    )
+    return made.make(Kind.GRAPH, (Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, [operation]))
+
+
+def _tensor(made: Descriptors, name: str, shape: tuple[int, ...], convolution: Convolution) -> Handle:
+    return made.make(
+        Kind.TENSOR,
+        (Attribute.TENSOR_TYPE, Type.DATA_TYPE, [_TYPES[convolution.dtype]]),
+        (Attribute.TENSOR_SHAPE, Type.INT64, shape),
+        (Attribute.TENSOR_STRIDES, Type.INT64, _strides(shape, convolution.channels_last)),
+        (Attribute.TENSOR_NAME, Type.INT64, [ord(name)]),
+        (Attribute.TENSOR_ALIGNMENT, Type.INT64, [_ALIGNMENT]),
+    )
+
+
+def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
+    """As PyTorch gives them to cuDNN: of the format, for dimensions of size one too (Conv_v8.cpp,
+    `fixSizeOneDimStride`).
+    """
+    dimensions = range(len(shape))
+    order = [0, *dimensions[2:], 1] if channels_last else list(dimensions)
+    strides, step = [0] * len(shape), 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= shape[dimension]
+    return tuple(strides)
+
+
+def _configs(made: Descriptors, graph: Handle, device: Handle, mode: int, most: int | None) -> list[Handle]:
+    """What the heuristics of `mode` offer, the best first, no more than `most`."""
+    heuristics = made.make(
+        Kind.HEURISTICS,
+        (Attribute.HEURISTICS_GRAPH, Type.DESCRIPTOR, [graph]),
+        (Attribute.HEURISTICS_MODE, Type.HEURISTICS_MODE, [mode]),
+        (Attribute.HEURISTICS_DEVICE, Type.DESCRIPTOR, [device]),
+    )
+    there = made.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
+    configs = [made.empty(Kind.ENGINE_CONFIG) for _ in range(there if most is None else min(there, most))]
+    array = (Handle * len(configs))(*configs)
+    return configs[: made.read(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR, array)] if configs else []
+
+
+def _plan(made: Descriptors, config: Handle) -> Plan:
+    workspace = (ctypes.c_int64 * 1)()
+    made.read(config, Attribute.CONFIG_WORKSPACE, Type.INT64, workspace)
+    engine = (Handle * 1)(made.empty(Kind.ENGINE))
+    made.read(config, Attribute.CONFIG_ENGINE, Type.DESCRIPTOR, engine)
+    notes = (ctypes.c_int * _NOTES)()
+    written = made.read(Handle(engine[0]), Attribute.ENGINE_NOTES, Type.NOTE, notes)
+    return Plan(int(workspace[0]), frozenset(notes[:written]))
+
+
+def _is_allowed(plan: Plan, convolution: Convolution) -> bool:
+    """Whether PyTorch would try the plan (Conv_v8.cpp, `filterEngineConfigs`)."""
+    refused = {_DOWN_CONVERTED}
+    if convolution.deterministic:
+        refused.add(_NONDETERMINISTIC)
+    if convolution.dtype == "float32" and not convolution.tf32:
+        refused.add(_TENSOR_CORE)
+    return plan.notes.isdisjoint(refused)

@@ -1,0 +1,88 @@
+"""The region in which tensors that only stand for CUDA tensors behave as CUDA tensors would.
+
+A kernel stands on the dispatch key for every operator of which CUDA decides something. They are put there once per
+process, on first use; those of a library's operators once the library is imported.
+
+Source: torch/library.py (kernels in Python).
+
+Limits: a thread that the user's forward starts itself does not take part, nor does code that runs below autograd.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memsize.cuda import attention, autocast, dropout, encoder, norms, onehot, rnn, softmax
+from memsize.cuda.availability import answered_as_cuda
+from memsize.cuda.semantics import CUDNN, STAND_INS, CastObserver, Semantics, current, switched_on
+from memsize.internals.dispatch_key import KEY, NAMESPACE, Kernel
+
+_lock = threading.Lock()
+_libraries: list[Any] = []
+_registered: set[str] = set()
+"""Names of the operators that have their kernel on the key."""
+
+
+def register_kernels() -> None:
+    """Put the kernels on the key that aren't."""
+    with _lock:
+        if not _libraries:
+            fallback = torch.library.Library("_", "IMPL", KEY.name)
+            fallback.fallback(torch.library.fallthrough_kernel, KEY.name)
+            _libraries.append(fallback)
+        elif not any(name not in _registered and torch._C._dispatch_has_kernel(name) for name in autocast.LATE):
+            return
+        _register({name: kernel for name, kernel in _kernels().items() if name not in _registered})
+
+
+def _kernels() -> Mapping[str, Kernel]:
+    """Every kernel by operator name. What autocast wraps is decided on after its casts; attention does both itself."""
+    decided = {**dropout.kernels(), **norms.kernels(), **onehot.kernels(), **rnn.kernels(), **softmax.kernels()}
+    return {**decided, **autocast.kernels(decided), **attention.kernels(), **encoder.kernels()}
+
+
+def _register(kernels: Mapping[str, Kernel]) -> None:
+    """Put `kernels` on the key; the libraries that hold them must stay alive."""
+    libraries: dict[str, torch.library.Library] = {}
+    for name, kernel in kernels.items():
+        namespace, _, own = name.rpartition("::")
+        namespace = namespace or NAMESPACE
+        if namespace not in libraries:
+            libraries[namespace] = torch.library.Library(namespace, "IMPL", KEY.name)
+        libraries[namespace].impl(own, kernel)
+        _registered.add(name)
+    _libraries.extend(libraries.values())
+
+
+@contextmanager
+def cuda_semantics(
+    *,
+    stands_for: frozenset[str] | set[str] | tuple[str, ...] = ("meta",),
+    capability: tuple[int, int] = (8, 0),
+    cudnn: int = CUDNN,
+    autocast_observer: CastObserver | None = None,
+) -> Iterator[Semantics]:
+    """Let this thread's tensors on the devices `stands_for` behave as CUDA tensors would; as before afterwards.
+
+    `autocast_observer(source, copy)` is called for every copy that autocast makes of a parameter. Nested use keeps the
+    outer one's weight copies. Raises ValueError for a device that cannot stand for CUDA.
+    """
+    devices = frozenset(stands_for)
+    if not devices or not devices <= STAND_INS:
+        raise ValueError(f"tensors on {sorted(devices)} cannot stand for CUDA tensors: choose from {sorted(STAND_INS)}")
+    register_kernels()
+    outer = current()
+    semantics = Semantics("meta" in devices, "cpu" in devices, capability, cudnn, autocast_observer)
+    if outer is not None:
+        semantics.copies = outer.copies
+    with answered_as_cuda(), switched_on(semantics):
+        try:
+            yield semantics
+        finally:
+            if outer is None:
+                semantics.copies.clear()

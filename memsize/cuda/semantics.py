@@ -1,0 +1,73 @@
+"""The dispatch key on which CUDA's decisions are made for tensors that only stand for CUDA tensors.
+
+A dispatch key is a place in PyTorch's dispatcher where a kernel may take a call before autograd records it. Nothing in
+PyTorch uses `AutocastIPU`; it sits where CUDA's autocast sits, and sees every call: also those that composites written
+in C++ make. Every thread excludes it by default, so the kernels that `kernels` puts there sleep until a thread is
+`switched_on`.
+
+Source: c10/core/DispatchKey.h (order of the keys).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from memsize.internals.dispatch_key import KEY, _exclude, _include, _is_excluded, _is_included
+
+CastObserver = Callable[[Tensor, Tensor], None]
+STAND_INS = frozenset({"meta", "cpu"})
+CUDNN = 91501
+"""The version of cuDNN that is meant where none is named: 9.15.1."""
+
+
+@dataclass(slots=True)
+class Semantics:
+    """What one thread takes for CUDA, and autocast's weight copies that are alive in it.
+
+    `capability` and `cudnn` (9.15.1 is 91501) are those of the GPU and its libraries; `observer` hears of every copy
+    that autocast makes of a parameter. `copies` maps a parameter's id to the parameter and its copy.
+    """
+
+    meta: bool
+    cpu: bool
+    capability: tuple[int, int]
+    cudnn: int
+    observer: CastObserver | None
+    copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
+
+    def stands_for_cuda(self, tensor: Tensor) -> bool:
+        """Whether `tensor` would be on the GPU."""
+        return (self.meta and tensor.is_meta) or (self.cpu and tensor.is_cpu)
+
+
+class _Thread(threading.local):
+    semantics: Semantics | None = None
+
+
+_thread = _Thread()
+
+
+def current() -> Semantics | None:
+    """The semantics that this thread has switched on, if any."""
+    return _thread.semantics
+
+
+@contextlib.contextmanager
+def switched_on(semantics: Semantics) -> Iterator[None]:
+    """Let the kernels of the key answer this thread, as `semantics` says; as before afterwards."""
+    outer, was_included, was_excluded = _thread.semantics, _is_included(KEY), _is_excluded(KEY)
+    _thread.semantics = semantics
+    _include(KEY, True)
+    _exclude(KEY, False)
+    try:
+        yield
+    finally:
+        _exclude(KEY, was_excluded)
+        _include(KEY, was_included)
+        _thread.semantics = outer

@@ -1,0 +1,42 @@
+"""CUDA's softmax of half-precision scores in float32: one kernel that widens as it reads, without a float32 copy.
+
+Source: aten/src/ATen/native/SoftMax.cpp. Only float16 has it; bfloat16 scores are copied first on CUDA too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memsize.cuda.semantics import current
+from memsize.internals.dispatch_key import KEY, Kernel, overload
+
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+def kernels() -> Mapping[str, Kernel]:
+    """The kernels of `softmax` and `log_softmax`."""
+    return {f"{name}.int": _widening(name) for name in ("softmax", "log_softmax")}
+
+
+def _widening(name: str) -> Kernel:
+    plain: Any = None
+    fused: Any = None
+
+    def kernel(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        nonlocal plain, fused
+        plain, fused = plain or overload(f"{name}.int"), fused or overload(f"_{name}")
+        semantics = current()
+        is_stand_in = semantics is not None and semantics.meta and tensor.is_meta
+        _exclude(KEY, True)
+        try:
+            widens = is_stand_in and tensor.dtype is torch.float16 and dtype is torch.float32
+            result: Tensor = fused(tensor, dim, True) if widens else plain(tensor, dim, dtype)
+            return result
+        finally:
+            _exclude(KEY, False)
+
+    return kernel

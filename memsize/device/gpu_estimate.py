@@ -1,0 +1,64 @@
+"""What a GPU would show of a trace: its peaks in the allocator's terms, and what is alive there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from memsize.device.allocator import Replay, replay
+from memsize.device.config import AllocatorConfig
+from memsize.device.context import context
+from memsize.device.workspace_bounds import requests, variants
+from memsize.records.aggregates import alive, split_phase
+from memsize.records.gpu import Interval, Living, Outlook
+from memsize.records.trace import Role, Storage, Trace
+
+
+def outlook(
+    trace: Trace, *, config: AllocatorConfig | None = None, cuda: str | None = None, largest: int = 20
+) -> Outlook:
+    """What a GPU would show of `trace`, whose allocator is set by `config` and whose context follows CUDA `cuda`."""
+    settings = config or AllocatorConfig()
+    replayed = replay(requests(trace), settings)
+    index = replayed.requested.event
+    living = alive(trace, index)
+    event = trace.events[index] if index >= 0 else None
+    phase, step = split_phase(trace.phases[event.phase]) if event else ("", 0)
+    return Outlook(
+        requested=replayed.requested.bytes,
+        allocated=replayed.allocated.bytes,
+        reserved=replayed.reserved.bytes,
+        device=_device(trace, replayed, settings, context(cuda)),
+        fragmentation=replayed.fragmentation,
+        peak_phase=phase,
+        peak_step=step,
+        peak_layer=trace.layers[event.layer].path if event and event.layer >= 0 else "",
+        peak_op=event.op if event else "",
+        roles=_roles(trace, living),
+        storages=_largest(trace, living, largest),
+    )
+
+
+def _device(trace: Trace, replayed: Replay, config: AllocatorConfig, outside: Interval) -> Interval:
+    """Reserved and what is outside the allocator, from the least to the most that workspaces make of it."""
+    others = (replay(each, config) for each in variants(trace)[1:])
+    reserved = [each.reserved.bytes for each in (replayed, *others)]
+    return Interval(min(reserved) + outside.low, max(reserved) + outside.high)
+
+
+def _roles(trace: Trace, living: Mapping[int, int]) -> dict[Role, int]:
+    roles: dict[Role, int] = {}
+    for storage, size in living.items():
+        role = trace.storages[storage].role
+        roles[role] = roles.get(role, 0) + size
+    return dict(sorted(roles.items(), key=lambda item: -item[1]))
+
+
+def _largest(trace: Trace, living: Mapping[int, int], count: int) -> tuple[Living, ...]:
+    born = {event.storage: event.phase for event in trace.events if event.delta > 0}
+    ordered: Iterable[int] = sorted(living, key=lambda storage: (-living[storage], storage))
+    return tuple(_living(trace, trace.storages[i], living[i], born[i]) for i in list(ordered)[:count])
+
+
+def _living(trace: Trace, storage: Storage, size: int, phase: int) -> Living:
+    layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
+    return Living(size, storage.role, layer, storage.op, trace.phases[phase], storage.dtype, storage.shape)

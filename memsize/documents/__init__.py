@@ -1,0 +1,1 @@
+"""Every answer as a document of typed sections."""

@@ -1,0 +1,236 @@
+"""A fit as typed sections: the largest sizes, by GPU where there are several, the remedies, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from memsize.analysis.fit.explain import UNITS_OF, first_line
+from memsize.documents.sections import (
+    Cell,
+    Column,
+    Findings,
+    Label,
+    Missing,
+    Notes,
+    Path,
+    Remark,
+    Section,
+    Table,
+    Title,
+)
+from memsize.records.finding import join_names
+from memsize.records.fit import ANSWERED, Fit, FitRow, RemedyRow
+from memsize.records.roles import noun
+from memsize.units import Bytes
+
+_OUTCOMES = {"fits": "fits", "saves": "helps", "no help": "no help here", "not here": "not here"}
+
+
+def sections(fit: Fit) -> tuple[Section, ...]:
+    """`fit` in reading order."""
+    parts: list[Section] = [fit_title(fit)]
+    if len(fit.budgets) > 1:
+        parts.append(overview_table(fit))
+    parts.append(fit_table(fit))
+    if fit.remedied is not None:
+        parts.append(remedy_table(fit))
+    if fit.findings:
+        parts.append(Findings("Why", fit.findings))
+    if fit.notes:
+        parts.append(Notes("Notes", fit.notes))
+    return tuple(parts)
+
+
+def fit_title(fit: Fit) -> Title:
+    """The model, what is asked of it, how it is run and where."""
+    asked = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
+    how = f"training with {fit.optimizer}" if fit.optimizer else "inference"
+    where = join_names(tuple(budget.name for budget in fit.budgets))
+    return Title(fit.model, ((asked,), (how,), (f"on {where}",)))
+
+
+def overview_table(fit: Fit) -> Table:
+    """Scenarios down, GPUs across: the largest size, or whether the one that was asked about fits."""
+    scenarios = dict.fromkeys(row.scenario for row in fit.fit_rows)
+    cells = {(row.scenario, row.gpu): _answer(fit, row) for row in fit.fit_rows}
+    titles = {row.scenario: row.title for row in fit.fit_rows}
+    columns = (
+        Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
+        *(Column(budget.name, budget.name, "count", 90, f"on {budget.name}") for budget in fit.budgets),
+    )
+    rows = tuple(
+        (Label(name, hint=titles[name]), *(cells[name, budget.name] for budget in fit.budgets)) for name in scenarios
+    )
+    caption = f"Largest {fit.vary}" if fit.asked is None else f"Whether {fit.vary} {fit.asked:,} fits"
+    return Table("overview", "Overview", columns, rows, caption=caption)
+
+
+def fit_table(fit: Fit) -> Table:
+    """One row per scenario and GPU, with its peaks and what binds."""
+    searched = any(row.next_size is not None for row in fit.fit_rows)
+    columns = [Column("scenario", "scenario", "name", 100, "how the model is stored and run")]
+    if len(fit.budgets) > 1:
+        columns.append(Column("gpu", "GPU", "text", 99, "where it is run"))
+    step = UNITS_OF.get(fit.vary, "step")
+    answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
+    columns += [
+        Column("size", answer, "count", 98, "the answer"),
+        Column("peak", "needs", "bytes", 95, "the least that the allocator needs for it"),
+        Column("headroom", "left", "bytes", 80, "what the allocator has beyond that"),
+    ]
+    if searched:
+        columns += [
+            Column("next_size", "next", "count", 84, "the next size, which does not fit"),
+            Column("next_peak", "needs", "bytes", 83, "the least that the allocator would need for it"),
+            Column("per_step", f"per {step}", "bytes", 75, "what one more adds to what tensors ask for at their peak"),
+        ]
+    columns += [
+        Column("fixed", "fixed", "bytes", 70, "what does not depend on the size"),
+        Column("bind", "mostly", "text", 90, "the role with most bytes where the next size runs out"),
+        Column("phase", "in", "text", 86, "the phase in which it runs out"),
+        Column("layer", "at", "name", 72, "the layer at which it runs out, or the op beside them"),
+    ]
+    return Table(
+        name="fit",
+        title="Fit",
+        columns=tuple(columns),
+        rows=tuple(_row(fit, row, searched) for row in fit.fit_rows),
+        remarks=tuple(_remarks(fit)),
+    )
+
+
+def _row(fit: Fit, row: FitRow, searched: bool) -> tuple[Cell, ...]:
+    bind = row.bind
+    several: tuple[Cell, ...] = (row.gpu,) if len(fit.budgets) > 1 else ()
+    following: tuple[Cell, ...] = (row.next_size, _bytes(row, row.next_peak), _bytes(row, row.per_step))
+    return (
+        Label(row.scenario, hint=row.title),
+        *several,
+        _answer(fit, row),
+        _bytes(row, row.peak),
+        _bytes(row, row.headroom),
+        *(following if searched else ()),
+        _bytes(row, row.fixed),
+        noun(bind.role) if bind else None,
+        bind.phase if bind else None,
+        Path(bind.layer or bind.op) if bind else None,
+    )
+
+
+def _answer(fit: Fit, row: FitRow) -> Cell:
+    match row.status:
+        case "unavailable":
+            return Missing(row.reason or row.status)
+        case "fits":
+            return "fits"
+        case "exceeds":
+            return "too large"
+        case "none":
+            return "none"
+        case "constant":
+            return "any"
+        case "open" | "endless":
+            return f"≥ {row.size or 0:,}"
+    return row.size
+
+
+def _bytes(row: FitRow, count: int | None) -> Cell:
+    if count is not None:
+        return Bytes(count)
+    return Missing(row.reason or row.status) if row.status == "unavailable" else None
+
+
+def _remarks(fit: Fit) -> Iterator[Remark]:
+    """Why a scenario has no figures, or an answer is not the plain one; once for all GPUs."""
+    seen = set()
+    for row in fit.fit_rows:
+        text = _remark(fit, row)
+        if text and (row.scenario, text) not in seen:
+            seen.add((row.scenario, text))
+            yield Remark(row.scenario, row.status, text)
+
+
+def _remark(fit: Fit, row: FitRow) -> str | None:
+    if row.status == "unavailable":
+        return first_line(row.reason or "")
+    if row.status == "refused":
+        return f"the model does not run with {fit.vary} {row.next_size:,}: {first_line(row.reason or '')}"
+    if row.status == "constant":
+        return f"nothing but the input grows with the {fit.vary}"
+    if row.status == "open":
+        refused = row.next_size in row.refused
+        does = "is refused by the model" if refused else "does not"
+        beyond = f"; {fit.vary} {row.next_size:,} {does}" if row.next_size else ""
+        return f"{fit.vary} {row.size:,} fits{beyond}; what lies between was not run"
+    if row.status == "endless":
+        return f"the largest {fit.vary} that is looked at fits"
+    return None
+
+
+def remedy_table(fit: Fit) -> Table:
+    """The remedies, most bytes saved first; those that mean nothing here are named below."""
+    found = fit.remedied
+    assert found is not None
+    columns = (
+        Column("remedy", "remedy", "name", 100, "what is done"),
+        Column("outcome", "at this size", "text", 95, "whether it fits with this remedy alone"),
+        Column("saved", "saves", "bytes", 98, "how much less the allocator needs"),
+        Column("peak", "needs then", "bytes", 90, "the least that the allocator needs with it"),
+    )
+    tried = [row for row in found.rows if row.outcome != "not here"]
+    return Table(
+        name="remedies",
+        title="What would make it fit",
+        caption=f"Remedies for {found.scenario} at {fit.vary} {found.size:,} on {found.gpu}, each run by itself",
+        columns=columns,
+        rows=tuple(_remedy_row(row) for row in tried),
+        remarks=tuple(_remedy_remarks(found.rows)),
+    )
+
+
+def _remedy_remarks(rows: Iterable[RemedyRow]) -> Iterator[Remark]:
+    """What those that help cost, and why others mean nothing here."""
+    for row in rows:
+        if row.outcome in ("fits", "saves"):
+            yield Remark(row.name, "costs", row.cost)
+    for row in rows:
+        if row.outcome == "not here":
+            yield Remark(row.name, "not here", first_line(row.reason or ""))
+
+
+def _remedy_row(row: RemedyRow) -> tuple[Cell, ...]:
+    return (
+        Label(row.name, hint=row.title),
+        _OUTCOMES[row.outcome],
+        Bytes(row.saved or 0),
+        Bytes(row.peak or 0),
+    )
+
+
+def records(fit: Fit) -> Iterator[dict[str, Any]]:
+    """The rows with plain values: what json, csv and the DataFrame hold."""
+    for row in fit.fit_rows:
+        bind = row.bind
+        yield {
+            "scenario": row.scenario,
+            "gpu": row.gpu,
+            "budget": row.budget,
+            "status": row.status,
+            "size": row.size if row.status in ANSWERED or row.status == "exceeds" else None,
+            "peak": row.peak,
+            "headroom": row.headroom,
+            "next_size": row.next_size,
+            "next_peak": row.next_peak,
+            "per_step": row.per_step,
+            "fixed": row.fixed,
+            "binds": bind.role if bind else None,
+            "phase": bind.phase if bind else None,
+            "layer": bind.layer if bind else None,
+            "op": bind.op if bind else None,
+            "runs": len(row.looked),
+            "reason": row.reason,
+        }
+
+
+__all__ = ["fit_table", "fit_title", "overview_table", "records", "remedy_table", "sections"]

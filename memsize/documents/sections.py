@@ -1,0 +1,168 @@
+"""Typed parts that every document is made of, and that every renderer draws.
+
+A cell is a value with a type (bytes, a share, a path, tensor specs …) and never text that was already formatted, so
+that each renderer draws it in its own way and none can know more than another. None is a cell that has no meaning in
+its row; `Missing` is a figure that is not known, with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from memsize.records.finding import Finding
+from memsize.records.roles import TITLES
+from memsize.records.trace import Failure, InputTensor, Role, TensorSpec
+from memsize.units import Bytes
+
+
+class Path(str):
+    """A module's or tensor's qualified name."""
+
+    __slots__ = ()
+
+
+class Share(float):
+    """A part of a whole: 0.5 is half of it."""
+
+    __slots__ = ()
+
+
+class Signed(int):
+    """Bytes above (> 0) or below something."""
+
+    __slots__ = ()
+
+
+class Change(float):
+    """How far above (> 0) or below something, as a part of it: 0.012 is 1.2 % more."""
+
+    __slots__ = ()
+
+
+class Words(tuple[str, ...]):
+    """Short texts in one cell: marks, dtypes."""
+
+    __slots__ = ()
+
+
+class Specs(tuple[TensorSpec, ...]):
+    """The tensors that a module returns."""
+
+    __slots__ = ()
+
+
+class Missing(NamedTuple):
+    """A figure that is not known, and why."""
+
+    reason: str
+
+
+class Label(NamedTuple):
+    """A row's name; `modelled` when its figures were not all run, `hint` says in a few words what it is."""
+
+    text: str
+    modelled: bool = False
+    hint: str = ""
+
+
+Cell = Label | Path | Specs | Words | Share | Change | Signed | Bytes | str | int | Missing | None
+Kind = Literal["name", "text", "specs", "count", "bytes", "share", "words"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its stable `key`, its title, what its cells are, and how much it matters where room is short."""
+
+    key: str
+    title: str
+    kind: Kind
+    weight: int
+    help: str = ""
+
+
+def role_column(role: Role, meaning: str = "") -> Column:
+    """The column of the bytes that have a role."""
+    noun, weight = TITLES[role]
+    return Column(role, noun, "bytes", weight, f"{noun}{meaning}" if meaning else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What the report is about, in one line."""
+
+    model: str
+    inputs: tuple[InputTensor, ...]
+    scenario: str
+    parameters: int
+    trainable: int
+    stored: Bytes
+    dtypes: tuple[str, ...]
+    buffers: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Title:
+    """What any other document is about, in one line: a name, and phrases of words and sizes."""
+
+    name: str
+    phrases: tuple[tuple[str | Bytes, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Where the run stopped before its end."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A line about one row of a table: what is modelled in it, or why it has no figures."""
+
+    row: str
+    status: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table with its rows, and a total where rows add up.
+
+    `chosen` columns were asked for and are never left out; `hint` says how to get those that were. A `caption` stands
+    above a table that its columns alone do not explain.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    total: tuple[Cell, ...] | None = None
+    remarks: tuple[Remark, ...] = ()
+    chosen: bool = False
+    caption: str = ""
+    hint: str = "A file or a pipe gets them all."
+
+    @property
+    def modelled(self) -> bool:
+        """Whether a row is marked as modelled."""
+        return any(isinstance(row[0], Label) and row[0].modelled for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The answer: findings, most important first."""
+
+    title: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """Lines that qualify what stands above them."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+Section = Heading | Title | Stop | Table | Findings | Notes

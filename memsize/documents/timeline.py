@@ -1,0 +1,82 @@
+"""A timeline as typed sections: what it is of, and how each phase runs."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from memsize.documents.sections import Cell, Column, Notes, Path, Section, Table, Title, Words, role_column
+from memsize.records.roles import in_order
+from memsize.records.timeline import Course, Timeline, courses
+from memsize.units import Bytes
+
+
+def timeline_sections(found: Timeline) -> tuple[Section, ...]:
+    """Everything in reading order; a chart has its place after the title."""
+    parts: list[Section] = [timeline_title(found)]
+    if len(found):
+        parts += [course_table(found), alive_table(found)]
+    if found.assumptions:
+        parts.append(Notes("Assumed", found.assumptions))
+    if found.notes:
+        parts.append(Notes("Notes", found.notes))
+    return tuple(parts)
+
+
+def timeline_title(found: Timeline) -> Title:
+    """The model, how it was run, and its peak in the allocator's terms."""
+    peak = found.peak
+    phrases: list[tuple[str | Bytes, ...]] = [("as", found.scenario)]
+    if len(found):
+        phrases += [
+            ("at most", Bytes(peak.bytes), f"live, in {found.phase_at(peak.event)}"),
+            (Bytes(max(found.allocated)), "allocated"),
+            (Bytes(max(found.reserved)), "reserved"),
+        ]
+    return Title(found.model, tuple(phrases))
+
+
+def course_table(found: Timeline) -> Table:
+    """One row per phase: what it starts with, and when and where it is highest."""
+    columns = (
+        *_PHASE,
+        Column("before", "starts with", "bytes", 90, "live bytes before its first event"),
+        Column("peak", "at most", "bytes", 98, "live bytes at its highest moment"),
+        Column("allocated", "allocated", "bytes", 70, "the allocator's blocks at that moment"),
+        Column("reserved", "reserved", "bytes", 72, "the allocator's segments at that moment"),
+        Column("layer", "at", "name", 95, "the layer that runs at that moment"),
+        Column("op", "op", "text", 85, "the op that runs at that moment"),
+    )
+    rows = tuple(_course_row(course) for course in courses(found))
+    return Table("phases", "Phases", columns, rows, caption="Live bytes, phase by phase")
+
+
+def _course_row(course: Course) -> tuple[Cell, ...]:
+    summit = course.summit
+    return (
+        *_phase_cells(course),
+        Bytes(course.before),
+        Bytes(summit.bytes),
+        Bytes(course.allocated),
+        Bytes(course.reserved),
+        None if summit.layer is None else Path(summit.layer),
+        summit.op or None,
+    )
+
+
+def alive_table(found: Timeline) -> Table:
+    """One row per phase: what is alive by role at its highest moment. Roles add up to what is live then."""
+    told = courses(found)
+    roles = in_order(role for course in told for role in course.summit.roles)
+    columns = (*_PHASE, *map(role_column, roles))
+    rows = tuple((*_phase_cells(c), *(Bytes(c.summit.roles.get(role, 0)) for role in roles)) for c in told)
+    return Table("alive", "Alive", columns, rows, caption="Alive at the highest moment of each phase")
+
+
+_PHASE: Final = (
+    Column("phase", "phase", "words", 100, "what the step is doing"),
+    Column("steps", "step", "words", 99, "the steps in which it runs just so"),
+)
+
+
+def _phase_cells(course: Course) -> tuple[Cell, ...]:
+    return Words((course.name,)), Words(str(step) for step in course.steps if step)

@@ -1,0 +1,141 @@
+"""A verification as typed sections: figures beside each other, then the allocations that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memsize.documents.sections import (
+    Cell,
+    Change,
+    Column,
+    Label,
+    Missing,
+    Notes,
+    Path,
+    Section,
+    Signed,
+    Table,
+    Title,
+    Words,
+)
+from memsize.records.verification import Alignment, Checked, Comparison, Difference, Verification
+from memsize.units import Bytes, dotted_cudnn
+
+MOST_DIFFERENCES = 20
+_HINTS = {
+    "requested": "what tensors ask for",
+    "allocated": "the caching allocator's blocks",
+    "reserved": "the caching allocator's segments",
+    "device": "what the process takes on the device",
+    "MemTracker": "the peak that PyTorch's MemTracker tells of the same step, beside what was allocated",
+}
+
+
+def sections(found: Verification) -> tuple[Section, ...]:
+    """`found` in reading order."""
+    parts: list[Section] = [title(found), figure_table(found)]
+    if found.alignment is not None and found.alignment.differences:
+        parts.append(difference_table(found.alignment))
+    assumptions = dict.fromkeys(text for run in found.runs for text in run.prediction.assumptions)
+    if assumptions:
+        parts.append(Notes("Assumed", tuple(assumptions)))
+    notes = tuple(dict.fromkeys((*_notes(found), *found.notes)))
+    return (*parts, Notes("Notes", notes)) if notes else tuple(parts)
+
+
+def title(found: Verification) -> Title:
+    """The model, how it was run, and on what."""
+    work, stack = found.runs[0].measurement.workload, found.runs[0].measurement.stack
+    trained = f"{work.optimizer}, step {work.steps}" if work.optimizer else "one inference"
+    libraries = (("CUDA", stack.cuda), ("cuDNN", stack.cudnn and dotted_cudnn(stack.cudnn)), ("cuBLAS", stack.cublas))
+    software = ", ".join(f"{name} {version}" for name, version in (("torch", stack.torch), *libraries) if version)
+    return Title(found.model, ((work.scenario,), (f"batch {work.batch_size}",), (trained,), (stack.gpu,), (software,)))
+
+
+def figure_table(found: Verification) -> Table:
+    """One row per figure and run."""
+    columns: tuple[Column, ...] = (
+        Column("figure", "peak", "name", 100, "what is compared"),
+        Column("benchmark", "cudnn.benchmark", "text", 85, "torch.backends.cudnn.benchmark in that run"),
+        Column("predicted", "predicted", "bytes", 98, "the least that memsize says"),
+        Column("most", "up to", "bytes", 92, "the most, where cuDNN's workspaces or the CUDA context are not known"),
+        Column("measured", "measured", "bytes", 99, "what the GPU showed"),
+        Column("difference", "off by", "bytes", 96, "predicted less measured; nothing inside the interval"),
+        Column("share", "%", "share", 95, "the same as a share of what was measured"),
+    )
+    rows = tuple(_figure_row(each) for run in found.runs for each in _compared(run))
+    if len(found.runs) == 1:
+        columns, rows = (columns[0], *columns[2:]), tuple((row[0], *row[2:]) for row in rows)
+    return Table("figures", "Figures", columns, rows, caption="Predicted beside measured")
+
+
+def _compared(run: Checked) -> Iterator[Comparison]:
+    yield from run.comparisons
+    if run.tracked is not None:
+        yield run.tracked
+
+
+def _figure_row(each: Comparison) -> tuple[Cell, ...]:
+    low, high = each.predicted
+    missing = Missing("nothing was measured")
+    return (
+        Label(each.figure, hint=_HINTS[each.figure]),
+        "on" if each.benchmark else "off",
+        Bytes(low),
+        Bytes(high) if high > low else None,
+        missing if each.measured is None else Bytes(each.measured),
+        missing if each.difference is None else Signed(each.difference),
+        missing if each.share is None else Change(each.share),
+    )
+
+
+def difference_table(alignment: Alignment) -> Table:
+    """The first allocations that are not as predicted."""
+    columns = (
+        Column("kind", "in the real step", "text", 95, "what is different there"),
+        Column("phase", "phase", "text", 80, "the phase of the step"),
+        Column("layer", "layer", "name", 100, "the layer that allocates it"),
+        Column("op", "op", "text", 98, "the operation that allocates it"),
+        Column("predicted", "predicted", "bytes", 97, "its bytes as predicted"),
+        Column("real", "measured", "bytes", 97, "its bytes as measured"),
+        Column("peak", "at the peak", "words", 85, "whether it is alive when most bytes are"),
+    )
+    found = alignment.differences
+    shown = f"the first {MOST_DIFFERENCES} of {len(found):,} (JSON has them all)"
+    caption = f"Allocations of the last step that differ{', ' + shown if len(found) > MOST_DIFFERENCES else ''}"
+    rows = tuple(map(_difference_row, found[:MOST_DIFFERENCES]))
+    return Table("differences", "Differences", columns, rows, caption=caption)
+
+
+def _difference_row(difference: Difference) -> tuple[Cell, ...]:
+    place = difference.place
+    return (
+        difference.kind,
+        place.phase,
+        "(outside the model)" if place.layer is None else Path(place.layer),
+        place.op,
+        None if difference.predicted is None else Bytes(difference.predicted),
+        None if difference.real is None else Bytes(difference.real),
+        Words(("yes",) if difference.at_peak else ()),
+    )
+
+
+def _notes(found: Verification) -> Iterator[str]:
+    for run in found.runs:
+        seen = run.measurement
+        when = " with cudnn.benchmark" if seen.workload.benchmark else ""
+        if seen.error:
+            yield f"the run{when} ended: {seen.error}"
+        if seen.skipped:
+            yield f"the GradScaler left out {seen.skipped} steps{when}, which were run again"
+        if seen.untracked:
+            yield f"MemTracker could not follow the step: {seen.untracked}"
+        if seen.device is not None:
+            yield f"the device's use{when} is told by {seen.device.source}"
+        yield from run.prediction.notes
+    alignment = found.alignment
+    if alignment is not None:
+        yield (
+            f"of {alignment.real:,} allocations in the last step, {alignment.predicted:,} were predicted and "
+            f"{alignment.matched:,} matched"
+        )

@@ -1,0 +1,149 @@
+"""Functions and names of PyTorch that are replaced for a while, and for some threads only.
+
+Replacing `Tensor.__getitem__` leaves a trace: a class whose `__getitem__` is Python code counts as a sequence, by a slot
+of its type. Deleting the attribute again leaves that slot set, for the class and those derived from it, and then
+``torch.tensor([loss, loss])`` takes each number for a list and asks for its length. There is no way back from Python,
+so the slots are put back where they lie in memory: `PyTypeObject.tp_as_sequence` and `PySequenceMethods.sq_item`, whose
+places have been the same in every CPython so far (Include/cpython/object.h); builds without the global lock have a
+larger header and are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_AS_SEQUENCE = 13 * _WORD
+"""Of a type: after the object's header of three words and ten other fields."""
+_ITEM = 3 * _WORD
+"""Of its sequence methods: after length, concat and repeat."""
+
+Slot = tuple[int, int | None]
+"""Where a slot lies, and what it held."""
+
+
+def item_slots(owner: type) -> Sequence[Slot]:
+    """The slots that tell `owner` and the classes derived from it for sequences, as they are now."""
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return ()
+    return [(address, _at(address).value) for kind in _family(owner) if (address := _address(kind))]
+
+
+def put_back(slots: Sequence[Slot]) -> None:
+    """Let each slot hold again what it held."""
+    for address, held in slots:
+        _at(address).value = held
+
+
+def _family(owner: type) -> Iterator[type]:
+    seen, waiting = set(), [owner]
+    while waiting:
+        kind = waiting.pop()
+        if kind not in seen:
+            seen.add(kind)
+            yield kind
+            waiting += type.__subclasses__(kind)
+
+
+def _address(kind: type) -> int:
+    methods = _at(id(kind) + _AS_SEQUENCE).value
+    return methods + _ITEM if methods else 0
+
+
+def _at(address: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p.from_address(address)
+
+
+Function = Callable[..., Any]
+"""A function of PyTorch, or what stands in for it."""
+
+_NOTHING = object()
+
+
+class Substitution(NamedTuple):
+    """A function of PyTorch, by the module or class that holds it, and what makes its stand-in out of the original.
+
+    It may also be a value: then its stand-in finds out itself which thread it answers.
+    """
+
+    owner: Any
+    name: str
+    stand_in: Callable[[Function], Function]
+
+
+class Substitutions:
+    """Stand-ins that are in place while any thread is inside, and answer only the threads for which `applies()` holds.
+
+    `choose` names them when they are first needed; each is made once.
+    """
+
+    def __init__(self, choose: Callable[[], tuple[Substitution, ...]], applies: Callable[[], bool]) -> None:
+        self._choose = choose
+        self._applies = applies
+        self._chosen: tuple[Substitution, ...] = ()
+        self._made: dict[Substitution, tuple[Function, Function]] = {}
+        self._before: list[tuple[Any, str, Any]] = []
+        self._lock = threading.Lock()
+        self._inside = 0
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """The stand-ins are in place; the originals are back when the last thread leaves."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """Put the stand-ins in place, unless another thread has."""
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._chosen = self._chosen or self._choose()
+                for substitution in self._chosen:
+                    self._put(substitution)
+
+    def leave(self) -> None:
+        """Put the originals back, if no other thread is inside."""
+        with self._lock:
+            self._inside -= 1
+            while not self._inside and self._before:
+                self._set(*self._before.pop())
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        """Set, or for `_NOTHING` delete, without making a sequence of the class."""
+        slots = item_slots(owner) if name == "__getitem__" else ()
+        if value is _NOTHING:
+            delattr(owner, name)  # it was inherited
+        else:
+            setattr(owner, name, value)
+        put_back(slots)
+
+    def _put(self, substitution: Substitution) -> None:
+        owner, name, stand_in = substitution
+        original = getattr(owner, name)
+        made_of, made = self._made.get(substitution, (None, None))
+        if made_of is not original or made is None:
+            made = stand_in(original)
+            if callable(original):
+                made = self._answering(original, made)
+            self._made[substitution] = original, made
+        self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
+        self._set(owner, name, made)
+
+    def _answering(self, original: Function, stand_in: Function) -> Function:
+        applies = self._applies
+
+        @functools.wraps(original)
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            return (stand_in if applies() else original)(*args, **kwargs)
+
+        return answered

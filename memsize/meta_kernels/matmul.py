@@ -1,0 +1,145 @@
+"""Matrix products. Every output is new and row-major, whatever the operands' strides (ATen LinearAlgebra.cpp)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memsize.meta_kernels.registry import shape_rule
+from memsize.meta_kernels.strides import Shape, broadcast
+from memsize.meta_kernels.tensors import are_alike, are_plain, empty, strided
+
+
+def product(one: Shape, other: Shape) -> tuple[int, ...] | None:
+    """``(n, k) @ (k, m) -> (n, m)``, also in batches of one size, and ``(n, k) @ (k,) -> (n,)``.
+
+    None for operands that don't fit.
+    """
+    rank = len(one)
+    if len(other) == 1:
+        return (one[0],) if rank == 2 and one[1] == other[0] else None
+    if rank != len(other) or rank not in (2, 3) or one[-1] != other[-2] or one[:-2] != other[:-2]:
+        return None
+    return (*one[:-1], other[-1])
+
+
+def _multiplied(one: Any, other: Any, rank: int, other_rank: int) -> Any:
+    if not are_plain(one, other) or not are_alike(one, other) or one.dtype is torch.bool:
+        return NotImplemented
+    shape = product(one.shape, other.shape) if (one.dim(), other.dim()) == (rank, other_rank) else None
+    return NotImplemented if shape is None else empty(shape, one.dtype)
+
+
+def _added(start: Any, one: Any, other: Any, rank: int, other_rank: int) -> Any:
+    """`start` must expand to the product's shape, which it never widens."""
+    result = _multiplied(one, other, rank, other_rank)
+    if result is NotImplemented or not are_plain(start) or start.dtype is not one.dtype:
+        return NotImplemented
+    shape = result.shape
+    return result if start.shape == shape or broadcast((shape, start.shape)) == tuple(shape) else NotImplemented
+
+
+@shape_rule("aten::mm")
+def _mm(one: Any, other: Any) -> Any:
+    return _multiplied(one, other, 2, 2)
+
+
+@shape_rule("aten::bmm")
+def _bmm(one: Any, other: Any) -> Any:
+    return _multiplied(one, other, 3, 3)
+
+
+@shape_rule("aten::mv")
+def _mv(one: Any, other: Any) -> Any:
+    return _multiplied(one, other, 2, 1)
+
+
+@shape_rule("aten::dot", "aten::vdot")
+def _dot(one: Any, other: Any) -> Any:
+    if not are_plain(one, other) or not are_alike(one, other) or one.dim() != 1 or one.shape != other.shape:
+        return NotImplemented
+    return empty((), one.dtype)
+
+
+@shape_rule("aten::addmm", "aten::_addmm_activation")
+def _addmm(start: Any, one: Any, other: Any, **_: Any) -> Any:
+    return _added(start, one, other, 2, 2)
+
+
+@shape_rule("aten::baddbmm")
+def _baddbmm(start: Any, one: Any, other: Any, **_: Any) -> Any:
+    return _added(start, one, other, 3, 3)
+
+
+@shape_rule("aten::addmv")
+def _addmv(start: Any, one: Any, other: Any, **_: Any) -> Any:
+    return _added(start, one, other, 2, 1)
+
+
+@shape_rule("aten::addmm_")
+def _addmm_in_place(start: Any, one: Any, other: Any, **_: Any) -> Any:
+    return _into(start, one, other, 2)
+
+
+@shape_rule("aten::baddbmm_")
+def _baddbmm_in_place(start: Any, one: Any, other: Any, **_: Any) -> Any:
+    return _into(start, one, other, 3)
+
+
+def _into(start: Any, one: Any, other: Any, rank: int) -> Any:
+    result = _added(start, one, other, rank, rank)
+    return start if result is not NotImplemented and start.shape == result.shape else NotImplemented
+
+
+@shape_rule("aten::_trilinear")
+def _trilinear(
+    one: Any, two: Any, three: Any, expand1: list[int], expand2: list[int], expand3: list[int], sums: list[int],
+    _unroll: int = 1,
+) -> Any:  # fmt: skip
+    """Three tensors, each with its extra dimensions of size 1, multiplied and summed over `sums` (Linear.cpp)."""
+    if not are_plain(one, two, three) or not are_alike(one, two, three):
+        return NotImplemented
+    shape = broadcast([_with_ones(t.shape, dims) for t, dims in ((one, expand1), (two, expand2), (three, expand3))])
+    if shape is None:
+        return NotImplemented
+    return empty([size for dim, size in enumerate(shape) if dim not in sums], one.dtype)
+
+
+def _with_ones(shape: Shape, dims: list[int]) -> list[int]:
+    sizes = list(shape)
+    for dim in dims:
+        sizes.insert(dim, 1)
+    return sizes
+
+
+_GROUPED = (torch.float32, torch.float16, torch.bfloat16)
+_ROW_BYTES = 16
+"""Every row of a grouped product begins on a multiple of these, for the GPU's tensor memory accelerator."""
+
+
+@shape_rule("aten::_grouped_mm")
+def _grouped_mm(one: Any, other: Any, offsets: Any = None, bias: Any = None, dtype: torch.dtype | None = None) -> Any:
+    """A product for each expert (cuda/GroupedBlas.cpp, GroupedMMUtils.h); PyTorch's `meta` kernel is for bfloat16."""
+    if not are_plain(one, other, offsets, bias) or not are_alike(one, other) or one.dtype not in _GROUPED:
+        return NotImplemented
+    shape = grouped_product(one.shape, other.shape, None if offsets is None else offsets.shape[0])
+    if shape is None:
+        return NotImplemented
+    dtype = dtype or one.dtype
+    alignment = _ROW_BYTES // dtype.itemsize
+    row = -(-shape[-1] // alignment) * alignment
+    return strided(shape, (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1), dtype)
+
+
+def grouped_product(one: Shape, other: Shape, groups: int | None) -> tuple[int, ...] | None:
+    """The shape of a grouped product. Where an operand has no dimension for the groups, its rows, columns or the inner
+    dimension are cut into `groups`; None for operands that don't fit."""
+    ranks = len(one), len(other)
+    if ranks == (2, 2):
+        return None if groups is None or one[1] != other[0] else (groups, one[0], other[1])
+    if not set(ranks) <= {2, 3} or one[-1] != other[-2]:
+        return None
+    if ranks == (3, 3):
+        return (one[0], one[1], other[2]) if one[0] == other[0] and groups is None else None
+    return None if groups is None else (one[-2], other[-1])

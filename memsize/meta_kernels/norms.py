@@ -1,0 +1,212 @@
+"""Batch, layer, group, RMS and weight norms, and their gradients, with the statistics that CUDA kernels keep.
+
+Statistics of half-precision inputs are float32. Running statistics are written in place and need no answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memsize.meta_kernels.registry import shape_rule
+from memsize.meta_kernels.strides import Shape
+from memsize.meta_kernels.tensors import Tensor, accumulation, are_plain, empty, formatted, is_channels_last, like
+
+# -- batch norm -------------------------------------------------------------------------------------------------------
+
+
+def _fits_channels(tensor: Any, *per_channel: Any) -> bool:
+    """Whether `tensor` is a batch of floating values and each of the others None or one value per channel."""
+    if not are_plain(tensor, *per_channel) or not tensor.is_floating_point() or tensor.dim() < 2:
+        return False
+    channels = tensor.shape[1:2]
+    for each in per_channel:
+        if each is not None and each.shape != channels:
+            return False
+    return bool(tensor.numel())
+
+
+@shape_rule("aten::native_batch_norm", "aten::_native_batch_norm_legit")
+def _batch_norm(
+    tensor: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, _momentum: float, _eps: float
+) -> Any:
+    """In evaluation too, CUDA keeps the statistics it used, in copies of its own (cuda/Normalization.cu,
+    `batch_norm_cuda`)."""
+    if not _fits_channels(tensor, weight, bias, mean, variance):
+        return NotImplemented
+    if not training and (mean is None or variance is None):
+        return NotImplemented
+    return like(tensor), *_channel_statistics(tensor)
+
+
+@shape_rule("aten::_native_batch_norm_legit.no_stats")
+def _batch_norm_without_running(
+    tensor: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    return _batch_norm(tensor, weight, bias, None, None, training, momentum, eps)
+
+
+def _channel_statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    shape, dtype = tensor.shape[1:2], accumulation(tensor.dtype)
+    return empty(shape, dtype), empty(shape, dtype)
+
+
+@shape_rule("aten::native_batch_norm_backward")
+def _batch_norm_backward(
+    grad: Any, tensor: Any, weight: Any, _mean: Any, _variance: Any, _save_mean: Any, _save_invstd: Any, _train: bool,
+    _eps: float, mask: Any,
+) -> Any:  # fmt: skip
+    """The gradients of weight and bias have the weight's dtype, without one the statistics'."""
+    if not _fits_channels(tensor, weight) or not are_plain(grad) or grad.shape != tensor.shape:
+        return NotImplemented
+    dtype = accumulation(tensor.dtype) if weight is None else weight.dtype
+    per_channel = tensor.shape[1:2]
+    return (
+        like(tensor) if mask[0] else None,
+        empty(per_channel, dtype) if mask[1] else None,
+        empty(per_channel, dtype) if mask[2] else None,
+    )
+
+
+@shape_rule("aten::cudnn_batch_norm")
+def _cudnn_batch_norm(
+    tensor: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, _momentum: float, _eps: float
+) -> Any:
+    """cuDNN (cudnn/BatchNorm.cpp) keeps statistics in training only.
+
+    The reserve space has the size that cuDNN asks for: nothing in the spatial mode, which row-major inputs use; for
+    channels last in half precision the persistent kernels may ask for one bit per element. It is taken for empty.
+    """
+    if weight is None or not _fits_channels(tensor, weight, bias, mean, variance):
+        return NotImplemented
+    shape = tensor.shape[1:2] if training else (0,)
+    statistics = empty(shape, weight.dtype), empty(shape, weight.dtype)
+    return formatted(tensor.shape, tensor.dtype, is_channels_last(tensor)), *statistics, empty((0,), torch.uint8)
+
+
+@shape_rule("aten::cudnn_batch_norm_backward")
+def _cudnn_batch_norm_backward(
+    tensor: Any, grad: Any, weight: Any, _mean: Any, _variance: Any, _save_mean: Any, _save_var: Any, _eps: float,
+    _reserve: Any,
+) -> Any:  # fmt: skip
+    if weight is None or not _fits_channels(tensor, weight) or not are_plain(grad) or grad.shape != tensor.shape:
+        return NotImplemented
+    result = formatted(tensor.shape, tensor.dtype, is_channels_last(tensor))
+    return result, empty(weight.shape, weight.dtype), empty(weight.shape, weight.dtype)
+
+
+# -- layer norm and RMS norm ------------------------------------------------------------------------------------------
+
+
+def statistics_shape(shape: Shape, normalized: Shape) -> tuple[int, ...] | None:
+    """One value per row: the sizes before the normalized ones, then ones. None when the last sizes are others."""
+    kept = len(shape) - len(normalized)
+    if not normalized or kept < 0 or tuple(shape[kept:]) != tuple(normalized):
+        return None
+    return (*shape[:kept], *(1 for _ in normalized))
+
+
+def _fits_rows(tensor: Any, normalized: Shape, *parameters: Any) -> bool:
+    if not are_plain(tensor, *parameters) or not tensor.is_floating_point():
+        return False
+    return all(p is None or tuple(p.shape) == tuple(normalized) for p in parameters)
+
+
+@shape_rule("aten::native_layer_norm")
+def _layer_norm(tensor: Any, normalized: Any, weight: Any, bias: Any, _eps: float) -> Any:
+    """A row-major output, whatever the input's strides (cuda/layer_norm_kernel.cu)."""
+    rows = statistics_shape(tensor.shape, normalized) if _fits_rows(tensor, normalized, weight, bias) else None
+    if rows is None:
+        return NotImplemented
+    dtype = accumulation(tensor.dtype)
+    return empty(tensor.shape, tensor.dtype), empty(rows, dtype), empty(rows, dtype)
+
+
+@shape_rule("aten::native_layer_norm_backward")
+def _layer_norm_backward(
+    grad: Any, tensor: Any, normalized: Any, _mean: Any, _rstd: Any, weight: Any, bias: Any, mask: Any
+) -> Any:
+    if not _fits_rows(tensor, normalized, weight, bias) or not are_plain(grad) or grad.shape != tensor.shape:
+        return NotImplemented
+    if weight is None and (mask[1] or mask[2]):
+        return NotImplemented
+    return (
+        empty(tensor.shape, tensor.dtype) if mask[0] else None,
+        empty(normalized, weight.dtype) if mask[1] else None,
+        empty(normalized, weight.dtype) if mask[2] else None,
+    )
+
+
+@shape_rule("aten::_fused_rms_norm")
+def _rms_norm(tensor: Any, normalized: Any, weight: Any, _eps: float | None) -> Any:
+    rows = statistics_shape(tensor.shape, normalized) if _fits_rows(tensor, normalized, weight) else None
+    if rows is None or (weight is not None and weight.dtype is not tensor.dtype):
+        return NotImplemented
+    return empty(tensor.shape, tensor.dtype), empty(rows, accumulation(tensor.dtype))
+
+
+@shape_rule("aten::_fused_rms_norm_backward")
+def _rms_norm_backward(grad: Any, tensor: Any, normalized: Any, _rstd: Any, weight: Any, mask: Any) -> Any:
+    if not _fits_rows(tensor, normalized, weight) or not are_plain(grad) or grad.shape != tensor.shape:
+        return NotImplemented
+    wanted = mask[1] and weight is not None
+    return (
+        empty(tensor.shape, tensor.dtype) if mask[0] else None,
+        empty(normalized, weight.dtype) if wanted else None,
+    )
+
+
+# -- group norm -------------------------------------------------------------------------------------------------------
+
+
+@shape_rule("aten::native_group_norm")
+def _group_norm(
+    tensor: Any, weight: Any, bias: Any, batch: int, channels: int, pixels: int, groups: int, _eps: float
+) -> Any:
+    """Row-major on CUDA. Statistics per sample and group, float32 only where the parameters are and the input is not
+    (group_norm.cpp, mixed_data_type.h)."""
+    if not _fits_channels(tensor, weight, bias) or groups < 1 or channels % groups:
+        return NotImplemented
+    if tensor.numel() != batch * channels * pixels:
+        return NotImplemented
+    mixed = any(p is not None and p.dtype is not tensor.dtype for p in (weight, bias))
+    dtype = torch.float32 if mixed else tensor.dtype
+    shape = (batch, groups)
+    return empty(tensor.shape, tensor.dtype), empty(shape, dtype), empty(shape, dtype)
+
+
+@shape_rule("aten::native_group_norm_backward")
+def _group_norm_backward(
+    grad: Any, tensor: Any, _mean: Any, _rstd: Any, weight: Any, _batch: int, channels: int, _pixels: int, _groups: int,
+    mask: Any,
+) -> Any:  # fmt: skip
+    if not _fits_channels(tensor, weight) or not are_plain(grad) or grad.shape != tensor.shape:
+        return NotImplemented
+    if weight is None and (mask[1] or mask[2]):
+        return NotImplemented
+    return (
+        empty(tensor.shape, tensor.dtype) if mask[0] else None,
+        empty((channels,), weight.dtype) if mask[1] else None,
+        empty((channels,), weight.dtype) if mask[2] else None,
+    )
+
+
+# -- weight norm ------------------------------------------------------------------------------------------------------
+
+
+@shape_rule("aten::_weight_norm_interface")
+def _weight_norm(direction: Any, length: Any, dim: int = 0) -> Any:
+    """The weight, and the norms that backward needs, in the accumulation's dtype (cuda/WeightNorm.cu)."""
+    if not are_plain(direction, length) or dim not in (0, direction.dim() - 1):
+        return NotImplemented
+    if length.numel() != direction.shape[dim] or not direction.is_contiguous() or not direction.numel():
+        return NotImplemented
+    return empty(direction.shape, direction.dtype), empty(length.shape, accumulation(length.dtype))
+
+
+@shape_rule("aten::_weight_norm_interface_backward")
+def _weight_norm_backward(grad: Any, direction: Any, length: Any, norms: Any, _dim: int) -> Any:
+    if not are_plain(grad, direction, length, norms) or grad.shape != direction.shape:
+        return NotImplemented
+    return like(direction), like(length)

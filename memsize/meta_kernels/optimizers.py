@@ -1,0 +1,109 @@
+"""Ops over lists of tensors, which optimizers and gradient clipping are made of. An in-place one returns None.
+
+A list has one entry per parameter, so a rule does as little per entry as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memsize.meta_kernels.registry import overloads, shape_rule
+from memsize.meta_kernels.tensors import META, Tensor, empty
+
+_UNARY = (
+    "abs neg sqrt rsqrt reciprocal exp expm1 log log1p log2 log10 sign sigmoid tanh floor ceil round trunc cos sin erf"
+)
+_BINARY = "sub maximum minimum clamp_min clamp_max pow lerp add mul div"
+_WITH_ONE_VALUE = "add mul div addcmul addcdiv"
+
+
+def _fit(tensors: Any, *others: Any) -> bool:
+    """Whether `tensors` are dense `meta` tensors of floating values, and each list beside them has the same shapes
+    (or single values) and dtypes. Numbers, lists of numbers and single values go with every tensor."""
+    if not tensors or not all(t.is_meta and t.is_floating_point() for t in tensors):
+        return False
+    return all(_go_together(tensors, other) for other in others)
+
+
+def _go_together(tensors: Sequence[Tensor], other: Any) -> bool:
+    if isinstance(other, Tensor):
+        return other.dim() == 0
+    if not isinstance(other, (list, tuple)):
+        return not isinstance(other, complex)
+    if len(other) != len(tensors):
+        return False
+    return all(
+        o.is_meta and (o.shape == t.shape or not o.dim()) and o.dtype is t.dtype
+        if isinstance(o, Tensor)
+        else isinstance(o, (int, float))
+        for t, o in zip(tensors, other, strict=True)
+    )
+
+
+def _list_ops(ending: str) -> tuple[str, ...]:
+    """The overloads of the list ops, whose names end in `ending`: ``"_"`` in place."""
+    names = {
+        _UNARY: ("",),
+        _BINARY: (".Scalar", ".ScalarList", ".List"),
+        _WITH_ONE_VALUE: (".Tensor",),
+        "addcmul addcdiv": (".Scalar", ".ScalarList"),
+    }
+    every = [overloads(each, *(ending + suffix for suffix in suffixes)) for each, suffixes in names.items()]
+    return tuple(name.replace("::", "::_foreach_") for group in every for name in group)
+
+
+@shape_rule(*_list_ops("_"), "aten::_foreach_zero_")
+def _in_place(tensors: Any, *others: Any, **options: Any) -> Any:
+    return None if _fit(tensors, *others, *options.values()) else NotImplemented
+
+
+@shape_rule(*_list_ops(""))
+def _out_of_place(tensors: Any, *others: Any, **options: Any) -> Any:
+    return _new_list(tensors) if _fit(tensors, *others, *options.values()) else NotImplemented
+
+
+def _new_list(tensors: Sequence[Tensor]) -> Any:
+    """New tensors with the same strides; NotImplemented for a tensor that is not row-major."""
+    if not all(t.is_contiguous() for t in tensors):
+        return NotImplemented
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors]
+
+
+@shape_rule("aten::_foreach_pow.ScalarAndTensor")
+def _power_of_number(number: Any, exponents: Any) -> Any:
+    return _new_list(exponents) if _fit(exponents, number) else NotImplemented
+
+
+@shape_rule("aten::_foreach_norm.Scalar")
+def _norms(tensors: Any, _order: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    """One number per tensor."""
+    if not _fit(tensors) or not all(t.numel() for t in tensors):
+        return NotImplemented
+    return [empty((), dtype or t.dtype) for t in tensors]
+
+
+@shape_rule("aten::_foreach_copy_")
+def _copy(tensors: Any, sources: Any, non_blocking: bool = False) -> Any:
+    """Copying converts dtypes and crosses devices."""
+    if not tensors or len(tensors) != len(sources) or not all(t.is_meta for t in tensors):
+        return NotImplemented
+    fits = all(t.shape == s.shape for t, s in zip(tensors, sources, strict=True))
+    return None if fits else NotImplemented
+
+
+@shape_rule(*overloads("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_", "", ".tensor_lr"))
+def _fused(parameters: Any, gradients: Any, *states: Any, **_: Any) -> Any:
+    """A fused optimizer writes its lists in place and makes nothing. A list of states that it doesn't use is empty."""
+    if not _fit(parameters) or len(gradients) != len(parameters):
+        return NotImplemented
+    return None if all(len(state) in (0, len(parameters)) for state in states) else NotImplemented
+
+
+@shape_rule("aten::_amp_foreach_non_finite_check_and_unscale_")
+def _unscale(gradients: Any, found_inf: Any, inverse_scale: Any) -> Any:
+    """GradScaler's look for infinities: it divides in place and writes what it found."""
+    values = (found_inf, inverse_scale)
+    return None if _fit(gradients) and all(v.numel() == 1 and v.is_floating_point() for v in values) else NotImplemented

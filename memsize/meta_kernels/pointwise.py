@@ -1,0 +1,278 @@
+"""Elementwise ops: one input, two inputs with type promotion, comparisons, choices; each also in place.
+
+Type promotion is asked of `torch.result_type` itself. Strides: `tensors.elementwise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memsize.meta_kernels import strides as layout
+from memsize.meta_kernels.registry import Rule, overloads, shape_rule
+from memsize.meta_kernels.tensors import (
+    Tensor,
+    are_alike,
+    are_plain,
+    elementwise,
+    empty,
+    mapped,
+    overlaps,
+    sorted_elementwise,
+)
+
+_FLOATING = (
+    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
+    "sigmoid erf erfc erfinv reciprocal frac trunc ceil floor round logit digamma lgamma"
+)
+_SIGNED = "neg abs sign sgn"
+_NUMBERS = (".Tensor", ".Scalar")
+_NUMBERS_IN_PLACE = ("_.Tensor", "_.Scalar")
+
+Promotion = Callable[[torch.dtype], "torch.dtype | None"]
+
+
+def _same(dtype: torch.dtype) -> torch.dtype | None:
+    """Numbers keep the common dtype; truth values have rules of their own in each op."""
+    return None if dtype is torch.bool or dtype.is_complex else dtype
+
+
+def _floating(dtype: torch.dtype) -> torch.dtype | None:
+    """Whole numbers become the default floating dtype."""
+    return None if dtype.is_complex else dtype if dtype.is_floating_point else torch.get_default_dtype()
+
+
+def _real(dtype: torch.dtype) -> torch.dtype | None:
+    """Powers of whole numbers depend on the exponent's sign."""
+    return dtype if dtype.is_floating_point else None
+
+
+def _integral(dtype: torch.dtype) -> torch.dtype | None:
+    return None if dtype.is_floating_point or dtype.is_complex else dtype
+
+
+def _truth(dtype: torch.dtype) -> torch.dtype | None:
+    return None if dtype.is_complex else torch.bool
+
+
+# -- one input --------------------------------------------------------------------------------------------------------
+
+
+@shape_rule(*overloads(_FLOATING))
+def _unary(tensor: Any, *_: Any, **__: Any) -> Any:
+    if not are_plain(tensor) or not tensor.is_floating_point():
+        return NotImplemented
+    return mapped(tensor)
+
+
+@shape_rule(*overloads(_SIGNED), "aten::relu")
+def _signed(tensor: Any) -> Any:
+    if not are_plain(tensor) or tensor.dtype is torch.bool:
+        return NotImplemented
+    return mapped(tensor)
+
+
+@shape_rule("aten::bitwise_not")
+def _bitwise_not(tensor: Any) -> Any:
+    return mapped(tensor) if are_plain(tensor) and not tensor.is_floating_point() else NotImplemented
+
+
+@shape_rule(*overloads(_FLOATING, "_"), *overloads(_SIGNED, "_"))
+def _unary_in_place(tensor: Any, *_: Any, **__: Any) -> Any:
+    if not are_plain(tensor) or not tensor.is_floating_point() or overlaps(tensor):
+        return NotImplemented
+    return tensor
+
+
+@shape_rule("aten::logical_not", "aten::isnan", "aten::isinf", "aten::isfinite", "aten::signbit")
+def _truth_of(tensor: Any) -> Any:
+    return mapped(tensor, torch.bool) if are_plain(tensor) else NotImplemented
+
+
+# -- two inputs -------------------------------------------------------------------------------------------------------
+
+
+def _operands(*values: Any) -> list[Tensor] | None:
+    """The `meta` tensors among tensors and numbers, None when a rule can't read one of them.
+
+    A tensor without dimensions may live on the CPU beside CUDA tensors: it is read like a number.
+    """
+    found = []
+    for value in values:
+        if not isinstance(value, Tensor):
+            if isinstance(value, complex):
+                return None
+        elif value.is_meta:
+            if not are_plain(value):
+                return None
+            found.append(value)
+        elif value.dim():
+            return None
+    return found
+
+
+def _combined(dtype: torch.dtype, values: tuple[Any, ...], tensors: list[Tensor]) -> Any:
+    """The output of an op over `values`, `tensors` those of them that are `meta` tensors."""
+    if len(values) > len(tensors) and len(tensors) == 1:
+        only = tensors[0]
+        return sorted_elementwise(dtype, only.shape, only) if only.dim() else elementwise(dtype, only)
+    result = elementwise(dtype, *tensors) if tensors else None
+    return NotImplemented if result is None else result
+
+
+def binary_rule(promote: Promotion) -> Rule:
+    """The rule of an op over two tensors or numbers, whose common dtype goes through `promote`.
+
+    `alpha` may be any number for floating dtypes only; elsewhere PyTorch's kernel checks it.
+    """
+
+    def rule(one: Any, other: Any, *_: Any, **options: Any) -> Any:
+        tensors = _operands(one, other)
+        if not tensors:
+            return NotImplemented
+        dtype = promote(torch.result_type(one, other))
+        if dtype is None or (options and not dtype.is_floating_point):
+            return NotImplemented
+        return _combined(dtype, (one, other), tensors)
+
+    return rule
+
+
+def binary_in_place_rule(promote: Promotion) -> Rule:
+    """The same, written into the first operand, whose shape and dtype must be able to hold the result."""
+
+    def rule(one: Any, other: Any, *_: Any, **options: Any) -> Any:
+        tensors = _operands(one, other)
+        if not tensors or tensors[0] is not one or overlaps(one):
+            return NotImplemented
+        dtype = promote(torch.result_type(one, other))
+        fits = dtype is not None and torch.can_cast(dtype, one.dtype) and (dtype.is_floating_point or not options)
+        return one if fits and _reaches(one, *tensors[1:]) else NotImplemented
+
+    return rule
+
+
+def _reaches(target: Tensor, *others: Tensor) -> bool:
+    """Whether each of `others` expands to the shape of `target`."""
+    shape = target.shape
+    return all(t.shape == shape or layout.broadcast((shape, t.shape)) == tuple(shape) for t in others)
+
+
+_whole = binary_rule(_same)
+_quotient = binary_rule(_floating)
+_comparison = binary_rule(_truth)
+
+_ARITHMETIC = "add sub mul remainder fmod"
+_COMPARISONS = "eq ne lt le gt ge"
+_LOGICAL = "logical_and logical_or logical_xor"
+_BITWISE = "bitwise_and bitwise_or bitwise_xor"
+shape_rule(*overloads(_ARITHMETIC, *_NUMBERS), *overloads("maximum minimum fmax fmin floor_divide"))(_whole)
+_power = binary_rule(_real)
+shape_rule(*overloads("pow", ".Tensor_Tensor", ".Tensor_Scalar"))(_power)
+shape_rule(*overloads("div", *_NUMBERS), *overloads("xlogy", ".Tensor", ".Scalar_Other", ".Scalar_Self"))(_quotient)
+shape_rule("aten::atan2")(_quotient)
+shape_rule(*overloads(_COMPARISONS, *_NUMBERS), *overloads(_LOGICAL))(_comparison)
+shape_rule(*overloads(_BITWISE, *_NUMBERS))(binary_rule(_integral))
+shape_rule(*overloads(_ARITHMETIC, *_NUMBERS_IN_PLACE))(binary_in_place_rule(_same))
+shape_rule(*overloads("pow", *_NUMBERS_IN_PLACE))(binary_in_place_rule(_real))
+shape_rule(*overloads("div", *_NUMBERS_IN_PLACE))(binary_in_place_rule(_floating))
+shape_rule(*overloads(_COMPARISONS, *_NUMBERS_IN_PLACE), *overloads(_LOGICAL, "_"))(binary_in_place_rule(_truth))
+shape_rule(*overloads(_BITWISE, *_NUMBERS_IN_PLACE))(binary_in_place_rule(_integral))
+
+
+@shape_rule("aten::rsub.Tensor", "aten::rsub.Scalar")
+def _reversed_difference(one: Any, other: Any, *_: Any, **options: Any) -> Any:
+    return _whole(other, one, **options)
+
+
+@shape_rule("aten::pow.Scalar")
+def _power_of_number(base: Any, exponent: Any) -> Any:
+    """Row-major, whatever the exponent's strides (Pow.cpp)."""
+    result = _power(base, exponent)
+    return result if result is NotImplemented else empty(result.shape, result.dtype)
+
+
+@shape_rule("aten::div.Tensor_mode", "aten::div.Scalar_mode")
+def _rounded_quotient(one: Any, other: Any, *, rounding_mode: str | None) -> Any:
+    """Rounding keeps whole numbers whole; without it this is `div`."""
+    return (_whole if rounding_mode else _quotient)(one, other)
+
+
+# -- three inputs -----------------------------------------------------------------------------------------------------
+
+
+@shape_rule("aten::where.self")
+def _where(condition: Any, one: Any, other: Any) -> Any:
+    tensors = _operands(condition, one, other)
+    if tensors is None or condition.dtype is not torch.bool or len(tensors) < 3:
+        return NotImplemented
+    return _combined(torch.result_type(one, other), (), tensors)
+
+
+@shape_rule("aten::addcmul", "aten::addcdiv", "aten::lerp.Scalar", "aten::lerp.Tensor")
+def _blended(one: Any, two: Any, three: Any = None, **_: Any) -> Any:
+    """Tensors of one floating dtype; mixed ones promote, and PyTorch's kernel does that."""
+    tensors = _operands(one, two, three)
+    if not tensors or not are_alike(*tensors) or not one.is_floating_point():
+        return NotImplemented
+    result = elementwise(one.dtype, *tensors)
+    return NotImplemented if result is None else result
+
+
+@shape_rule("aten::addcmul_", "aten::addcdiv_", "aten::lerp_.Scalar", "aten::lerp_.Tensor")
+def _blended_in_place(one: Any, two: Any, three: Any = None, **_: Any) -> Any:
+    tensors = _operands(one, two, three)
+    if not tensors or tensors[0] is not one or not are_alike(*tensors) or not one.is_floating_point():
+        return NotImplemented
+    return one if _reaches(one, *tensors[1:]) and not overlaps(one) else NotImplemented
+
+
+@shape_rule("aten::masked_fill.Scalar", "aten::masked_fill.Tensor")
+def _masked_fill(tensor: Any, mask: Any, value: Any) -> Any:
+    """A row-major copy, filled in place (aten/src/ATen/native/cuda/Indexing.cu clones to contiguous)."""
+    if not are_plain(tensor, mask) or mask.dtype is not torch.bool or _operands(value) is None:
+        return NotImplemented
+    shape = layout.broadcast((tensor.shape, mask.shape))
+    if shape is None or not torch.can_cast(torch.result_type(tensor, value), tensor.dtype):
+        return NotImplemented
+    return empty(shape, tensor.dtype)
+
+
+@shape_rule("aten::masked_fill_.Scalar", "aten::masked_fill_.Tensor")
+def _masked_fill_in_place(tensor: Any, mask: Any, value: Any) -> Any:
+    if not are_plain(tensor, mask) or mask.dtype is not torch.bool or _operands(value) is None:
+        return NotImplemented
+    fits = torch.can_cast(torch.result_type(tensor, value), tensor.dtype)
+    return tensor if fits and _reaches(tensor, mask) and not overlaps(tensor) else NotImplemented
+
+
+# -- bounds -----------------------------------------------------------------------------------------------------------
+
+
+@shape_rule("aten::clamp", "aten::clamp_min", "aten::clamp_max")
+def _clamp(tensor: Any, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> Any:
+    return mapped(tensor) if _bounded(tensor, low, high, min, max) else NotImplemented
+
+
+@shape_rule("aten::clamp_", "aten::clamp_min_", "aten::clamp_max_")
+def _clamp_in_place(tensor: Any, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> Any:
+    return tensor if _bounded(tensor, low, high, min, max) and not overlaps(tensor) else NotImplemented
+
+
+def _bounded(tensor: Any, *bounds: Any) -> bool:
+    """Numbers as bounds, at least one, that don't promote the tensor."""
+    given = [bound for bound in bounds if bound is not None]
+    if not given or not are_plain(tensor) or tensor.dtype is torch.bool:
+        return False
+    return all(isinstance(b, (int, float)) and torch.result_type(tensor, b) is tensor.dtype for b in given)
+
+
+shape_rule("aten::clamp_min.Tensor", "aten::clamp_max.Tensor")(binary_rule(_same))
+shape_rule("aten::clamp_min_.Tensor", "aten::clamp_max_.Tensor")(binary_in_place_rule(_same))
+
+
+@shape_rule("aten::nan_to_num")
+def _nan_to_num(tensor: Any, *_: Any, **__: Any) -> Any:
+    return mapped(tensor) if are_plain(tensor) else NotImplemented

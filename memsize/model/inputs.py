@@ -1,0 +1,209 @@
+"""What a model is given: the positional and keyword inputs of one call, made from specs or taken from the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from memsize.constants.known import UNREADABLE, known, remember
+from memsize.errors import InputError
+from memsize.internals.pytree import map_tensors, objects_in, tensors_in
+from memsize.model.meta_copy import meta_copy
+from memsize.model.tensor_storage import spec_of, storage_key, tensor_bytes
+from memsize.records.trace import InputTensor
+from memsize.spec.inputs import InputSpec
+from memsize.spec.request import InputMaker, Request
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The inputs of one call. `make(batch)` gives fresh `meta` arguments for a batch size.
+
+    `resizable` says whether the batch size can be chosen; where it can't, `make` is only asked for `batch_size`.
+    `note` is what a reader must know of these inputs. `typed` are the arguments, by position or name, whose dtype the
+    user chose; None stands for all of them.
+    """
+
+    make: Callable[[int], Call]
+    batch_size: int
+    resizable: bool
+    note: str | None = None
+    typed: frozenset[int | str] | None = frozenset()
+
+    def call(
+        self, batch_size: int | None = None, floating: torch.dtype | None = None, *, typed_too: bool = True
+    ) -> Call:
+        """Arguments on `meta`, floating ones cast to `floating` if given; the typed ones only where `typed_too`."""
+        args, kwargs = self.make(self.batch_size if batch_size is None else batch_size)
+        if floating is None:
+            return args, kwargs
+        items = _by_key(args, kwargs)
+        chosen = {key: value for key, value in items.items() if typed_too or not self._is_typed(key)}
+        items |= cast_floating(chosen, floating)
+        return tuple(items[position] for position in range(len(args))), {name: items[name] for name in kwargs}
+
+    def typed_dtypes(self) -> set[torch.dtype]:
+        """The floating dtypes that the user chose, of what a cast would change."""
+        args, kwargs = self.make(self.batch_size)
+        chosen = [value for key, value in _by_key(args, kwargs).items() if self._is_typed(key)]
+        return {tensor.dtype for tensor in tensors_in(chosen) if _is_cast(tensor)}
+
+    def _is_typed(self, key: int | str) -> bool:
+        return self.typed is None or key in self.typed
+
+
+def feed_from_specs(specs: Sequence[InputSpec], batch_size: int) -> Feed:
+    """A feed of tensors made from specs: floating ones unknown, integer and boolean ones valid for look-ups.
+
+    Integers are 0, and 1 where the name says that it is a mask, so that every position counts; those with a range are
+    spread evenly over it.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch size {batch_size}: it must be at least 1")
+
+    def make(batch: int) -> Call:
+        args = tuple(_tensor(spec, batch) for spec in specs if spec.name is None)
+        return args, {spec.name: _tensor(spec, batch) for spec in specs if spec.name is not None}
+
+    positional = [spec for spec in specs if spec.name is None]
+    typed = {position for position, spec in enumerate(positional) if spec.dtype is not None}
+    return Feed(make, batch_size, True, typed=frozenset({*typed, *(s.name for s in specs if s.name and s.dtype)}))
+
+
+def feed_from_data(data: Any) -> Feed:
+    """A feed of the user's own inputs: a mapping gives keywords, a tuple or list positions, anything else the only one.
+
+    The tensors are not kept: `meta` twins with the same shapes stand for them. Where all of them agree on their first
+    dimension it is taken for the batch, which can then be resized.
+
+    Raises `InputError` for what can be read only once, and for tensors that no twin can stand for.
+    """
+    args, kwargs = _arguments(data)
+    twin = _twin((args, kwargs))
+    sizes = {_samples(tensor) for tensor in tensors_in(twin)}
+    if any(isinstance(value, PackedSequence) for value in objects_in(twin)):
+        sizes.add(0)  # its rows are steps of several samples
+    batch = sizes.pop() if len(sizes) == 1 else 0
+
+    def make(size: int) -> Call:
+        copied: Call = meta_copy(twin)
+        return copied if size == batch or not batch else map_tensors(lambda t: _resized(t, size), copied)
+
+    return Feed(make, batch or 1, batch > 0, typed=None)
+
+
+def feed_from_maker(maker: InputMaker, request: Request) -> Feed:
+    """A feed of inputs that are made on request; where they come in one size only, of those."""
+    typed = frozenset[int | str]() if maker.untyped else None
+    if not maker.resizable:
+        return replace(feed_from_data(maker.make(request)), typed=typed)
+    made = cache(lambda size: maker.make(replace(request, batch_size=size)))
+
+    def make(size: int) -> Call:
+        return _twin(_arguments(made(size)))
+
+    make(request.batch_size)  # what is wrong with them shows now
+    return Feed(make, request.batch_size, True, maker.note, typed)
+
+
+def input_tensors(call: Call) -> tuple[InputTensor, ...]:
+    """The record of every tensor in a call, named by argument (``"input_ids"``) or position (``"0"``).
+
+    Memory that several of them share counts with the first.
+    """
+    args, kwargs = call
+    named = [(str(position), value) for position, value in enumerate(args)] + list(kwargs.items())
+    met: set[Hashable] = set()
+    return tuple(_record(name, tensor, met) for name, value in named for tensor in tensors_in(value))
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating tensors in `dtype`, what is known of their values as well.
+
+    Those of less than two bytes are quantized, and stay.
+    """
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_cast(tensor) or tensor.dtype is dtype:
+            return tensor
+        real = known(tensor) if tensor.is_meta else None
+        return tensor.to(dtype) if real is None else remember(tensor.to(dtype), real.to(dtype))
+
+    return map_tensors(cast, value)
+
+
+def _is_cast(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+
+
+def _twin(call: Call) -> Call:
+    for value in objects_in(call):
+        if isinstance(value, Iterator):
+            raise InputError(
+                f"the input holds a {type(value).__name__}, which can be read only once: give a list of it"
+            )
+    if any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors_in(call)):
+        raise InputError("nested tensors in the strided layout do not run without a device: use layout=torch.jagged")
+    try:
+        twin: Call = meta_copy(call)
+    except (RuntimeError, NotImplementedError) as error:
+        kinds = {type(t).__name__ for t in tensors_in(call)} - {"Tensor", "Parameter"}
+        raise InputError(f"no twin can stand for the input's tensors ({', '.join(sorted(kinds))}): {error}") from error
+    return twin
+
+
+def _samples(tensor: torch.Tensor) -> int:
+    """The size of `tensor`'s first dimension, 0 where it is no batch that could be resized."""
+    return 0 if tensor.is_nested or not tensor.dim() else tensor.shape[0]
+
+
+def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
+    shape = (batch, *spec.shape)
+    dtype: torch.dtype = getattr(torch, spec.dtype or "float32")
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    if dtype.is_floating_point or dtype.is_complex or dtype in UNREADABLE:
+        return tensor
+    if spec.span is not None:
+        return remember(tensor, _spread(spec.span, tensor))
+    value = 1 if "mask" in (spec.name or "") else 0
+    return remember(tensor, torch.full(shape, value, dtype=dtype, device="cpu"))
+
+
+def _spread(span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    """Whole numbers from the first of `span` to the last, each about as often, in rising order."""
+    low, high = span
+    place = torch.arange(like.numel(), dtype=torch.float64, device="cpu") / max(like.numel() - 1, 1)
+    return (low + (place * (high - low)).round()).to(like.dtype).reshape(like.shape)
+
+
+def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
+    positions: dict[int | str, Any] = dict(enumerate(args))
+    return positions | kwargs
+
+
+def _arguments(data: Any) -> Call:
+    if isinstance(data, Mapping):
+        return (), dict(data)
+    if isinstance(data, (tuple, list)) and not hasattr(data, "_fields"):
+        return tuple(data), {}
+    return (data,), {}
+
+
+def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
+    """`tensor` with another batch size; rows whose values are known come again in turn."""
+    resized = torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+    value = known(tensor)
+    return resized if value is None else remember(resized, value[torch.arange(batch) % len(value)])
+
+
+def _record(name: str, tensor: torch.Tensor, met: set[Hashable]) -> InputTensor:
+    size = tensor_bytes(tensor) if (key := storage_key(tensor)) not in met else 0
+    met.add(key)
+    return InputTensor(name, spec_of(tensor), size)

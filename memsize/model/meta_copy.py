@@ -1,0 +1,394 @@
+"""The shadow: a private twin of a model whose tensors are all on the `meta` device.
+
+Same classes, names, shapes, strides, ties, attributes and flags; no values and no memory. The twin is what runs, so the
+user's model is never moved, hooked, cast or called: also not through a function that holds on to it, such as a hook or
+a forward that was put on the instance.
+
+Known limits: functions reach what they find in a module's globals; an attribute that cannot be copied (a lock, a file)
+is shared with the original.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+
+from memsize.errors import MemsizeError
+from memsize.model.meta_tensors import Blanks, Plain
+
+_ATOMIC = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.memory_format,
+)
+_CONSTANTS = frozenset(_ATOMIC)
+_CODE = (type, types.BuiltinFunctionType, types.ModuleType)
+_SEQUENCES = (list, tuple, set)
+_MAPPINGS = (dict, OrderedDict)
+_EMPTY = frozenset({*_MAPPINGS, *_SEQUENCES})
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
+"""Modules that only wrap another for a compiler or a process group: what runs is the module inside."""
+_SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
+_STATISTICS = ("running_mean", "running_var")
+_ORIGINAL = "_torchdynamo_orig_callable"
+
+
+def shadow(model: nn.Module) -> nn.Module:
+    """A twin of `model` on `meta`. Tensors that share memory share it in the twin; parameters keep `requires_grad`.
+
+    Small tensors keep their values beside them, since models look at them.
+
+    Raises `MemsizeError` for a model that is sharded over a process group: no process holds all of it.
+    """
+    return Mould(model).cast()
+
+
+class Mould:
+    """Casts any number of twins of one model, which has to stay as it is meanwhile: it is looked at closely once.
+
+    Twins share nothing that a run can change.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._learned = _Learned()
+
+    def cast(self) -> nn.Module:
+        """A new twin, as `shadow` makes it."""
+        if not self._learned.modules:
+            _refuse_sharded(self._model)
+        return _Copy(self._learned).module(inside(self._model))
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    sharded = next(
+        (module for module in model.modules() if _SHARDED & {kind.__name__ for kind in type(module).__mro__}), None
+    )
+    if sharded is not None:
+        raise MemsizeError(
+            f"{type(sharded).__name__} holds shards of its parameters: pass the model as it is before it is sharded"
+        )
+
+
+def in_mode(twin: nn.Module, training: bool) -> nn.Module:
+    """`twin` with its training flag set, by its own `train`; an exported program refuses, and stays as it is."""
+    with suppress(NotImplementedError):
+        twin.train(training)
+    return twin
+
+
+def meta_copy(value: Any) -> Any:
+    """`value` (any nest: a model's inputs, say) with each of its tensors on `meta`, sharing memory as before."""
+    return _Copy().part(value)
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """What really runs of `model`: a compiler's or a process group's wrapper only passes the call on."""
+    wrapped = _WRAPPERS.get(type(model).__name__)
+    return getattr(model, wrapped) if wrapped else model
+
+
+class _Attributes(NamedTuple):
+    """Which attributes of a module its twins get new and empty, and which need copying; all others they may share.
+
+    It keeps its module alive, whose id it is found by.
+    """
+
+    module: nn.Module
+    empty: tuple[tuple[str, type, int], ...]
+    copied: tuple[str, ...]
+
+
+class _Learned:
+    """What copying passes over the same modules and tensors need not find out again, by id."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, _Attributes] = {}
+        self.tensors: dict[int, Plain] = {}
+
+
+class _Copy:
+    """One copying pass. The memo is `copy.deepcopy`'s, so that shared objects stay shared however they are reached."""
+
+    def __init__(self, learned: _Learned | None = None) -> None:
+        self.memo: dict[int, Any] = {}
+        self.learned = learned or _Learned()
+        # Without a cycle the twin goes when its last user does, also while the collector is paused.
+        copy_attribute = functools.partial(_Copy.part, weakref.proxy(self))
+        self.blanks = Blanks(self.memo, copy_attribute, self.learned.tensors)
+
+    # -- modules ------------------------------------------------------------------------------------------------------
+
+    def module(self, model: nn.Module) -> nn.Module:
+        originals = [module for module in map(inside, model.modules()) if id(module) not in self.memo]
+        for module in originals:
+            self._announce(module)
+        for module in originals:
+            self._fill(module)
+        twin: nn.Module = self.memo[id(model)]
+        return twin
+
+    def _announce(self, module: nn.Module) -> None:
+        """Give the module an empty twin first: attributes may refer to any module, also to their own owner."""
+        if id(module) in self.memo:
+            return
+        if isinstance(module, torch.jit.ScriptModule):
+            self._script(module)
+        else:
+            # Not the class's own __new__: it may want arguments, and torch.fx's makes a class without the forward.
+            self.memo[id(module)] = object.__new__(type(module))
+
+    def _script(self, module: torch.jit.ScriptModule) -> None:
+        """TorchScript copies itself, values and all; its tensors are then replaced. Constants of its code stay."""
+        twin: Any = copy.deepcopy(module)
+        for original, copied in zip(module.modules(), twin.modules(), strict=True):
+            for name, tensor in (*original._parameters.items(), *original._buffers.items()):
+                if tensor is not None:
+                    copied._c.setattr(name, self.blanks.tensor(tensor))
+            self.memo[id(original)] = copied
+
+    def _fill(self, module: nn.Module) -> None:
+        twin = self.memo[id(module)]
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        state, given = vars(twin), vars(module)
+        _, empty, copied = self.learned.modules.get(id(module)) or self._learn(module)
+        state.update(given)
+        for name, kind, address in empty:
+            state[name] = self.memo[address] = kind()
+        for name in copied:
+            state[name] = self._attribute(name, given[name])
+        if isinstance(module, nn.DataParallel):
+            state["device_ids"] = []  # it hands everything to the one module inside
+
+    def _learn(self, module: nn.Module) -> _Attributes:
+        empty, copied = [], []
+        for name, value in vars(module).items():
+            kind = type(value)
+            if kind in _EMPTY and not value:  # as most attributes are: hook tables
+                empty.append((name, kind, id(value)))
+            elif kind not in _CONSTANTS and not _is_constant(value):
+                copied.append(name)
+        learned = self.learned.modules[id(module)] = _Attributes(module, tuple(empty), tuple(copied))
+        return learned
+
+    def _attribute(self, name: str, value: Any) -> Any:
+        if name in _REGISTRIES:
+            return self._registry(value)
+        return None if name == "_compiled_call_impl" else self.part(value)
+
+    def _registry(self, entries: dict[str, Any]) -> dict[str, Any]:
+        copied = {name: None if entry is None else self._entry(name, entry) for name, entry in entries.items()}
+        return OrderedDict(copied) if isinstance(entries, OrderedDict) else copied
+
+    def _entry(self, name: str, entry: Any) -> Any:
+        if id(entry) in self.memo:
+            return self.memo[id(entry)]
+        if isinstance(entry, torch.Tensor):
+            return self.blanks.tensor(entry, looked_at=name not in _STATISTICS)
+        return self.part(entry)
+
+    # -- everything else ----------------------------------------------------------------------------------------------
+
+    def part(self, value: Any) -> Any:
+        """The twin of any object that a module holds; `value` itself where it is immutable or can't be copied."""
+        if _is_constant(value):
+            return value
+        kind = type(value)
+        if kind in _EMPTY and not value:
+            twin = self.memo[id(value)] = kind()
+            return twin
+        if isinstance(value, _ATOMIC):
+            return value
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if isinstance(value, torch.Tensor):
+            return self.blanks.tensor(value)
+        if isinstance(value, nn.Module):
+            return self.module(inside(value))
+        copier = _COPIERS.get(kind)
+        return self._object(value) if copier is None else copier(self, value)
+
+    def _kept(self, original: Any, twin: Any) -> Any:
+        """`twin`, found again for `original`, which must outlive the memo that is keyed by its id."""
+        self.memo[id(original)] = twin
+        self.memo.setdefault(id(self.memo), []).append(original)
+        return twin
+
+    def _list(self, value: list[Any]) -> list[Any]:
+        twin: list[Any] = self._kept(value, [])
+        twin.extend(map(self.part, value))
+        return twin
+
+    def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        twin = tuple(map(self.part, value))
+        same = all(a is b for a, b in zip(value, twin, strict=True))
+        if not same:
+            self._kept(value, twin)
+        return value if same else twin
+
+    def _set(self, value: set[Any]) -> set[Any]:
+        twin: set[Any] = self._kept(value, set())
+        twin.update(map(self.part, value))
+        return twin
+
+    def _mapping(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        twin: dict[Any, Any] = self._kept(value, type(value)())
+        twin.update((self.part(key), self.part(item)) for key, item in value.items())
+        return twin
+
+    def _default_mapping(self, value: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
+        twin: defaultdict[Any, Any] = self._kept(value, defaultdict(self.part(value.default_factory)))
+        twin.update((self.part(key), self.part(item)) for key, item in value.items())
+        return twin
+
+    def _function(self, function: types.FunctionType) -> Any:
+        """A function whose closure and defaults are the twin's; one that holds nothing of its own is shared."""
+        compiled = vars(function).get(_ORIGINAL)
+        if compiled is not None:
+            return self.part(compiled)  # torch.compile's wrapper: what runs is the function inside
+        if _holds_nothing(function, {id(function)}):
+            return function
+        cells = function.__closure__ or ()
+        name, code = function.__name__, function.__code__
+        twins = tuple(types.CellType() for _ in cells)
+        twins = tuple(self.memo.setdefault(id(cell), twin) for cell, twin in zip(cells, twins, strict=True))
+        twin = types.FunctionType(code, function.__globals__, name, closure=twins if cells else None)
+        self._kept(function, twin)
+        functools.update_wrapper(twin, function, updated=())
+        vars(twin).pop("__wrapped__", None)
+        for cell, copied in zip(cells, twins, strict=True):
+            self._fill_cell(cell, copied)
+        twin.__defaults__ = self.part(function.__defaults__)
+        twin.__kwdefaults__ = self.part(function.__kwdefaults__)
+        vars(twin).update({name: self.part(value) for name, value in vars(function).items()})
+        return twin
+
+    def _fill_cell(self, cell: types.CellType, twin: types.CellType) -> None:
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # not assigned yet
+            return
+        if not _is_filled(twin):
+            twin.cell_contents = None  # a function may hold itself
+            twin.cell_contents = self.part(contents)
+
+    def _method(self, method: types.MethodType) -> types.MethodType:
+        return types.MethodType(self.part(method.__func__), self.part(method.__self__))
+
+    def _partial(self, value: functools.partial[Any]) -> functools.partial[Any]:
+        twin = functools.partial(self.part(value.func), *map(self.part, value.args), **self._mapping(value.keywords))
+        return self._kept(value, twin)  # type: ignore[no-any-return]
+
+    def _generator(self, value: torch.Generator) -> torch.Generator:
+        twin: torch.Generator = self._kept(value, torch.Generator(value.device))
+        return twin.set_state(value.get_state())
+
+    def _packed_sequence(self, value: PackedSequence) -> PackedSequence:
+        """Its batch sizes are on the CPU wherever its data is."""
+        data, sizes, order, back = value
+        twin = PackedSequence(self.part(data), sizes.cpu().clone(), self.part(order), self.part(back))
+        return self._kept(value, twin)  # type: ignore[no-any-return]
+
+    def _object(self, value: Any) -> Any:
+        """A copy by the object's own means, attribute by attribute where that fails."""
+        known = len(self.memo)
+        try:
+            with _TensorsOnMeta(self.blanks):
+                return copy.deepcopy(value, self.memo)
+        except Exception:  # whatever a user's __deepcopy__ or __reduce__ raises
+            while len(self.memo) > known:
+                self.memo.popitem()  # half-made copies
+            return self._by_attributes(value)
+
+    def _by_attributes(self, value: Any) -> Any:
+        try:
+            attributes = vars(value)
+            twin = object.__new__(type(value))
+        except TypeError:  # a lock, a file, a stream: an object of another language
+            return self._kept(value, value)
+        self._kept(value, twin)
+        vars(twin).update({name: self.part(item) for name, item in attributes.items()})
+        return twin
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether nothing can change `value`: twins may have it too. Exactly these classes: others have attributes."""
+    kind = type(value)
+    return kind in _CONSTANTS or (kind is tuple and _CONSTANTS.issuperset(map(type, value)))
+
+
+def _holds_nothing(function: Any, seen: set[int]) -> bool:
+    """Whether `function` holds on to nothing but other such functions and code; its defaults may be any constants.
+
+    A number in a closure is no constant: a function can count with it.
+    """
+    if not isinstance(function, types.FunctionType):
+        return isinstance(function, _CODE)
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    held += [each for each in defaults if not isinstance(each, _ATOMIC)]
+    new = [each for each in held if id(each) not in seen]
+    return _ORIGINAL not in vars(function) and all(_holds_nothing(each, seen | {id(each)}) for each in new)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+_COPIERS: dict[type, Callable[[_Copy, Any], Any]] = {
+    list: _Copy._list,
+    tuple: _Copy._tuple,
+    set: _Copy._set,
+    dict: _Copy._mapping,
+    OrderedDict: _Copy._mapping,
+    defaultdict: _Copy._default_mapping,
+    types.FunctionType: _Copy._function,
+    types.MethodType: _Copy._method,
+    functools.partial: _Copy._partial,
+    torch.Generator: _Copy._generator,
+    PackedSequence: _Copy._packed_sequence,
+}
+
+
+class _TensorsOnMeta(TorchFunctionMode):
+    """While an object is deep-copied, tensors met in it become `meta` twins instead of copies."""
+
+    def __init__(self, blanks: Blanks) -> None:
+        super().__init__()
+        self.blanks = weakref.proxy(blanks)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            if func is torch.Tensor.__deepcopy__:
+                return self.blanks.tensor(args[0])
+            if func is torch.Tensor.clone:
+                # Parameter.__deepcopy__ clones its data, and does not ask modes.
+                return self.blanks.data(args[0])
+            return func(*args, **(kwargs or {}))

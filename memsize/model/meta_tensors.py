@@ -1,0 +1,200 @@
+"""Blank tensors: `meta` twins of real ones, with the same shape, strides, dtype, ties and flags, and no memory.
+
+Values that models look at stay known beside them (`memsize.constants.known`): those of small integer and boolean
+tensors, of small floating buffers and inputs, and of parameters that are one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+
+from memsize.constants.known import Cell, cell_of, is_small, known, remember
+
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""Sparse layouts, and the methods that give their parts."""
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+class Plain(NamedTuple):
+    """All that the blanks of an ordinary tensor need: one that fills its storage and has no attributes.
+
+    `value` is what is known of it, if anything; `storage` the address of its memory. It keeps its tensor alive, whose
+    id it is found by.
+    """
+
+    original: torch.Tensor
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+    requires_grad: bool
+    storage: int
+    value: torch.Tensor | None
+
+
+class Blanks:
+    """One copying pass over tensors. The memo is `copy.deepcopy`'s, so that each tensor has one twin however reached.
+
+    `copy_attribute` copies what hangs on a tensor as an attribute. `plain` is what earlier passes over the same tensors
+    found out, and learns from this one.
+    """
+
+    def __init__(self, memo: dict[int, Any], copy_attribute: Callable[[Any], Any], plain: dict[int, Plain]) -> None:
+        self.memo = memo
+        self._copy_attribute = copy_attribute
+        self._plain = plain
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._values: dict[int, tuple[torch.UntypedStorage, Cell]] = {}
+        self._alive: list[Any] = []
+        """What these tables know by its address."""
+
+    def tensor(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
+        """The one twin of `original`. `looked_at` is False where nobody reads its values, though they are small."""
+        found: torch.Tensor | None = self.memo.get(id(original))
+        if found is None:
+            plain = self._plain.get(id(original))
+            if plain is None or plain.storage in self._storages:
+                found = self._new(original, looked_at)
+                self._learn(original, found)
+            else:
+                found = self._again(plain)
+            self.memo[id(original)] = found
+            self._alive.append(original)
+        return found
+
+    def _learn(self, original: torch.Tensor, twin: torch.Tensor) -> None:
+        """Note how `twin` came about, where that is simple enough to be done again without looking at `original`."""
+        ordinary = type(original) in _PLAIN_TYPES and not original.is_nested and not original.is_quantized
+        if not ordinary or vars(original) or not _fills_storage(original):
+            return
+        value, is_parameter = known(twin), isinstance(twin, nn.Parameter)
+        if value is None or _fills_storage(value):
+            pristine = None if value is None else value.clone()
+            layout = (original.shape, original.stride(), original.dtype, is_parameter, original.requires_grad)
+            storage = original.untyped_storage()._cdata
+            self._plain[id(original)] = Plain(original, *layout, storage, pristine)
+
+    def _again(self, plain: Plain) -> torch.Tensor:
+        twin = torch.empty_strided(plain.shape, plain.strides, dtype=plain.dtype, device="meta")
+        self._storages[plain.storage] = twin.untyped_storage()
+        if plain.is_parameter:
+            twin = nn.Parameter(twin, plain.requires_grad)
+        elif plain.requires_grad:
+            twin.requires_grad_()
+        if plain.value is None:
+            return twin
+        value, cell = plain.value.clone(), Cell()
+        self._values[plain.storage] = value.untyped_storage(), cell
+        return remember(twin, value, cell)
+
+    def data(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
+        """A plain tensor in the place of `original`: no parameter, no leaf that requires a gradient."""
+        if type(original) not in _PLAIN_TYPES and hasattr(original, "__tensor_flatten__"):
+            return self._wrapper(original)
+        if original.layout in _SPARSE:
+            return self._sparse(original)
+        if original.layout is not torch.strided or original.is_quantized or original.is_nested:
+            return self._opaque(original)
+        twin = self._strided(original)
+        if original.is_meta:
+            cell = cell_of(original)
+            value = known(original)
+            return twin if cell is None or value is None else remember(twin, value.clone(), Cell(cell.assumed))
+        if not looked_at or not is_small(original):
+            return twin
+        has_values = original.untyped_storage().device.type != "meta"  # a FakeTensor only seems to have some
+        return self._remembered(twin, original) if has_values else twin
+
+    def _new(self, original: torch.Tensor, looked_at: bool) -> torch.Tensor:
+        if is_lazy(original):
+            kind: Any = UninitializedParameter if isinstance(original, nn.Parameter) else UninitializedBuffer
+            lazy: torch.Tensor = kind(requires_grad=original.requires_grad, device="meta", dtype=original.dtype)
+            return lazy
+        single = original.numel() == 1 or not original.is_floating_point()
+        is_parameter = type(original) is nn.Parameter or isinstance(original, nn.Parameter)
+        twin = self.data(original, looked_at and (single or not is_parameter))
+        if is_parameter and (type(twin) is torch.Tensor or not isinstance(twin, nn.Parameter)):
+            twin = self._parameter(original, twin)
+        elif original.requires_grad:
+            twin.requires_grad_()
+        return twin
+
+    def _parameter(self, original: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """A parameter of the same class, since a library may look for its own (bitsandbytes), with its attributes."""
+        kind = type(original)
+        if kind in _PLAIN_TYPES:
+            twin: torch.Tensor = nn.Parameter(data, requires_grad=original.requires_grad)
+        else:
+            twin = torch.Tensor._make_subclass(kind, data, original.requires_grad)
+        attributes = {name: self._copy_attribute(value) for name, value in vars(original).items()}
+        twin.__dict__.update(attributes | data.__dict__)
+        return twin
+
+    def _wrapper(self, original: torch.Tensor) -> torch.Tensor:
+        """A wrapper subclass (torchao, DTensor): its inner tensors on `meta`, put together again by its own class."""
+        names, context = original.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: self.tensor(getattr(original, name)) for name in names}
+        rebuilt: torch.Tensor = type(original).__tensor_unflatten__(  # type: ignore[attr-defined]
+            inner, context, original.shape, original.stride()
+        )
+        return rebuilt
+
+    def _sparse(self, original: torch.Tensor) -> torch.Tensor:
+        """Moved as a whole it would lose its elements: on `meta` PyTorch forgets how many there are."""
+        names = _SPARSE[original.layout]
+        make: Any = torch.sparse_coo_tensor if original.layout is torch.sparse_coo else torch.sparse_compressed_tensor
+        parts = [self.data(getattr(original, name)(), False) for name in names]
+        options = {} if original.layout is torch.sparse_coo else {"layout": original.layout}
+        twin: torch.Tensor = make(*parts, original.shape, device="meta", check_invariants=False, **options)
+        return twin._coalesced_(original.is_coalesced()) if original.layout is torch.sparse_coo else twin
+
+    def _opaque(self, original: torch.Tensor) -> torch.Tensor:
+        """Quantized, nested and MKL-DNN's tensors; those that `meta` cannot have are shared with the original."""
+        try:
+            return original.detach().to("meta")
+        except (NotImplementedError, RuntimeError):
+            return original.detach()
+
+    def _strided(self, original: torch.Tensor) -> torch.Tensor:
+        storage = original.untyped_storage()
+        base = self._storages.get(storage._cdata)
+        if base is None:
+            self._alive.append(storage)
+            if _fills_storage(original):
+                whole = torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device="meta")
+                self._storages[storage._cdata] = whole.untyped_storage()
+                return whole
+            base = self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        # Not as_strided: the twin of a plain tensor must not be a view of anything in autograd's eyes.
+        empty = torch.empty(0, dtype=original.dtype, device="meta")
+        return empty.set_(base, original.storage_offset(), original.shape, original.stride())
+
+    def _remembered(self, twin: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+        """Views of one small block keep sharing their values; of a large one each keeps a copy of its own."""
+        storage = original.untyped_storage()
+        if storage.nbytes() > 4 * original.numel() * original.element_size() + 1024:
+            return remember(twin, original.detach().cpu().clone())
+        if storage._cdata not in self._values:
+            self._values[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage), Cell()
+        block, cell = self._values[storage._cdata]
+        empty = torch.empty(0, dtype=original.dtype, device="cpu")
+        value = empty.set_(block, original.storage_offset(), original.shape, original.stride())
+        return remember(twin, value, cell)
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's elements lie in a row and are all that its storage has."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -1,0 +1,319 @@
+"""What a model really stores: every tensor it holds, in bytes, each byte counted once.
+
+Each tensor is taken apart (`memsize.model.tensor_storage`), a packed object of a quantized module into what it unpacks
+to. The memory that the pieces cover is then given out in registration order, so that views, ties and expanded tensors
+add nothing twice.
+
+Known limits: a packed object is counted as the tensors it unpacks to, not as the padded form that the CPU kernels keep;
+tensors are not seen that only a closure or an object other than a module, list, tuple or dict holds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from memsize.model.tensor_storage import (
+    PLAIN_TYPES,
+    dtype_name,
+    extent_of,
+    is_simple,
+    is_wrapper,
+    pieces,
+    spec_of,
+    wrapper_name,
+)
+from memsize.records.trace import Kind, StoredPart, StoredTensor, TensorSpec
+
+_MODULE_STATE = frozenset(vars(nn.Module())) | {"_c"}
+_HOLDER = re.compile(r"(?:^|\.)(?:_packed_params|_all_weight_values(\.\d+))$")
+_SCRIPTED_PACKED = ("_packed_params", "_packed_weight", "_packed_weight_ih", "_packed_weight_hh", "param")
+_SCALARS = frozenset({int, float, bool, str, type(None)})
+_HOLDERS = (torch.Tensor, nn.Module, dict, list, tuple)
+_PAIRED = {"float4_e2m1fn_x2": 2}
+"""Elements per stored element of the dtypes that PyTorch itself counts in pairs."""
+
+
+def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
+    """Every tensor that `model` holds, module by module in registration order: what it stores and what it shares.
+
+    Registered tensors are met before attributes, so that an attribute which only names a parameter again is the tied
+    one; the very same tensor object under an attribute is left out (an RNN's `_flat_weights`). A tensor whose memory
+    was all met before has 0 bytes and `tied_to`. Of views of one block each has its own extent, and the first of them
+    also what none covers.
+    """
+    modules = list(model.named_modules())
+    order = {path: index for index, (path, _) in enumerate(modules)}
+    held = [*_registered(modules), *_attributes(modules)]
+    claims = [_Claim(entry.name, entry.pieces) for entry in held]
+    _share(claims)
+    rows = [_row(entry, claim) for entry, claim in zip(held, claims, strict=True)]
+    return tuple(sorted(rows, key=lambda row: order[row.layer]))
+
+
+# Giving out memory
+
+
+@dataclass(slots=True)
+class _Claim:
+    """What one named tensor gets: for each of its pieces the bytes that are its own, and who held the memory first."""
+
+    name: str
+    pieces: list[tuple[str, torch.Tensor]]
+    owned: list[int] = field(default_factory=list)
+    first: str | None = None
+
+
+@dataclass(slots=True)
+class _Ground:
+    """One storage while it is given out: its first claim and piece, and the sorted, disjoint ranges already covered."""
+
+    claim: _Claim
+    piece: int
+    total: int
+    covered: list[tuple[int, int]] = field(default_factory=list)
+
+    def cover(self, start: int, end: int) -> int:
+        """Adds ``[start, end)`` and returns how many of its bytes were new."""
+        if not self.covered:
+            self.covered.append((start, end))
+            return end - start
+        before = self.size()
+        apart = [(a, b) for a, b in self.covered if b < start or a > end]
+        touching = [(a, b) for a, b in self.covered if not (b < start or a > end)]
+        merged = (min([start, *(a for a, _ in touching)]), max([end, *(b for _, b in touching)]))
+        self.covered = sorted([*apart, merged])
+        return self.size() - before
+
+    def size(self) -> int:
+        return sum(b - a for a, b in self.covered)
+
+
+def _share(claims: Iterable[_Claim]) -> None:
+    """Gives every byte of a storage to the first claim that touches it, and its untouched rest to the first holder."""
+    grounds: dict[Hashable, _Ground] = {}
+    for claim in claims:
+        for index, (_, tensor) in enumerate(claim.pieces):
+            extent = extent_of(tensor)
+            ground = grounds.get(extent.key)
+            if ground is None:
+                ground = grounds[extent.key] = _Ground(claim, index, extent.total)
+            claim.owned.append(ground.cover(extent.start, extent.end))
+            if ground.claim is not claim and claim.first is None:
+                claim.first = ground.claim.name
+    for ground in grounds.values():
+        ground.claim.owned[ground.piece] += ground.total - ground.size()
+
+
+# Finding the tensors of a model
+
+
+class _Held(NamedTuple):
+    """One tensor as a module holds it. `packed` names the object it came out of."""
+
+    name: str
+    kind: Kind
+    layer: str
+    tensor: torch.Tensor
+    packed: str | None = None
+
+    @property
+    def pieces(self) -> list[tuple[str, torch.Tensor]]:
+        return [("", self.tensor)] if is_simple(self.tensor) else list(pieces(self.tensor))
+
+
+def _row(held: _Held, claim: _Claim) -> StoredTensor:
+    tensor = held.tensor
+    lazy = is_lazy(tensor)
+    total = sum(claim.owned)
+    return StoredTensor(
+        held.name,
+        held.kind,
+        held.layer,
+        TensorSpec(dtype_name(tensor.dtype), ()) if lazy else spec_of(tensor),
+        elements=0 if lazy else _elements(tensor),
+        bytes=total,
+        reported_bytes=0 if lazy else tensor.numel() * tensor.element_size(),
+        trainable=held.kind == "parameter" and tensor.requires_grad,
+        tied_to=claim.first if total == 0 else None,
+        wrapper=held.packed or wrapper_name(tensor),
+        parts=_parts(claim) if len(claim.pieces) > 1 or is_wrapper(tensor) else (),
+    )
+
+
+def _parts(claim: _Claim) -> tuple[StoredPart, ...]:
+    named = zip(claim.pieces, claim.owned, strict=True)
+    return tuple(StoredPart(name or "data", spec_of(piece), owned) for (name, piece), owned in named)
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    state = None if type(tensor) in PLAIN_TYPES else vars(tensor).get("quant_state")
+    if state is not None and getattr(state, "shape", None) is not None:
+        return math.prod(state.shape)
+    return tensor.numel() * _PAIRED.get(dtype_name(tensor.dtype), 1)
+
+
+_Modules = list[tuple[str, nn.Module]]
+
+
+def _registered(modules: _Modules) -> Iterator[_Held]:
+    for path, module in modules:
+        yield from _own(module, f"{path}." if path else "", path)
+
+
+def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_Held]:
+    """The tensors registered on `module` itself, and what its packed objects hold."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield _Held(prefix + name, "parameter", layer, parameter)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield _Held(prefix + name, "buffer", layer, buffer)
+    for name, packed in _packed_objects(module):
+        yield from _packed(packed, name, layer, prefix)
+    for name, constant in _constants(module):
+        yield _Held(prefix + name, "packed", layer, constant, "TorchScript constant")
+
+
+def _attributes(modules: _Modules) -> Iterator[_Held]:
+    """Tensors that modules hold without registering them: as attributes, or inside lists, tuples, dicts and modules."""
+    seen = {id(module) for _, module in modules}
+    for _, module in modules:
+        seen.update(id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
+    for path, module in modules:
+        yield from _unregistered(module, f"{path}." if path else "", path, seen)
+
+
+def _unregistered(module: nn.Module, prefix: str, layer: str, seen: set[int]) -> Iterator[_Held]:
+    for name, value in list(vars(module).items()):
+        if name not in _MODULE_STATE and _may_hold(value):
+            yield from _found(value, prefix + name, layer, seen)
+
+
+def _found(value: Any, name: str, layer: str, seen: set[int]) -> Iterator[_Held]:
+    if not _may_hold(value) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield _Held(name, "attribute", layer, value)
+    elif isinstance(value, nn.Module):
+        yield from _loose_module(value, name, layer, seen)
+    elif isinstance(value, dict):
+        for key, item in list(dict.items(value)):
+            yield from _found(item, f"{name}[{key!r}]", layer, seen)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _found(item, f"{name}[{index}]", layer, seen)
+    else:
+        yield from (_Held(f"{name}.{key}", "attribute", layer, item) for key, item in _matmul_state(value))
+
+
+def _may_hold(value: Any) -> bool:
+    kind = type(value)
+    if kind in _SCALARS:
+        return False
+    if kind is tuple or kind is list:
+        return not _SCALARS.issuperset(map(type, value))
+    return issubclass(kind, _HOLDERS) or kind.__name__ == "MatmulLtState"
+
+
+def _matmul_state(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What bitsandbytes' Linear8bitLt moves from its weight into its `state` in the first forward."""
+    for key in ("CB", "SCB"):
+        if isinstance(tensor := getattr(state, key, None), torch.Tensor):
+            yield key, tensor
+
+
+def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> Iterator[_Held]:
+    """The tensors of a module that no other module registers, and of all modules inside it."""
+    for path, inner in module.named_modules(prefix=name):
+        if inner is not module and id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        for held in _own(inner, f"{path}.", layer):
+            if held.kind == "packed":
+                yield held
+            elif id(held.tensor) not in seen:
+                seen.add(id(held.tensor))
+                yield _Held(held.name, "attribute", layer, held.tensor)
+        yield from _unregistered(inner, f"{path}.", layer, seen)
+
+
+# Constants of TorchScript
+
+
+def _constants(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the code of a scripted module: the weights of a frozen one, and what a trace had at hand."""
+    graph = getattr(module, "graph", None) if isinstance(module, torch.jit.ScriptModule) else None
+    for node in [] if graph is None else graph.findAllNodes("prim::Constant", recurse=True):
+        if node.hasAttribute("value") and node.kindOf("value") == "t":
+            yield node.output().debugName().removeprefix("self."), node.t("value")
+
+
+# Packed objects of torch.ao's quantized modules
+
+
+def _packed_objects(module: nn.Module) -> Iterator[tuple[str, torch.ScriptObject]]:
+    if isinstance(module, torch.jit.ScriptModule):
+        scripted: Any = module._c
+        named = ((name, scripted.getattr(name)) for name in _SCRIPTED_PACKED if scripted.hasattr(name))
+        yield from ((name, value) for name, value in named if type(value) is torch.ScriptObject)
+    else:
+        yield from ((name, value) for name, value in vars(module).items() if type(value) is torch.ScriptObject)
+
+
+def _packed(packed: torch.ScriptObject, attribute: str, layer: str, prefix: str) -> Iterator[_Held]:
+    """What a packed object unpacks to, shown under the module that the user sees, not under torch.ao's holder in it.
+
+    ``fc._packed_params._packed_params`` gives ``fc.weight`` and ``fc.bias``.
+    """
+    stem = _HOLDER.sub(r"\1", prefix.removesuffix(".")).lstrip(".")
+    steps = [stem, attribute if attribute.startswith("_packed_weight_") else ""]  # a cell has two: _ih and _hh
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # unpacking creates quantized tensors, which PyTorch calls deprecated
+        unpacked = list(_unpacked(packed))
+    for inner, tensor in unpacked:
+        name = ".".join(step for step in (*steps, inner) if step)
+        yield _Held(name, "packed", _HOLDER.sub("", layer), tensor, _packed_name(packed))
+
+
+def _packed_name(packed: Any) -> str:
+    return f"torch.ao {packed._type().name().removesuffix('Base')}"
+
+
+def _unpacked(packed: Any, ending: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if "unpack" in packed._method_names():
+        state = packed.unpack()
+        tensors = state if isinstance(state, tuple) else (state,)
+        yield from _weight_and_bias(tensors, ending, "Linear" in _packed_name(packed))
+    else:
+        yield from _cell_tensors(packed.__getstate__()[0], ending)
+
+
+def _weight_and_bias(state: tuple[Any, ...], ending: str, linear: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    weight, *rest = state
+    if linear and not weight.is_quantized:
+        # A float16 linear unpacks to float32, though it keeps 2 bytes an element.
+        weight = torch.empty(weight.shape, dtype=torch.float16, device="meta")
+    yield f"weight{ending}", weight
+    yield from ((f"bias{ending}", bias) for bias in rest[:1] if bias is not None)
+
+
+def _cell_tensors(state: Any, ending: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """An RNN layer's ``(kind, biases, scales, flags, [packed_ih, packed_hh])``; its biases are those of the two."""
+    if isinstance(state, torch.Tensor):
+        yield f"tensor{ending}", state
+    elif isinstance(state, tuple) and state and isinstance(state[0], str) and isinstance(state[-1], (list, tuple)):
+        for suffix, inner in zip(("_ih", "_hh"), state[-1], strict=False):
+            yield from _unpacked(inner, ending + suffix)
+    elif isinstance(state, (list, tuple)):
+        for index, inner in enumerate(state):
+            yield from _cell_tensors(inner, f"{ending}{index}")

@@ -1,0 +1,1 @@
+"""What is measured or concluded, as frozen records. Nothing here needs torch."""

@@ -1,0 +1,361 @@
+"""What a `Trace` adds up to: totals, the visible rows of the layer table, and what is alive when.
+
+Pure reads of the record, in its own order. What a module stores is counted from `Trace.tensors`, what it makes and
+keeps from `Trace.layers`, so that rows and totals come from the same figures and agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from memsize.records.trace import Event, Layer, Output, Role, StoredTensor, Trace
+
+COUNTED = ("parameter", "packed")
+"""The kinds of tensor that count as parameters: registered ones, and the weights inside packed objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one run adds up to, in bytes except `parameters` and `trainable`, which count elements.
+
+    `attribute_bytes` are tensors that a module holds without registering them, `master_bytes` the copies of parameters
+    that a recipe's optimizer keeps outside the model. `saved_bytes` is all that is kept for
+    backward, parameters apart; the `saved_…` figures after it are the parts of it that another figure here also counts.
+    """
+
+    parameters: int = 0
+    trainable: int = 0
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    attribute_bytes: int = 0
+    master_bytes: int = 0
+    input_bytes: int = 0
+    cast_bytes: int = 0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    saved_cast_bytes: int = 0
+    saved_input_bytes: int = 0
+
+    @property
+    def stored(self) -> int:
+        """All that the model itself holds: parameters, buffers and unregistered tensors."""
+        return self.parameter_bytes + self.buffer_bytes + self.attribute_bytes
+
+    @property
+    def inference(self) -> int:
+        """The model, its input, its cast copies and every output, as summaries add them up.
+
+        An inference's peak is smaller: most outputs are freed before the last one is made.
+        """
+        return self.stored + self.input_bytes + self.cast_bytes + self.output_bytes
+
+    @property
+    def training(self) -> int:
+        """The model, its master weights, its input, its cast copies and what is kept for backward, each byte once.
+
+        Where a training step stands before its backward, without gradients and optimizer state.
+        """
+        kept = self.saved_bytes - self.saved_cast_bytes - self.saved_input_bytes
+        return self.stored + self.master_bytes + self.input_bytes + self.cast_bytes + kept
+
+
+def totals(trace: Trace) -> Totals:
+    """What `trace` adds up to."""
+    counted = [tensor for tensor in trace.tensors if tensor.kind in COUNTED]
+    return Totals(
+        parameters=sum(map(_elements, counted)),
+        trainable=sum(_elements(tensor) for tensor in counted if tensor.trainable),
+        parameter_bytes=sum(tensor.bytes for tensor in counted),
+        buffer_bytes=_held(trace, "buffer"),
+        attribute_bytes=_held(trace, "attribute"),
+        master_bytes=_held(trace, "master"),
+        input_bytes=sum(tensor.bytes for tensor in trace.inputs),
+        cast_bytes=sum(layer.cast_bytes for layer in trace.layers),
+        output_bytes=sum(layer.output_bytes for layer in trace.layers),
+        saved_bytes=sum(layer.saved_bytes for layer in trace.layers),
+        saved_cast_bytes=_saved(trace, "cast copy"),
+        saved_input_bytes=_saved(trace, "input"),
+    )
+
+
+def _elements(tensor: StoredTensor) -> int:
+    return 0 if tensor.tied_to else tensor.elements
+
+
+def _held(trace: Trace, kind: str) -> int:
+    return sum(tensor.bytes for tensor in trace.tensors if tensor.kind == kind)
+
+
+def _saved(trace: Trace, role: Role) -> int:
+    return sum(storage.bytes for storage in trace.storages if storage.saved_by >= 0 and storage.role == role)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the layer table: a module, a module with all that is below it, or a tensor that stands alone.
+
+    `layers` names the modules it adds up (none for a tensor's row). `dtypes` are those of its stored parameters, the
+    one with the most bytes first. `marks` are short remarks: ``never called``, ``tied to embed.weight``, ``×3``.
+    """
+
+    path: str
+    type: str
+    depth: int
+    layers: tuple[str, ...]
+    calls: int | None = None
+    outputs: tuple[Output, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    parameters: int = 0
+    trainable: int = 0
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    attribute_bytes: int = 0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    cast_bytes: int = 0
+    marks: tuple[str, ...] = ()
+
+    @property
+    def hollow(self) -> bool:
+        """Whether the row carries no figure at all."""
+        return not (
+            self.parameters
+            or self.parameter_bytes
+            or self.buffer_bytes
+            or self.attribute_bytes
+            or self.output_bytes
+            or self.saved_bytes
+            or self.cast_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What one visible row adds up: its module, the modules folded into it, and the tensors that they hold."""
+
+    head: Layer
+    folded: tuple[Layer, ...]
+    tensors: tuple[StoredTensor, ...]
+
+
+def visible(trace: Trace, depth: int | None = None) -> tuple[Row, ...]:
+    """The rows of the layer table down to `depth` (None: all of it); at every depth they add up to `totals(trace)`.
+
+    A module below the cut is part of its nearest visible ancestor. Where a module's children are visible, the tensors
+    registered on the module itself get rows of their own, and a module with no figure of its own gets none. Tensors
+    that are not registered get rows wherever they are not below the cut.
+    """
+    rows: list[Row] = []
+    failed = trace.failure.layer if trace.failure else None
+    for group in _groups(trace, depth):
+        head = group.head
+        open_ = _open(head, depth)
+        alone = [t for t in group.tensors if _stands_alone(t, head, depth)]
+        row = _layer_row(group, [t for t in group.tensors if not _stands_alone(t, head, depth)], trace)
+        if not (open_ and row.hollow) or head.path == failed:
+            rows.append(row)
+        rows.extend(_tensor_row(tensor, head.depth + 1) for tensor in alone)
+    return tuple(rows)
+
+
+def _open(layer: Layer, depth: int | None) -> bool:
+    return not layer.leaf and (depth is None or layer.depth < depth)
+
+
+def _stands_alone(tensor: StoredTensor, head: Layer, depth: int | None) -> bool:
+    if tensor.kind == "attribute":
+        return depth is None or head.depth < depth
+    return _open(head, depth)
+
+
+def _groups(trace: Trace, depth: int | None) -> Iterator[_Group]:
+    """One group per visible module, in the trace's order. Every layer and every tensor is in exactly one."""
+    heads = {layer.path: layer for layer in trace.layers if depth is None or layer.depth <= depth}
+    if not heads:
+        return
+    members: dict[str, list[Layer]] = {path: [] for path in heads}
+    tensors: dict[str, list[StoredTensor]] = {path: [] for path in heads}
+    for layer in trace.layers:
+        members[_nearest(layer.path, heads)].append(layer)
+    for tensor in trace.tensors:
+        tensors[_nearest(tensor.layer, heads)].append(tensor)
+    for path, head in heads.items():
+        yield _Group(head, tuple(members[path]), tuple(tensors[path]))
+
+
+def _nearest(path: str, heads: Mapping[str, Layer]) -> str:
+    while path and path not in heads:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def own_rows(trace: Trace) -> tuple[Row, ...]:
+    """One row per module, hollow ones too, each with the module's own figures and nothing from its children."""
+    return tuple(_layer_row(group, list(group.tensors), trace) for group in _groups(trace, None))
+
+
+def _layer_row(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -> Row:
+    counted = [tensor for tensor in tensors if tensor.kind in COUNTED]
+    return Row(
+        path=group.head.path,
+        type=group.head.type,
+        depth=group.head.depth,
+        layers=tuple(layer.path for layer in group.folded),
+        calls=group.head.calls,
+        outputs=group.head.outputs,
+        dtypes=stored_dtypes(counted),
+        parameters=sum(map(_elements, counted)),
+        trainable=sum(_elements(tensor) for tensor in counted if tensor.trainable),
+        parameter_bytes=sum(tensor.bytes for tensor in counted),
+        buffer_bytes=sum(tensor.bytes for tensor in tensors if tensor.kind == "buffer"),
+        attribute_bytes=sum(tensor.bytes for tensor in tensors if tensor.kind == "attribute"),
+        output_bytes=sum(layer.output_bytes for layer in group.folded),
+        saved_bytes=sum(layer.saved_bytes for layer in group.folded),
+        cast_bytes=sum(layer.cast_bytes for layer in group.folded),
+        marks=tuple(_layer_marks(group, tensors, trace)),
+    )
+
+
+_TENSOR_TYPES = {
+    "master": "Master weight",
+    "parameter": "Parameter",
+    "packed": "Packed",
+    "buffer": "Buffer",
+    "attribute": "Tensor (not registered)",
+}
+
+
+def _tensor_row(tensor: StoredTensor, depth: int) -> Row:
+    counted = tensor.kind in COUNTED
+    marks = (*_tensor_marks([tensor]), *(["never used"] if tensor.used is False else []))
+    return Row(
+        path=tensor.name,
+        type=_TENSOR_TYPES[tensor.kind],
+        depth=depth,
+        layers=(),
+        dtypes=stored_dtypes([tensor]),
+        parameters=_elements(tensor) if counted else 0,
+        trainable=_elements(tensor) if counted and tensor.trainable else 0,
+        parameter_bytes=tensor.bytes if counted else 0,
+        buffer_bytes=tensor.bytes if tensor.kind == "buffer" else 0,
+        attribute_bytes=tensor.bytes if tensor.kind == "attribute" else 0,
+        marks=marks,
+    )
+
+
+def stored_dtypes(tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
+    """The dtypes in which `tensors` are really stored, a wrapper's inner ones, the one with the most bytes first."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        for dtype, size in _stored_as(tensor):
+            sizes[dtype] = sizes.get(dtype, 0) + size
+    return tuple(sorted(sizes, key=lambda dtype: -sizes[dtype]))
+
+
+def _stored_as(tensor: StoredTensor) -> list[tuple[str, int]]:
+    if not tensor.parts:
+        return [(tensor.spec.dtype, tensor.bytes)]
+    return [(part.spec.dtype, part.bytes) for part in tensor.parts]
+
+
+def _layer_marks(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -> Iterator[str]:
+    head, failure = group.head, trace.failure
+    if failure and head.path == failure.layer:
+        yield "failed here"
+    if head.calls > 1:
+        yield f"×{head.calls}"
+    if failure is None:
+        yield from _call_marks(group, tensors, "never called")
+    elif head.path != failure.layer:
+        yield from _call_marks(group, tensors, "not reached")
+    if head.leaf and head.outputs:
+        yield from _memory_marks(head.outputs)
+    yield from _tensor_marks(tensors)
+
+
+def _call_marks(group: _Group, tensors: Sequence[StoredTensor], missing: str) -> Iterator[str]:
+    """What was not called, and which parameters no op read. A module that only holds others is never called itself."""
+    idle = {layer.path for layer in group.folded if layer.leaf and not layer.calls}
+    read = {tensor.layer for tensor in tensors if tensor.used}
+    leaves = sum(layer.leaf for layer in group.folded)
+    idle_unread = len(idle - read)
+    if idle_unread:
+        yield missing if idle_unread == leaves else f"{idle_unread} of {leaves} {missing}"
+    if idle & read:
+        yield "used, not called" if len(idle) == leaves else f"{len(idle & read)} used, not called"
+    unread = [t for t in tensors if t.used is False and t.kind in COUNTED and t.layer not in idle]
+    if unread:
+        yield f"never used: {_short_names(unread)}"
+
+
+def _short_names(tensors: Sequence[StoredTensor]) -> str:
+    if len(tensors) > 2:
+        return f"{len(tensors)} parameters"
+    return ", ".join(tensor.name.removeprefix(f"{tensor.layer}.") for tensor in tensors)
+
+
+def _memory_marks(outputs: Sequence[Output]) -> Iterator[str]:
+    """How outputs that cost nothing came about; a module whose outputs are all new memory needs no mark."""
+    says = {"view": "view", "in place": "in place", "passed": "returns its input"}
+    for memory in dict.fromkeys(output.memory for output in outputs):
+        if memory != "new":
+            yield says[memory]
+
+
+def _tensor_marks(tensors: Sequence[StoredTensor]) -> Iterator[str]:
+    ties = list(dict.fromkeys(tensor.tied_to for tensor in tensors if tensor.tied_to))
+    if ties:
+        yield f"tied to {ties[0]}" + (f" and {len(ties) - 1} more" if len(ties) > 1 else "")
+    registered = [tensor for tensor in tensors if tensor.kind == "parameter"]
+    if registered and not any(tensor.trainable for tensor in registered):
+        yield "frozen"
+    if any(t.trainable and t.used and t.differentiable is False for t in registered):
+        yield "no gradient"
+    yield from dict.fromkeys(tensor.wrapper for tensor in tensors if tensor.wrapper)
+
+
+def live_bytes(events: Iterable[Event]) -> tuple[int, ...]:
+    """How many bytes are alive after each event."""
+    return tuple(accumulate(event.delta for event in events))
+
+
+def alive(trace: Trace, index: int) -> dict[int, int]:
+    """The bytes of each storage that is alive after event `index`: keys index `Trace.storages`."""
+    sizes: dict[int, int] = {}
+    for storage, delta, *_ in trace.events[: index + 1]:
+        size = sizes.get(storage, 0) + delta
+        if size:
+            sizes[storage] = size
+        else:
+            sizes.pop(storage, None)
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment of most live bytes: the first event that reaches it (-1 when there is none), and their roles."""
+
+    index: int
+    bytes: int
+    roles: Mapping[Role, int]
+
+
+def peak(trace: Trace) -> Peak:
+    """The peak of `trace`: its roles add up to its bytes."""
+    live = live_bytes(trace.events)
+    if not live or max(live) <= 0:
+        return Peak(-1, 0, {})
+    index = live.index(max(live))
+    roles: dict[Role, int] = {}
+    for storage, size in alive(trace, index).items():
+        role = trace.storages[storage].role
+        roles[role] = roles.get(role, 0) + size
+    return Peak(index, live[index], roles)
+
+
+def split_phase(text: str) -> tuple[str, int]:
+    """A phase's name and step, which the record writes as ``"backward 2"``."""
+    name, _, step = text.rpartition(" ")
+    return (name, int(step)) if step.isdecimal() and name else (text, 0)

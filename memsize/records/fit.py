@@ -1,0 +1,207 @@
+"""The figures of a fit: one row per scenario and GPU, and one per remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from memsize.records.answer import Answer
+from memsize.records.finding import Finding
+from memsize.records.gpu import Card
+from memsize.records.trace import InputTensor, Role, TensorSpec, Trace
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from memsize.documents.sections import Section
+
+Status = Literal["found", "open", "refused", "endless", "constant", "none", "fits", "exceeds", "unavailable"]
+"""What an answer is.
+
+`found`: a size fits and the next one was run and doesn't. `open`: the runs ended before the two met. `refused`: the
+next size is one that the model does not run with. `endless`: every size that was looked at fits. `constant`: so does
+every one, because nothing but the input grows with it. `none`: no size does.
+`fits` and `exceeds` answer for the size that was asked about. `unavailable`: the scenario could not be run.
+"""
+
+ANSWERED: tuple[Status, ...] = ("found", "open", "refused", "endless", "constant", "fits")
+
+
+@dataclass(frozen=True, slots=True)
+class FitRow:
+    """One scenario on one GPU.
+
+    `size` is the largest that fits (None: none does), or the one that was asked about; `peak` the least that the
+    allocator needs for it, `headroom` what is left. `next_size` and `next_peak` are those of the next size that was
+    run; `bind` is where that runs out, or the peak of a size that alone was run. `per_step` is what one more sample (or
+    position …) adds to what tensors ask for at their peak, `fixed` what does not depend on it, and `standing` what the
+    model and its training hold of that, by role. `looked` lists the sizes that were run for the answer, `step` what
+    sizes have to be a multiple of, `refused` the sizes that the model failed with and why.
+    """
+
+    scenario: str
+    title: str
+    gpu: str
+    budget: int
+    status: Status
+    reason: str | None = None
+    size: int | None = None
+    peak: int | None = None
+    next_size: int | None = None
+    next_peak: int | None = None
+    per_step: int | None = None
+    fixed: int | None = None
+    bind: Bind | None = None
+    standing: Mapping[Role, int] = field(default_factory=dict)
+    looked: tuple[int, ...] = ()
+    step: int = 1
+    refused: Mapping[int, str] = field(default_factory=dict)
+    monotone: bool = True
+
+    @property
+    def ran(self) -> tuple[int, ...]:
+        """The sizes that were run for the answer and that the model took, ascending."""
+        return tuple(sorted(set(self.looked) - set(self.refused)))
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes that are left at `size`, below 0 where it does not fit; None where there is no size."""
+        return None if self.peak is None else self.budget - self.peak
+
+
+@dataclass(frozen=True, slots=True)
+class RemedyRow:
+    """One remedy at the size that was asked about: what it needs then, and what that saves.
+
+    `changes` is what else it changes: nothing, the speed, the numbers (by rounding) or the training. `outcome` is
+    ``"fits"``, ``"saves"``, ``"no help"`` or ``"not here"``, the last with the `reason`.
+    """
+
+    name: str
+    title: str
+    cost: str
+    changes: Literal["nothing", "speed", "numbers", "training"]
+    outcome: Literal["fits", "saves", "no help", "not here"]
+    peak: int | None = None
+    saved: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remedied:
+    """Remedies at one size of one scenario on one GPU, most bytes saved first.
+
+    `peak` is what it needs without any. `combination` names the few that together fit, as run; `combined` is what it
+    needs with them. Empty where one remedy that does not change what is learnt is enough, or where nothing is.
+    """
+
+    scenario: str
+    gpu: str
+    size: int
+    budget: int
+    peak: int
+    rows: tuple[RemedyRow, ...]
+    combination: tuple[str, ...] = ()
+    combined: int | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Fit(Answer):
+    """What fits: one row per scenario and GPU, findings about them, remedies, and the traces behind it all.
+
+    `vary` names what was searched for, `asked` the size that was asked about (None: the largest), `optimizer` the
+    training's, if there is one.
+    """
+
+    model: str
+    inputs: tuple[InputTensor, ...]
+    vary: str
+    budgets: tuple[Budget, ...]
+    fit_rows: tuple[FitRow, ...]
+    asked: int | None = None
+    optimizer: str = ""
+    findings: tuple[Finding, ...] = ()
+    remedied: Remedied | None = None
+    notes: tuple[str, ...] = ()
+    traces: Mapping[tuple[str, int], Trace] = field(default_factory=dict)
+    runs: int = 0
+
+    @property
+    def rows(self) -> DataFrame:
+        """One row per scenario and GPU; sizes are counts, everything else is bytes."""
+        from pandas import DataFrame
+
+        from memsize.documents.fit import records
+
+        whole = ("size", "budget", "peak", "headroom", "next_size", "next_peak", "per_step", "fixed", "runs")
+        return DataFrame(list(records(self))).astype(dict.fromkeys(whole, "Int64"))
+
+    @property
+    def remedies(self) -> DataFrame:
+        """One row per remedy that was tried; empty where none was."""
+        from pandas import DataFrame
+
+        columns = ("name", "title", "cost", "outcome", "peak", "saved", "reason")
+        rows = self.remedied.rows if self.remedied else ()
+        frame = DataFrame([[getattr(row, name) for name in columns] for row in rows], columns=list(columns))
+        return frame.astype({"peak": "Int64", "saved": "Int64"})
+
+    def _sections(self) -> Sequence[Section]:
+        from memsize.documents.fit import sections
+
+        return sections(self)
+
+    def _drawn(self, form: str) -> str:
+        from memsize.render.fit import render
+
+        return render(self, form)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a process may take on a GPU. `device` is all of it, `context` what CUDA takes of that at most.
+
+    `card` decides which kernels run. `notes` are what a reader must know about the figures.
+    """
+
+    name: str
+    card: Card
+    device: int
+    context: int
+    margin: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def allocator(self) -> int:
+        """The bytes that are left for PyTorch's caching allocator."""
+        return self.device - self.context - self.margin
+
+
+class Alike(NamedTuple):
+    """Tensors of one shape and dtype: how many, what they are, and their bytes together.
+
+    `logits`: they are as wide as what the model returns, a vocabulary wide.
+    """
+
+    tensors: int
+    spec: TensorSpec
+    bytes: int
+    logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """What stops a size from fitting: the request that failed, when and where, and the role with most bytes by then.
+
+    `roles` are the bytes alive at that moment by role, the request included; `largest` are the tensors of one shape
+    that hold most of them.
+    """
+
+    phase: str
+    layer: str
+    op: str
+    role: Role
+    request: int
+    roles: dict[Role, int]
+    largest: Alike | None = None

@@ -1,0 +1,93 @@
+"""GPUs as records: a card, and what it would show of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from memsize.records.trace import Role
+
+DEFAULT_GPU: Final = "A100 40GB"
+"""The GPU that is simulated where none is named."""
+
+Platform = Literal["CUDA", "ROCm", "MPS"]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU. `capability` is its compute capability, `bytes` its total for CUDA, `source` where that is from.
+
+    `platform` is what PyTorch runs it by. Only CUDA's kernels are predicted: elsewhere `capability` is that of the card
+    whose kernels stand in, and only `bytes` is the card's own.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    bytes: int
+    source: str
+    aliases: tuple[str, ...] = ()
+    platform: Platform = "CUDA"
+
+    @property
+    def kernels(self) -> tuple[object, ...]:
+        """What decides a run: cards that share it run the same kernels."""
+        return self.capability, self.platform
+
+    @property
+    def note(self) -> str | None:
+        """What a reader must know about figures for this card; None where there is nothing."""
+        if self.platform == "CUDA":
+            return None
+        return (
+            f"of a GPU that PyTorch runs by {self.platform} only the memory is known: kernels, library workspaces and "
+            f"the allocator are those of CUDA on an {DEFAULT_GPU}"
+        )
+
+
+class Interval(NamedTuple):
+    """Bytes from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    def plus(self, count: int) -> Interval:
+        """The interval moved up by `count` bytes."""
+        return Interval(self.low + count, self.high + count)
+
+
+class Living(NamedTuple):
+    """One storage at the peak, the layer and the phase that it was made in."""
+
+    bytes: int
+    role: Role
+    layer: str | None
+    op: str
+    phase: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The peak of one run on a GPU, in bytes.
+
+    `requested` is what tensors ask for, `allocated` the blocks that the caching allocator hands out for it, `reserved`
+    its segments, each at its own peak; `device` is what `nvidia-smi` would show, an interval, since the CUDA context
+    cannot be derived offline, nor cuDNN's workspaces where the library is not there to be asked. `roles` add up to
+    `requested`; `storages` are the largest ones alive at that moment, which falls in `peak_phase` of step `peak_step`
+    (0: the run has no steps) and in `peak_layer`. `fragmentation` is the part of `reserved` at its peak that no block
+    uses.
+    """
+
+    requested: int
+    allocated: int
+    reserved: int
+    device: Interval
+    fragmentation: float
+    peak_phase: str
+    peak_step: int
+    peak_layer: str
+    peak_op: str
+    roles: Mapping[Role, int]
+    storages: tuple[Living, ...]

@@ -1,0 +1,174 @@
+"""The memory-format audit as a value: how each layer's tensors lie under channels last, what loses it, what copies.
+
+`memsize.analysis.layout` makes an `Audit`; `LayoutReport` is what a reader gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from memsize.records.answer import Answer
+from memsize.records.finding import Finding
+from memsize.records.trace import InputTensor, TensorSpec
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from memsize.documents.sections import Section
+
+Format = Literal["channels last", "row-major", "either", "other"]
+"""How an image (4-D) or a volume (5-D) lies in memory. "either" is both at once: one channel, or one pixel; "other" is
+neither, as views of slices and permuted tensors are.
+"""
+
+FORMATS: tuple[Format, ...] = ("channels last", "row-major", "either", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy that only changes how a tensor lies in memory.
+
+    `op` makes it: itself an op of the model (``clone``), or, where `hidden`, a kernel on its way (``convolution``),
+    which frees it again at its end. `place` is the line of code that asked for it, where that is not a library's.
+    """
+
+    layer: str
+    op: str
+    tensor: TensorSpec
+    before: Format
+    after: Format
+    bytes: int
+    hidden: bool
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """An op that was given channels last and returned another format."""
+
+    layer: str
+    op: str
+    tensor: TensorSpec
+    after: Format
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFormats:
+    """One module: the formats of its own images and volumes. Empty where it has none of the kind."""
+
+    path: str
+    type: str
+    depth: int
+    leaf: bool
+    calls: int
+    parameters: tuple[Format, ...] = ()
+    inputs: tuple[Format, ...] = ()
+    outputs: tuple[Format, ...] = ()
+    specs: tuple[TensorSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One forward: its layers, and what was copied and lost on the way, in order."""
+
+    layers: tuple[LayerFormats, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    losses: tuple[Loss, ...] = ()
+
+    @property
+    def copied(self) -> int:
+        """The bytes of all copies."""
+        return sum(copy.bytes for copy in self.copies)
+
+    def copied_in(self, path: str) -> int:
+        """The bytes that a layer itself copies, its children's not counted."""
+        return sum(copy.bytes for copy in self.copies if copy.layer == path)
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """A model run as it is, and once more with its images and weights in channels last."""
+
+    model: str
+    inputs: tuple[InputTensor, ...]
+    scenario: str
+    training: bool
+    plain: Run
+    last: Run
+    converted: int = 0
+    """How many parameters and buffers channels last rearranges."""
+    converted_inputs: int = 0
+    double: bool = False
+    """Whether convolutions compute in float64, for which cuDNN has no channels last."""
+
+
+@dataclass(frozen=True, repr=False)
+class LayoutReport(Answer):
+    """What `memsize layout` found: where channels last is kept, which op loses it, and what that copies."""
+
+    audit: Audit
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """Whether channels last pays in copies, and what stands in its way."""
+        from memsize.analysis.findings.layout import findings
+
+        return findings(self.audit)
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.audit.model
+
+    @property
+    def layers(self) -> DataFrame:
+        """One row per module. `copied_bytes` are its own and add up to the total, so do `row_major_copied_bytes`."""
+        from pandas import DataFrame
+
+        return DataFrame([layer_row(self.audit, layer) for layer in self.audit.last.layers])
+
+    @property
+    def copies(self) -> DataFrame:
+        """One row per copy of a format that the forward makes under channels last."""
+        from pandas import DataFrame
+
+        names = ["layer", "op", "tensor", "before", "after", "bytes", "hidden", "place"]
+        rows = [[getattr(copy, name) for name in names] for copy in self.audit.last.copies]
+        return DataFrame(rows, columns=names).astype({"tensor": str})
+
+    def _sections(self) -> Sequence[Section]:
+        from memsize.documents.layout import sections
+
+        return sections(self)
+
+    def _drawn(self, form: str) -> str:
+        from memsize.render.layout import render
+
+        return render(self, form)
+
+
+def layer_row(audit: Audit, layer: LayerFormats) -> dict[str, Any]:
+    """What is known of one layer, as a flat record."""
+    return {
+        "path": layer.path,
+        "type": layer.type,
+        "depth": layer.depth,
+        "calls": layer.calls,
+        "output": ", ".join(map(str, layer.specs)),
+        "parameters": ", ".join(shortened(layer.parameters)),
+        "inputs": ", ".join(shortened(layer.inputs)),
+        "outputs": ", ".join(shortened(layer.outputs)),
+        "lost_at": ", ".join(dict.fromkeys(loss.op for loss in audit.last.losses if loss.layer == layer.path)),
+        "copied_bytes": audit.last.copied_in(layer.path),
+        "row_major_copied_bytes": audit.plain.copied_in(layer.path),
+    }
+
+
+def shortened(formats: tuple[Format, ...]) -> tuple[Format, ...]:
+    """Each format once."""
+    return tuple(dict.fromkeys(formats))

@@ -1,0 +1,251 @@
+"""What one real run on a GPU took, with its log of allocations and frees, and the JSON of both.
+
+Sizes are bytes. What could not be read is None, and a run that ran out of memory says so in `error`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+from memsize.errors import InputError
+from memsize.records.codec import plain, reader
+
+
+class Place(NamedTuple):
+    """Where something happens: the phase of the step, the layer (None: outside the model), the operation."""
+
+    phase: str
+    layer: str | None
+    op: str
+
+
+NOWHERE = Place("", None, "")
+"""The place of what nobody noted."""
+
+
+class Entry(NamedTuple):
+    """`delta` bytes of `storage` appear (> 0) or disappear (< 0). `place` indexes the places of its log.
+
+    A storage below 0 was there before the log begins.
+    """
+
+    storage: int
+    delta: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What was allocated and freed, in order. Places stand in a table of their own, because they come again often."""
+
+    places: tuple[Place, ...]
+    entries: tuple[Entry, ...]
+
+
+class Allocation(NamedTuple):
+    """One allocation: its bytes, its place, how many allocations the log had when it was freed (None: it was not), and
+    whether it is alive when most bytes are."""
+
+    bytes: int
+    place: Place
+    freed: int | None
+    at_peak: bool
+
+
+def log_of(events: Iterable[tuple[int, int, Place]]) -> Log:
+    """The log of ``(storage, delta, place)``."""
+    places: dict[Place, int] = {}
+    entries = tuple(Entry(storage, delta, places.setdefault(place, len(places))) for storage, delta, place in events)
+    return Log(tuple(places), entries)
+
+
+def allocations(log: Log) -> tuple[Allocation, ...]:
+    """The allocations of a log in order, each with its end.
+
+    Growing in place is one more allocation; shrinking ends all that a storage has.
+    """
+    summit = _summit(log.entries)
+    begun: list[Entry] = []
+    held: dict[int, list[int]] = {}
+    freed: dict[int, int] = {}
+    alive: set[int] = set()
+    for position, entry in enumerate(log.entries):
+        if entry.delta > 0:
+            held.setdefault(entry.storage, []).append(len(begun))
+            begun.append(entry)
+        else:
+            freed |= dict.fromkeys(held.pop(entry.storage, ()), len(begun))
+        if position == summit:
+            alive = {index for indices in held.values() for index in indices}
+    return tuple(
+        Allocation(entry.delta, log.places[entry.place], freed.get(index), index in alive)
+        for index, entry in enumerate(begun)
+    )
+
+
+def _summit(entries: Iterable[Entry]) -> int:
+    """The first entry after which most bytes are alive; -1 where none adds to what was there before."""
+    most, place = 0, -1
+    for position, total in enumerate(_running(entries)):
+        if total > most:
+            most, place = total, position
+    return place
+
+
+def _running(entries: Iterable[Entry]) -> Iterator[int]:
+    total = 0
+    for entry in entries:
+        total += entry.delta
+        yield total
+
+
+SCHEMA: Final = "memsize.measurement/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What was run: which model on which inputs, under which scenario, and how it was trained (optimizer None: not).
+
+    `steps` is how many were run up to the one that was looked at; `seed` that of every generator before the first.
+    """
+
+    model: str
+    inputs: tuple[str, ...]
+    batch_size: int
+    scenario: str
+    optimizer: str | None = None
+    loss: str | None = None
+    training: bool = True
+    steps: int = 3
+    accumulate: int = 1
+    ema: bool = False
+    seed: int = 0
+    benchmark: bool = False
+    """`torch.backends.cudnn.benchmark`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The GPU and the software that a run was measured on. `total` is what `mem_get_info` calls so.
+
+    `cudnn` is as cuDNN counts (91501 is 9.15.1); `allocator`, `cublas_config` and `module_loading` are the settings of
+    the process's environment that change memory.
+    """
+
+    gpu: str
+    capability: tuple[int, int]
+    total: int
+    torch: str
+    python: str
+    driver: str | None = None
+    cuda: str | None = None
+    cudnn: int | None = None
+    cublas: str | None = None
+    allocator: str = ""
+    cublas_config: str | None = None
+    module_loading: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The most bytes that were held, in the caching allocator's terms, each at its own moment."""
+
+    requested: int
+    allocated: int
+    reserved: int
+
+    @classmethod
+    def least(cls, several: Sequence[Peaks]) -> Peaks:
+        """The smallest of each."""
+        return cls(*(min(figures) for figures in zip(*map(astuple, several), strict=True)))
+
+    @classmethod
+    def most(cls, several: Sequence[Peaks]) -> Peaks:
+        """The largest of each."""
+        return cls(*(max(figures) for figures in zip(*map(astuple, several), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Bytes that the process takes on the device, and who says so.
+
+    NVML knows each process; where it cannot tell them apart (some containers), it knows by how much the whole device
+    grew since before the process touched it. `mem_get_info` counts everybody.
+    """
+
+    bytes: int
+    source: Literal["NVML, this process", "NVML, growth of the device", "mem_get_info"]
+
+
+class Workspace(NamedTuple):
+    """What cuDNN said of a convolution (`memsize.cuda.cudnn.Convolution` as text): the bytes of its workspace."""
+
+    convolution: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one real run took.
+
+    `peaks` are those of the whole run after the model was built, `steady` those of its last step. `skipped` counts
+    steps that a GradScaler left out before that one, which were run again. `tracked` is what PyTorch's MemTracker says
+    of one more such step, `untracked` why it says nothing. `log` holds the allocations of the last step. `workspaces`
+    are what the cuDNN of this stack said before the run, so that it need not be asked again: with its benchmark, the
+    most of any plan.
+    """
+
+    workload: Workload
+    stack: Stack
+    peaks: Peaks | None = None
+    steady: Peaks | None = None
+    device: DeviceUse | None = None
+    skipped: int = 0
+    tracked: int | None = None
+    untracked: str | None = None
+    error: str | None = None
+    seconds: float = 0.0
+    log: Log | None = None
+    workspaces: tuple[Workspace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A file of measurements: when and by which command and version of memsize it was written."""
+
+    measurements: tuple[Measurement, ...]
+    command: str
+    date: str
+    memsize: str
+
+
+def encode(saved: Saved) -> dict[str, Any]:
+    """`saved` as dicts, lists and scalars, ready for `json.dump`."""
+    return {"schema": SCHEMA, **plain(saved)}
+
+
+def decode(data: object) -> Saved:
+    """The measurements that `data` encodes; raises `InputError` when it holds none of this version."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"not a memsize measurement: expected schema {SCHEMA!r}, found {found!r}")
+    try:
+        saved: Saved = reader(Saved)({key: value for key, value in data.items() if key != "schema"})
+    except (TypeError, ValueError) as error:
+        raise InputError(f"not a memsize measurement: {error}") from error
+    return saved
+
+
+def read(path: str | Path) -> Saved:
+    """The measurements in a file; raises `InputError` where it cannot be read or holds none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {error}") from error
+    return decode(data)

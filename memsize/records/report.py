@@ -1,0 +1,216 @@
+"""`Report`: what `memsize report` found out about one model, as a value that can be read, drawn and tabulated.
+
+The figures stand in the record (`trace`, `scenario_results`, `findings`); everything else here is a view of it. The
+DataFrames need pandas and the texts a renderer: both are imported when asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from memsize.records.aggregates import Totals, own_rows, stored_dtypes, totals
+from memsize.records.answer import Answer
+from memsize.records.finding import Finding
+from memsize.records.gpu import Outlook
+from memsize.records.trace import Failure, Trace
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from memsize.documents.sections import Section
+
+Status = Literal["run", "modelled", "unavailable"]
+"""How a scenario's figures came about: its trace was run, some are computed from another run, or there are none."""
+
+FIGURES = (
+    "parameter_bytes",
+    "buffer_bytes",
+    "attribute_bytes",
+    "master_bytes",
+    "cast_bytes",
+    "output_bytes",
+    "saved_bytes",
+    "input_bytes",
+    "inference",
+    "training",
+)
+"""The figures of a scenario, by their names in `Totals`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioResult:
+    """One scenario's figures. `reason` says what is modelled, or why the scenario does not apply to the model.
+
+    `inference` and `training` are what a GPU would show of one forward without gradients and of the training that was
+    asked for; `untrained` says why there is none of the latter.
+    """
+
+    name: str
+    title: str
+    status: Status
+    reason: str | None = None
+    totals: Totals | None = None
+    trace: Trace | None = None
+    inference: Outlook | None = None
+    training: Outlook | None = None
+    untrained: str | None = None
+
+    def figure(self, name: str) -> int | None:
+        """One of `FIGURES`, in bytes; None when the scenario is unavailable."""
+        return None if self.totals is None else int(getattr(self.totals, name))
+
+    def share(self, name: str, baseline: Totals | None) -> float | None:
+        """A figure as a share of the baseline's; None when either is missing or the baseline's is 0."""
+        figure = self.figure(name)
+        whole = baseline and getattr(baseline, name)
+        return figure / whole if figure is not None and whole else None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(Answer):
+    """What each byte of one model is, scenario by scenario, and why.
+
+    `trace` is the run that the layer table shows. `baseline` is what percentages compare with: unless given, the `fp32`
+    scenario where it is among the results. `failure` says where the run of `trace` stopped, if it did. `gpu` and
+    `optimizer` name what peaks are for.
+    """
+
+    model: str
+    trace: Trace
+    scenario_results: tuple[ScenarioResult, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    failure: Failure | None = None
+    baseline: Totals | None = None
+    gpu: str = ""
+    optimizer: str = ""
+
+    @property
+    def totals(self) -> Totals:
+        """The totals of the layer table."""
+        return totals(self.trace)
+
+    @property
+    def fp32(self) -> Totals | None:
+        """What percentages compare with, None when no float32 figures are known."""
+        found = (result.totals for result in self.scenario_results if result.name == "fp32")
+        return self.baseline or next(found, None)
+
+    @property
+    def stopped(self) -> Failure | None:
+        """Where the run stopped before its end, if it did."""
+        return self.failure or self.trace.failure
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the runs took for granted, each once."""
+        return tuple(dict.fromkeys(text for trace in self._traces for text in trace.assumptions))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader must know about how the figures were made, each once: the report's notes and its runs'."""
+        return tuple(dict.fromkeys((*self.notes, *(text for trace in self._traces for text in trace.notes))))
+
+    @property
+    def _traces(self) -> tuple[Trace, ...]:
+        return (self.trace, *(result.trace for result in self.scenario_results if result.trace))
+
+    @property
+    def layers(self) -> DataFrame:
+        """One row per module, each with its own figures: columns add up to the totals."""
+        from pandas import DataFrame
+
+        rows = [
+            {
+                "path": row.path,
+                "type": row.type,
+                "depth": row.depth,
+                "calls": row.calls,
+                "output": ", ".join(str(output.spec) for output in row.outputs),
+                "stored_as": ", ".join(row.dtypes),
+                "parameters": row.parameters,
+                "trainable": row.trainable,
+                "parameter_bytes": row.parameter_bytes,
+                "buffer_bytes": row.buffer_bytes,
+                "attribute_bytes": row.attribute_bytes,
+                "output_bytes": row.output_bytes,
+                "saved_bytes": row.saved_bytes,
+                "cast_bytes": row.cast_bytes,
+                "marks": ", ".join(row.marks),
+            }
+            for row in own_rows(self.trace)
+        ]
+        return DataFrame(rows)
+
+    @property
+    def scenarios(self) -> DataFrame:
+        """One row per scenario: its figures in bytes, and each as a share of float32's (``…_of_fp32``)."""
+        from pandas import DataFrame
+
+        baseline = self.fp32
+        shares = [f"{name}_of_fp32" for name in FIGURES]
+        rows = [
+            (
+                result.name,
+                result.status,
+                result.reason,
+                *(result.figure(name) for name in FIGURES),
+                *(result.share(name, baseline) for name in FIGURES),
+            )
+            for result in self.scenario_results
+        ]
+        frame = DataFrame(rows, columns=["name", "status", "reason", *FIGURES, *shares])
+        return frame.astype(dict.fromkeys(FIGURES, "Int64")).set_index("name")
+
+    @property
+    def tensors(self) -> DataFrame:
+        """One row per tensor that the model holds: what it claims to be and what it stores."""
+        from pandas import DataFrame
+
+        rows = [
+            {
+                "name": tensor.name,
+                "kind": tensor.kind,
+                "layer": tensor.layer,
+                "dtype": tensor.spec.dtype,
+                "stored_as": ", ".join(stored_dtypes([tensor])),
+                "shape": tensor.spec.shape,
+                "elements": tensor.elements,
+                "bytes": tensor.bytes,
+                "reported_bytes": tensor.reported_bytes,
+                "trainable": tensor.trainable,
+                "tied_to": tensor.tied_to,
+                "wrapper": tensor.wrapper,
+                "used": tensor.used,
+                "differentiable": tensor.differentiable,
+            }
+            for tensor in self.trace.tensors
+        ]
+        return DataFrame(rows)
+
+    def _sections(self) -> Sequence[Section]:
+        from memsize.documents.report import sections
+
+        return sections(self)
+
+    def _drawn(self, form: str) -> str:
+        from memsize.render import render
+
+        return render(self, form)
+
+
+def _peaks(run: str, outlook: Outlook | None) -> dict[str, int | None]:
+    """The peaks of one run by column name."""
+    names = ("requested", "allocated", "reserved")
+    return {f"{run}_{name}": None if outlook is None else int(getattr(outlook, name)) for name in names}
+
+
+def figures(totals: Totals | None) -> dict[str, Any]:
+    """The fields of `totals` as exact integers with the two sums; every one None when there are no totals."""
+    fields = asdict(totals or Totals()) | {
+        "inference_bytes": totals and totals.inference,
+        "training_bytes": totals and totals.training,
+    }
+    return {name: value if totals else None for name, value in fields.items()}

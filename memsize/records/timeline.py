@@ -1,0 +1,237 @@
+"""memsize.records.timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from typing import Any, Final, NamedTuple
+
+from memsize.errors import InputError
+from memsize.records.roles import ROLES
+from memsize.records.trace import Role
+
+SCHEMA: Final = "memsize.analysis.timeline/1"
+
+
+class Phase(NamedTuple):
+    """The events from `start` up to `stop`, which happen in one phase of a step (0: the run has no steps)."""
+
+    name: str
+    step: int
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.step}" if self.step else self.name
+
+
+class Stretch(NamedTuple):
+    """The events from `start` up to `stop`, which happen in one layer (None: outside the model)."""
+
+    layer: str | None
+    start: int
+    stop: int
+
+
+class Summit(NamedTuple):
+    """The moment of most live bytes: after which event (-1: before any), where that is, and what is alive by role."""
+
+    event: int
+    bytes: int
+    layer: str | None
+    op: str
+    roles: Mapping[Role, int]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One value per event in each of its columns; `live` has a column for each role that occurs, in order of `ROLES`.
+
+    `layer` indexes `layers`, the paths of modules; -1 is outside the model. `delta` is what the event itself changes.
+    `allocated` and `reserved` are the caching allocator's blocks and segments. Phases follow each other without a gap.
+    """
+
+    model: str
+    scenario: str
+    layers: tuple[str, ...]
+    phases: tuple[Phase, ...]
+    op: tuple[str, ...]
+    layer: tuple[int, ...]
+    delta: tuple[int, ...]
+    live: Mapping[Role, tuple[int, ...]]
+    allocated: tuple[int, ...]
+    reserved: tuple[int, ...]
+    assumptions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was taken for granted, and how the run was made: as the trace says."""
+
+    def __len__(self) -> int:
+        return len(self.delta)
+
+    @cached_property
+    def total(self) -> tuple[int, ...]:
+        """All live bytes after each event."""
+        return tuple(accumulate(self.delta))
+
+    @cached_property
+    def peak(self) -> Summit:
+        """The first moment of most live bytes."""
+        return self.summit(0, len(self))
+
+    @property
+    def steps(self) -> tuple[Phase, ...]:
+        """The steps, each with all its events; none in a run without steps."""
+        runs = [(step, list(phases)) for step, phases in groupby(self.phases, key=lambda phase: phase.step)]
+        return tuple(Phase("step", step, phases[0].start, phases[-1].stop) for step, phases in runs if step)
+
+    def summit(self, start: int, stop: int) -> Summit:
+        """The first moment of most live bytes from just before event `start` up to event `stop`."""
+        first = max(start - 1, 0)
+        if first >= stop:
+            return Summit(-1, 0, None, "", {})
+        return self.moment(max(range(first, stop), key=self.total.__getitem__))
+
+    def moment(self, event: int) -> Summit:
+        """What is alive after `event`."""
+        roles = {role: column[event] for role, column in self.live.items() if column[event]}
+        return Summit(event, self.total[event], self._path(event), self.op[event], roles)
+
+    def phase_at(self, event: int) -> Phase:
+        """The phase that `event` happens in."""
+        return next(phase for phase in self.phases if event < phase.stop)
+
+    def before(self, event: int) -> int:
+        """The live bytes before `event`."""
+        return self.total[event - 1] if event else 0
+
+    def columns(self, count: int) -> list[int]:
+        """At most `count` events that stand for all: of each equal stretch the one with most live bytes."""
+        events = len(self)
+        bounds = [place * events // count for place in range(count + 1)] if events > count else range(events + 1)
+        return [max(range(start, stop), key=self.total.__getitem__) for start, stop in pairwise(bounds)]
+
+    def stretches(self, most: int) -> tuple[Stretch, ...]:
+        """Which layer runs when, as deep into the model as `most` stretches can tell.
+
+        What a module only releases between two of its children counts as the end of the first one's stretch.
+        """
+        depth = max((path.count(".") + 1 for path in self.layers if path), default=0)
+        while (found := self._stretches(depth)) and len(found) > most and depth > 0:
+            depth -= 1
+        return found
+
+    def table(self) -> dict[str, tuple[Any, ...]]:
+        """The timeline as named columns for a file or a data frame: one value per event, None outside the model."""
+        spans = [(phase, phase.stop - phase.start) for phase in self.phases]
+        return {
+            "event": tuple(range(len(self))),
+            "phase": tuple(phase.name for phase, count in spans for _ in range(count)),
+            "step": tuple(phase.step or None for phase, count in spans for _ in range(count)),
+            "layer": tuple(self._path(event) for event in range(len(self))),
+            "op": self.op,
+            "delta": self.delta,
+            "live": self.total,
+            **{role.replace(" ", "_"): column for role, column in self.live.items()},
+            "allocated": self.allocated,
+            "reserved": self.reserved,
+        }
+
+    def _stretches(self, depth: int) -> tuple[Stretch, ...]:
+        cut: list[str | None] = [".".join(path.split(".")[:depth]) for path in self.layers]
+        cut.append(None)
+        found: list[Stretch] = []
+        for event, (index, change) in enumerate(zip(self.layer, self.delta, strict=True)):
+            path, last = cut[index], found[-1].layer if found else None
+            if found and (path == last or (change < 0 and _holds(path, last))):
+                found[-1] = found[-1]._replace(stop=event + 1)
+            else:
+                found.append(Stretch(path, event, event + 1))
+        return tuple(found)
+
+    def _path(self, event: int) -> str | None:
+        index = self.layer[event]
+        return self.layers[index] if index >= 0 else None
+
+
+def _holds(path: str | None, inner: str | None) -> bool:
+    """Whether the module at `path` is around the one at `inner`."""
+    return path is not None and inner is not None and (not path or inner.startswith(f"{path}."))
+
+
+class Course(NamedTuple):
+    """How a phase runs: the bytes it starts with and its highest moment. Steps that run alike are one course.
+
+    A phase that only frees is highest before its first event: then no layer or op of its own is at its summit.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    before: int
+    summit: Summit
+    allocated: int
+    reserved: int
+
+
+def courses(found: Timeline) -> tuple[Course, ...]:
+    """The phases of a run in order; one that comes again just so, in another step, is told once."""
+    told: dict[object, Course] = {}
+    for phase in found.phases:
+        course = _course(found, phase)
+        # The same but for the step and for where in the run it is.
+        summit = course.summit
+        key = (course.name, course.before, course.allocated, course.reserved, summit[1:4], *summit.roles.items())
+        known = told.get(key)
+        steps = course.steps if known is None else tuple(dict.fromkeys((*known.steps, phase.step)))
+        told[key] = course if known is None else known._replace(steps=steps)
+    return tuple(told.values())
+
+
+def _course(found: Timeline, phase: Phase) -> Course:
+    summit = found.summit(phase.start, phase.stop)
+    levels = found.allocated[summit.event], found.reserved[summit.event]
+    if summit.event < phase.start:
+        summit = summit._replace(layer=None, op="")
+    return Course(phase.name, (phase.step,), found.before(phase.start), summit, *levels)
+
+
+def to_data(found: Timeline) -> dict[str, Any]:
+    """The timeline as data that JSON can hold; `from_data` reads it back.
+
+    `peak` is there for readers who look for nothing else.
+    """
+    columns = {field.name: getattr(found, field.name) for field in fields(found)}
+    peak = found.peak._asdict() | {"phase": str(found.phase_at(found.peak.event)) if len(found) else None}
+    return {"schema": SCHEMA, "peak": peak, **columns, "phases": [phase._asdict() for phase in found.phases]}
+
+
+def from_data(data: object) -> Timeline:
+    """The timeline that `to_data` wrote; raises `InputError` when it is none of this version."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"not a memsize timeline: expected schema {SCHEMA!r}, found {found!r}")
+    try:
+        return Timeline(**{name: _READERS[name](data[name]) for name in _READERS})
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"not a memsize timeline: {error!r}") from error
+
+
+def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(int, values))
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "model": str,
+    "scenario": str,
+    "layers": tuple,
+    "phases": lambda items: tuple(Phase(**item) for item in items),
+    "op": tuple,
+    "layer": _numbers,
+    "delta": _numbers,
+    "live": lambda roles: {role: _numbers(roles[role]) for role in ROLES if role in roles},
+    "allocated": _numbers,
+    "reserved": _numbers,
+    "assumptions": tuple,
+    "notes": tuple,
+}

@@ -1,1 +1,0 @@
-"""Ways to need less memory, each tried by running the model with it."""

@@ -1,0 +1,1 @@
+"""What was asked, parsed once into values."""

@@ -1,0 +1,177 @@
+"""What goes into a model, as values: ``"3,64,64"`` or ``"input_ids=512:int64"`` → `InputSpec`, and back."""
+
+from __future__ import annotations
+
+import keyword
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memsize.errors import InputError
+from memsize.suggestions import suggestion
+
+_USUAL = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "complex32",
+    "complex64",
+    "complex128",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "bool",
+)
+_BITS = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
+_SHORT = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+DTYPES = (*_USUAL, "float4_e2m1fn_x2", *_SHORT, *_BITS)
+"""The dtypes an input can have, by torch's own names; quantized ones need scales, which no shape gives."""
+
+_ALIASES = {
+    "float": "float32",
+    "half": "float16",
+    "double": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "long": "int64",
+    "int": "int32",
+    "short": "int16",
+    "chalf": "complex32",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+}
+"""Torch's second names, and the short ones that scenarios go by."""
+
+_SCALAR = "()"
+_SEPARATOR = re.compile(r"\s*[,xX×]\s*")
+_WHOLE = re.compile(r"[0-9]{1,20}")
+_SPAN = re.compile(r"(-?[0-9]{1,20})\.\.(-?[0-9]{1,20})", re.ASCII)
+_EXAMPLES = "write it like 3,64,64 or input_ids=512:int64"
+_MOST_ELEMENTS = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One input of a model. `shape` has no batch dimension; ``()`` is one number per sample.
+
+    `name` is a keyword of the model's forward (None: given by position), `dtype` torch's own name (None: whatever the
+    model computes in), `span` the least and the greatest value of an input of integers. Raises `InputError` for what
+    cannot be. ``str(spec)`` is the text that `parse_input` reads.
+    """
+
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    span: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name is not None and (not self.name.isidentifier() or keyword.iskeyword(self.name)):
+            raise InputError(f"{self.name!r} cannot be the name of an input: forward takes keywords like input_ids")
+        for size in self.shape:
+            _check_size(size)
+        if math.prod(self.shape) > _MOST_ELEMENTS:
+            raise InputError(f"input {format_shape(self.shape)} has more elements than a tensor can hold (2^63 - 1)")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InputError(f"no dtype {self.dtype!r}: {suggestion(self.dtype, _USUAL)}")
+        if self.span is not None:
+            _check_span(self.span, self.dtype)
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        if self.name is None and self.dtype is None:
+            shape = shape or _SCALAR
+        name = "" if self.name is None else f"{self.name}="
+        dtype = "" if self.dtype is None else f":{self.dtype}"
+        return name + shape + dtype + ("" if self.span is None else ":{}..{}".format(*self.span))
+
+
+def parse_input(text: str) -> InputSpec:
+    """The input that ``[name=]sizes[:dtype[:least..greatest]]`` describes; raises `InputError` saying what is wrong.
+
+    Sizes are separated by commas or ``x`` and leave the batch dimension out. A name or a dtype alone
+    (``"label=:int64"``), or ``()``, is one number per sample.
+    """
+    head, equals, rest = text.rpartition("=")
+    sizes, colon, rest = (part.strip() for part in rest.partition(":"))
+    dtype, ranged, span = (part.strip() for part in rest.partition(":"))
+    if not sizes and not equals and not dtype:
+        raise InputError(f"cannot read {text!r} as an input: {_EXAMPLES}")
+    try:
+        name = head.strip() if equals else None
+        limits = _parse_span(span) if ranged else None
+        return InputSpec(name, _parse_sizes(sizes), _parse_dtype(dtype) if colon else None, limits)
+    except InputError as error:
+        raise InputError(f"input {text!r}: {error}") from None
+
+
+def parse_inputs(texts: Iterable[str]) -> tuple[InputSpec, ...]:
+    """The inputs that `texts` describe, in their order; raises `InputError` when two have the same name."""
+    specs = tuple(map(parse_input, texts))
+    names = [spec.name for spec in specs if spec.name is not None]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"input {twice!r} is given twice")
+    return specs
+
+
+def format_shape(shape: tuple[int, ...]) -> str:
+    """``"3,64,64"``; ``"()"`` for no dimension at all."""
+    return ",".join(map(str, shape)) or _SCALAR
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    if text in ("", _SCALAR):
+        return ()
+    return tuple(_parse_size(part) for part in _SEPARATOR.split(text))
+
+
+def _parse_size(text: str) -> int:
+    if not _WHOLE.fullmatch(text):
+        raise InputError(f"{text!r} is not a size: sizes are whole numbers above 0; {_EXAMPLES}")
+    return int(text)
+
+
+def _parse_dtype(text: str) -> str:
+    if not text:
+        raise InputError("a dtype is missing after ':', such as int64")
+    name = text.removeprefix("torch.")
+    return _ALIASES.get(name, name)
+
+
+def _parse_span(text: str) -> tuple[int, int]:
+    found = _SPAN.fullmatch(text)
+    if not found:
+        raise InputError(f"{text!r} is not a range: write it like 0..999, from the least value to the greatest")
+    return int(found[1]), int(found[2])
+
+
+def _check_span(span: tuple[int, int], dtype: str | None) -> None:
+    low, high = span
+    bits = re.fullmatch(r"(u?)int([0-9]+)", dtype or "")
+    if not bits or int(bits[2]) < 8:
+        raise InputError(f"a range is for integers, not for {dtype or 'the model’s floating dtype'}")
+    most = 2 ** (int(bits[2]) - (not bits[1])) - 1
+    if not (0 if bits[1] else -most - 1) <= low <= high <= most:
+        raise InputError(f"no range {low}..{high} of {dtype}: it goes up, and its values fit the dtype")
+
+
+def _check_size(size: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise InputError(f"{size!r} is not a size: sizes are whole numbers above 0")
+    if size < 1:
+        raise InputError(f"a size of {size} leaves nothing to run on: sizes are whole numbers above 0")
+    if size > _MOST_ELEMENTS:
+        raise InputError("a size is more than a tensor can hold (2^63 - 1)")

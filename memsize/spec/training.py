@@ -1,0 +1,89 @@
+"""What a training step does beside the model's own forward: options as one value, parsed and checked once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from memsize.errors import InputError
+from memsize.suggestions import suggestion
+
+OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {
+    "sgd": ("SGD", {"lr": 0.01}),
+    "sgd-momentum": ("SGD", {"lr": 0.01, "momentum": 0.9}),
+    "adam": ("Adam", {}),
+    "adamw": ("AdamW", {}),
+    "nadam": ("NAdam", {}),
+    "radam": ("RAdam", {}),
+    "adamax": ("Adamax", {}),
+    "adagrad": ("Adagrad", {}),
+    "adadelta": ("Adadelta", {}),
+    "rmsprop": ("RMSprop", {}),
+    "adafactor": ("Adafactor", {}),
+}
+"""Names of optimizers: the class in `torch.optim` and what is passed to it beside the parameters."""
+
+LOSSES = ("own", "cross_entropy", "mse", "bce", "mean", "sum")
+"""Names of losses; what each computes stands in `memsize.workloads.losses`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One training step.
+
+    `optimizer` is a name of `OPTIMIZERS` with options after a colon (``"adamw:fused"``, ``"sgd:momentum=0.9"``), or a
+    function from parameters to an optimizer. `loss` is a name of `LOSSES`, a function of the model's output, or None
+    for the one that the output suggests. `steps` steps are run: state is created in the first, so that the second is
+    the first ordinary one. `accumulate` forwards and backwards are made per step. `set_to_none` is `zero_grad`'s. `ema`
+    keeps an averaged copy of the parameters. `scaler` uses a GradScaler (None: under float16 autocast).
+    """
+
+    optimizer: str | Callable[[Any], Any] = "adamw"
+    loss: str | Callable[[Any], Any] | None = None
+    steps: int = 3
+    accumulate: int = 1
+    set_to_none: bool = True
+    ema: bool = False
+    scaler: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.accumulate < 1:
+            raise InputError("a training needs at least one step and one backward per step")
+        if isinstance(self.optimizer, str):
+            parse_optimizer(self.optimizer)
+        if isinstance(self.loss, str) and self.loss not in LOSSES:
+            raise InputError(f"no loss {self.loss!r}: {suggestion(self.loss, LOSSES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer by name: the class in `torch.optim`, and the options that it is made with."""
+
+    name: str
+    cls: str
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+def parse_optimizer(text: str) -> OptimizerSpec:
+    """``adamw``, ``adamw:fused``, ``sgd:momentum=0.9,nesterov``: options are Python literals, a bare one is True.
+
+    Raises `InputError` for an unknown name or an option that cannot be read.
+    """
+    name, _, rest = text.partition(":")
+    name = name.strip().lower()
+    if name not in OPTIMIZERS:
+        raise InputError(f"no optimizer {name!r}: {suggestion(name, OPTIMIZERS)}")
+    cls, defaults = OPTIMIZERS[name]
+    return OptimizerSpec(name, cls, {**defaults, **dict(map(_option, filter(None, rest.split(","))))})
+
+
+def _option(text: str) -> tuple[str, object]:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not key.isidentifier():
+        raise InputError(f"cannot read the optimizer option {text!r}: write it like momentum=0.9")
+    try:
+        return key, ast.literal_eval(value) if equals else True
+    except (ValueError, SyntaxError):
+        raise InputError(f"cannot read the optimizer option {text!r}: write it like momentum=0.9") from None

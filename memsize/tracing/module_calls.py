@@ -1,0 +1,189 @@
+"""Which module is running, and what each module took and returned.
+
+Every call of a module passes through `nn.Module._wrapped_call_impl`, which first asks the instance for a
+`_compiled_call_impl`. The twin is ours, so each of its modules gets one that steps into the layer, makes the ordinary
+call, and steps out. Forward hooks would do the same, but a module that has some leaves its fused paths
+(`nn.TransformerEncoder`), and `torch.nn` then takes its slow route through every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from memsize.internals.isolation import CompilerImport
+from memsize.internals.pytree import arguments_in, tensors_in
+from memsize.model.tensor_storage import plain_tensors, spec_of
+from memsize.records.trace import Memory, Output
+from memsize.tracing.ledger import Ledger
+
+
+def parameters_reached(outputs: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of the leaf tensors at the far end of the outputs' autograd graph."""
+    todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    found = {id(tensor) for tensor in outputs if tensor.is_leaf and tensor.requires_grad}
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return found
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of one module."""
+
+    path: str
+    type: str
+    depth: int
+    leaf: bool
+    module: nn.Module
+    calls: int = 0
+    outputs: list[Output] = field(default_factory=list)
+    plain: bool = True
+    """Whether each call took a tensor first and returned one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The module that was running when its forward failed, and the tensors it had been given."""
+
+    layer: int
+    inputs: tuple[str, ...]
+
+
+class Calls:
+    """The modules of one twin, and their calls as the ledger's clock sees them."""
+
+    def __init__(self, twin: nn.Module, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.seen = [_seen(path, module) for path, module in twin.named_modules()]
+        self.entered: list[tuple[int, int]] = []
+        """Of each call of the first forward: which module was running, and which was called; in order."""
+        self.failed: Running | None = None
+        self.complete = False
+        """Whether the model returned once: the table shows its first forward, not those of later steps."""
+        self.kept: Set[int] = set()
+        self.reached: Set[int] = set()
+        self._claimed: set[int] = set()
+        self._compiler = CompilerImport()
+
+    @contextmanager
+    def watched(self, inner: bool = True) -> Iterator[None]:
+        """While open, the twin's modules report their calls; without the `inner` ones only the model itself does."""
+        watched = self.seen if inner else self.seen[:1]
+        for index, seen in enumerate(watched):
+            vars(seen.module)["_compiled_call_impl"] = self._call(index, seen.module)
+        try:
+            yield
+        finally:
+            for seen in watched:
+                vars(seen.module)["_compiled_call_impl"] = None
+
+    def _call(self, index: int, module: nn.Module) -> Callable[..., Any]:
+        clock, seen = self.ledger.clock, self.seen[index]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._compiler.forget()
+            outer, start = clock.enter(index), self.ledger.count
+            if not self.complete:
+                self.entered.append((outer, index))
+            given = [(tensor, _version(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
+            try:
+                result = module._call_impl(*args, **kwargs)
+            except Exception:
+                if self.failed is None:
+                    self.failed = Running(index, tuple(str(spec_of(tensor)) for tensor, _ in given))
+                raise
+            finally:
+                clock.leave(outer)
+            if not self.complete:
+                seen.plain = seen.plain and isinstance(result, torch.Tensor) and isinstance(_first(args), torch.Tensor)
+                self._returned(index, result, start, given)
+            return result
+
+        return self._model_call(call) if index == 0 else call
+
+    def _model_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of the model itself is the forward; what is alive when the first one returns is kept for
+        backward.
+        """
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            clock = self.ledger.clock
+            if clock.backward or clock.layer >= 0:
+                return call(*args, **kwargs)
+            with clock.during("forward"):
+                result = call(*args, **kwargs)
+                for tensor in tensors_in(result):
+                    for piece in plain_tensors(tensor):
+                        self.ledger.mark(piece, "output")
+            if not self.complete:
+                self.complete = True
+                self.kept = {reference.index for reference in self.ledger.live.values()}
+                self.reached = parameters_reached(tensors_in(result))
+            return result
+
+        return forward
+
+    def _returned(self, index: int, result: Any, start: int, given: list[tuple[torch.Tensor, int]]) -> None:
+        seen = self.seen[index]
+        seen.calls += 1
+        for tensor in tensors_in(result):
+            seen.outputs.append(self._output(tensor, start, given))
+
+    def _output(self, tensor: torch.Tensor, start: int, given: list[tuple[torch.Tensor, int]]) -> Output:
+        storages = list(map(self.ledger.index_of, plain_tensors(tensor)))
+        new = {storage for storage in storages if storage >= start and storage not in self._claimed}
+        if new:
+            self._claimed |= new
+            return Output(spec_of(tensor), "new", sum(map(self.ledger.size, new)))
+        return Output(spec_of(tensor), _shared(tensor, storages[0] if storages else -1, start, given), 0)
+
+
+def _shared(tensor: torch.Tensor, storage: int, start: int, given: list[tuple[torch.Tensor, int]]) -> Memory:
+    """How an output that brought no memory came by it."""
+    for argument, version in given:
+        if argument is tensor:
+            return "passed" if _version(tensor) == version else "in place"
+    if any(_version(argument) != version and _same_memory(argument, tensor) for argument, version in given):
+        return "in place"
+    return "view" if storage < start or tensor._is_view() else "passed"
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    try:
+        return a.layout is torch.strided is b.layout and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    except NotImplementedError:  # one sample of a batch, as torch.func.vmap sees it
+        return False
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _first(args: tuple[Any, ...]) -> Any:
+    return args[0] if args else None
+
+
+def _seen(path: str, module: nn.Module) -> Seen:
+    depth = path.count(".") + 1 if path else 0
+    return Seen(path, _type_name(module), depth, not any(True for _ in module.children()), module)
+
+
+def _type_name(module: nn.Module) -> str:
+    original = getattr(module, "original_name", None)
+    return (
+        original if isinstance(original, str) and isinstance(module, torch.jit.ScriptModule) else type(module).__name__
+    )

@@ -1,0 +1,305 @@
+"""What PyTorch does in its Python face, before any op is dispatched: numbers from Python lists, devices by name.
+
+``torch.tensor([1, 2], device=x.device)`` and ``x[:, [0, -1]]`` make their tensor below the dispatcher, where a mode
+sees nothing: on `meta` the numbers would be lost. ``x.cuda()`` and ``device="cuda"`` ask for a device that a machine
+without a GPU refuses and that a machine with one would really allocate on: during a run they mean where the run's
+tensors live. The stand-ins answer only the threads in which a run is under way.
+
+Known limits: names that a module imported from torch itself (``from torch import zeros``) are not seen, nor are
+``torch.cuda.FloatTensor`` and generators of a CUDA device.
+
+Torchvision's Mask R-CNN resizes each object's mask to its box and pastes it into a picture of the whole image
+(`paste_masks_in_image`): the boxes decide how much is made on the way, and their corners are asked for as numbers.
+Boxes that are not known are taken to cover the image.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverloadPacket
+from torch.utils._device import _device_constructors
+
+from memsize.constants.assumptions import COVERED, MIXED
+from memsize.constants.known import Cell, known, remember
+from memsize.internals.patching import Function, Substitution, Substitutions
+from memsize.internals.pytree import map_tensors, tensors_in
+
+_MODULE = "torchvision.models.detection.transform"
+_FUNCTION = "paste_masks_in_image"
+
+
+class _PastingThread(threading.local):
+    inside = 0
+
+
+_pasting_thread = _PastingThread()
+
+
+@contextmanager
+def boxes_answered() -> Iterator[None]:
+    """While open, this thread's boxes have corners, if torchvision's detectors are imported."""
+    module = sys.modules.get(_MODULE)
+    if not hasattr(module, _FUNCTION):
+        yield
+        return
+    assert module is not None
+    _pasting_thread.inside += 1
+    try:
+        with _pasting(module).standing():
+            yield
+    finally:
+        _pasting_thread.inside -= 1
+
+
+@cache
+def _pasting(module: ModuleType) -> Substitutions:
+    substitution = Substitution(module, _FUNCTION, _pasted)
+    return Substitutions(lambda: (substitution,), lambda: bool(_pasting_thread.inside))
+
+
+def _pasted(original: Function) -> Function:
+    def pasted(masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
+        if boxes.is_meta and known(boxes) is None:
+            height, width = img_shape
+            corners = torch.tensor([0, 0, width, height], dtype=boxes.dtype, device="cpu")
+            boxes = remember(boxes.detach(), corners.repeat(len(boxes), 1), Cell(COVERED))
+        return original(masks, boxes, img_shape, *args, **kwargs)
+
+    return pasted
+
+
+_META = torch.device("meta")
+_FACTORIES = """
+    arange empty empty_like empty_strided eye full full_like linspace logspace normal ones ones_like rand rand_like
+    randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
+    hann_window hamming_window blackman_window bartlett_window kaiser_window sparse_coo_tensor"""
+_METHODS = "new_empty new_full new_ones new_zeros new_empty_strided"
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.notes: list[dict[str, None]] = []
+        self.regions: list[ExitStack] = []
+
+
+_thread = _Thread()
+
+
+def enter(notes: dict[str, None]) -> None:
+    """From here on this thread's run is under way; what a reader should know goes into `notes`."""
+    with ExitStack() as regions:
+        regions.enter_context(_faces.standing())
+        regions.enter_context(_uncompiled())
+        regions.enter_context(boxes_answered())
+        _thread.regions.append(regions.pop_all())
+    _thread.notes.append(notes)
+
+
+def leave() -> None:
+    """The run that `enter` announced is over."""
+    _thread.notes.pop()
+    _thread.regions.pop().close()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Code runs as it is written: `torch.compile` steps aside, TorchScript fuses and reorders nothing."""
+    dynamo = sys.modules.get("torch._dynamo")
+    optimizes = torch._C._get_graph_executor_optimize()
+    torch._C._set_graph_executor_optimize(False)
+    try:
+        with nullcontext() if dynamo is None else torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch._C._set_graph_executor_optimize(optimizes)
+
+
+def _substitutions() -> tuple[Substitution, ...]:
+    # PyTorch keeps a table of its factories by identity, made when it is first asked for: not while they are replaced.
+    _device_constructors()
+    made = [(torch, "tensor"), (torch, "as_tensor"), (torch, "asarray")]
+    placed = [(torch, name) for name in _FACTORIES.split()] + [(Tensor, name) for name in _METHODS.split()]
+    return (
+        *(Substitution(owner, name, _from_numbers) for owner, name in made),
+        *(Substitution(owner, name, _placed) for owner, name in placed),
+        Substitution(Tensor, "new_tensor", _new_tensor),
+        Substitution(Tensor, "__getitem__", _indexed),
+        Substitution(Tensor, "__setitem__", lambda original: _assigned(_indexed(original))),
+        Substitution(Tensor, "__format__", _formatted),
+        Substitution(Tensor, "to", _moved),
+        Substitution(Tensor, "cuda", _moved_to_cuda),
+        *(Substitution(torch._VF, name, _with_states_moved) for name in _RECURRENT),
+        Substitution(OpOverloadPacket, "__call__", _given_numbers),
+        Substitution(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
+        Substitution(torch.cuda, "current_device", lambda _: lambda: 0),
+    )
+
+
+def _names_cuda(device: Any) -> bool:
+    """Whether `device` is a CUDA device, by name, as an object or by its number."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return device.startswith("cuda") if isinstance(device, str) else type(device) is int
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and (_names_cuda(device) or torch.device(device).type == "meta")
+
+
+# -- numbers from Python ----------------------------------------------------------------------------------------------
+
+
+def _from_numbers(original: Function) -> Function:
+    """``torch.tensor`` and its like: made on the CPU, where numbers are real, and moved from there."""
+
+    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, Tensor) or not _is_meta(kwargs.get("device")):
+            return original(data, *args, **_on_meta(kwargs))
+        return _moved_from_cpu(original, data, args, kwargs)
+
+    return made
+
+
+def _new_tensor(original: Function) -> Function:
+    def made(tensor: Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, Tensor) or not _is_meta(kwargs.get("device") or tensor.device):
+            return original(tensor, data, *args, **_on_meta(kwargs))
+        return _moved_from_cpu(torch.tensor, data, args, {"dtype": tensor.dtype} | kwargs)
+
+    return made
+
+
+def _moved_from_cpu(make: Function, data: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    wants = kwargs.get("requires_grad", False)
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad")}
+    moved: Tensor = make(_numbers(data), *args, **kwargs).to(_META)
+    return moved.requires_grad_() if wants else moved
+
+
+def _numbers(data: Any) -> Any:
+    """`data` with its tensors' own numbers: PyTorch would read them below the dispatcher too."""
+    if isinstance(data, Tensor):
+        return data.tolist() if data.is_meta else data
+    return type(data)(map(_numbers, data)) if type(data) in (list, tuple) else data
+
+
+def _indexed(original: Function) -> Function:
+    def indexed(tensor: Tensor, index: Any, *value: Any) -> Any:
+        if tensor.is_meta:
+            if type(index) is list:
+                index = _index(index)
+            elif type(index) is tuple and any(type(each) is list for each in index):
+                index = tuple(_index(each) if type(each) is list else each for each in index)
+        return original(tensor, index, *value)
+
+    return indexed
+
+
+def _assigned(original: Function) -> Function:
+    """``x[:3] = 1``: the number is on the host for CUDA's tensors, where others make a tensor of it on their device
+    (torch/csrc/autograd/python_variable_indexing.cpp). What is selected by tensors keeps PyTorch's way.
+    """
+
+    def assigned(tensor: Tensor, index: Any, value: Any) -> Any:
+        if tensor.is_meta and isinstance(value, (int, float, complex)):
+            parts = index if type(index) is tuple else (index,)
+            if not any(isinstance(part, (Tensor, list)) for part in parts):
+                value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
+        return original(tensor, index, value)
+
+    return assigned
+
+
+def _index(numbers: list[Any]) -> Any:
+    plain = numbers and all(isinstance(number, (int, bool)) for number in numbers)
+    return torch.tensor(numbers, device=_META) if plain else numbers
+
+
+def _given_numbers(original: Function) -> Function:
+    """Quantized ops want their scale as a number; torch.fx hands them the tensor that has it, and PyTorch reads it."""
+
+    def called(packet: OpOverloadPacket, *args: Any, **kwargs: Any) -> Any:
+        if packet._qualified_op_name.startswith("quantized::"):
+            args = tuple(_number(each) for each in args)
+        return original(packet, *args, **kwargs)
+
+    return called
+
+
+def _number(value: Any) -> Any:
+    is_number = isinstance(value, Tensor) and value.is_meta and not value.dim() and known(value) is not None
+    return value.item() if is_number else value
+
+
+def _formatted(original: Function) -> Function:
+    """A known number in an f-string is itself: ``self[f"expert_{index}"]``."""
+
+    def formatted(tensor: Tensor, spec: str) -> str:
+        number = _number(tensor)
+        text: str = original(tensor, spec) if number is tensor else format(number, spec)
+        return text
+
+    return formatted
+
+
+# -- devices by name --------------------------------------------------------------------------------------------------
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    device = kwargs.get("device")
+    return kwargs | {"device": _META} if device is not None and _names_cuda(device) else kwargs
+
+
+def _placed(original: Function) -> Function:
+    """A function that takes its device by keyword only."""
+
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **(_on_meta(kwargs) if "device" in kwargs else kwargs))
+
+    return placed
+
+
+def _moved(original: Function) -> Function:
+    """``x.to(device)``, the device in front or by keyword."""
+
+    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and not isinstance(args[0], (torch.dtype, Tensor)) and _names_cuda(args[0]):
+            args = (_META, *args[1:])
+        return original(tensor, *args, **(_on_meta(kwargs) if "device" in kwargs else kwargs))
+
+    return moved
+
+
+def _moved_to_cuda(_: Function) -> Function:
+    def moved(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tensor.to(_META)
+
+    return moved
+
+
+def _with_states_moved(original: Function) -> Function:
+    """A recurrent net refuses hidden states that were made on the CPU, before any op of it is dispatched."""
+
+    def called(tensor: Tensor, *args: Any) -> Any:
+        place = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
+        states = args[place]
+        if tensor.is_meta and any(not state.is_meta for state in tensors_in(states)):
+            _thread.notes[-1][MIXED] = None
+            moved = map_tensors(lambda state: state.to(_META), states)
+            args = (*args[:place], moved, *args[place + 1 :])
+        return original(tensor, *args)
+
+    return called
+
+
+_faces = Substitutions(_substitutions, lambda: bool(_thread.notes))

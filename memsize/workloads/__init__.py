@@ -1,0 +1,1 @@
+"""What is run: inference, training, the user's own loop."""

@@ -1,0 +1,127 @@
+"""The number that a training step minimises: the user's, the model's own, or the one that its output suggests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from memsize.constants.known import remember
+from memsize.errors import InputError
+from memsize.internals.pytree import tensors_in
+from memsize.tracing.ledger import Ledger
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+class Losses:
+    """Computes a step's loss. Targets are made once, as inputs; `name` says afterwards which loss it was."""
+
+    def __init__(self, wanted: str | Loss | None, ledger: Ledger) -> None:
+        self.wanted = wanted
+        self.ledger = ledger
+        self.name = ""
+        self.targets: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        """The loss of a model's output, a tensor of one element; raises `InputError` if it has none of that kind."""
+        if callable(self.wanted):
+            self.name = getattr(self.wanted, "__name__", "the given function")
+            return self.wanted(output)
+        name = self.wanted or _suggested(output)
+        self.name = name
+        return _KINDS[name](self, output)
+
+    def own(self, output: Any) -> torch.Tensor:
+        """What the model itself returned as its loss."""
+        loss = _named(output, "loss")
+        if loss is None:
+            raise InputError("the model returns no loss of its own: choose another with loss=")
+        return loss if loss.dim() == 0 else loss.mean()
+
+    def cross_entropy(self, output: Any) -> torch.Tensor:
+        """Cross-entropy of the logits: classes last in 2 and 3 dimensions, second in 4 and more (segmentation)."""
+        logits = _logits(output)
+        if logits.dim() == 3:
+            logits = logits.flatten(0, 1)
+        shape = (logits.shape[0], *logits.shape[2:])
+        return functional.cross_entropy(logits, self._target(shape, torch.int64))
+
+    def mse(self, output: Any) -> torch.Tensor:
+        """Mean squared error against a target like the first floating output."""
+        first = _floating(output)[0]
+        return functional.mse_loss(first, self._target(tuple(first.shape), first.dtype))
+
+    def bce(self, output: Any) -> torch.Tensor:
+        """Binary cross-entropy with logits against a target like the first floating output."""
+        first = _floating(output)[0]
+        return functional.binary_cross_entropy_with_logits(first, self._target(tuple(first.shape), first.dtype))
+
+    def mean(self, output: Any) -> torch.Tensor:
+        """The mean of every floating output that requires a gradient, added up."""
+        return _total(tensor.mean() for tensor in _floating(output))
+
+    def sum(self, output: Any) -> torch.Tensor:
+        """The sum of every floating output that requires a gradient, added up."""
+        return _total(tensor.sum() for tensor in _floating(output))
+
+    def _target(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        key = (shape, dtype)
+        if key not in self.targets:
+            with torch.no_grad():
+                target = torch.empty(shape, dtype=dtype, device=self.ledger.device)
+            if dtype is torch.int64 and target.is_meta:
+                remember(target, torch.zeros((), dtype=dtype).expand(shape))
+            elif not target.is_meta:
+                target.zero_()
+            self.ledger.mark(target, "input")
+            self.targets[key] = target
+        return self.targets[key]
+
+
+_KINDS: dict[str, Callable[[Losses, Any], torch.Tensor]] = {
+    "own": Losses.own,
+    "cross_entropy": Losses.cross_entropy,
+    "mse": Losses.mse,
+    "bce": Losses.bce,
+    "mean": Losses.mean,
+    "sum": Losses.sum,
+}
+
+
+def _suggested(output: Any) -> str:
+    """The model's own loss, else cross-entropy where the output looks like logits, else the mean."""
+    if _named(output, "loss") is not None:
+        return "own"
+    if _named(output, "logits") is not None:
+        return "cross_entropy"
+    tensors = _floating(output)
+    is_logits = len(tensors) == 1 and tensors[0].dim() in (2, 3) and tensors[0].shape[-1] > 1
+    return "cross_entropy" if is_logits else "mean"
+
+
+def _named(output: Any, name: str) -> torch.Tensor | None:
+    found = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _logits(output: Any) -> torch.Tensor:
+    named = _named(output, "logits")
+    return _floating(output)[0] if named is None else named
+
+
+def _floating(output: Any) -> list[torch.Tensor]:
+    """Every floating output that a gradient can start from."""
+    found = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
+    if not found:
+        raise InputError("no output of the model requires a gradient: there is nothing to train")
+    return found
+
+
+def _total(terms: Any) -> torch.Tensor:
+    first, *rest = terms
+    for term in rest:
+        first = first + term.to(first.dtype)
+    return first  # type: ignore[no-any-return]

@@ -1,0 +1,92 @@
+"""Optimizers on a twin, as CUDA would have them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from memsize.errors import InputError
+from memsize.internals.pytree import tensors_in
+from memsize.spec.training import parse_optimizer
+from memsize.tracing.ledger import Ledger
+
+_SUPPORTED = ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices")
+
+
+def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer that `kind` names (see `memsize.spec.training.parse_optimizer`) or makes of the parameters.
+
+    Raises `InputError` when its options do not suit it.
+    """
+    try:
+        if callable(kind):
+            made: torch.optim.Optimizer = kind(parameters)
+            return made
+        spec = parse_optimizer(kind)
+        make: Callable[..., torch.optim.Optimizer] = _without_compiler(getattr(torch.optim, spec.cls))
+        return make(parameters, **spec.options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"the optimizer {kind!r} cannot be made: {error}") from error
+
+
+@cache
+def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """`cls` with the methods that PyTorch wraps for torch.compile as they were written.
+
+    The wrappers do nothing here but import torch._dynamo, which takes as long as importing torch. What a wrapped step
+    does beside, choosing the gradient mode, is done here too. PyTorch hooks `step` for profilers class by class: it
+    finds this class unhooked and hooks it.
+    """
+    written = inspect.unwrap(cls.step)
+
+    def step(self: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+            result: float | None = written(self, closure)
+            return result
+
+    methods = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "zero_grad")}
+    return type(cls.__name__, (cls,), {**methods, "step": step})
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """While open, optimizers choose foreach and fused implementations for `meta` parameters as they do for CUDA's."""
+    originals = {name: getattr(torch_optimizer, name) for name in _SUPPORTED if hasattr(torch_optimizer, name)}
+    for name, original in originals.items():
+        setattr(torch_optimizer, name, lambda original=original: [*original(), "meta"])
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch_optimizer, name, original)
+
+
+@contextmanager
+def steps_watched(ledger: Ledger) -> Iterator[None]:
+    """While open, every optimizer's `step` is its own phase, and the state that it makes is marked."""
+    phases: list[Any] = []
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        phases.append(ledger.clock.during("optimizer"))
+        phases[-1].__enter__()
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        phases.pop().__exit__(None, None, None)
+        for tensor in tensors_in(list(optimizer.state.values())):
+            ledger.mark(tensor, "optimizer state")
+
+    handles = (
+        torch_optimizer.register_optimizer_step_pre_hook(before),
+        torch_optimizer.register_optimizer_step_post_hook(after),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

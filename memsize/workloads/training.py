@@ -1,0 +1,181 @@
+"""Training steps of one twin, as a `Trace`: forward, loss, backward and optimizer, several times over.
+
+Everything is PyTorch's own: autograd runs the backward, `torch.optim` the update, `torch.amp` the scaling. The user's
+own loop runs the same way: the phases are read off the engine and the optimizers' hooks, not off our loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memsize.internals.pytree import tensors_in
+from memsize.records.trace import Trace
+from memsize.spec.training import Training
+from memsize.tracing.ledger import Ledger
+from memsize.tracing.run import Run, Setup
+from memsize.workloads.losses import Losses
+from memsize.workloads.optimizers import as_on_cuda, make_optimizer, steps_watched
+
+Body = Callable[..., Any]
+
+
+def run_training(setup: Setup, training: Training) -> Trace:
+    """The trace of `training.steps` steps. Raises `ForwardError` when the model's code fails in any of them."""
+    run = Run(setup)
+    with run.recording(), _as_trained(run):
+        body = Loop(run.setup, run.ledger, training)
+        for step in range(1, training.steps + 1):
+            run.ledger.clock.step = step
+            with run.ledger.clock.during("step"):
+                body()
+        run.note(f"the loss is {_LOSS_NAMES.get(body.losses.name, body.losses.name)}")
+    return run.trace()
+
+
+def run_own_step(setup: Setup, step: Callable[..., Any], steps: int) -> Trace:
+    """The trace of the user's own loop body.
+
+    `step(model)` is called once with the twin and returns the body, which is called `steps` times with the inputs; what
+    it makes outside the body (optimizer, scaler, averaged copy) is there from the first step on.
+    """
+    run = Run(setup)
+    args, kwargs = setup.call
+    with run.recording(), _as_trained(run):
+        body = step(setup.twin)
+        for number in range(1, steps + 1):
+            run.ledger.clock.step = number
+            with run.ledger.clock.during("step"), setup.autocast():
+                body(*args, **kwargs)
+    return run.trace()
+
+
+@contextmanager
+def _as_trained(run: Run) -> Iterator[None]:
+    """Gradient mode, optimizers as on CUDA, and gradients marked as they are accumulated."""
+    trained, buckets = _trainable(run.setup.twin), run.setup.buckets
+    handles = [p.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for p in trained]
+    held = buckets.hold(trained, run.ledger) if buckets else []
+    try:
+        with torch.enable_grad(), as_on_cuda(), steps_watched(run.ledger):
+            yield
+    finally:
+        held.clear()
+        for handle in handles:
+            handle.remove()
+
+
+def _marks_gradient(ledger: Ledger) -> Callable[[torch.Tensor], None]:
+    def mark(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            ledger.mark(parameter.grad, "gradient")
+
+    return mark
+
+
+def _trainable(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+class Loop:
+    """The usual body: zero the gradients, forward, loss, backward, step.
+
+    A real run on a GPU is this loop too, with a ledger that does not listen.
+    """
+
+    def __init__(self, setup: Setup, ledger: Ledger, training: Training) -> None:
+        self.setup = setup
+        self.training = training
+        self.ledger = ledger
+        self.parameters = _trainable(setup.twin)
+        self.masters = _master_copies(self.parameters, self.ledger) if setup.masters else None
+        self.optimizer = make_optimizer(training.optimizer, self._updated())
+        self.losses = Losses(training.loss, self.ledger)
+        scaled = setup.scaled if training.scaler is None else training.scaler
+        self.scaler = torch.amp.GradScaler("cuda") if scaled else None
+        self.average = _copies(self.parameters, self.ledger, "optimizer state") if training.ema else []
+
+    def __call__(self) -> None:
+        with self.ledger.clock.during("zero_grad"):
+            self._zero_grad()
+        for _ in range(self.training.accumulate):
+            self._forward_and_backward()
+        self._step()
+        if self.average:
+            with self.ledger.clock.during("ema"), torch.no_grad():
+                torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 0.001)
+
+    def _updated(self) -> list[torch.Tensor]:
+        """What the optimizer updates: the parameters, or their float32 masters."""
+        return self.parameters if self.masters is None else self.masters
+
+    def _zero_grad(self) -> None:
+        views = self.setup.buckets is not None and self.setup.buckets.views  # of buckets, which stay
+        self.optimizer.zero_grad(set_to_none=self.training.set_to_none and not views)
+        if self.masters is not None:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def _forward_and_backward(self) -> None:
+        args, kwargs = self.setup.call
+        with self.setup.autocast():
+            output = self.setup.twin(*args, **kwargs)
+            with self.ledger.clock.during("loss"):
+                loss = self.losses(output)
+                if self.training.accumulate > 1:
+                    loss = loss / self.training.accumulate
+        # A loop usually lets go of the output only when the next one arrives: so it is here.
+        self.output = output
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _step(self) -> None:
+        if self.masters is not None:
+            self._step_masters()
+        elif self.scaler is None:
+            self.optimizer.step()
+        else:
+            with self.ledger.clock.during("optimizer"):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+    def _step_masters(self) -> None:
+        """apex O2: gradients are copied to float32, the masters are updated, and the parameters are made from them."""
+        assert self.masters is not None
+        with self.ledger.clock.during("optimizer"):
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                if parameter.grad is not None and master is not parameter:
+                    master.grad = parameter.grad.detach().to(torch.float32)
+                    self.ledger.mark(master.grad, "gradient")
+            self.optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(self.masters, self.parameters, strict=True):
+                    if master is not parameter:
+                        parameter.copy_(master)
+
+
+def _master_copies(parameters: list[torch.Tensor], ledger: Ledger) -> list[torch.Tensor]:
+    """A float32 master for every parameter of lower precision; a float32 parameter is its own."""
+    lower = [p for p in parameters if p.dtype is not torch.float32]
+    copies = dict(zip(map(id, lower), _copies(lower, ledger, "master weight"), strict=True))
+    return [copies[id(p)].requires_grad_() if id(p) in copies else p for p in parameters]
+
+
+def _copies(parameters: list[torch.Tensor], ledger: Ledger, role: Any) -> list[torch.Tensor]:
+    copies = [parameter.detach().to(torch.float32, copy=True) for parameter in parameters]
+    for copy in tensors_in(copies):
+        ledger.mark(copy, role)
+    return copies
+
+
+_LOSS_NAMES = {
+    "own": "the model's own",
+    "cross_entropy": "cross-entropy of the output",
+    "mse": "the mean squared error of the output",
+    "bce": "the binary cross-entropy of the output",
+    "mean": "the mean of the floating outputs",
+    "sum": "the sum of the floating outputs",
+}
