@@ -31,7 +31,9 @@ from memsize.cli import run
 from memsize.errors import CheckpointError, MemsizeError
 from memsize.records.trace import TensorSpec
 from memsize.units import Bytes
+from memsize.render import FORMATS
 from tests.checkpoints import gguf_bytes
+from tests.test_render import check
 
 
 def tensor(name: str, shape: tuple[int, ...] = (4,), dtype: str = "float32", **facts: Any) -> Tensor:
@@ -407,6 +409,37 @@ def test_every_format(checkpoint: Path, format: str) -> None:
     text = render(memsize.read_checkpoint(checkpoint), format)
     assert text.endswith("\n")
     assert "queue" in text
+
+
+def made_by_hand() -> CheckpointReport:
+    """A training checkpoint: a model with a tensor that is a view, its EMA copy, two moments of an optimizer."""
+    mebi = 2**18
+    held = contents(
+        *(tensor(f"model.{name}", (mebi,)) for name in ("stem.weight", "body.0.weight", "body.1.weight")),
+        tensor("model.queue", (16,), unneeded=4 * mebi - 64),
+        tensor("ema.stem.weight", (mebi,)),
+        tensor("optimizer.state.0.exp_avg", (mebi,)),
+        tensor("optimizer.state.0.step", (), "int64"),
+        values=(("epoch", "3"), ("git", "x" * 120)),
+        marks=(Mark(("optimizer",), "optimizer"),),
+        classes=("numpy.ndarray",),
+        notes=("a note",),
+    )
+    file = replace(held.files[0], name="x-00001.pt", size=held.size + 700, uses=(held.size, 0, 0, 500, 200, 0, 0))
+    other = FileRecord("x-00002.pt", "PyTorch zip", 96, (0, 64, 0, 0, 0, 0, 32), 0)
+    expected = {name: Expected(TensorSpec("float32", (mebi,))) for name in ("stem.weight", "body.0.weight", "fc.bias")}
+    held = replace(held, files=(file, other))
+    return CheckpointReport(held, compared(Anatomy(held), expected, "Net"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_golden(format: str) -> None:
+    check(f"checkpoint{FORMATS[format][0]}", render(made_by_hand(), format))
+
+
+def test_golden_to_a_depth() -> None:
+    check("checkpoint.80.txt", render(made_by_hand(), "text", width=80, depth=1))
+    check("checkpoint.1.csv", render(made_by_hand(), "csv", depth=1))
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])

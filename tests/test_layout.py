@@ -19,8 +19,11 @@ from memsize.cli import run
 from memsize.documents.layout import sections
 from memsize.documents.sections import Findings, Table
 from memsize.errors import ForwardError, OutputError
-from memsize.records.layout import LayoutReport
+from memsize.records.layout import Audit, Copy, Format, LayerFormats, LayoutReport, Loss, Run
+from memsize.records.trace import InputTensor, TensorSpec
+from memsize.render import FORMATS
 from memsize.render.layout import render
+from tests.test_render import check
 
 Write = Callable[[str, str], Path]
 
@@ -313,6 +316,45 @@ def test_each_format_of_the_report() -> None:
     assert "Channels last is lost in" in str(report.why())
     with pytest.raises(OutputError):
         render(report, "pdf")
+
+
+def made_by_hand() -> LayoutReport:
+    """A net whose second layer loses channels last by a clone, so that the third copies it back in its kernel."""
+    image = TensorSpec("float32", (1, 8, 16, 16))
+    last: tuple[Format, ...] = ("channels last",)
+    rows: tuple[Format, ...] = ("row-major",)
+    layers = (
+        LayerFormats("", "Net", 0, False, 1, (), last, last, (TensorSpec("float32", (1, 10)),)),
+        LayerFormats("stem", "Conv2d", 1, True, 1, last, last, last, (image,)),
+        LayerFormats("blocks", "Sequential", 1, False, 1, (), last, last, (image,)),
+        LayerFormats("blocks.0", "Shuffle", 2, True, 2, (), last, rows, (image, image)),
+        LayerFormats("blocks.1", "Conv2d", 2, True, 1, last, rows, last, (image,)),
+        LayerFormats("fc", "Linear", 1, True, 1, (), (), (), (TensorSpec("float32", (1, 10)),)),
+    )
+    clone = Copy("blocks.0", "clone", image, "channels last", "row-major", IMAGE, False, "net.py:7")
+    back = Copy("blocks.1", "convolution", image, "row-major", "channels last", IMAGE, True)
+    return LayoutReport(
+        Audit(
+            model="net.py:Net",
+            inputs=(InputTensor("image", TensorSpec("float32", (1, 3, 16, 16)), 3072),),
+            scenario="fp32",
+            training=True,
+            plain=Run(layers, (Copy("", "clone", image, "other", "row-major", IMAGE, False),), ()),
+            last=Run(layers, (clone, back), (Loss("blocks.0", "clone", image, "row-major", "net.py:7"),)),
+            converted=2,
+            converted_inputs=1,
+        ),
+        ("a note with <markup> | in it",),
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_golden(format: str) -> None:
+    check(f"layout{FORMATS[format][0]}", render(made_by_hand(), format))
+
+
+def test_golden_at_a_terminals_width() -> None:
+    check("layout.80.txt", render(made_by_hand(), "text", width=80, depth=1))
 
 
 def test_json_to_a_file(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_json_comes_back_as_it_went(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [[], {}, {"schema": "memsize.analysis.timeline/0"}, {"schema": "memsize.analysis.timeline/1", "op": 1}]
+    "data", [[], {}, {"schema": "memsize.timeline/0"}, {"schema": "memsize.timeline/1", "op": 1}]
 )
 def test_other_data_is_no_timeline(data: object) -> None:
     with pytest.raises(InputError, match="not a memsize timeline"):
@@ -286,6 +286,16 @@ def test_golden_at_a_terminals_width(name: str, width: int) -> None:
     text = render(timeline(TRACES[name]()), "text", width=width)
     assert max(map(len, text.splitlines())) <= width
     check(f"timeline.{name}.{width}.txt", text)
+
+
+@pytest.mark.parametrize("name", ["steps", "inference"])
+@pytest.mark.parametrize("format", ["html", "json", "csv"])
+def test_golden(name: str, format: str) -> None:
+    check(f"timeline.{name}.{format}", render(timeline(TRACES[name]()), format))
+
+
+def test_golden_in_a_notebook() -> None:
+    check("timeline.notebook.html", StepTrace(two_steps())._repr_html_())
 
 
 @pytest.mark.parametrize("width", [60, 100, 133, None])
