@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memsize.checkpoint import policy, read
-from memsize.checkpoint.document import CheckpointReport
 from memsize.checkpoint.pickle import Machine
 from memsize.checkpoint.policy import is_allowed, is_refused
+from memsize.checkpoint.report import CheckpointReport
 from memsize.checkpoint.values import Blob, Dict, Object
 from memsize.errors import CheckpointError
 from tests.checkpoints import entry, gguf_bytes, text, write_legacy, write_safetensors, write_zip

@@ -22,16 +22,15 @@ from memsize.checkpoint import read
 from memsize.checkpoint.accounting import Claims
 from memsize.checkpoint.against import Expected, Match, compared, expected_from
 from memsize.checkpoint.anatomy import Anatomy, View, halved
-from memsize.checkpoint.document import CheckpointReport
-from memsize.checkpoint.formats import render
 from memsize.checkpoint.ownership import Piece, given_out, strided_extent
 from memsize.checkpoint.record import USES, Contents, FileRecord, Mark, Storage, Tensor
-from memsize.checkpoint.sections import module_table, parts_table
+from memsize.checkpoint.report import CheckpointReport
 from memsize.cli import run
+from memsize.documents.checkpoint import module_table, parts_table
 from memsize.errors import CheckpointError, MemsizeError
 from memsize.records.trace import TensorSpec
+from memsize.render import FORMATS, render
 from memsize.units import Bytes
-from memsize.render import FORMATS
 from tests.checkpoints import gguf_bytes
 from tests.test_render import check
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from memsize.documents.layers import COLUMNS
-from memsize.documents.report import sections
+from memsize.documents import document
+from memsize.documents.report import COLUMNS
 from memsize.documents.sections import Findings, Heading, Missing, Notes, Stop, Table
 from memsize.records.aggregates import Totals, totals
 from memsize.records.finding import Finding
@@ -116,13 +116,13 @@ def test_a_report_prints_itself() -> None:
 
 
 def test_sections_in_reading_order() -> None:
-    assert [type(part) for part in sections(records.toy_report())] == [Heading, Table, Table, Findings]
-    assert [type(part) for part in sections(records.structures_report())] == [Heading, Table, Notes, Notes]
-    assert [type(part) for part in sections(records.failing_report())] == [Heading, Stop, Table]
+    assert [type(part) for part in document(records.toy_report()).sections()] == [Heading, Table, Table, Findings]
+    assert [type(part) for part in document(records.structures_report()).sections()] == [Heading, Table, Notes, Notes]
+    assert [type(part) for part in document(records.failing_report()).sections()] == [Heading, Stop, Table]
 
 
 def table(report: Report, name: str, **options: object) -> Table:
-    return next(p for p in sections(report, **options) if isinstance(p, Table) and p.name == name)  # type: ignore[arg-type]
+    return next(p for p in document(report, **options).sections() if isinstance(p, Table) and p.name == name)
 
 
 def keys(table: Table) -> list[str]:

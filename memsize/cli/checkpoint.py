@@ -54,8 +54,6 @@ def checkpoint(
     FILE is what torch.save writes (.pt, .pth, .bin, .ckpt), safetensors, GGUF, an index.json of several files, or a
     folder with one of these. Only headers are read, and nothing that a pickle names is run.
     """
-    from memsize.checkpoint.formats import render
-
     values = parse_arguments(arguments)
     if target is None and values:
         raise InputError("--arg is for the model of --against: name one")
@@ -67,5 +65,5 @@ def checkpoint(
 
         progress(f"reading {path}")
         found = api.read_checkpoint(path, against=target, arguments=values)
-        text = render(found, output.format, unit=output.unit, depth=depth, width=output.width)
+        text = output.drawn(found, depth=depth)
     output.write(text)

@@ -31,7 +31,7 @@ MODELLED = "* modelled: not all of its figures come from a run"
 """What the mark behind a scenario's name means."""
 
 
-def draw(cell: Cell, unit: str) -> str:
+def draw_cell(cell: Cell, unit: str) -> str:
     """A cell as text. Bytes are drawn without their unit: it stands once, in the column's title."""
     match cell:
         case None:

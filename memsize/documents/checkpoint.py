@@ -1,16 +1,34 @@
-"""A checkpoint's report as typed sections, in reading order."""
+"""A checkpoint's report as a document: what every byte of the files is for, what would remain, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from memsize.checkpoint.against import PROBLEMS, Difference
+from memsize.checkpoint.against import PROBLEMS, Difference, Match
 from memsize.checkpoint.anatomy import Group, View, halved
-from memsize.checkpoint.document import CheckpointReport
-from memsize.checkpoint.record import FileRecord, PartKind, Tensor, Use
-from memsize.documents.sections import Cell, Column, Findings, Notes, Path, Section, Share, Specs, Table, Title, Words
+from memsize.checkpoint.dtypes import BITS
+from memsize.checkpoint.record import USES, FileRecord, PartKind, Tensor, Use
+from memsize.checkpoint.report import CheckpointReport
+from memsize.documents import Document, finding_data, plain
+from memsize.documents.sections import (
+    Cell,
+    Column,
+    Path,
+    Section,
+    Share,
+    Specs,
+    Table,
+    Title,
+    Words,
+    explained,
+    listed,
+)
+from memsize.records.answer import FlatTable
 from memsize.units import Bytes
 
+SCHEMA: Final = "memsize.checkpoint/1"
 MOST_DIFFERENCES = 40
 MOST_VALUES = 24
 MOST_FILES = 40
@@ -26,26 +44,78 @@ _USES: tuple[tuple[Use, str, str], ...] = (
 )
 
 
-def sections(report: CheckpointReport, depth: int | None = None) -> tuple[Section, ...]:
-    """`report` in reading order. `depth` cuts the module table; by default it is as deep as it can be read."""
-    parts: list[Section] = [title(report), parts_table(report)]
-    if len(report.anatomy.dtypes) > 1:
-        parts.append(dtype_table(report))
-    if report.contents.tensors:
-        parts.append(module_table(report, depth))
-    if len(report.contents.files) > 1:
-        parts.append(file_table(report))
-    if report.contents.tensors:
-        parts.append(remains_table(report))
-    if report.match and report.match.differences:
-        parts.append(difference_table(report))
-    if report.findings:
-        parts.append(Findings("Why", report.findings))
-    if report.contents.values:
-        parts.append(Notes("Also in it", tuple(_values(report))))
-    if report.contents.notes:
-        parts.append(Notes("Notes", report.contents.notes))
-    return tuple(parts)
+@dataclass(frozen=True)
+class CheckpointDocument(Document[CheckpointReport]):
+    """A checkpoint's report. `depth` cuts the module table; by default it is as deep as it can be read, and in files
+    each tensor by itself.
+    """
+
+    depth: int | None = None
+
+    def sections(self) -> tuple[Section, ...]:
+        """What the bytes are for, by part, dtype, module and file, what would remain of them, and why."""
+        report, contents = self.answer, self.answer.contents
+        return (
+            title(report),
+            parts_table(report),
+            *([dtype_table(report)] if len(report.anatomy.dtypes) > 1 else []),
+            *([module_table(report, self.depth)] if contents.tensors else []),
+            *([file_table(report)] if len(contents.files) > 1 else []),
+            *([remains_table(report)] if contents.tensors else []),
+            *([difference_table(report.match)] if report.match and report.match.differences else []),
+            *explained(report.findings),
+            *listed("Also in it", tuple(_values(report))),
+            *listed("Notes", contents.notes),
+        )
+
+    def tables(self) -> dict[str, FlatTable]:
+        """The modules down to `depth`, and what else the report has."""
+        return self.answer.tables() | {"modules": self.answer.module_table(self.depth)}
+
+    def data(self, unit: str) -> dict[str, Any]:
+        """Everything that is known, whatever `depth` says."""
+        report, contents, anatomy = self.answer, self.answer.contents, self.answer.anatomy
+        return {
+            "schema": SCHEMA,
+            "path": contents.path,
+            "format": contents.format,
+            "bytes": contents.size,
+            "uses": {use: sum(file.bytes_for(use) for file in contents.files) for use in USES},
+            "behind_views": anatomy.unneeded,
+            "unnamed": anatomy.unowned,
+            "saved_by_compression": contents.compressed,
+            "files": [_file_data(file) for file in contents.files],
+            "parts": [{"part": group.kind, "where": group.name, **_group_data(group)} for group in anatomy.parts],
+            "dtypes": [{"dtype": group.name, **_group_data(group)} for group in anatomy.dtypes],
+            "tensors": report.tables()["tensors"].records(),
+            "remains": dict(remains(report)),
+            "against": plain(report.match),
+            "findings": [finding_data(finding, unit) for finding in report.findings],
+            "values": dict(contents.values),
+            "classes": contents.classes,
+            "missing": contents.missing,
+            "notes": contents.notes,
+        }
+
+
+def _file_data(file: FileRecord) -> dict[str, Any]:
+    return {
+        "name": file.name,
+        "format": file.format,
+        "bytes": file.size,
+        "tensors": file.tensors,
+        "uses": dict(zip(USES, file.uses, strict=True)),
+    }
+
+
+def _group_data(group: Group) -> dict[str, Any]:
+    return {
+        "tensors": group.tensors,
+        "elements": group.elements,
+        "dtypes": group.dtypes,
+        "bytes": group.bytes,
+        "unneeded": group.unneeded,
+    }
 
 
 def title(report: CheckpointReport) -> Title:
@@ -119,29 +189,34 @@ def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     """The tensors by module, down to `depth` below their part; the rows add up to the tensors' bytes."""
     view = report.anatomy.fitting_view if depth is None else View(depth)
     groups, size = report.anatomy.modules(view), report.contents.size
-    behind = any(group.unneeded for group in groups)
     columns = (
         Column("module", "module", "name", 100, "the names' common prefix"),
         Column("part", "part", "text", 55, "the part it belongs to"),
         *_COUNTS,
         _DTYPE,
         Column("bytes", "needed", "bytes", 95, "bytes that its tensors need, shared ones once"),
-        *([Column("unneeded", "behind views", "bytes", 90, "storage that no tensor covers")] if behind else []),
+        Column("unneeded", "behind views", "bytes", 90, "storage that no tensor covers"),
         _SHARE,
     )
     roots = {(group.kind, group.root) for group in groups}
-    rows = []
-    for group in groups:
-        extra = (Bytes(group.unneeded),) if behind else ()
-        dtypes = Words(group.dtypes)
-        figures = (group.tensors, group.elements, dtypes, Bytes(group.bytes), *extra, _share(group.bytes, size))
-        rows.append((Path(_below(group, roots)), str(group.kind), *figures))
-    total = list(_total(groups, size, named=2, blank=1))
-    if behind:
-        total.insert(-1, Bytes(sum(group.unneeded for group in groups)))
+    rows = tuple(
+        (
+            Path(_below(group, roots)),
+            str(group.kind),
+            group.tensors,
+            group.elements,
+            Words(group.dtypes),
+            Bytes(group.bytes),
+            Bytes(group.unneeded),
+            _share(group.bytes, size),
+        )
+        for group in groups
+    )
+    *counts, share = _total(groups, size, named=2, blank=1)
+    total = (*counts, Bytes(sum(group.unneeded for group in groups)), share)
     caption = "Modules" if view.depth is None else f"Modules to depth {view.depth}"
     caption += ", numbered ones together" if view.folded else ""
-    return Table("modules", "Modules", columns, tuple(rows), tuple(total), caption=caption)
+    return Table("modules", "Modules", columns, rows, total, caption=caption).without_empty("unneeded")
 
 
 def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
@@ -217,18 +292,13 @@ def _alone(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    from dataclasses import replace
-
-    from memsize.checkpoint.dtypes import BITS
-
     bits = BITS.get(tensor.spec.dtype, 0)
     return replace(tensor, bytes=tensor.elements * bits + 7 >> 3)
 
 
-def difference_table(report: CheckpointReport) -> Table:
+def difference_table(match: Match) -> Table:
     """What is not as the model wants it, the most serious first."""
-    assert report.match is not None
-    rows = sorted(report.match.differences, key=lambda difference: PROBLEMS.index(difference.problem))
+    rows = sorted(match.differences, key=lambda difference: PROBLEMS.index(difference.problem))
     columns = (
         Column("name", "tensor", "name", 100, "its name in the model, or in the file if the model has none"),
         Column("problem", "problem", "text", 95, "what load_state_dict would complain about"),
@@ -236,7 +306,7 @@ def difference_table(report: CheckpointReport) -> Table:
         Column("model", "in the model", "specs", 85, "what the model has"),
     )
     more = len(rows) - MOST_DIFFERENCES
-    caption = f"Differences from {report.match.model}"
+    caption = f"Differences from {match.model}"
     caption += f", the first {MOST_DIFFERENCES} of {len(rows):,} (JSON has them all)" if more > 0 else ""
     cells = tuple(map(_difference, rows[:MOST_DIFFERENCES]))
     return Table("differences", "Differences", columns, cells, caption=caption)

@@ -1,0 +1,108 @@
+"""`CheckpointReport`: what `memsize checkpoint` found out about a file, as a value to read, draw and tabulate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+from memsize.checkpoint.against import Match
+from memsize.checkpoint.anatomy import Anatomy, Group, View
+from memsize.checkpoint.findings import findings
+from memsize.checkpoint.record import Contents
+from memsize.records.answer import Answer, FlatTable
+from memsize.records.finding import Finding
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+@dataclass(frozen=True, repr=False)
+class CheckpointReport(Answer):
+    """What a checkpoint weighs and why. `match` says how it fits a model, when one was named."""
+
+    kind: ClassVar = "checkpoint"
+
+    contents: Contents
+    match: Match | None = None
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """The parts, dtypes and modules."""
+        return Anatomy(self.contents)
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """What makes it larger than what it is for, and what is odd about it."""
+        return findings(self.anatomy, self.match)
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return self.contents.size
+
+    def tables(self) -> dict[str, FlatTable]:
+        """`modules`, each tensor by itself, `parts`, `dtypes` and `tensors`."""
+        return {
+            "modules": self.module_table(),
+            "parts": FlatTable(_COLUMNS, map(_row, self.anatomy.parts)),
+            "dtypes": FlatTable(_COLUMNS, map(_row, self.anatomy.dtypes)),
+            "tensors": FlatTable.of(self._tensor_records()),
+        }
+
+    def module_table(self, depth: int | None = None) -> FlatTable:
+        """One row per module down to `depth` below its part; None takes each tensor by itself."""
+        columns = ("part", "module", *_COLUMNS[2:])
+        return FlatTable(columns, map(_row, self.anatomy.modules(View(depth))))
+
+    @property
+    def parts(self) -> DataFrame:
+        """One row per part: model, EMA, optimizer, scheduler, other."""
+        return _words_joined(self.tables()["parts"].frame()).rename(columns={"name": "where"})
+
+    @property
+    def dtypes(self) -> DataFrame:
+        """One row per dtype."""
+        frame = self.tables()["dtypes"].frame()
+        return frame.rename(columns={"name": "dtype"}).drop(columns=["part", "dtypes"])
+
+    def modules(self, depth: int | None = None) -> DataFrame:
+        """One row per module down to `depth` below its part; None takes each tensor by itself."""
+        return _words_joined(self.module_table(depth).frame())
+
+    @property
+    def tensors(self) -> DataFrame:
+        """One row per tensor. `bytes` adds up to what all tensors need; `unneeded` to what is saved along with them."""
+        return self.tables()["tensors"].frame()
+
+    def _tensor_records(self) -> Iterator[dict[str, object]]:
+        files, storages = self.contents.files, self.contents.storages
+        for tensor, place in zip(self.contents.tensors, self.anatomy.places, strict=True):
+            storage = None if tensor.storage is None else storages[tensor.storage]
+            yield {
+                "name": tensor.name,
+                "part": place.kind,
+                "dtype": tensor.spec.dtype,
+                "shape": list(tensor.spec.shape),
+                "elements": tensor.elements,
+                "bytes": tensor.bytes,
+                "unneeded": tensor.unneeded,
+                "shared_with": tensor.shared_with,
+                "wrapper": tensor.wrapper,
+                "trainable": tensor.trainable,
+                "file": files[storage.file].name if storage else None,
+                "storage": storage.name if storage else None,
+                "offset": storage.offset if storage else None,
+            }
+
+
+_COLUMNS = ("part", "name", "tensors", "elements", "dtypes", "bytes", "unneeded")
+
+
+def _row(group: Group) -> tuple[object, ...]:
+    return group.kind, group.name, group.tensors, group.elements, group.dtypes, group.bytes, group.unneeded
+
+
+def _words_joined(frame: DataFrame) -> DataFrame:
+    return frame.assign(dtypes=frame["dtypes"].map(", ".join))
