@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
-from memsize.records.measurement import Log, Measurement, Peaks, Place, Saved, Workspace, encode
+from memsize.records.measurement import Log, Measurement, Peaks, Place, Saved, Workspace, read
+from memsize.records.run_file import is_run_file, read_run
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -149,10 +148,6 @@ class Verification(Answer):
         kept = (run.measurement if logs else replace(run.measurement, log=None) for run in self.runs)
         return Saved(tuple(kept), self.command, datetime.now(UTC).date().isoformat(), self.version)
 
-    def save(self, path: str | Path) -> None:
-        """Write the measurements to `path`; `memsize.verify(…, against=path)` compares with them without a GPU."""
-        Path(path).write_text(json.dumps(encode(self.saved())) + "\n", encoding="utf-8")
-
 
 Kind = Literal["predicted only", "real only", "other size", "freed later", "freed earlier"]
 """How the real step differs: an allocation that it lacks, one that was not foreseen, another size, another end."""
@@ -209,3 +204,14 @@ class Prediction:
     """What cuDNN itself says that those convolutions take; nothing where it was not asked."""
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def read_measurements(path: str) -> Saved:
+    """The measurements in a file: of a saved verification, or of one that holds them alone.
+
+    Raises `InputError` where it is neither.
+    """
+    if not is_run_file(path):
+        return read(path)
+    found: Verification = read_run(path, {Verification.kind: Verification}.get)
+    return found.saved()
