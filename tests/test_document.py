@@ -12,7 +12,7 @@ import pytest
 
 from memsize.documents import document
 from memsize.documents.report import COLUMNS
-from memsize.documents.sections import Findings, Heading, Missing, Notes, Stop, Table
+from memsize.documents.sections import Findings, Missing, Notes, Stop, Table, Title
 from memsize.records.aggregates import Totals, totals
 from memsize.records.finding import Finding
 from memsize.records.report import FIGURES, Report
@@ -116,9 +116,9 @@ def test_a_report_prints_itself() -> None:
 
 
 def test_sections_in_reading_order() -> None:
-    assert [type(part) for part in document(records.toy_report()).sections()] == [Heading, Table, Table, Findings]
-    assert [type(part) for part in document(records.structures_report()).sections()] == [Heading, Table, Notes, Notes]
-    assert [type(part) for part in document(records.failing_report()).sections()] == [Heading, Stop, Table]
+    assert [type(part) for part in document(records.toy_report()).sections()] == [Title, Table, Table, Findings]
+    assert [type(part) for part in document(records.structures_report()).sections()] == [Title, Table, Notes, Notes]
+    assert [type(part) for part in document(records.failing_report()).sections()] == [Title, Stop, Table]
 
 
 def table(report: Report, name: str, **options: object) -> Table:

@@ -46,26 +46,24 @@ class CheckpointReport(Answer):
         """`modules`, each tensor by itself, `parts`, `dtypes` and `tensors`."""
         return {
             "modules": self.module_table(),
-            "parts": FlatTable(_COLUMNS, map(_row, self.anatomy.parts)),
-            "dtypes": FlatTable(_COLUMNS, map(_row, self.anatomy.dtypes)),
+            "parts": FlatTable(("part", "where", *_FIGURES), map(_row, self.anatomy.parts)),
+            "dtypes": FlatTable(("dtype", *_FIGURES), (_row(group)[1:] for group in self.anatomy.dtypes)),
             "tensors": FlatTable.of(self._tensor_records()),
         }
 
     def module_table(self, depth: int | None = None) -> FlatTable:
         """One row per module down to `depth` below its part; None takes each tensor by itself."""
-        columns = ("part", "module", *_COLUMNS[2:])
-        return FlatTable(columns, map(_row, self.anatomy.modules(View(depth))))
+        return FlatTable(("part", "module", *_FIGURES), map(_row, self.anatomy.modules(View(depth))))
 
     @property
     def parts(self) -> DataFrame:
         """One row per part: model, EMA, optimizer, scheduler, other."""
-        return _words_joined(self.tables()["parts"].frame()).rename(columns={"name": "where"})
+        return _words_joined(self.tables()["parts"].frame())
 
     @property
     def dtypes(self) -> DataFrame:
         """One row per dtype."""
-        frame = self.tables()["dtypes"].frame()
-        return frame.rename(columns={"name": "dtype"}).drop(columns=["part", "dtypes"])
+        return self.tables()["dtypes"].frame().drop(columns="dtypes")
 
     def modules(self, depth: int | None = None) -> DataFrame:
         """One row per module down to `depth` below its part; None takes each tensor by itself."""
@@ -97,7 +95,7 @@ class CheckpointReport(Answer):
             }
 
 
-_COLUMNS = ("part", "name", "tensors", "elements", "dtypes", "bytes", "unneeded")
+_FIGURES = ("tensors", "elements", "dtypes", "bytes", "unneeded")
 
 
 def _row(group: Group) -> tuple[object, ...]:

@@ -74,6 +74,11 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
+def renamed(data: dict[str, Any], **names: str) -> dict[str, Any]:
+    """`data` with the fields in `names` called otherwise, in their places: ``renamed(data, specs="output")``."""
+    return {names.get(name, name): value for name, value in data.items()}
+
+
 def finding_data(finding: Finding, unit: str) -> dict[str, Any]:
     """A finding, its sentence in `unit`."""
     return {

@@ -85,9 +85,7 @@ class CheckpointDocument(Document[CheckpointReport]):
             "unnamed": anatomy.unowned,
             "saved_by_compression": contents.compressed,
             "files": [_file_data(file) for file in contents.files],
-            "parts": [{"part": group.kind, "where": group.name, **_group_data(group)} for group in anatomy.parts],
-            "dtypes": [{"dtype": group.name, **_group_data(group)} for group in anatomy.dtypes],
-            "tensors": report.tables()["tensors"].records(),
+            **{name: report.tables()[name].records() for name in ("parts", "dtypes", "tensors")},
             "remains": dict(remains(report)),
             "against": plain(report.match),
             "findings": [finding_data(finding, unit) for finding in report.findings],
@@ -105,16 +103,6 @@ def _file_data(file: FileRecord) -> dict[str, Any]:
         "bytes": file.size,
         "tensors": file.tensors,
         "uses": dict(zip(USES, file.uses, strict=True)),
-    }
-
-
-def _group_data(group: Group) -> dict[str, Any]:
-    return {
-        "tensors": group.tensors,
-        "elements": group.elements,
-        "dtypes": group.dtypes,
-        "bytes": group.bytes,
-        "unneeded": group.unneeded,
     }
 
 

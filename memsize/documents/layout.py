@@ -6,8 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memsize.documents import Document, finding_data, plain
-from memsize.documents.sections import Cell, Column, Path, Section, Specs, Table, Title, Words, explained, listed
+from memsize.documents import Document, finding_data, plain, renamed
+from memsize.documents.sections import (
+    Cell,
+    Column,
+    Path,
+    Section,
+    Specs,
+    Table,
+    Title,
+    Words,
+    explained,
+    input_text,
+    listed,
+)
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, LayoutReport, shortened
 from memsize.units import Bytes
 
@@ -56,8 +68,7 @@ class LayoutDocument(Document[LayoutReport]):
 
 
 def _layer_data(audit: Audit, layer: LayerFormats) -> dict[str, Any]:
-    data = {"output" if name == "specs" else name: value for name, value in plain(layer).items()}
-    return data | {
+    return renamed(plain(layer), specs="output") | {
         "copied_bytes": audit.last.copied_in(layer.path),
         "row_major_copied_bytes": audit.plain.copied_in(layer.path),
     }
@@ -66,7 +77,7 @@ def _layer_data(audit: Audit, layer: LayerFormats) -> dict[str, Any]:
 def title(report: LayoutReport) -> Title:
     """The model, its inputs and what was rearranged."""
     audit = report.audit
-    inputs = ", ".join(str(item.spec) if item.name.isdigit() else f"{item.name} {item.spec}" for item in audit.inputs)
+    inputs = ", ".join(map(input_text, audit.inputs))
     converted = f"{audit.converted:,} weight{'' if audit.converted == 1 else 's'} to channels last"
     given = f"{audit.converted_inputs:,} input{'' if audit.converted_inputs == 1 else 's'}"
     phrases: list[tuple[str | Bytes, ...]] = [(f"input {inputs}",), (f"{given} and {converted}",)]

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from memsize.documents import Document, finding_data, plain
+from memsize.documents import Document, finding_data, plain, renamed
 from memsize.documents.sections import (
     Cell,
     Column,
-    Heading,
     Label,
     Missing,
     Path,
@@ -24,8 +23,10 @@ from memsize.documents.sections import (
     Specs,
     Stop,
     Table,
+    Title,
     Words,
     explained,
+    input_text,
     listed,
     role_column,
 )
@@ -88,11 +89,11 @@ class ReportDocument(Document[Report]):
             raise OutputError(f"depth {self.depth} is below the model itself, which is depth 0")
 
     def sections(self) -> tuple[Section, ...]:
-        """The heading, where the run stopped, the tables, why, and what was taken for granted."""
+        """What it is about, where the run stopped, the tables, why, and what was taken for granted."""
         report = self.answer
         outlooks = (outlook for result in report.scenario_results for outlook in (result.training, result.inference))
         return (
-            heading(report),
+            title(report),
             *([Stop(report.stopped)] if report.stopped else []),
             layer_table(report, self.depth, self.columns),
             *([scenario_table(report)] if report.scenario_results else []),
@@ -136,7 +137,7 @@ class ReportDocument(Document[Report]):
 
 
 def _layer_data(row: Row) -> dict[str, Any]:
-    data = {"stored_as" if name == "dtypes" else name: value for name, value in plain(row).items()}
+    data = renamed(plain(row), dtypes="stored_as")
     del data["layers"]
     return data
 
@@ -162,20 +163,24 @@ def _outlook_data(outlook: Outlook | None) -> dict[str, Any] | None:
     return asdict(outlook) | {"storages": [living._asdict() for living in outlook.storages]}
 
 
-def heading(report: Report) -> Heading:
-    """The model, its input and what it stores."""
-    totals = report.totals
-    counted = [tensor for tensor in report.trace.tensors if tensor.kind in COUNTED]
-    return Heading(
-        model=report.model,
-        inputs=report.trace.inputs,
-        scenario=report.trace.scenario,
-        parameters=totals.parameters,
-        trainable=totals.trainable,
-        stored=Bytes(totals.parameter_bytes),
-        dtypes=stored_dtypes(counted),
-        buffers=Bytes(totals.buffer_bytes),
-    )
+def title(report: Report) -> Title:
+    """The model, its input and what it stores; the scenario where it is not run as given."""
+    totals, inputs = report.totals, report.trace.inputs
+    phrases: list[tuple[str | Bytes, ...]] = []
+    if report.trace.scenario != "as-given":
+        phrases.append(("as", report.trace.scenario))
+    if inputs:
+        phrases.append((f"input{'s' if len(inputs) > 1 else ''}", ", ".join(map(input_text, inputs))))
+    stored: list[str | Bytes] = [f"{totals.parameters:,} parameters,", Bytes(totals.parameter_bytes)]
+    if dtypes := stored_dtypes(tensor for tensor in report.trace.tensors if tensor.kind in COUNTED):
+        *first, last = dtypes
+        stored.append(f"in {', '.join(first)} and {last}" if first else f"in {last}")
+    if totals.trainable != totals.parameters:
+        stored.append(f"({totals.trainable:,} trainable)")
+    phrases.append(tuple(stored))
+    if totals.buffer_bytes:
+        phrases.append(("buffers", Bytes(totals.buffer_bytes)))
+    return Title(report.model, tuple(phrases))
 
 
 def layer_table(report: Report, depth: int | None = None, columns: Sequence[str] | None = None) -> Table:

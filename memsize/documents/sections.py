@@ -90,22 +90,8 @@ def role_column(role: Role, meaning: str = "") -> Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
-    """What the report is about, in one line."""
-
-    model: str
-    inputs: tuple[InputTensor, ...]
-    scenario: str
-    parameters: int
-    trainable: int
-    stored: Bytes
-    dtypes: tuple[str, ...]
-    buffers: Bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Title:
-    """What any other document is about, in one line: a name, and phrases of words and sizes."""
+    """What a document is about, in one line: a name, and phrases of words and sizes."""
 
     name: str
     phrases: tuple[tuple[str | Bytes, ...], ...]
@@ -206,7 +192,12 @@ class Chart:
     timeline: Timeline
 
 
-Section = Heading | Title | Chart | Stop | Table | Findings | Notes
+Section = Title | Chart | Stop | Table | Findings | Notes
+
+
+def input_text(tensor: InputTensor) -> str:
+    """An input of a model. An argument's name is worth showing, a position is not."""
+    return str(tensor.spec) if tensor.name.isdecimal() else f"{tensor.name} {tensor.spec}"
 
 
 def listed(title: str, lines: tuple[str, ...]) -> tuple[Section, ...]:

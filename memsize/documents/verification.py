@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, plain
+from memsize.documents import Document, plain, renamed
 from memsize.documents.sections import (
     Cell,
     Change,
@@ -53,6 +53,7 @@ class VerificationDocument(Document[Verification]):
     def data(self, unit: str) -> dict[str, Any]:
         """Everything but the logs."""
         found, alignment = self.answer, self.answer.alignment
+        differences = found.tables()["differences"].records()
         counts = alignment and {
             "predicted": alignment.predicted,
             "measured": alignment.real,
@@ -63,7 +64,7 @@ class VerificationDocument(Document[Verification]):
             "model": found.model,
             "runs": [_run_data(run) for run in found.runs],
             "allocations": counts,
-            "differences": [_difference_data(each) for each in alignment.differences] if alignment else None,
+            "differences": [renamed(each, difference="kind") for each in differences] if alignment else None,
             "notes": found.notes,
         }
 
@@ -73,18 +74,6 @@ def _run_data(run: Checked) -> dict[str, Any]:
     del seen["log"]
     figures = [each.record() for each in _compared(run)]
     return {"figures": figures, "assumptions": run.prediction.assumptions, **seen}
-
-
-def _difference_data(each: Difference) -> dict[str, Any]:
-    return {
-        "kind": each.kind,
-        "phase": each.place.phase,
-        "layer": each.place.layer,
-        "op": each.place.op,
-        "predicted": each.predicted,
-        "measured": each.real,
-        "at_peak": each.at_peak,
-    }
 
 
 def title(found: Verification) -> Title:

@@ -7,9 +7,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memsize.documents import Document
-from memsize.documents.sections import Cell, Chart, Column, Heading, Label, Missing, Section, Signed, Table, Title
+from memsize.documents.sections import Cell, Chart, Column, Label, Missing, Section, Signed, Table, Title
 from memsize.render import plot
-from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_heading, draw_phrases
+from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_phrases
 from memsize.render.text import LEFT
 from memsize.units import Bytes
 
@@ -48,11 +48,10 @@ def _context(document: Document[Any], unit: str) -> dict[str, object]:
     chart = next((section for section in sections if isinstance(section, Chart)), None)
     return {
         "divisions": list(_divisions(sections)),
-        "name": first.model if isinstance(first, Heading) else first.name if isinstance(first, Title) else "",
+        "name": first.name if isinstance(first, Title) else "",
         "picture": chart and plot.picture(chart.timeline, unit),
         "unit": unit,
-        "phrases": draw_heading,
-        "words": draw_phrases,
+        "phrases": draw_phrases,
         "stop": draw_failure,
         "modelled": MODELLED,
         "body": _body,

@@ -10,7 +10,6 @@ from memsize.documents.sections import (
     Cell,
     Chart,
     Findings,
-    Heading,
     Notes,
     Path,
     Section,
@@ -21,7 +20,7 @@ from memsize.documents.sections import (
     Words,
 )
 from memsize.render import chart
-from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_heading, draw_phrases, draw_title
+from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
 from memsize.render.text import LEFT
 
 _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#~"})
@@ -34,10 +33,6 @@ def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
 
 def _block(section: Section, unit: str) -> Iterator[str]:
     match section:
-        case Heading():
-            yield f"## {_escaped(section.model)}"
-            yield ""
-            yield _escaped(" · ".join(draw_heading(section, unit)))
         case Title():
             yield f"## {_escaped(section.name)}"
             yield ""

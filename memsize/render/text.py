@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsize.documents import Document
-from memsize.documents.sections import Chart, Column, Findings, Heading, Notes, Section, Stop, Table, Title
+from memsize.documents.sections import Chart, Column, Findings, Notes, Section, Stop, Table, Title
 from memsize.render import chart
 from memsize.render.cells import (
     MODELLED,
     draw_cell,
     draw_failure,
-    draw_heading,
     draw_phrases,
     draw_title,
     shorten,
@@ -39,8 +38,6 @@ def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
 
 def _block(section: Section, unit: str, width: int | None) -> Iterator[str]:
     match section:
-        case Heading():
-            yield from _heading(section.model, draw_heading(section, unit), width)
         case Title():
             yield from _heading(section.name, draw_phrases(section, unit), width)
         case Chart():
