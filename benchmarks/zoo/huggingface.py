@@ -12,7 +12,7 @@ from benchmarks.zoo.case import BATCH, Case
 from benchmarks.zoo.counting import counted
 from benchmarks.zoo.inputs import inputs
 from memsize.errors import TargetError
-from memsize.loading.hubs.library import quiet
+from memsize.loading.hubs import quiet
 
 LAYERS = 2
 """Layers that are left of each stack: more are more of the same. As many more as it takes to have one of each kind."""

@@ -22,8 +22,9 @@ _TITLES = ("library", "models", "inference", "training step", "parameter counts 
 _PAGE = """# The zoo
 
 Every model that a library knows by name is run through memsize by that name, without weights: one inference in
-evaluation mode and one training step with AdamW, on a batch of {batch} of the inputs that memsize makes. Its parameters
-are counted against those of the model that the library's own constructor makes.
+evaluation mode and one training step with AdamW, on a batch of {batch} of the inputs that memsize makes, or, for
+types that are unlike any other, of those in `benchmarks/zoo/inputs.py`. Its parameters are counted against those of the
+model that the library's own constructor makes.
 
     {command}
 

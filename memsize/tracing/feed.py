@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from memsize.errors import InputError
 from memsize.inputs import InputSpec
-from memsize.loading.defaults import InputMaker, Request
+from memsize.loading.inputs import InputMaker, Request
 from memsize.pieces import spec_of, storage_key, tensor_bytes
 from memsize.record import InputTensor
 from memsize.tracing.known import UNREADABLE, known, remember

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from memsize.errors import TargetError
+from memsize.loading.hubs import Named, constructed, imported, is_broken, unknown
 from memsize.loading.hubs.huggingface_inputs import input_maker
 from memsize.loading.hubs.huggingface_inputs.config import PLACEHOLDERS, TEXT, part
-from memsize.loading.hubs.library import Named, constructed, imported, is_broken, unknown
 
 _TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM", "CTC",

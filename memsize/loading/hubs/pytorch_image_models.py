@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from memsize.errors import InputError, TargetError
-from memsize.loading.defaults import InputMaker, Request
-from memsize.loading.hubs.library import Named, constructed, imported, unknown
+from memsize.loading.hubs import Named, constructed, imported, unknown
+from memsize.loading.inputs import InputMaker, Request
 
 
 def load(name: str, arguments: Mapping[str, object]) -> Named:

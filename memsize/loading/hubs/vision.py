@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memsize.errors import InputError, TargetError
-from memsize.loading.defaults import InputMaker, Request
-from memsize.loading.hubs.library import Named, constructed, imported, unknown
+from memsize.loading.hubs import Named, constructed, imported, unknown
+from memsize.loading.inputs import InputMaker, Request
 
 FRAMES = 16
 """Frames of a clip, where the weights do not ask for more."""

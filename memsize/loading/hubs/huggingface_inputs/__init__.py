@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from memsize.errors import InputError
-from memsize.loading.defaults import InputMaker, Request
 from memsize.loading.hubs.huggingface_inputs import images, signals, text
 from memsize.loading.hubs.huggingface_inputs.config import PERCEIVED, Batch, Maker, entry
-from memsize.loading.weightless import Weightless
+from memsize.loading.inputs import InputMaker, Request
+from memsize.loading.weightless import SMALLEST, Weightless
 
 __all__ = ["input_maker"]
 
@@ -65,6 +65,11 @@ UNLIKE = {
 _EITHER = ("pop2piano",)
 """Models whose ids and sound exclude each other."""
 
+_SEQUENCES = frozenset(
+    {"input_ids", "decoder_input_ids", "input_values", "input_features", "inputs", "audio_input_features"}
+)
+"""Arguments with a length that a user can choose: text, raw sound, spectrograms."""
+
 _COUNTS = ("image_seq_length", "mm_tokens_per_image", "num_image_tokens", "num_query_tokens")
 """Entries that say how many tokens an image takes, for models without a method that embeds images."""
 
@@ -92,12 +97,6 @@ def input_maker(model: Any, preprocessor: Mapping[str, Any], extra: Mapping[str,
         return {name: value for name, value in made.items() if value is not None}
 
     return InputMaker(make, note=_left_out(one, names, why))
-
-
-_SEQUENCES = frozenset(
-    {"input_ids", "decoder_input_ids", "input_values", "input_features", "inputs", "audio_input_features"}
-)
-"""Arguments with a length that a user can choose: text, raw sound, spectrograms."""
 
 
 def _is_unknown(batch: Batch, name: str) -> bool:
@@ -169,11 +168,10 @@ def _placeholders(batch: Batch) -> tuple[dict[str, int], str]:
     for one image, run without data, is what it puts in the place of those tokens.
     """
     (name,) = batch.beside
-    token = next((token for token in PERCEIVED[name] if isinstance(getattr(batch.config, token, None), int)), None)
+    method, entries = PERCEIVED[name]
+    token = next((token for token in entries if isinstance(getattr(batch.config, token, None), int)), None)
     if token is None:
         return {}, ""
-    kind = {"pixel_values_videos": "video"}.get(name, "image" if "pixel" in name or "patches" in name else "audio")
-    method = f"get_{kind}_features"
     count, why = 0, ""
     # A head only hands on what its body does.
     owner = next((it for it in (getattr(batch.model, "base_model", None), batch.model) if hasattr(it, method)), None)
@@ -191,9 +189,10 @@ def _placeholders(batch: Batch) -> tuple[dict[str, int], str]:
 
 def _embedded(batch: Batch, name: str, owner: Any, method: str) -> int:
     """The embeddings that the method of `owner` makes of the sample's `name`, counted in tokens of the text's width."""
-    # What the code keeps on its modules stays on the copy; the weights are the same.
+    # What the code keeps on its modules stays on a copy, whose large weights have no values: nothing is computed.
     tensors = (*batch.model.parameters(), *batch.model.buffers())
-    embed = getattr(copy.deepcopy(owner, {id(tensor): tensor for tensor in tensors}).eval(), method)
+    twins: dict[int, Any] = {id(t): t.detach().to("meta") if t.numel() >= SMALLEST else t for t in tensors}
+    embed = getattr(copy.deepcopy(owner, twins).eval(), method)
     taken = inspect.signature(embed).parameters
     given = {n: batch.get(n) for n in taken if n == name or (n in batch.makers and n in batch.taken)}
     # Real numbers, since some models look for images that are blank, and leave them out.

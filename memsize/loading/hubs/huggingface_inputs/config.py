@@ -10,25 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsize.loading.defaults import Request
+from memsize.loading.inputs import Request
 
 VISION = ("vision", "image", "visual", "video", "vit", "backbone", "encoder", "thinker")
 AUDIO = ("audio", "speech", "encoder", "thinker")
 TEXT = ("text", "language", "llm", "thinker", "encoder", "decoder")
 """What configs call their parts about images, sound and text, the surest name first."""
 
-IMAGE_TOKENS = ("image_token_id", "image_token_index", "image_patch_id")
-VIDEO_TOKENS = ("video_token_id", "video_token_index")
-AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
-PLACEHOLDERS = (*IMAGE_TOKENS, *VIDEO_TOKENS, *AUDIO_TOKENS)
+_IMAGE = ("image_token_id", "image_token_index", "image_patch_id")
+_VIDEO = ("video_token_id", "video_token_index")
+_AUDIO = ("audio_token_id", "audio_token_index")
+PLACEHOLDERS = (*_IMAGE, *_VIDEO, *_AUDIO)
 """Entries that name the token which stands among the ids for a part of an image, a clip or a sound."""
 
 PERCEIVED = {
-    "pixel_values": IMAGE_TOKENS, "image_pixel_values": IMAGE_TOKENS, "flattened_patches": IMAGE_TOKENS,
-    "pixel_values_videos": VIDEO_TOKENS, "input_features": AUDIO_TOKENS, "input_values": AUDIO_TOKENS,
-    "audio_input_features": AUDIO_TOKENS,
-}  # fmt: skip
-"""Arguments for images, clips and sound, the first of which goes beside a text, and the entries for their tokens."""
+    "pixel_values": ("get_image_features", _IMAGE),
+    "image_pixel_values": ("get_image_features", _IMAGE),
+    "flattened_patches": ("get_image_features", _IMAGE),
+    "pixel_values_videos": ("get_video_features", _VIDEO),
+    "input_features": ("get_audio_features", _AUDIO),
+    "input_values": ("get_audio_features", _AUDIO),
+    "audio_input_features": ("get_audio_features", _AUDIO),
+}
+"""Arguments for images, clips and sound, the first of which goes beside a text; for each the method that makes
+embeddings of it, and the entries that name the token for one.
+"""
 
 _ACROSS = ("cross_attention_mask", "image_encoder_embeddings")
 """Arguments of models whose text attends to images across, although their configs name a token for images."""

@@ -1,17 +1,41 @@
-"""``--inputs file.py:make_inputs``: a user's function that returns the inputs of a model's call."""
+"""Inputs that are made on request: by memsize for a model that a library names, or by the user's function, as in
+``--inputs file.py:make_inputs``.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from memsize.errors import InputError, TargetError
-from memsize.loading.blame import describe
-from memsize.loading.building import random_numbers_kept, weightless
-from memsize.loading.defaults import InputMaker, Request
+from memsize.loading.building import random_numbers_kept, user_traceback, weightless
 from memsize.loading.scope import ImportScope
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What inputs are made for. `seq_len` is None where nobody chose one."""
+
+    batch_size: int = 1
+    seq_len: int | None = None
+    training: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class InputMaker:
+    """`make` gives the arguments of one call, with their batch dimension: a mapping of keywords, a tuple of positions,
+    or the only one. Tensors may be `meta` where nobody reads their values.
+
+    `resizable` says whether `make` heeds the batch size; `note` what a reader must know of these inputs, and `untyped`
+    that their floating dtype is the model's, whatever `make` gives.
+    """
+
+    make: Callable[[Request], Any]
+    resizable: bool = True
+    note: str | None = None
+    untyped: bool = True
 
 
 def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | None = None) -> InputMaker:
@@ -59,7 +83,7 @@ def _called(function: Callable[..., Any], asked: dict[str, Any], label: str, sco
     except TargetError:
         raise
     except (Exception, SystemExit) as error:
-        raise InputError(f"{label} failed {describe(error, is_theirs)}") from error
+        raise InputError(f"{label} failed {user_traceback(error, is_theirs)}") from error
     if found is None:
         raise InputError(f"{label} returned None, not the model's inputs")
     return found
