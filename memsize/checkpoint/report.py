@@ -53,7 +53,11 @@ class CheckpointReport(Answer):
 
     def module_table(self, depth: int | None = None) -> FlatTable:
         """One row per module down to `depth` below its part; None takes each tensor by itself."""
-        return FlatTable(("part", "module", *_FIGURES), map(_row, self.anatomy.modules(View(depth))))
+        return FlatTable(("part", "module", *_FIGURES), self._module_rows(depth))
+
+    def _module_rows(self, depth: int | None) -> Iterator[tuple[object, ...]]:
+        # A generator: a file can have 500,000 tensors, and most readers of `tables` want another table.
+        yield from map(_row, self.anatomy.modules(View(depth)))
 
     @property
     def parts(self) -> DataFrame:

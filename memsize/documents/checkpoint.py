@@ -75,6 +75,7 @@ class CheckpointDocument(Document[CheckpointReport]):
     def data(self, unit: str) -> dict[str, Any]:
         """Everything that is known, whatever `depth` says."""
         report, contents, anatomy = self.answer, self.answer.contents, self.answer.anatomy
+        tables = report.tables()
         return {
             "schema": SCHEMA,
             "path": contents.path,
@@ -85,7 +86,7 @@ class CheckpointDocument(Document[CheckpointReport]):
             "unnamed": anatomy.unowned,
             "saved_by_compression": contents.compressed,
             "files": [_file_data(file) for file in contents.files],
-            **{name: report.tables()[name].records() for name in ("parts", "dtypes", "tensors")},
+            **{name: tables[name].records() for name in ("parts", "dtypes", "tensors")},
             "remains": dict(remains(report)),
             "against": plain(report.match),
             "findings": [finding_data(finding, unit) for finding in report.findings],
