@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from memsize.semantics import suspended
 from memsize.tracing.arguments import assumed_by, blank, mixes_devices, moved, on_host, real_arguments, sampled_share
 from memsize.tracing.assumptions import (
     APART,
@@ -41,6 +40,7 @@ from memsize.tracing.known import (
     share_of,
     uniform,
 )
+from memsize.tracing.meta_memo import MetaMemo
 from memsize.tracing.nest import map_tensors, tensors_in
 from memsize.tracing.opinfo import OpInfo
 from memsize.tracing.selection import selections
@@ -54,6 +54,7 @@ _PACK = _aten._pack_padded_sequence.default
 _LEFT_ALIGNED = _aten._nested_tensor_from_mask_left_aligned.default
 _SCATTER = _aten.scatter_.value
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_MEMO = MetaMemo()
 _HOST_LIMIT = 2**31
 """Bytes of stand-in arguments that an op without a meta kernel may take on the CPU."""
 
@@ -95,9 +96,7 @@ class Values:
         if op.quantizes:
             return self._on_cpu(func, op, args, kwargs)
         try:
-            # Below autograd autocast has had its say: a kernel written in Python must not be cast again.
-            with suspended():
-                return func(*args, **kwargs)
+            return _MEMO.run(func, args, kwargs)
         except NotImplementedError:
             return self._on_cpu(func, op, args, kwargs)
         except RuntimeError as error:
