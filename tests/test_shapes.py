@@ -479,6 +479,27 @@ def test_cuda_keeps_no_buffer_of_log_sigmoid() -> None:
     assert buffer.shape == (0,)
 
 
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("glu_backward", (meta(2, 2, 8, 6), LAST, 1)),  # cuda/GatedLinearUnit.cpp
+        ("native_group_norm", (LAST, C4, C4, 2, 4, 48, 2, 1e-5)),  # group_norm.cpp
+        ("_log_softmax_backward_data", (LAST, LAST, 1, torch.float32)),  # SoftMax.cpp
+    ],
+)
+def test_cuda_is_row_major_where_the_meta_kernel_keeps_channels_last(name: str, args: Any) -> None:
+    mine, theirs = answer(f"aten::{name}", *args), overload(f"aten::{name}")(*args)
+    first = [each[0] if isinstance(each, tuple) else each for each in (mine, theirs)]
+    assert [each.is_contiguous() for each in first] == [True, False]
+
+
+def test_cuda_keeps_the_norms_of_half_precision_weights_in_float32() -> None:
+    # cuda/WeightNorm.cu
+    half = (meta(3, 4, 5, dtype=torch.float16), meta(3, 1, 1, dtype=torch.float16))
+    weight, norms = answer("aten::_weight_norm_interface", *half)
+    assert (weight.dtype, norms.dtype) == (torch.float16, torch.float32)
+
+
 # -- what a rule leaves to PyTorch ------------------------------------------------------------------------------------
 
 WRONG: dict[str, list[tuple[Any, ...]]] = {
