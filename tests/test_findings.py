@@ -16,6 +16,7 @@ from memsize.analysis.compare import compare_traces
 from memsize.analysis.crossover import find_crossover
 from memsize.records.answer import Why
 from memsize.records.finding import Finding
+from memsize.render import render
 from memsize.units import Bytes
 from tests import models, records
 from tests.test_render import check
@@ -176,6 +177,8 @@ def test_golden_comparison() -> None:
     comparison = compare_traces(records.toy(), records.toy("fp16", "float16"))
     check("comparison.html", comparison._repr_html_())
     check("comparison.txt", f"{comparison!r}\n")
+    check("comparison.json", comparison.to_json())
+    check("comparison.csv", render(comparison, "csv"))
     check("comparison.why.html", comparison.why()._repr_html_())
 
 

@@ -6,6 +6,7 @@ One module for each kind of answer, of the same name. A document adds no fact to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -55,7 +56,7 @@ _DOCUMENTS: Final = {
 def document(answer: Drawable, **view: Any) -> Document[Any]:
     """The document of `answer`. `view` are the document's own fields, such as a report's `depth` and `columns`.
 
-    Raises `OutputError` for a view that there is not.
+    Raises `OutputError` for a column or a depth that there is not.
     """
     made: Document[Any] = resolve_name(_DOCUMENTS[answer.kind])(answer, **view)
     return made
@@ -79,11 +80,6 @@ def renamed(data: dict[str, Any], **names: str) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in data.items()}
 
 
-def finding_data(finding: Finding, unit: str) -> dict[str, Any]:
-    """A finding, its sentence in `unit`."""
-    return {
-        "code": finding.code,
-        "layers": list(finding.layers),
-        "bytes": finding.bytes,
-        "text": finding.text(unit),
-    }
+def findings_data(findings: Iterable[Finding], unit: str) -> list[dict[str, Any]]:
+    """Findings, their sentences in `unit`."""
+    return [{"code": f.code, "layers": f.layers, "bytes": f.bytes, "text": f.text(unit)} for f in findings]

@@ -11,7 +11,7 @@ from memsize.checkpoint.anatomy import Group, View, halved
 from memsize.checkpoint.dtypes import BITS
 from memsize.checkpoint.record import USES, FileRecord, PartKind, Tensor, Use
 from memsize.checkpoint.report import CheckpointReport
-from memsize.documents import Document, finding_data, plain
+from memsize.documents import Document, findings_data, plain
 from memsize.documents.sections import (
     Cell,
     Column,
@@ -89,7 +89,7 @@ class CheckpointDocument(Document[CheckpointReport]):
             **{name: tables[name].records() for name in ("parts", "dtypes", "tensors")},
             "remains": dict(remains(report)),
             "against": plain(report.match),
-            "findings": [finding_data(finding, unit) for finding in report.findings],
+            "findings": findings_data(report.findings, unit),
             "values": dict(contents.values),
             "classes": contents.classes,
             "missing": contents.missing,

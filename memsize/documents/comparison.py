@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from memsize.documents import Document, finding_data
+from memsize.documents import Document, findings_data
 from memsize.documents.sections import Cell, Column, Findings, Notes, Section, Table, Title, Words
 from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.answer import Why
@@ -44,7 +44,7 @@ class ComparisonDocument(Document[Comparison]):
             "before": _model_data(found.before),
             "after": _model_data(found.after),
             **{name: table.records() for name, table in found.tables().items()},
-            "findings": [finding_data(finding, unit) for finding in found.findings],
+            "findings": findings_data(found.findings, unit),
         }
 
 
@@ -68,4 +68,4 @@ class WhyDocument(Document[Why]):
 
     def data(self, unit: str) -> dict[str, Any]:
         """The findings."""
-        return {"schema": "memsize.why/1", "findings": [finding_data(finding, unit) for finding in self.answer]}
+        return {"schema": "memsize.why/1", "findings": findings_data(self.answer, unit)}

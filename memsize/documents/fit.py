@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from memsize.analysis.fit.explain import UNITS_OF, first_line
-from memsize.documents import Document, finding_data, plain
+from memsize.documents import Document, findings_data, plain
 from memsize.documents.sections import (
     Cell,
     Column,
@@ -58,7 +58,7 @@ class FitDocument(Document[Fit]):
             "budgets": [_budget_data(budget) for budget in fit.budgets],
             "rows": [row | extra for row, extra in rows],
             "remedies": plain(fit.remedied),
-            "findings": [finding_data(finding, unit) for finding in fit.findings],
+            "findings": findings_data(fit.findings, unit),
             "notes": fit.notes,
             "runs": fit.runs,
         }

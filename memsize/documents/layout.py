@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memsize.documents import Document, finding_data, plain, renamed
+from memsize.documents import Document, findings_data, plain, renamed
 from memsize.documents.sections import (
     Cell,
     Column,
@@ -62,7 +62,7 @@ class LayoutDocument(Document[LayoutReport]):
             "copies": plain(audit.last.copies),
             "row_major_copies": plain(audit.plain.copies),
             "losses": plain(audit.last.losses),
-            "findings": [finding_data(finding, unit) for finding in report.findings],
+            "findings": findings_data(report.findings, unit),
             "notes": report.notes,
         }
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from memsize.documents import Document, finding_data, plain, renamed
+from memsize.documents import Document, findings_data, plain, renamed
 from memsize.documents.sections import (
     Cell,
     Column,
@@ -127,7 +127,7 @@ class ReportDocument(Document[Report]):
             "layers": [_layer_data(row) for row in own_rows(trace)],
             "tensors": plain(trace.tensors),
             "scenarios": [_scenario_data(result, report.fp32) for result in report.scenario_results],
-            "findings": [finding_data(finding, unit) for finding in report.findings],
+            "findings": findings_data(report.findings, unit),
             "assumptions": report.assumptions,
             "notes": report.remarks,
             "gpu": report.gpu or None,

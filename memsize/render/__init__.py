@@ -6,7 +6,7 @@ document (`memsize.documents`), knows none of them in particular, and adds no fa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any, Final
 
@@ -43,10 +43,12 @@ def render(answer: Drawable, format: str, *, unit: str = "MiB", width: int | Non
     fields of its document, such as `depth` and `columns` of a report. json holds everything, whatever it says; csv
     holds the document's first flat table.
 
-    Raises `OutputError` for an unknown format, unit or view.
+    Raises `OutputError` for an unknown format, unit or column, and for a depth that there is not.
     """
-    _check(format, FORMATS if format != "notebook" else _FORMATS, "format")
-    _check(unit, UNITS | DECIMAL, "unit")
+    if format not in _FORMATS:
+        raise OutputError(f"no format {format!r}: {suggestion(format, FORMATS)}")
+    if unit not in UNITS | DECIMAL:
+        raise OutputError(f"no unit {unit!r}: {suggestion(unit, UNITS | DECIMAL)}")
     place, _ = _FORMATS[format]
     text: str = resolve_name(place)(document(answer, **view), unit, width)
     return text
@@ -59,8 +61,3 @@ def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> st
             return format
     known = ", ".join(suffix for suffixes in formats.values() for suffix in suffixes)
     raise OutputError(f"cannot tell a format from the file name {name!r}: end it in one of {known}, or name the format")
-
-
-def _check(name: str, known: Iterable[str], what: str) -> None:
-    if name not in known:
-        raise OutputError(f"no {what} {name!r}: {suggestion(name, known)}")
