@@ -402,6 +402,17 @@ def test_the_rows_of_the_parts_add_up_to_the_size_of_the_file(checkpoint: Path) 
     assert sum(row[5] for row in modules.rows) == modules.total[5]
 
 
+def test_rows_beyond_what_is_read_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.checkpoint.sections.MOST_MODULES", 2)
+    report = CheckpointReport(contents(*(tensor(f"{name}/w", unneeded=3) for name in "abcde")))
+    table = module_table(report)
+    assert [str(row[0]) for row in table.rows] == ["a", "b", "3 more (JSON has them all)"]
+    assert table.total is not None
+    assert table.rows[-1][5:7] == (3 * 16, 3 * 3)
+    for column in (2, 3, 5, 6):
+        assert sum(row[column] for row in table.rows) == table.total[column]
+
+
 @pytest.mark.parametrize("format", ["text", "markdown", "html", "json", "csv"])
 def test_every_format(checkpoint: Path, format: str) -> None:
     text = render(memsize.read_checkpoint(checkpoint), format)

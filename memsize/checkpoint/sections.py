@@ -13,6 +13,7 @@ from memsize.units import Bytes
 MOST_DIFFERENCES = 40
 MOST_VALUES = 24
 MOST_FILES = 40
+MOST_MODULES = 10_000
 _LONGEST_VALUE = 100
 
 _USES: tuple[tuple[Use, str, str], ...] = (
@@ -130,11 +131,16 @@ def module_table(report: Inspection, depth: int | None = None) -> Table:
     )
     roots = {(group.kind, group.root) for group in groups}
     rows = []
-    for group in groups:
+    for group in groups[:MOST_MODULES]:
         extra = (Bytes(group.unneeded),) if behind else ()
         dtypes = Words(group.dtypes)
         figures = (group.tensors, group.elements, dtypes, Bytes(group.bytes), *extra, _share(group.bytes, size))
         rows.append((Path(_below(group, roots)), str(group.kind), *figures))
+    if len(groups) > MOST_MODULES:
+        more = groups[MOST_MODULES:]
+        extra = (Bytes(sum(group.unneeded for group in more)),) if behind else ()
+        _, *sums, share = _total(more, size, named=2, blank=1)
+        rows.append((Path(f"{len(more):,} more (JSON has them all)"), *sums, *extra, share))
     total = list(_total(groups, size, named=2, blank=1))
     if behind:
         total.insert(-1, Bytes(sum(group.unneeded for group in groups)))

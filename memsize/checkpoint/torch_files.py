@@ -36,6 +36,7 @@ by five. What packs better was made to."""
 _LOCAL, _END, _DESCRIPTOR = b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08"
 _END_SIZE, _LOCAL_SIZE, _LONGEST_COMMENT = 22, 30, 0xFFFF
 _ENCRYPTED, _HAS_DESCRIPTOR = 1, 8
+_ZIP_DAMAGE = (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, struct.error, zlib.error)
 
 _OWN = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 _PICKLES = {"data.pkl": "data/", "constants.pkl": "constants/"}
@@ -144,12 +145,12 @@ def _records(source: Source, claims: Claims) -> dict[str, _Record]:
 
     Raises `CheckpointError` for an archive that is cut off, encrypted, or whose records overlap or share a name.
     """
-    if not zipfile.is_zipfile(source.file):
-        raise source.cut_off("its data: the directory that stands at the end of a zip archive is missing")
     try:
+        if not zipfile.is_zipfile(source.file):
+            raise source.cut_off("its data: the directory that stands at the end of a zip archive is missing")
         archive = zipfile.ZipFile(_Guarded(source), metadata_encoding="utf-8")
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, struct.error) as error:
-        raise source.damaged(f"its zip directory is not one ({error})") from error
+    except _ZIP_DAMAGE as error:
+        raise source.damaged(f"its zip directory is not one ({printable(str(error))})") from error
     found: dict[str, _Record] = {}
     position, before = 0, ""
     folder = _folder(source, archive.namelist())
@@ -223,8 +224,8 @@ def _unpacked(source: Source, archive: zipfile.ZipFile, info: zipfile.ZipInfo, w
     try:
         with archive.open(info) as packed:
             data = packed.read(most + 1)
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise source.damaged(f"{what} cannot be decompressed ({error})") from error
+    except _ZIP_DAMAGE as error:
+        raise source.damaged(f"{what} cannot be decompressed ({printable(str(error))})") from error
     if len(data) > most:
         raise source.damaged(f"{what} unpacks to more than the {most:,} bytes that memsize reads")
     return data
@@ -278,13 +279,15 @@ def _index_storages(
 ) -> None:
     """Find the storages in the order of the file: a number of elements, and their data."""
     position = source.file.tell()
+    rest = dict(known)
     for key in keys:
-        if not isinstance(key, str) or key not in known:
+        storage = rest.pop(key, None) if isinstance(key, str) else None
+        if not isinstance(key, str) or storage is None:
             shown = printable(str(key) if isinstance(key, str | int) else type(key).__name__, 40)
             raise source.damaged(f"it lists the storage {shown!r}, which no tensor names")
         what = f"the storage {printable(key, 40)!r}"
         count = int.from_bytes(source.read(position, _COUNT, what), order)
-        size = count * BITS[known[key].dtype] + 7 >> 3
+        size = count * BITS[storage.dtype] + 7 >> 3
         start = position + _COUNT
         if start + size > source.size:
             raise source.cut_off(what, start + size)
