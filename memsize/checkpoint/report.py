@@ -4,50 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from memsize.checkpoint.against import Match
-from memsize.checkpoint.anatomy import Anatomy, Group, View
-from memsize.checkpoint.findings import findings
-from memsize.checkpoint.record import Contents
+from memsize.checkpoint.findings import Inspection
+from memsize.checkpoint.record import Group, View
 from memsize.records.answer import Answer, FlatTable
-from memsize.records.finding import Finding
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 
 @dataclass(frozen=True, repr=False)
-class CheckpointReport(Answer):
+class CheckpointReport(Answer, Inspection):
     """What a checkpoint weighs and why. `match` says how it fits a model, when one was named."""
 
     kind: ClassVar = "checkpoint"
-
-    contents: Contents
-    match: Match | None = None
-
-    @cached_property
-    def anatomy(self) -> Anatomy:
-        """The parts, dtypes and modules."""
-        return Anatomy(self.contents)
-
-    @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """What makes it larger than what it is for, and what is odd about it."""
-        return findings(self.anatomy, self.match)
-
-    @property
-    def size(self) -> int:
-        """The bytes of all files."""
-        return self.contents.size
 
     def tables(self) -> dict[str, FlatTable]:
         """`modules`, each tensor by itself, `parts`, `dtypes` and `tensors`."""
         return {
             "modules": self.module_table(),
-            "parts": FlatTable(("part", "where", *_FIGURES), map(_row, self.anatomy.parts)),
-            "dtypes": FlatTable(("dtype", *_FIGURES), (_row(group)[1:] for group in self.anatomy.dtypes)),
+            "parts": FlatTable(("part", "where", *_FIGURES), map(_row, self.breakdown.parts)),
+            "dtypes": FlatTable(("dtype", *_FIGURES), (_row(group)[1:] for group in self.breakdown.dtypes)),
             "tensors": FlatTable.of(self._tensor_records()),
         }
 
@@ -57,7 +35,7 @@ class CheckpointReport(Answer):
 
     def _module_rows(self, depth: int | None) -> Iterator[tuple[object, ...]]:
         # A generator: a file can have 500,000 tensors, and most readers of `tables` want another table.
-        yield from map(_row, self.anatomy.modules(View(depth)))
+        yield from map(_row, self.breakdown.modules(View(depth)))
 
     @property
     def parts(self) -> DataFrame:
@@ -80,7 +58,7 @@ class CheckpointReport(Answer):
 
     def _tensor_records(self) -> Iterator[dict[str, object]]:
         files, storages = self.contents.files, self.contents.storages
-        for tensor, place in zip(self.contents.tensors, self.anatomy.places, strict=True):
+        for tensor, place in zip(self.contents.tensors, self.breakdown.places, strict=True):
             storage = None if tensor.storage is None else storages[tensor.storage]
             yield {
                 "name": tensor.name,

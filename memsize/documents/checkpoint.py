@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from memsize.checkpoint.against import PROBLEMS, Difference, Match
-from memsize.checkpoint.anatomy import Group, View, halved
+from memsize.checkpoint.breakdown import halved
 from memsize.checkpoint.dtypes import BITS
-from memsize.checkpoint.record import USES, FileRecord, PartKind, Tensor, Use
+from memsize.checkpoint.record import PROBLEMS, USES, Difference, FileRecord, Group, Match, PartKind, Tensor, Use, View
 from memsize.checkpoint.report import CheckpointReport
 from memsize.documents import Document, findings_data, plain
 from memsize.documents.sections import (
@@ -32,6 +31,7 @@ SCHEMA: Final = "memsize.checkpoint/1"
 MOST_DIFFERENCES = 40
 MOST_VALUES = 24
 MOST_FILES = 40
+MOST_MODULES = 10_000
 _LONGEST_VALUE = 100
 
 _USES: tuple[tuple[Use, str, str], ...] = (
@@ -58,7 +58,7 @@ class CheckpointDocument(Document[CheckpointReport]):
         return (
             title(report),
             parts_table(report),
-            *([dtype_table(report)] if len(report.anatomy.dtypes) > 1 else []),
+            *([dtype_table(report)] if len(report.breakdown.dtypes) > 1 else []),
             *([module_table(report, self.depth)] if contents.tensors else []),
             *([file_table(report)] if len(contents.files) > 1 else []),
             *([remains_table(report)] if contents.tensors else []),
@@ -74,7 +74,7 @@ class CheckpointDocument(Document[CheckpointReport]):
 
     def data(self, unit: str) -> dict[str, Any]:
         """Everything that is known, whatever `depth` says."""
-        report, contents, anatomy = self.answer, self.answer.contents, self.answer.anatomy
+        report, contents, breakdown = self.answer, self.answer.contents, self.answer.breakdown
         tables = report.tables()
         return {
             "schema": SCHEMA,
@@ -82,8 +82,8 @@ class CheckpointDocument(Document[CheckpointReport]):
             "format": contents.format,
             "bytes": contents.size,
             "uses": {use: sum(file.bytes_for(use) for file in contents.files) for use in USES},
-            "behind_views": anatomy.unneeded,
-            "unnamed": anatomy.unowned,
+            "behind_views": breakdown.unneeded,
+            "unnamed": breakdown.unowned,
             "saved_by_compression": contents.compressed,
             "files": [_file_data(file) for file in contents.files],
             **{name: tables[name].records() for name in ("parts", "dtypes", "tensors")},
@@ -128,8 +128,8 @@ _SHARE = Column("share", "% of all", "share", 85, "of the bytes of all files")
 
 def parts_table(report: CheckpointReport) -> Table:
     """What every byte of the files is for: the rows add up to their size."""
-    anatomy, size = report.anatomy, report.contents.size
-    rows = [(*_group_cells(group), Bytes(group.bytes), _share(group.bytes, size)) for group in anatomy.parts]
+    breakdown, size = report.breakdown, report.contents.size
+    rows = [(*_group_cells(group), Bytes(group.bytes), _share(group.bytes, size)) for group in breakdown.parts]
     rows += [(label, hint, None, None, None, Bytes(n), _share(n, size)) for label, hint, n in _rest(report)]
     columns = (
         Column("part", "part", "name", 100, "what it is for"),
@@ -149,10 +149,10 @@ def _group_cells(group: Group) -> tuple[Cell, ...]:
 
 def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
     """What is no tensor's: each with a word on what it is, and its bytes."""
-    anatomy, contents = report.anatomy, report.contents
+    breakdown, contents = report.breakdown, report.contents
     figures = [
-        ("behind views", "no tensor covers it", anatomy.unneeded),
-        ("unnamed", "no tensor names it", anatomy.unowned),
+        ("behind views", "no tensor covers it", breakdown.unneeded),
+        ("unnamed", "no tensor names it", breakdown.unowned),
         ("compression", "what it saves", -contents.compressed),
     ]
     figures += [(label, hint, sum(file.bytes_for(use) for file in contents.files)) for use, label, hint in _USES]
@@ -161,7 +161,7 @@ def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
 
 def dtype_table(report: CheckpointReport) -> Table:
     """The tensors by dtype."""
-    groups, size = report.anatomy.dtypes, report.contents.size
+    groups, size = report.breakdown.dtypes, report.contents.size
     columns = (
         Column("dtype", "dtype", "name", 100, "how elements are stored"),
         *_COUNTS,
@@ -171,13 +171,14 @@ def dtype_table(report: CheckpointReport) -> Table:
     rows = tuple(
         (group.name, group.tensors, group.elements, Bytes(group.bytes), _share(group.bytes, size)) for group in groups
     )
-    return Table("dtypes", "Dtypes", columns, rows, _total(groups, size, named=1))
+    tensors, elements, needed, _ = _sums(groups)
+    return Table("dtypes", "Dtypes", columns, rows, ("total", tensors, elements, Bytes(needed), _share(needed, size)))
 
 
 def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     """The tensors by module, down to `depth` below their part; the rows add up to the tensors' bytes."""
-    view = report.anatomy.fitting_view if depth is None else View(depth)
-    groups, size = report.anatomy.modules(view), report.contents.size
+    view = report.breakdown.fitting_view if depth is None else View(depth)
+    groups, size = report.breakdown.modules(view), report.contents.size
     columns = (
         Column("module", "module", "name", 100, "the names' common prefix"),
         Column("part", "part", "text", 55, "the part it belongs to"),
@@ -188,7 +189,7 @@ def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
         _SHARE,
     )
     roots = {(group.kind, group.root) for group in groups}
-    rows = tuple(
+    rows: list[tuple[Cell, ...]] = [
         (
             Path(_below(group, roots)),
             str(group.kind),
@@ -199,13 +200,14 @@ def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
             Bytes(group.unneeded),
             _share(group.bytes, size),
         )
-        for group in groups
-    )
-    *counts, share = _total(groups, size, named=2, blank=1)
-    total = (*counts, Bytes(sum(group.unneeded for group in groups)), share)
+        for group in groups[:MOST_MODULES]
+    ]
+    if more := groups[MOST_MODULES:]:
+        rows.append(_module_sums(Path(f"{len(more):,} more (JSON has them all)"), more, size))
+    total = _module_sums("total", groups, size)
     caption = "Modules" if view.depth is None else f"Modules to depth {view.depth}"
     caption += ", numbered ones together" if view.folded else ""
-    return Table("modules", "Modules", columns, rows, total, caption=caption).without_empty("unneeded")
+    return Table("modules", "Modules", columns, tuple(rows), total, caption=caption).without_empty("unneeded")
 
 
 def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
@@ -214,11 +216,15 @@ def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
     return group.name.removeprefix(f"{group.root}.") if alone and group.root else group.name
 
 
-def _total(groups: tuple[Group, ...], size: int, named: int, blank: int = 0) -> tuple[Cell, ...]:
-    """The total of `groups`, behind `named` columns of names and before `blank` ones without a sum."""
-    needed = sum(group.bytes for group in groups)
-    counts = (sum(group.tensors for group in groups), sum(group.elements for group in groups))
-    return ("total", *[None] * (named - 1), *counts, *[None] * blank, Bytes(needed), _share(needed, size))
+def _sums(groups: tuple[Group, ...]) -> tuple[int, int, int, int]:
+    """The tensors, elements, bytes and unneeded bytes of all `groups`."""
+    tensors, elements = sum(group.tensors for group in groups), sum(group.elements for group in groups)
+    return tensors, elements, sum(group.bytes for group in groups), sum(group.unneeded for group in groups)
+
+
+def _module_sums(label: str, groups: tuple[Group, ...], size: int) -> tuple[Cell, ...]:
+    tensors, elements, needed, unneeded = _sums(groups)
+    return label, None, tensors, elements, None, Bytes(needed), Bytes(unneeded), _share(needed, size)
 
 
 def file_table(report: CheckpointReport) -> Table:
@@ -258,12 +264,12 @@ def remains_table(report: CheckpointReport) -> Table:
 
 def remains(report: CheckpointReport) -> Iterator[tuple[str, int]]:
     """What is kept, and the bytes of tensor data that it takes: the tensors, the model's, the same in float16."""
-    anatomy = report.anatomy
+    breakdown = report.breakdown
     everything = list(report.contents.tensors)
     yield "the tensors", sum(tensor.bytes for tensor in everything)
     for kind in ("model", "EMA"):
-        held = anatomy.of(kind)
-        if held and (kind == "model" or anatomy.of("model")):
+        held = breakdown.of(kind)
+        if held and (kind == "model" or breakdown.of("model")):
             weights = _alone(held)
             size = sum(tensor.bytes for tensor in weights)
             if len(held) < len(everything):
