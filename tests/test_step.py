@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize.device.allocator import replay
+from memsize.device.gpu_estimate import outlook
 from memsize.model.inputs import feed_from_data
 from memsize.model.meta_copy import shadow
 from memsize.records.aggregates import alive, live_bytes, peak
-from memsize.records.trace import Trace
+from memsize.records.trace import Event, Storage, Trace
 from memsize.spec.training import OPTIMIZERS as NAMED
 from memsize.spec.training import Training, parse_optimizer
 from memsize.tracing.run import Setup
@@ -328,6 +330,17 @@ def test_laws(name: str) -> None:
     assert found.bytes == shown.requested.bytes <= shown.allocated.bytes <= shown.reserved.bytes
     again = stepped(build(), make(), "adamw", "meta")
     assert again.events == trace.events
+
+
+def test_a_second_stream_has_segments_of_its_own() -> None:
+    """1 MiB is freed before another is taken: one segment of 2 MiB serves both on one stream, each its own on two."""
+    size = 2**20
+    first = Storage(size, "temporary", -1, "op", "uint8", (size,), -1)
+    events = tuple(Event(storage, delta, 0, -1, "op") for storage, delta in ((0, size), (0, -size), (1, size)))
+    trace = Trace("m", "fp32", True, 1, "2.13.0", (), (), (), storages=(first, first), events=events)
+    assert outlook(trace).reserved == 2 * size
+    apart = outlook(replace(trace, storages=(first, first._replace(stream=7))))
+    assert (apart.requested, apart.allocated, apart.reserved) == (size, size, 4 * size)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.sampled_from(["linear", "perceptron", "block"]))

@@ -2,7 +2,7 @@
 
 A dataclass is an object with its fields' names, a named tuple a list (a trace holds many of them, and names would be
 most of the file). How to read a type follows from its annotations, so a new field needs no line here; one that a file
-lacks takes its default.
+lacks takes its default, as do the last values of a named tuple. That is how the traces of earlier schemas are read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Any
 from memsize.errors import InputError
 from memsize.records.trace import Trace
 
-SCHEMA = "memsize.trace/1"
+SCHEMA = "memsize.trace/2"
+"""What `encode` writes. /2 added the streams of storages, the roots, and the world."""
+READ = ("memsize.trace/1", SCHEMA)
+"""What `decode` takes."""
 
 
 def encode(trace: Trace) -> dict[str, Any]:
@@ -26,9 +29,9 @@ def encode(trace: Trace) -> dict[str, Any]:
 
 
 def decode(data: object) -> Trace:
-    """The trace that `data` encodes; raises `InputError` when it is not a trace of this version."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    """The trace that `data` encodes; raises `InputError` when it is not a trace of a version in `READ`."""
+    found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    if not isinstance(data, dict) or found not in READ:
         raise InputError(f"not a memsize trace: expected schema {SCHEMA!r}, found {found!r}")
     try:
         trace: Trace = reader(Trace)({key: value for key, value in data.items() if key != "schema"})
@@ -55,6 +58,8 @@ def _names(cls: type) -> tuple[str, ...]:
 def reader(hint: Any) -> Callable[[Any], Any]:
     """What turns plain data into a value of the annotated type `hint`; it raises TypeError or ValueError."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _one_of(frozenset(arguments[1]))
     if origin in (typing.Union, types.UnionType):
         return _optional(arguments)
     if origin is tuple:
@@ -83,7 +88,7 @@ def _sequence(item: Any) -> Callable[[Any], Any]:
 
 
 def _record(cls: type) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     readers = {name: reader(hints[name]) for name in _names(cls)}
 
     def read(value: Any) -> Any:
@@ -95,28 +100,33 @@ def _record(cls: type) -> Callable[[Any], Any]:
 
 
 def _named_tuple(cls: type) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     readers = [reader(hints[name]) for name in cls._fields]  # type: ignore[attr-defined]
+    fewest = len(readers) - len(cls._field_defaults)  # type: ignore[attr-defined]
 
     def read(value: Any) -> Any:
-        if not isinstance(value, list | tuple) or len(value) != len(readers):
+        if not isinstance(value, list | tuple) or not fewest <= len(value) <= len(readers):
             raise TypeError(f"expected {len(readers)} values of {cls.__name__}, found {value!r:.60}")
-        return cls(*[read_part(part) for read_part, part in zip(readers, value, strict=True)])
+        return cls(*[read_part(part) for read_part, part in zip(readers, value, strict=False)])
 
     return read
+
+
+def _one_of(choices: frozenset[str]) -> Callable[[Any], Any]:
+    """A check that a value is one of a Literal's, or a key of the table that an open set of names is annotated with."""
+
+    def choose(value: Any) -> Any:
+        if value not in choices:
+            raise ValueError(f"expected one of {', '.join(sorted(choices))}, found {value!r:.60}")
+        return value
+
+    return choose
 
 
 def _scalar(hint: Any) -> Callable[[Any], Any]:
     """A check that a value is of the scalar type `hint`, or one of the values of a Literal."""
     if typing.get_origin(hint) is typing.Literal:
-        choices = frozenset(typing.get_args(hint))
-
-        def choose(value: Any) -> Any:
-            if value not in choices:
-                raise ValueError(f"expected one of {', '.join(sorted(choices))}, found {value!r:.60}")
-            return value
-
-        return choose
+        return _one_of(frozenset(typing.get_args(hint)))
 
     def check(value: Any) -> Any:
         # True is an integer to Python, but no size.

@@ -18,7 +18,8 @@ from memsize.cuda.convolution import BACKWARD, FORWARD, Convolutions
 from memsize.cuda.copies import kernel_copies
 from memsize.cuda.temporaries import Scratch, kernel_scratch
 from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors
-from memsize.records.trace import Event, Role, Storage
+from memsize.records.roles import Role
+from memsize.records.trace import Event, Storage
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import DETACH, Answers, answers_itself
 
