@@ -13,7 +13,7 @@ import memsize
 from benchmarks.measure import Line, compared, in_turn
 from benchmarks.nets.residual import ResNet50
 from memsize.analysis.runner import Study
-from memsize.model.inputs import feed_from_specs
+from memsize.model.inputs import inputs_from_specs
 from memsize.spec.inputs import InputSpec
 from memsize.spec.scenario import DEFAULT, SCENARIOS
 
@@ -23,7 +23,7 @@ PARAMETERS = 25_557_032
 
 def traced(model: nn.Module, scenario: str) -> None:
     """One forward under `scenario`, from the model to its trace."""
-    feed = feed_from_specs((InputSpec(None, SIZE),), 1)
+    feed = inputs_from_specs((InputSpec(None, SIZE),), 1)
     Study("resnet", model, feed, True, lambda _: None).trace(SCENARIOS[scenario])
 
 

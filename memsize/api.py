@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memsize.checkpoint.document import CheckpointReport
     from memsize.cuda.cudnn.plans import Plans
     from memsize.device.config import AllocatorConfig
-    from memsize.model.inputs import Feed
+    from memsize.model.inputs import ModelInputs
     from memsize.records.comparison import Comparison
     from memsize.records.fit import Fit
     from memsize.records.gpu import Card
@@ -392,11 +392,11 @@ def _feed(
     inputs: Sequence[InputSpec],
     input_data: Any,
     wanted: tuple[int, int | None, bool],
-) -> Feed:
+) -> ModelInputs:
     """The inputs that were given, else those that `maker` knows. `wanted` are the batch size, the length of texts where
     one was chosen, and whether the model is to train.
     """
-    from memsize.model.inputs import feed_from_data, feed_from_maker, feed_from_specs
+    from memsize.model.inputs import inputs_from_data, inputs_from_maker, inputs_from_specs
     from memsize.spec.request import Request
 
     request = Request(*wanted)
@@ -405,18 +405,18 @@ def _feed(
         raise InputError("give the input once: as input_size, as inputs, or as input_data")
     own = _maker_of(input_data)
     if own is None and input_data is not None:
-        return feed_from_data(input_data)
+        return inputs_from_data(input_data)
     specs = tuple(inputs) or _specs(input_size)
     maker = own or (None if specs else maker)
     if maker is not None:
-        return feed_from_maker(maker, request)
+        return inputs_from_maker(maker, request)
     if not specs:
         from memsize.loading.signature import wanted_inputs
 
         raise InputError(f"the model needs an input: {wanted_inputs(model)}")
     if request.seq_len is not None:
         raise InputError("a sequence length is for inputs that are made: these say their own sizes")
-    return feed_from_specs(specs, request.batch_size)
+    return inputs_from_specs(specs, request.batch_size)
 
 
 def _maker_of(data: Any) -> InputMaker | None:

@@ -37,7 +37,7 @@ from memsize.cli import run
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError
-from memsize.model.inputs import feed_from_data, feed_from_specs
+from memsize.model.inputs import inputs_from_data, inputs_from_specs
 from memsize.records.finding import Finding
 from memsize.records.fit import Bind, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.trace import Event, InputTensor, Storage, TensorSpec, Trace
@@ -415,7 +415,7 @@ CASE = Case(SCENARIOS["fp32"], card("a100"), Training("adamw"))
 @cache
 def trials(name: str) -> Trials:
     build, size = ZOO[name]
-    feed = feed_from_specs((parse_input(size),), 1)
+    feed = inputs_from_specs((parse_input(size),), 1)
     return Trials(name, build(), feed, True, Vary(), lambda _: None)
 
 
@@ -467,7 +467,7 @@ def check_against_brute_force(name: str, place: float) -> None:
 
 
 def test_runs_are_made_once() -> None:
-    own = Trials("m", Narrow(), feed_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
+    own = Trials("m", Narrow(), inputs_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
     for _ in range(2):
         own.run(CASE, 8)
         own.run(replace(CASE, card=card("a100-80gb"), config=AllocatorConfig(expandable_segments=True)), 8)
@@ -477,7 +477,7 @@ def test_runs_are_made_once() -> None:
 
 
 def test_runs_of_the_same_events_share_their_replays() -> None:
-    own = Trials("m", Narrow(), feed_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
+    own = Trials("m", Narrow(), inputs_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
     half, brain, full = (own.run(replace(CASE, scenario=SCENARIOS[name]), 8) for name in ("fp16", "bf16", "fp32"))
     assert half.replays is brain.replays and half.replays is not full.replays
     assert half.trace.scenario == "fp16" and brain.trace.scenario == "bf16"
@@ -718,7 +718,7 @@ def test_inputs_that_disagree_on_a_batch() -> None:
 
 
 def test_given_tensors_are_grown() -> None:
-    own = Trials("m", Narrow(), feed_from_data(torch.zeros(4, 10, 64)), True, parse_vary("0:1"), lambda _: None)
+    own = Trials("m", Narrow(), inputs_from_data(torch.zeros(4, 10, 64)), True, parse_vary("0:1"), lambda _: None)
     assert own.asked == 10
     assert own.run(CASE, 25).trace.inputs[0].spec.shape == (4, 25, 64)
 

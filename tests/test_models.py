@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize.constants.assumptions import EVEN, KEEPS, MIXED
-from memsize.model.inputs import feed_from_data
-from memsize.model.meta_copy import shadow
+from memsize.model.inputs import inputs_from_data
+from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import totals, visible
 from memsize.records.trace import Trace
 from memsize.tracing.run import Setup
@@ -66,8 +66,8 @@ def trace_of(model: nn.Module, *inputs: Tensor, device: str = "meta") -> Trace:
     """The trace of a plain forward, on `meta` or really computed."""
     if device == "cpu":
         return run_forward(Setup("m", "as-given", copy.deepcopy(model), (inputs, {}), model.training, device="cpu"))
-    call = feed_from_data(inputs).call()
-    return run_forward(Setup("m", "as-given", shadow(model), call, model.training))
+    call = inputs_from_data(inputs).call()
+    return run_forward(Setup("m", "as-given", meta_copy(model), call, model.training))
 
 
 def outputs(trace: Trace, path: str) -> list[str]:

@@ -22,7 +22,7 @@ from memsize.analysis.fit.optimizing import try_remedies
 from memsize.analysis.fit.trials import Trials
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
-from memsize.model.inputs import feed_from_specs
+from memsize.model.inputs import inputs_from_specs
 from memsize.records.fit import Fit, RemedyRow
 from memsize.records.trace import Event, Storage, Trace
 from memsize.spec.inputs import parse_input
@@ -105,7 +105,7 @@ class HeadOnly(Stack):
 
 @cache
 def trials(build: Callable[[], nn.Module], size: str) -> Trials:
-    return Trials("m", build(), feed_from_specs((parse_input(size),), 1), True, Vary(), lambda _: None)
+    return Trials("m", build(), inputs_from_specs((parse_input(size),), 1), True, Vary(), lambda _: None)
 
 
 BASE = Case(SCENARIOS["fp32"], card("a100"), Training("adamw"))

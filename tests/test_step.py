@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import memsize
 from memsize.device.allocator import replay
 from memsize.device.gpu_estimate import outlook
-from memsize.model.inputs import feed_from_data
-from memsize.model.meta_copy import shadow
+from memsize.model.inputs import inputs_from_data
+from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import alive, live_bytes, peak
 from memsize.records.trace import Event, Storage, Trace
 from memsize.spec.training import OPTIMIZERS as NAMED
@@ -242,7 +242,7 @@ def without_onednn() -> Iterator[None]:
 def stepped(model: nn.Module, value: Tensor, optimizer: Any, device: str) -> Trace:
     """Two training steps without CUDA's semantics, on `meta` or really computed."""
     if device == "meta":
-        twin, call = shadow(model), feed_from_data(value).call()
+        twin, call = meta_copy(model), inputs_from_data(value).call()
     else:
         twin, call = copy.deepcopy(model), ((value,), {})
     setup = Setup(type(model).__name__, "as-given", twin, call, True, device=device)
@@ -270,7 +270,7 @@ def test_planned_and_real_inferences_write_the_same_events(name: str) -> None:
     build, make = ZOO[name]
     torch.manual_seed(0)
     model, value = build(), make()
-    planned = Setup("m", "as-given", shadow(model), feed_from_data(value).call(), False)
+    planned = Setup("m", "as-given", meta_copy(model), inputs_from_data(value).call(), False)
     real = Setup("m", "as-given", copy.deepcopy(model), ((value,), {}), False, device="cpu")
     assert lifetimes(run_inference(planned)) == lifetimes(run_inference(real))
 
@@ -517,7 +517,7 @@ def test_storages_that_are_resized_in_place() -> None:
 
 
 def test_own_step_without_an_optimizer_is_a_run_like_any_other() -> None:
-    setup = Setup("m", "fp32", shadow(nn.Linear(4, 4)), feed_from_data(torch.zeros(2, 4)).call(), True)
+    setup = Setup("m", "fp32", meta_copy(nn.Linear(4, 4)), inputs_from_data(torch.zeros(2, 4)).call(), True)
 
     def loop(model: nn.Module) -> Callable[..., None]:
         return lambda x: model(x).sum().backward()

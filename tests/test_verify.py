@@ -35,7 +35,7 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
 from memsize.errors import InputError, OutputError, ScenarioError
 from memsize.loading.weightless import Weightless
-from memsize.model.inputs import feed_from_specs
+from memsize.model.inputs import inputs_from_specs
 from memsize.records.gpu import Interval
 from memsize.records.measurement import (
     NOWHERE,
@@ -78,7 +78,7 @@ def case(
     batch: int = 4,
     mode: bool = True,
 ) -> Case:
-    feed = feed_from_specs(parse_inputs([size]), batch)
+    feed = inputs_from_specs(parse_inputs([size]), batch)
     return Case(type(model).__name__, model, feed, scenario_named(scenario), mode, train)
 
 
@@ -294,7 +294,7 @@ def test_what_no_gpu_runs_is_refused(scenario: str) -> None:
 def test_int8_weights_are_torchaos() -> None:
     pytest.importorskip("torchao")
     setup = case(perceptron(), "64", "int8-weight").plan(torch.device("cpu")).realize()
-    assert type(setup.twin[0].weight.data).__name__ == "Int8Tensor"  # type: ignore[index]
+    assert type(setup.model[0].weight.data).__name__ == "Int8Tensor"  # type: ignore[index]
     found = checked(case(perceptron(), "64", "int8-weight", mode=False))
     # data, scales and zero points are there; MemTracker asks a wrapper for a storage that it does not have
     assert found.runs[0].measurement.peaks is not None

@@ -22,9 +22,9 @@ from memsize.device.gpu_estimate import outlook
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
-from memsize.model.inputs import Feed
+from memsize.model.inputs import ModelInputs
 from memsize.model.materialize import executable, executable_call
-from memsize.model.meta_copy import Mould, in_mode
+from memsize.model.meta_copy import MetaCopier, in_mode
 from memsize.model.stored import stored_tensors
 from memsize.precision.modelled import modelled
 from memsize.precision.recipes import apply_scenario, floating_dtype
@@ -63,7 +63,7 @@ class Study:
         self,
         name: str,
         model: nn.Module,
-        feed: Feed,
+        feed: ModelInputs,
         training: bool,
         say: Callable[[str], None],
         gpu: Card | None = None,
@@ -87,7 +87,7 @@ class Study:
         self._late: tuple[str, ...] = ()
         self._traces: dict[str, Trace] = {}
         self._left: dict[str, dict[str, str]] = {}
-        self._mould = Mould(model)
+        self._copier = MetaCopier(model)
         self._stored: dict[_HeldAs, tuple[StoredTensor, ...]] = {}
         self._readable: nn.Module | None = None
 
@@ -210,13 +210,13 @@ class Study:
     def _settled(self, run: Callable[[Setup], Trace], scenario: Scenario) -> Trace:
         """The run of a twin that registers nothing any more: a model that does so in its forward is run once before."""
         setup = self._sharing(self.prepared(scenario, self.feed.batch_size), scenario)
-        before = set(_registered(setup.twin))
+        before = set(_registered(setup.model))
         failed: ForwardError | None = None
         try:
             trace = run(setup)
         except ForwardError as error:
             failed = error
-        if not self._late and (late := [name for name in _registered(setup.twin) if name not in before]):
+        if not self._late and (late := [name for name in _registered(setup.model) if name not in before]):
             self._late = tuple(late)
             return self._settled(run, scenario)
         if failed is not None:
@@ -225,7 +225,7 @@ class Study:
 
     def prepared(self, scenario: Scenario, batch: int) -> Setup:
         """A fresh twin, ready to be run under the scenario."""
-        twin = executable(self.model) if self.execute else self._mould.cast()
+        twin = executable(self.model) if self.execute else self._copier.copy()
         if not self.execute:
             # What a recipe does to a layer follows from its shapes.
             give_shapes(twin, self.feed.call(batch, floating_dtype(twin)), self.training, always=bool(self._late))
@@ -235,11 +235,11 @@ class Study:
         as_given = scenario.recipe == "as-given"
         call = self.feed.call(batch, recipe.floating, typed_too=not as_given or self._inputs_are_cast)
         return Setup(
-            model=self.name,
+            name=self.name,
             device="cpu" if self.execute else "meta",
             notes=self._notes(as_given),
             scenario=scenario.name,
-            twin=recipe.twin,
+            model=recipe.model,
             call=executable_call(call) if self.execute else call,
             training=self.training,
             batch_size=batch,
@@ -274,7 +274,7 @@ class Study:
             return False
         call = self.feed.call(floating=self._given_floating, typed_too=False)
         try:
-            kept_for_backward(Setup(self.name, "as-given", self._mould.cast(), call, self.training))
+            kept_for_backward(Setup(self.name, "as-given", self._copier.copy(), call, self.training))
         except ForwardError:
             return True
         return False
@@ -299,7 +299,7 @@ class Study:
         if self._readable is not None:
             reading = torchinfo_reading(self._readable, ((), {}))
         else:
-            twin = in_mode(self._mould.cast(), self.training)
+            twin = in_mode(self._copier.copy(), self.training)
             reading = torchinfo_reading(twin, self.feed.call(floating=floating_dtype(twin)))
         return () if reading is None else (reading,)
 

@@ -23,7 +23,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Feed:
+class ModelInputs:
     """The inputs of one call. `make(batch)` gives fresh `meta` arguments for a batch size.
 
     `resizable` says whether the batch size can be chosen; where it can't, `make` is only asked for `batch_size`.
@@ -59,8 +59,8 @@ class Feed:
         return self.typed is None or key in self.typed
 
 
-def feed_from_specs(specs: Sequence[InputSpec], batch_size: int) -> Feed:
-    """A feed of tensors made from specs: floating ones unknown, integer and boolean ones valid for look-ups.
+def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInputs:
+    """Inputs made from specs: floating ones unknown, integer and boolean ones valid for look-ups.
 
     Integers are 0, and 1 where the name says that it is a mask, so that every position counts; those with a range are
     spread evenly over it.
@@ -74,43 +74,44 @@ def feed_from_specs(specs: Sequence[InputSpec], batch_size: int) -> Feed:
 
     positional = [spec for spec in specs if spec.name is None]
     typed = {position for position, spec in enumerate(positional) if spec.dtype is not None}
-    return Feed(make, batch_size, True, typed=frozenset({*typed, *(s.name for s in specs if s.name and s.dtype)}))
+    named = {spec.name for spec in specs if spec.name and spec.dtype}
+    return ModelInputs(make, batch_size, True, typed=frozenset({*typed, *named}))
 
 
-def feed_from_data(data: Any) -> Feed:
-    """A feed of the user's own inputs: a mapping gives keywords, a tuple or list positions, anything else the only one.
+def inputs_from_data(data: Any) -> ModelInputs:
+    """The user's own inputs: a mapping gives keywords, a tuple or list positions, anything else the only one.
 
-    The tensors are not kept: `meta` twins with the same shapes stand for them. Where all of them agree on their first
+    The tensors are not kept: meta copies of the same shapes stand for them. Where all of them agree on their first
     dimension it is taken for the batch, which can then be resized.
 
-    Raises `InputError` for what can be read only once, and for tensors that no twin can stand for.
+    Raises `InputError` for what can be read only once, and for tensors that no meta copy can stand for.
     """
     args, kwargs = _arguments(data)
-    twin = _twin((args, kwargs))
-    sizes = {_samples(tensor) for tensor in tensors_in(twin)}
-    if any(isinstance(value, PackedSequence) for value in objects_in(twin)):
+    call = _copied((args, kwargs))
+    sizes = {_samples(tensor) for tensor in tensors_in(call)}
+    if any(isinstance(value, PackedSequence) for value in objects_in(call)):
         sizes.add(0)  # its rows are steps of several samples
     batch = sizes.pop() if len(sizes) == 1 else 0
 
     def make(size: int) -> Call:
-        copied: Call = meta_copy(twin)
+        copied: Call = meta_copy(call)
         return copied if size == batch or not batch else map_tensors(lambda t: _resized(t, size), copied)
 
-    return Feed(make, batch or 1, batch > 0, typed=None)
+    return ModelInputs(make, batch or 1, batch > 0, typed=None)
 
 
-def feed_from_maker(maker: InputMaker, request: Request) -> Feed:
-    """A feed of inputs that are made on request; where they come in one size only, of those."""
+def inputs_from_maker(maker: InputMaker, request: Request) -> ModelInputs:
+    """Inputs that are made on request; where they come in one size only, of those."""
     typed = frozenset[int | str]() if maker.untyped else None
     if not maker.resizable:
-        return replace(feed_from_data(maker.make(request)), typed=typed)
+        return replace(inputs_from_data(maker.make(request)), typed=typed)
     made = cache(lambda size: maker.make(replace(request, batch_size=size)))
 
     def make(size: int) -> Call:
-        return _twin(_arguments(made(size)))
+        return _copied(_arguments(made(size)))
 
     make(request.batch_size)  # what is wrong with them shows now
-    return Feed(make, request.batch_size, True, maker.note, typed)
+    return ModelInputs(make, request.batch_size, True, maker.note, typed)
 
 
 def input_tensors(call: Call) -> tuple[InputTensor, ...]:
@@ -143,7 +144,7 @@ def _is_cast(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
-def _twin(call: Call) -> Call:
+def _copied(call: Call) -> Call:
     for value in objects_in(call):
         if isinstance(value, Iterator):
             raise InputError(
@@ -152,11 +153,11 @@ def _twin(call: Call) -> Call:
     if any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors_in(call)):
         raise InputError("nested tensors in the strided layout do not run without a device: use layout=torch.jagged")
     try:
-        twin: Call = meta_copy(call)
+        copied: Call = meta_copy(call)
     except (RuntimeError, NotImplementedError) as error:
-        kinds = {type(t).__name__ for t in tensors_in(call)} - {"Tensor", "Parameter"}
-        raise InputError(f"no twin can stand for the input's tensors ({', '.join(sorted(kinds))}): {error}") from error
-    return twin
+        kinds = ", ".join(sorted({type(t).__name__ for t in tensors_in(call)} - {"Tensor", "Parameter"}))
+        raise InputError(f"the input's tensors cannot be copied to meta ({kinds}): {error}") from error
+    return copied
 
 
 def _samples(tensor: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ def run_forward(setup: Setup) -> Trace:
     """
     run = Run(setup)
     with run.recording(), torch.enable_grad(), setup.autocast():
-        run.result = setup.twin(*setup.call[0], **setup.call[1])
+        run.result = setup.model(*setup.call[0], **setup.call[1])
     return run.trace()
 
 
@@ -23,7 +23,7 @@ def run_inference(setup: Setup) -> Trace:
     """The trace of one forward without gradients, outputs freed as PyTorch frees them."""
     run = Run(setup)
     with run.recording(), torch.no_grad(), setup.autocast():
-        run.result = setup.twin(*setup.call[0], **setup.call[1])
+        run.result = setup.model(*setup.call[0], **setup.call[1])
     return run.trace()
 
 
@@ -31,5 +31,5 @@ def kept_for_backward(setup: Setup) -> int:
     """Bytes that one forward keeps for backward, parameters apart: all that the search for a batch size asks."""
     run = Run(setup, tables=False)
     with run.recording(inner=False), torch.enable_grad(), setup.autocast():
-        run.result = setup.twin(*setup.call[0], **setup.call[1])
+        run.result = setup.model(*setup.call[0], **setup.call[1])
     return run.ledger.kept(run.calls.kept)

@@ -1,4 +1,4 @@
-"""Training steps of one twin, as a `Trace`: forward, loss, backward and optimizer, several times over.
+"""Training steps of one model, as a `Trace`: forward, loss, backward and optimizer, several times over.
 
 Everything is PyTorch's own: autograd runs the backward, `torch.optim` the update, `torch.amp` the scaling. The user's
 own loop runs the same way: the phases are read off the engine and the optimizers' hooks, not off our loop.
@@ -40,13 +40,13 @@ def run_training(setup: Setup, training: Training) -> Trace:
 def run_own_step(setup: Setup, step: Callable[..., Any], steps: int) -> Trace:
     """The trace of the user's own loop body.
 
-    `step(model)` is called once with the twin and returns the body, which is called `steps` times with the inputs; what
-    it makes outside the body (optimizer, scaler, averaged copy) is there from the first step on.
+    `step(model)` is called once with a copy of the user's model and returns the body, which is called `steps` times
+    with the inputs; what it makes outside the body (optimizer, scaler, averaged copy) is there from the first step on.
     """
     run = Run(setup)
     args, kwargs = setup.call
     with run.recording(), _as_trained(run):
-        body = step(setup.twin)
+        body = step(setup.model)
         for number in range(1, steps + 1):
             run.ledger.clock.step = number
             with run.ledger.clock.during("step"), setup.autocast():
@@ -57,7 +57,7 @@ def run_own_step(setup: Setup, step: Callable[..., Any], steps: int) -> Trace:
 @contextmanager
 def _as_trained(run: Run) -> Iterator[None]:
     """Gradient mode, optimizers as on CUDA, and gradients marked as they are accumulated."""
-    trained, buckets = _trainable(run.setup.twin), run.setup.buckets
+    trained, buckets = _trainable(run.setup.model), run.setup.buckets
     handles = [p.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for p in trained]
     held = buckets.hold(trained, run.ledger) if buckets else []
     try:
@@ -91,7 +91,7 @@ class Loop:
         self.setup = setup
         self.training = training
         self.ledger = ledger
-        self.parameters = _trainable(setup.twin)
+        self.parameters = _trainable(setup.model)
         self.masters = _master_copies(self.parameters, self.ledger) if setup.masters else None
         self.optimizer = make_optimizer(training.optimizer, self._updated())
         self.losses = Losses(training.loss, self.ledger)
@@ -123,7 +123,7 @@ class Loop:
     def _forward_and_backward(self) -> None:
         args, kwargs = self.setup.call
         with self.setup.autocast():
-            output = self.setup.twin(*args, **kwargs)
+            output = self.setup.model(*args, **kwargs)
             with self.ledger.clock.during("loss"):
                 loss = self.losses(output)
                 if self.training.accumulate > 1:

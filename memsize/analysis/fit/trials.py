@@ -16,7 +16,7 @@ from memsize.constants.known import known, remember
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError
 from memsize.internals.pytree import map_tensors
-from memsize.model.inputs import Call, Feed, input_tensors
+from memsize.model.inputs import Call, ModelInputs, input_tensors
 from memsize.records.trace import InputTensor, Trace
 from memsize.spec.vary import Place, Vary
 from memsize.tracing.run import Setup
@@ -28,7 +28,7 @@ class Trials:
     """The runs of one model by case and size. `count` is how many were made, refused ones too."""
 
     def __init__(
-        self, name: str, model: nn.Module, feed: Feed, training: bool, vary: Vary, say: Callable[[str], None]
+        self, name: str, model: nn.Module, feed: ModelInputs, training: bool, vary: Vary, say: Callable[[str], None]
     ) -> None:
         self.name = name
         self.model = model

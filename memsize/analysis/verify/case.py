@@ -20,7 +20,7 @@ from memsize.cuda.cudnn.plans import Plans
 from memsize.cuda.semantics import CUDNN
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace
 from memsize.internals.isolation import collector_paused
-from memsize.model.inputs import Feed, input_tensors
+from memsize.model.inputs import ModelInputs, input_tensors
 from memsize.records.gpu import Card
 from memsize.records.measurement import Stack, Workload, Workspace
 from memsize.records.trace import Trace
@@ -40,7 +40,7 @@ class Case:
 
     name: str
     model: nn.Module
-    feed: Feed
+    feed: ModelInputs
     scenario: Scenario
     mode: bool
     training: Training | None

@@ -89,7 +89,7 @@ def _tracked(plan: Plan, setup: Setup, step: _Step, gauge: Gauge) -> dict[str, A
     if not plan.track:
         return {}
     try:
-        return {"tracked": tracked_peak(step, (setup.twin, *step.known()), gauge.device)}
+        return {"tracked": tracked_peak(step, (setup.model, *step.known()), gauge.device)}
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what it cannot follow it may refuse in any way
@@ -107,7 +107,7 @@ class _Inference:
         self.result = None
         args, kwargs = self.setup.call
         with torch.no_grad(), self.setup.autocast():
-            self.result = self.setup.twin(*args, **kwargs)
+            self.result = self.setup.model(*args, **kwargs)
 
     def warmed_up(self) -> int:
         """Nothing: a prediction is that of the first forward."""

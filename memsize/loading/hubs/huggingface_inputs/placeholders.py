@@ -1,7 +1,7 @@
 """How many tokens an image, a clip or a sound takes among the ids.
 
 Processors work that out, each in its own way. Here the model itself is asked: what its `get_image_features` returns for
-one image, run without data on a twin, is what it puts in the place of those tokens.
+one image, run without data on a meta copy, is what it puts in the place of those tokens.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ def _embedded(choice: Choice, name: str, method: str) -> int:
     import torch
 
     from memsize.internals.isolation import undisturbed
-    from memsize.model.meta_copy import in_mode, meta_copy, shadow
+    from memsize.model.meta_copy import in_mode, meta_copy
     from memsize.tracing.dispatch import Answers
 
-    twin: Any = in_mode(shadow(choice.model), False)
-    embed = getattr(_owner(twin, method), method)
+    copied: Any = in_mode(meta_copy(choice.model), False)
+    embed = getattr(_owner(copied, method), method)
     need, taken = choice.sample(), inspect.signature(embed).parameters
     given = {other: need.get(other) for other in taken if other == name or (other in MAKERS and other in choice.taken)}
     arguments = {other: value for other, value in given.items() if value is not None}
     with undisturbed(), torch.no_grad(), Answers():
         features = embed(**meta_copy(arguments))
-    width = twin.get_input_embeddings().weight.shape[-1]
+    width = copied.get_input_embeddings().weight.shape[-1]
     made = list(_tensors(features))
     if any(tensor.shape[-1] != width for tensor in made):
         raise ValueError("what is perceived is embedded in another width than the text")
