@@ -75,12 +75,14 @@ def report(
     with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
         feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
-        from memsize.analysis.runner import Study
+        from memsize.analysis.report import ReportBuilder
+        from memsize.analysis.runner import Runner
 
         where, trained = card(gpu) if gpu else None, _training(train)
         plans = _plans(where or card(DEFAULT_GPU)) if where or trained else None
-        study = Study(name, model, feed, mode == "train", say, where, trained, execute, config, plans)
-        return study.report(asked, default=scenarios is None, notes=(*notes, *([feed.note] if feed.note else [])))
+        runner = Runner(name, model, feed, mode == "train", gpu=where, execute=execute, plans=plans)
+        builder = ReportBuilder(runner, trained, peaks=where is not None, config=config, say=say)
+        return builder.build(asked, default=scenarios is None, notes=(*notes, *([feed.note] if feed.note else [])))
 
 
 def trace(
@@ -134,11 +136,12 @@ def trace(
     with _loaded(model_or_target, arguments or {}, lambda _: None) as (name, model, _, maker):
         feed = _feed(model, maker, size, specs, data, (batch_size, seq_len, mode == "train"))
 
-        from memsize.analysis.runner import Study
+        from memsize.analysis.runner import Runner
+        from memsize.workloads.training import OwnLoop, step_workload
 
-        plans = _plans(where)
-        study = Study(name, model, feed, mode == "train", lambda _: None, where, training, execute, plans=plans)
-        return StepTrace(study.run(scenario_named(scenario), step, steps), where.name, settings)
+        runner = Runner(name, model, feed, mode == "train", gpu=where, execute=execute, plans=_plans(where))
+        workload = step_workload(training) if step is None else OwnLoop(step, steps)
+        return StepTrace(runner.run(workload, scenario_named(scenario)), where.name, settings)
 
 
 def _plans(card: Card) -> Plans:
@@ -285,11 +288,11 @@ def audit_layout(
         feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
         from memsize.analysis.layout import audit
-        from memsize.analysis.runner import Study
+        from memsize.analysis.runner import Runner
         from memsize.records.layout import LayoutReport
 
-        study = Study(name, model, feed, mode == "train", say)
-        found = audit(lambda: study.prepared(asked, batch_size))
+        runner = Runner(name, model, feed, mode == "train")
+        found = audit(lambda: runner.setup(asked, batch_size))
         return LayoutReport(found, (*notes, *([feed.note] if feed.note else [])))
 
 

@@ -86,7 +86,7 @@ class _Forgetful(nn.Module):
 
 def test_what_nobody_explains_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     feed = inputs_from_specs(parse_inputs(["8"]), 4)
-    case = replace(RUNS["perceptron/infer/fp16"].make(), name="forgetful", model=_Forgetful(), feed=feed)
+    case = replace(RUNS["perceptron/infer/fp16"].make(), name="forgetful", model=_Forgetful(), inputs=feed)
     run = Run("forgetful", lambda: case, own=False)
     found = held(run)
     # the exponentials, their mean and the sum: 4·8, 1 and 4·8 numbers of 2 bytes

@@ -22,7 +22,7 @@ from memsize.records.aggregates import peak
 from memsize.records.trace import Trace
 from memsize.spec.training import Training
 from memsize.tracing.run import Setup
-from memsize.workloads.training import run_training
+from memsize.workloads.training import TrainingSteps
 from tests.test_step import OPTIMIZERS, Block
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -55,7 +55,7 @@ def tracked(model: nn.Module, value: Tensor, make: Callable[[Any], torch.optim.O
 
 def planned(model: nn.Module, value: Tensor, make: Callable[[Any], torch.optim.Optimizer]) -> Trace:
     setup = Setup("m", "as-given", meta_copy(model), inputs_from_data(value).call(), True)
-    return run_training(setup, Training(make, "mean", steps=2))
+    return TrainingSteps(Training(make, "mean", steps=2)).run(setup)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

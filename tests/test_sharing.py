@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import memsize
-from memsize.analysis.runner import Study
+from memsize.analysis.report import ReportBuilder
+from memsize.analysis.runner import Runner
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.constants.known import known
 from memsize.model.inputs import inputs_from_data
@@ -24,7 +25,7 @@ from memsize.records.aggregates import totals
 from memsize.spec.scenario import SCENARIOS
 from memsize.tracing.module_calls import Calls
 from memsize.tracing.run import Setup
-from memsize.workloads.inference import kept_for_backward, run_forward
+from memsize.workloads.forward import Forward, kept_for_backward
 from tests import test_torchinfo_cases as structures
 from tests.models import Small, Tied
 
@@ -142,17 +143,17 @@ def test_a_copy_goes_with_its_last_user_though_the_collector_is_paused() -> None
 # -- scenarios --------------------------------------------------------------------------------------------------------
 
 
-def study(model: nn.Module, value: Tensor) -> Study:
-    return Study("m", model, inputs_from_data(value), True, lambda _: None)
+def builder(model: nn.Module, value: Any) -> ReportBuilder:
+    return ReportBuilder(Runner("m", model, inputs_from_data(value), True))
 
 
 @pytest.mark.parametrize(("build", "value"), [(Restless, ROW), (Small, IMAGE), (Tied, IDS)])
 def test_no_scenario_sees_that_others_ran(build: Callable[[], nn.Module], value: Tensor) -> None:
     names = ("as-given", "fp16", "amp-bf16", "int8-weight", "apex-O2", "fp32")
     model = build()
-    alone = {name: study(model, value).trace(SCENARIOS[name]) for name in names}
+    alone = {name: builder(model, value).trace(SCENARIOS[name]) for name in names}
     for order in itertools.islice(itertools.permutations(names), 0, None, 101):
-        together = study(model, value)
+        together = builder(model, value)
         assert {name: together.trace(SCENARIOS[name]) for name in order} == {name: alone[name] for name in order}
     report = memsize.report(model, input_data=value, scenarios="amp-bf16,fp16,fp32")
     shown = {result.name: replace(result.trace, model="m") for result in report.scenario_results if result.trace}
@@ -173,22 +174,22 @@ def test_a_model_that_remembers_is_left_as_it_was() -> None:
 def test_a_run_without_tables_keeps_what_one_with_them_does(
     build: Callable[[], nn.Module], value: Tensor, scenario: str
 ) -> None:
-    ours = study(build(), value)
-    setup = ours.prepared(SCENARIOS[scenario], ours.feed.batch_size)
+    ours = builder(build(), value)
+    setup = ours.runner.setup(SCENARIOS[scenario])
     assert kept_for_backward(setup) == totals(ours.trace(SCENARIOS[scenario])).saved_bytes
 
 
 def test_what_a_remedy_adds_is_stored_in_its_own_runs_only() -> None:
-    """The fits of one question share a study, and edit its twins."""
+    """The fits of one question share a runner, and edit its copies."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    plain = study(model, ROW)
-    edited = plain.prepared(SCENARIOS["fp32"], 4)
+    plain = builder(model, ROW)
+    edited = plain.runner.setup(SCENARIOS["fp32"])
     edited.model.register_parameter("added", nn.Parameter(torch.zeros(3, device="meta")))
-    assert "added" in {tensor.name for tensor in run_forward(edited).tensors}
+    assert "added" in {tensor.name for tensor in Forward().run(edited).tensors}
     assert "added" not in {tensor.name for tensor in plain.trace(SCENARIOS["fp32"]).tensors}
-    edited = plain.prepared(SCENARIOS["fp32"], 4)
+    edited = plain.runner.setup(SCENARIOS["fp32"])
     edited.model.register_parameter("added", nn.Parameter(torch.zeros(3, device="meta")))
-    assert "added" in {tensor.name for tensor in run_forward(edited).tensors}
+    assert "added" in {tensor.name for tensor in Forward().run(edited).tensors}
 
 
 class CastsItself(nn.Module):
@@ -210,7 +211,7 @@ class CastsItself(nn.Module):
 def test_a_cast_that_changes_no_parameter_is_made_where_a_module_has_its_own() -> None:
     copied: Any = apply_scenario(meta_copy(nn.Sequential(CastsItself())), SCENARIOS["fp32"]).model
     assert copied[0].angles.dtype is torch.float32
-    traces = study(CastsItself(), ROW)
+    traces = builder(CastsItself(), ROW)
     sizes = {name: totals(traces.trace(SCENARIOS[name])).attribute_bytes for name in ("as-given", "fp32", "amp-bf16")}
     assert sizes == {"as-given": 40, "fp32": 20, "amp-bf16": 20}
 
@@ -263,7 +264,7 @@ def heard(model: nn.Module, value: Tensor) -> tuple[Calls, Any]:
     """The calls of one forward, and its arguments."""
     found: list[Calls] = []
     call = inputs_from_data(value).call()
-    run_forward(Setup("m", "as-given", meta_copy(model), call, True, listener=found.append))
+    Forward().run(Setup("m", "as-given", meta_copy(model), call, True, listener=found.append))
     return found[0], call
 
 
@@ -276,11 +277,11 @@ def test_torchinfo_says_the_same_of_what_it_need_not_run(name: str) -> None:
     run = torchinfo_reading(in_mode(meta_copy(model), True), call)
     if expected:
         assert torchinfo_reading(calls.seen[0].module, ((), {})) == run
-    report = study(model, value).report((SCENARIOS["fp32"],), default=False)
+    report = builder(model, value).build((SCENARIOS["fp32"],), default=False)
     assert report.scenario_results
-    ours = study(model, value)
+    ours = builder(model, value)
     ours.trace(SCENARIOS["as-given"])
-    assert ours._readings() == (() if run is None else (run,))
+    assert ours.readings() == (() if run is None else (run,))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14", "ignore:.*enable_nested")
@@ -288,10 +289,10 @@ def test_torchinfo_says_the_same_of_what_it_need_not_run(name: str) -> None:
 def test_torchinfo_says_the_same_of_every_structure(name: str) -> None:
     build, inputs = structures.CASES[name]
     model = build()
-    ours = Study("m", model, inputs_from_data(inputs), True, lambda _: None)
+    ours = builder(model, inputs)
     ours.trace(SCENARIOS["as-given"])
-    run = torchinfo_reading(in_mode(meta_copy(model), True), ours.feed.call(floating=torch.float32))
-    assert ours._readings() == (() if run is None else (run,))
+    run = torchinfo_reading(in_mode(meta_copy(model), True), ours.runner.inputs.call(floating=torch.float32))
+    assert ours.readings() == (() if run is None else (run,))
 
 
 def test_where_torchinfo_would_be_wrong_without_running() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,17 +17,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import memsize
+from memsize.analysis.runner import Runner
 from memsize.device.allocator import replay
 from memsize.device.gpu_estimate import outlook
 from memsize.model.inputs import inputs_from_data
 from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import alive, live_bytes, peak
 from memsize.records.trace import Event, Storage, Trace
+from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import OPTIMIZERS as NAMED
 from memsize.spec.training import Training, parse_optimizer
-from memsize.tracing.run import Setup
-from memsize.workloads.inference import run_inference
-from memsize.workloads.training import run_own_step, run_training
+from memsize.tracing.run import Run, Setup
+from memsize.workloads.forward import Inference
+from memsize.workloads.training import OwnLoop, TrainingSteps
 from tests import models
 from tests.conftest import Python
 
@@ -246,7 +248,7 @@ def stepped(model: nn.Module, value: Tensor, optimizer: Any, device: str) -> Tra
     else:
         twin, call = copy.deepcopy(model), ((value,), {})
     setup = Setup(type(model).__name__, "as-given", twin, call, True, device=device)
-    return run_training(setup, Training(optimizer, "mean", steps=2))
+    return TrainingSteps(Training(optimizer, "mean", steps=2)).run(setup)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -272,7 +274,7 @@ def test_planned_and_real_inferences_write_the_same_events(name: str) -> None:
     model, value = build(), make()
     planned = Setup("m", "as-given", meta_copy(model), inputs_from_data(value).call(), False)
     real = Setup("m", "as-given", copy.deepcopy(model), ((value,), {}), False, device="cpu")
-    assert lifetimes(run_inference(planned)) == lifetimes(run_inference(real))
+    assert lifetimes(Inference().run(planned)) == lifetimes(Inference().run(real))
 
 
 def test_the_first_checkpoint_of_a_process_keeps_nothing_alive(python: Python) -> None:
@@ -522,5 +524,28 @@ def test_own_step_without_an_optimizer_is_a_run_like_any_other() -> None:
     def loop(model: nn.Module) -> Callable[..., None]:
         return lambda x: model(x).sum().backward()
 
-    trace = run_own_step(setup, loop, 2)
+    trace = OwnLoop(loop, 2).run(setup)
     assert [phase for phase in trace.phases if phase.startswith("backward")] == ["backward 1", "backward 2"]
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """A workload that memsize does not have: several forwards without gradients, each result kept."""
+
+    count: int
+
+    def run(self, setup: Setup) -> Trace:
+        run = Run(setup)
+        args, kwargs = setup.call
+        with run.recording(), torch.no_grad(), setup.autocast():
+            run.result = [setup.model(*args, **kwargs) for _ in range(self.count)]
+        return run.trace()
+
+
+def test_any_workload_runs() -> None:
+    runner = Runner("m", nn.Linear(4, 8), inputs_from_data(torch.zeros(2, 4)), True)
+    peaks = [peak(runner.run(Evaluations(count), SCENARIOS["fp16"])) for count in (1, 3)]
+    # 4·8 + 8 weights and 2·4 inputs, then 2·8 results of each forward, all in 2 B.
+    sizes = [found.bytes - found.roles["workspace"] for found in peaks]
+    assert sizes == [2 * (40 + 8 + 16), 2 * (40 + 8 + 3 * 16)]
+    assert peaks[0].bytes == peak(runner.run(Inference(), SCENARIOS["fp16"])).bytes

@@ -17,7 +17,7 @@ from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import totals
 from memsize.records.trace import Trace
 from memsize.tracing.run import Setup
-from memsize.workloads.inference import run_forward
+from memsize.workloads.forward import Forward
 from tests import models
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -56,7 +56,7 @@ def forward(model: nn.Module, value: object, device: str = "meta", training: boo
         twin, call = meta_copy(model), inputs_from_data(value).call()
     else:
         twin, call = copy.deepcopy(model), ((value,), {})
-    return run_forward(Setup(type(model).__name__, "as-given", twin, call, training, device=device))
+    return Forward().run(Setup(type(model).__name__, "as-given", twin, call, training, device=device))
 
 
 def kept_by_pytorch(model: nn.Module, value: Tensor) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from memsize.analysis.runner import Study
+from memsize.analysis.runner import Runner
 from memsize.analysis.verify.materialized import realized
 from memsize.analysis.verify.prediction import predicted
 from memsize.analysis.verify.running import SEED, Plan
@@ -30,8 +30,7 @@ from memsize.spec.training import Training
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import gpu_semantics
 from memsize.units import dotted_cudnn
-from memsize.workloads.inference import run_inference
-from memsize.workloads.training import run_training
+from memsize.workloads.training import step_workload
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Case:
 
     name: str
     model: nn.Module
-    feed: ModelInputs
+    inputs: ModelInputs
     scenario: Scenario
     mode: bool
     training: Training | None
@@ -52,8 +51,8 @@ class Case:
         loss = training and training.loss
         return Workload(
             model=self.name,
-            inputs=tuple(f"{each.name}={each.spec}" for each in input_tensors(self.feed.call())),
-            batch_size=self.feed.batch_size,
+            inputs=tuple(f"{each.name}={each.spec}" for each in input_tensors(self.inputs.call())),
+            batch_size=self.inputs.batch_size,
             scenario=self.scenario.name,
             optimizer=getattr(optimizer, "__name__", optimizer),  # type: ignore[arg-type]
             loss=getattr(loss, "__name__", loss),  # type: ignore[arg-type]
@@ -68,14 +67,14 @@ class Case:
     def trace(self, stack: Stack, plans: Plans | None = None) -> Trace:
         """The run on tensors without values, as a GPU of `stack` would do it; convolutions take what `plans` say."""
         where = Card(stack.gpu, stack.capability, stack.total, "measured")
-        study = Study(self.name, self.model, self.feed, self.mode, lambda _: None, where, self.training)
+        runner = Runner(self.name, self.model, self.inputs, self.mode, gpu=where)
         with collector_paused():
             setup = replace(
-                study.prepared(self.scenario, self.feed.batch_size),
+                runner.setup(self.scenario),
                 semantics=partial(gpu_semantics, capability=stack.capability, cudnn=stack.cudnn or CUDNN),
                 workspaces=workspaces(stack, plans or Plans(stack.capability, installed)),
             )
-            return run_inference(setup) if self.training is None else run_training(setup, self.training)
+            return step_workload(self.training).run(setup)
 
     def predicted(self, stack: Stack, *, benchmark: bool = False, recorded: Sequence[Workspace] = ()) -> Prediction:
         """What memsize says of the case on a GPU of `stack`.
@@ -93,7 +92,7 @@ class Case:
 
     def plan(self, device: torch.device, *, benchmark: bool = False, track: bool = True) -> Plan:
         """How the case is really run on `device`."""
-        build = partial(realized, self.name, self.model, self.feed, self.scenario, self.mode, device)
+        build = partial(realized, self.name, self.model, self.inputs, self.scenario, self.mode, device)
         return Plan(self.workload(benchmark), build, self.training, track)
 
 

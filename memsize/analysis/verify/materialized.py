@@ -33,7 +33,7 @@ _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 
 
 def realized(
-    name: str, model: nn.Module, feed: ModelInputs, scenario: Scenario, training: bool, device: torch.device
+    name: str, model: nn.Module, inputs: ModelInputs, scenario: Scenario, training: bool, device: torch.device
 ) -> Setup:
     """`model` (left as it is) and its inputs on `device`, ready to run under `scenario`.
 
@@ -42,7 +42,7 @@ def realized(
     ours = copy.deepcopy(inside(model))
     recipe = _applied(ours, scenario, device)
     in_mode(ours, training)
-    call = executable_call(feed.call(feed.batch_size, recipe.floating), device)
+    call = executable_call(inputs.call(inputs.batch_size, recipe.floating), device)
     give_shapes(ours, call, training, str(device))
     autocast = partial(torch.autocast, device.type, getattr(torch, scenario.autocast)) if scenario.autocast else None
     return Setup(
@@ -51,7 +51,7 @@ def realized(
         model=ours,
         call=call,
         training=training,
-        batch_size=feed.batch_size,
+        batch_size=inputs.batch_size,
         device=str(device),
         masters=scenario.master_weights,
         scaled=scenario.autocast == "float16",
