@@ -206,7 +206,7 @@ def test_inputs_keep_their_dtype_where_the_model_runs_on_them() -> None:
     assert [str(tensor.spec) for tensor in report.trace.inputs] == ["float16[4,16]", "float32[4,1]"]
     assert not report.remarks
     specs = parse_inputs(["x=16", "time=1:float32"])
-    report = memsize.report(Sampling(), inputs=specs, batch_size=4, scenarios="as-given")
+    report = memsize.report(Sampling(), input_size=specs, batch_size=4, scenarios="as-given")
     assert [str(tensor.spec) for tensor in report.trace.inputs] == ["float16[4,16]", "float32[4,1]"]
 
 

@@ -549,3 +549,23 @@ def test_any_workload_runs() -> None:
     sizes = [found.bytes - found.roles["workspace"] for found in peaks]
     assert sizes == [2 * (40 + 8 + 16), 2 * (40 + 8 + 3 * 16)]
     assert peaks[0].bytes == peak(runner.run(Inference(), SCENARIOS["fp16"])).bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_is_traced_as_it_is(dtype: torch.dtype) -> None:
+    model = nn.Linear(1000, 1000, bias=False).to(dtype)
+    step = memsize.trace(model, (1000,), optimizer="sgd")
+    assert step.trace.scenario == "as-given"
+    # Weights and their gradients, and an input that takes the model's dtype.
+    assert step.peak.roles["parameter"] == step.peak.roles["gradient"] == 10**6 * dtype.itemsize
+    assert step.trace.inputs[0].bytes == 1000 * dtype.itemsize
+    assert memsize.trace(model, (1000,), scenario="fp32", optimizer="sgd").peak.roles["parameter"] == 4 * 10**6
+
+
+def test_inputs_are_cast_only_where_a_model_as_it_is_does_not_run_on_them() -> None:
+    model = nn.Linear(8, 2).bfloat16()
+    step = memsize.trace(model, torch.zeros(4, 8), optimizer=None)
+    assert step.trace.inputs[0].spec.dtype == "bfloat16"
+    assert any("the floating inputs were cast to bfloat16" in note for note in step.trace.notes)
+    given = memsize.trace(model, torch.zeros(4, 8, dtype=torch.bfloat16), optimizer=None)
+    assert given.trace.inputs == step.trace.inputs and not any("cast to" in note for note in given.trace.notes)

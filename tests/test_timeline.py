@@ -483,6 +483,15 @@ def test_the_command_writes_every_format(format: str, toy_target: str, tmp_path:
     assert run([*command, "--force"]) == 0
 
 
+def test_the_command_draws_a_model_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text("from torch import nn\n\n\ndef net():\n    return nn.Linear(512, 512).half()\n")
+    file = tmp_path / "step.json"
+    assert run(["timeline", f"{tmp_path / 'half.py'}:net", "--input", "512", "-o", str(file)]) == 0
+    found = from_data(json.loads(file.read_text()))
+    assert found.scenario == "as-given"
+    assert found.peak.roles["parameter"] == (512 * 512 + 512) * 2
+
+
 def test_the_command_draws_one_inference(toy_target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["timeline", toy_target, "--input", "3,64,64", "--scenario", "fp16"]) == 0
     out = capsys.readouterr().out

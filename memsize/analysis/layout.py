@@ -24,10 +24,11 @@ from memsize.cuda.copies import format_for, is_last, kernel_copies
 from memsize.internals.isolation import collector_paused
 from memsize.internals.pytree import map_tensors, tensors_in
 from memsize.meta_kernels import strides as layout
-from memsize.model.inputs import Call, input_tensors
+from memsize.model.inputs import input_tensors
 from memsize.model.tensor_storage import spec_of
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, Loss
 from memsize.records.layout import Run as FormatsRun
+from memsize.spec.subject import Call
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import Calls
 from memsize.tracing.run import Run, Setup

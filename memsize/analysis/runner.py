@@ -23,6 +23,7 @@ from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.scenario import Scenario
+from memsize.spec.subject import Call
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import Calls
@@ -125,12 +126,11 @@ class Runner:
         recipe = apply_scenario(copied, scenario)
         if recipe.quantized:
             self.left[scenario.name] = dict(recipe.quantized.left)
-        as_given = scenario.recipe == "as-given"
-        call = self.inputs.call(batch_size, recipe.floating, typed_too=not as_given or self.inputs_are_cast)
+        call = self.call(scenario, recipe.floating, batch_size)
         return Setup(
             name=self.name,
             device="cpu" if self.execute else "meta",
-            notes=self._notes(as_given),
+            notes=self._notes(scenario),
             scenario=scenario.name,
             model=recipe.model,
             call=executable_call(call) if self.execute else call,
@@ -146,8 +146,17 @@ class Runner:
             workspaces=workspaces(self.gpu, self.plans),
         )
 
-    def _notes(self, as_given: bool) -> tuple[str, ...]:
-        cast = (_CAST.format(_name(self._given_floating)),) if as_given and self.inputs_are_cast else ()
+    def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
+        """The arguments of one call under `scenario`, whose floating inputs come in `floating`.
+
+        A model as it is gets inputs of the dtypes that the user chose, unless it does not run on them.
+        """
+        as_chosen = scenario.recipe == "as-given" and not self._inputs_are_cast
+        return self.inputs.call(batch_size, floating, typed_too=not as_chosen)
+
+    def _notes(self, scenario: Scenario) -> tuple[str, ...]:
+        is_cast = scenario.recipe == "as-given" and self._inputs_are_cast
+        cast = (_CAST.format(_name(self._given_floating)),) if is_cast else ()
         hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
         late = (_LATE.format(join_names(self.late)),) if self.late else ()
         return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note)))
@@ -161,7 +170,7 @@ class Runner:
         return floating_dtype(self.model)
 
     @cached_property
-    def inputs_are_cast(self) -> bool:
+    def _inputs_are_cast(self) -> bool:
         """Whether the model as it is needs floating inputs of its own dtype instead of those that it is given."""
         if self._given_floating is None or self.inputs.typed_dtypes() <= {self._given_floating}:
             return False

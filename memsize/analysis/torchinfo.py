@@ -7,8 +7,8 @@ from importlib.metadata import version
 from torch import nn
 
 from memsize.internals.isolation import undisturbed
-from memsize.model.inputs import Call
 from memsize.records.trace import Reading
+from memsize.spec.subject import Call
 from memsize.tracing.dispatch import Answers
 from memsize.tracing.module_calls import Calls, Seen
 

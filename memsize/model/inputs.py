@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from memsize.constants.known import UNREADABLE, known, remember
 from memsize.errors import InputError
 from memsize.internals.pytree import map_tensors, objects_in, tensors_in
+from memsize.loading import load_inputs
+from memsize.loading.functions import input_maker
+from memsize.loading.signature import wanted_inputs
 from memsize.model.meta_copy import meta_copy
 from memsize.model.tensor_storage import spec_of, storage_key, tensor_bytes
 from memsize.records.trace import InputTensor
 from memsize.spec.inputs import InputSpec
 from memsize.spec.request import InputMaker, Request
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+from memsize.spec.subject import Call, Subject, call_of
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,34 @@ class ModelInputs:
         return self.typed is None or key in self.typed
 
 
+def inputs_for(subject: Subject, model: nn.Module, maker: InputMaker | None, training: bool) -> ModelInputs:
+    """What `subject` gives its `model`, or where it gives nothing, what `maker` makes: inputs that a library knows of.
+
+    Raises `InputError` where there is neither.
+    """
+    if subject.call is not None:
+        return inputs_from_call(subject.call)
+    if subject.specs:
+        return inputs_from_specs(subject.specs, subject.batch_size or 1)
+    maker = _own_maker(subject.source) or maker
+    if maker is None:
+        raise InputError(f"the model needs an input: {wanted_inputs(model)}")
+    return inputs_from_maker(maker, Request(subject.batch_size or 1, subject.seq_len, training))
+
+
+def _own_maker(source: Callable[..., Any] | str | None) -> InputMaker | None:
+    """What makes the inputs where the user gave a function, or named one."""
+    if isinstance(source, str):
+        return load_inputs(source)
+    return source and input_maker(source, getattr(source, "__name__", type(source).__name__))
+
+
 def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInputs:
     """Inputs made from specs: floating ones unknown, integer and boolean ones valid for look-ups.
 
     Integers are 0, and 1 where the name says that it is a mask, so that every position counts; those with a range are
     spread evenly over it.
     """
-    if batch_size < 1:
-        raise InputError(f"batch size {batch_size}: it must be at least 1")
 
     def make(batch: int) -> Call:
         args = tuple(_tensor(spec, batch) for spec in specs if spec.name is None)
@@ -79,15 +102,19 @@ def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInput
 
 
 def inputs_from_data(data: Any) -> ModelInputs:
-    """The user's own inputs: a mapping gives keywords, a tuple or list positions, anything else the only one.
+    """The user's own inputs: a mapping gives keywords, a tuple or list positions, anything else the only one."""
+    return inputs_from_call(call_of(data))
+
+
+def inputs_from_call(given: Call) -> ModelInputs:
+    """The user's own inputs, positional and by keyword.
 
     The tensors are not kept: meta copies of the same shapes stand for them. Where all of them agree on their first
     dimension it is taken for the batch, which can then be resized.
 
     Raises `InputError` for what can be read only once, and for tensors that no meta copy can stand for.
     """
-    args, kwargs = _arguments(data)
-    call = _copied((args, kwargs))
+    call = _copied(given)
     sizes = {_samples(tensor) for tensor in tensors_in(call)}
     if any(isinstance(value, PackedSequence) for value in objects_in(call)):
         sizes.add(0)  # its rows are steps of several samples
@@ -108,7 +135,7 @@ def inputs_from_maker(maker: InputMaker, request: Request) -> ModelInputs:
     made = cache(lambda size: maker.make(replace(request, batch_size=size)))
 
     def make(size: int) -> Call:
-        return _copied(_arguments(made(size)))
+        return _copied(call_of(made(size)))
 
     make(request.batch_size)  # what is wrong with them shows now
     return ModelInputs(make, request.batch_size, True, maker.note, typed)
@@ -187,14 +214,6 @@ def _spread(span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
 def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
     positions: dict[int | str, Any] = dict(enumerate(args))
     return positions | kwargs
-
-
-def _arguments(data: Any) -> Call:
-    if isinstance(data, Mapping):
-        return (), dict(data)
-    if isinstance(data, (tuple, list)) and not hasattr(data, "_fields"):
-        return tuple(data), {}
-    return (data,), {}
 
 
 def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:

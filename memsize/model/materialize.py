@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from memsize.constants.known import known
 from memsize.errors import MemsizeError
 from memsize.internals.pytree import map_tensors
-from memsize.model.inputs import Call
+from memsize.spec.subject import Call
 from memsize.units import format_bytes
 
 _SPREAD = 0.02

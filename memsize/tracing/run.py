@@ -16,11 +16,12 @@ from memsize.cuda.semantics import CUDNN
 from memsize.errors import ForwardError
 from memsize.internals.isolation import undisturbed
 from memsize.internals.pytree import tensors_in
-from memsize.model.inputs import Call, input_tensors
+from memsize.model.inputs import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors
 from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
+from memsize.spec.subject import Call
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
 from memsize.tracing.ledger import Ledger, Workspaces, resizes_seen

@@ -16,8 +16,9 @@ from memsize.constants.known import known, remember
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError
 from memsize.internals.pytree import map_tensors
-from memsize.model.inputs import Call, ModelInputs, input_tensors
+from memsize.model.inputs import ModelInputs, input_tensors
 from memsize.records.trace import InputTensor, Trace
+from memsize.spec.subject import Call
 from memsize.spec.vary import Place, Vary
 from memsize.tracing.run import Setup
 from memsize.workloads.training import step_workload

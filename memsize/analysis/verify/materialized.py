@@ -16,9 +16,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from memsize.analysis.runner import Runner
 from memsize.errors import ScenarioError
 from memsize.internals.pytree import arguments_in, map_tensors
-from memsize.model.inputs import ModelInputs
 from memsize.model.materialize import executable_call
 from memsize.model.meta_copy import in_mode, inside
 from memsize.precision.quantized import apply_torchao
@@ -32,26 +32,24 @@ _SPREAD: Final = 0.02
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 
 
-def realized(
-    name: str, model: nn.Module, inputs: ModelInputs, scenario: Scenario, training: bool, device: torch.device
-) -> Setup:
-    """`model` (left as it is) and its inputs on `device`, ready to run under `scenario`.
+def realized(runner: Runner, scenario: Scenario, device: torch.device) -> Setup:
+    """The runner's model (left as it is) and its inputs on `device`, ready to run under `scenario`.
 
     Raises `ScenarioError` for a scenario that does not run on a GPU, or whose library is missing.
     """
-    ours = copy.deepcopy(inside(model))
-    recipe = _applied(ours, scenario, device)
-    in_mode(ours, training)
-    call = executable_call(inputs.call(inputs.batch_size, recipe.floating), device)
-    give_shapes(ours, call, training, str(device))
+    model = copy.deepcopy(inside(runner.model))
+    recipe = _applied(model, scenario, device)
+    in_mode(model, runner.training)
+    call = executable_call(runner.call(scenario, recipe.floating), device)
+    give_shapes(model, call, runner.training, str(device))
     autocast = partial(torch.autocast, device.type, getattr(torch, scenario.autocast)) if scenario.autocast else None
     return Setup(
-        name=name,
+        name=runner.name,
         scenario=scenario.name,
-        model=ours,
+        model=model,
         call=call,
-        training=training,
-        batch_size=inputs.batch_size,
+        training=runner.training,
+        batch_size=runner.inputs.batch_size,
         device=str(device),
         masters=scenario.master_weights,
         scaled=scenario.autocast == "float16",
