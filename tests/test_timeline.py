@@ -267,9 +267,7 @@ def test_json_comes_back_as_it_went(name: str) -> None:
     assert from_data(json.loads(render(found, "json"))) == found
 
 
-@pytest.mark.parametrize(
-    "data", [[], {}, {"schema": "memsize.timeline/0"}, {"schema": "memsize.analysis.timeline/1", "op": 1}]
-)
+@pytest.mark.parametrize("data", [[], {}, {"schema": "memsize.timeline/0"}, {"schema": "memsize.timeline/1", "op": 1}])
 def test_other_data_is_no_timeline(data: object) -> None:
     with pytest.raises(InputError, match="not a memsize timeline"):
         from_data(data)

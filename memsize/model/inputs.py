@@ -15,7 +15,7 @@ from memsize.constants.known import UNREADABLE, known, remember
 from memsize.errors import InputError
 from memsize.internals.pytree import map_tensors, objects_in, tensors_in
 from memsize.loading import load_inputs
-from memsize.loading.functions import input_maker
+from memsize.loading.inputs import input_maker
 from memsize.loading.signature import wanted_inputs
 from memsize.model.meta_copy import meta_copy
 from memsize.model.tensor_storage import spec_of, storage_key, tensor_bytes
