@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 import memsize
 from memsize.analysis.crossover import find_crossover
 from memsize.records.answer import Why
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, Rules
 from memsize.units import Bytes
 from tests import models
 
@@ -174,3 +174,31 @@ def test_compare_with_an_input_also_compares_what_is_kept() -> None:
     comparison = memsize.compare(nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)).half(), (8,))
     assert "kept-for-backward-changed" in {finding.code for finding in comparison.why()}
     assert torch.float16.is_floating_point
+
+
+def test_a_table_of_rules() -> None:
+    rules, more = Rules[int](), Rules[int]()
+
+    @rules.rule("even", "zero")
+    def even(number: int) -> Iterator[Finding]:
+        if number % 2 == 0:
+            yield Finding("even" if number else "zero", number, (), "{number} is even.")
+
+    @more.rule("large")
+    def large(number: int) -> Iterator[Finding]:
+        if number > 10:
+            yield Finding("large", number, (), "{number} is large.")
+            yield Finding("larger" if number > 100 else "large", number, (), "{number} is larger.")
+
+    # In the order in which they are written, one table after the other; neither table gains the other's rules.
+    both = more + rules
+    assert both.codes == ("large", "even", "zero") and rules.codes == ("even", "zero")
+    assert [finding.code for finding in both.findings(12)] == ["large", "large", "even"]
+    assert [finding.code for finding in rules.findings(0)] == ["zero"]
+    # A code is one rule's, and a rule finds what it says.
+    with pytest.raises(ValueError, match="more than one rule finds even"):
+        rules.rule("odd", "even")
+    with pytest.raises(ValueError, match="more than one rule finds even, zero"):
+        both + rules
+    with pytest.raises(ValueError, match="no rule says that it finds larger"):
+        more.findings(101)

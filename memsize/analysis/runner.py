@@ -12,7 +12,7 @@ from torch import nn
 
 from memsize.analysis.crossover import Crossover, find_crossover
 from memsize.analysis.findings.evidence import Evidence
-from memsize.analysis.findings.rules import findings
+from memsize.analysis.findings.report import RULES
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.cuda.convolution import Convolutions
 from memsize.cuda.cudnn.plans import Plans
@@ -110,7 +110,7 @@ class Study:
             model=self.name,
             trace=given,
             scenario_results=results,
-            findings=findings(self._evidence(given, (*results, baseline))),
+            findings=RULES.findings(self._evidence(given, (*results, baseline))),
             notes=tuple(notes),
             baseline=_as_float32(baseline.totals, given),
             gpu=self.gpu.name if self.peaks else "",

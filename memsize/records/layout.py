@@ -116,9 +116,9 @@ class LayoutReport(Answer):
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """Whether channels last pays in copies, and what stands in its way."""
-        from memsize.analysis.findings.layout import findings
+        from memsize.analysis.findings.layout import RULES
 
-        return findings(self.audit)
+        return RULES.findings(self.audit)
 
     @property
     def model(self) -> str:
