@@ -194,7 +194,7 @@ def fit(
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
-    from memsize.analysis.fit.budget import budgets
+    from memsize.device.budget import budgets
     from memsize.device.config import AllocatorConfig
     from memsize.spec.vary import parse_vary
 
@@ -206,13 +206,13 @@ def fit(
         flag = (mode or ("train" if trained else "eval")) == "train"
         feed = _feed(model, maker, input_size, inputs, input_data, (batch or 1, seq_len, flag))
 
-        from memsize.analysis.fit.answer import Question, answer
+        from memsize.analysis.fit.fit import FitRequest, find_fit
         from memsize.analysis.fit.trials import Trials
 
         trials = Trials(name, model, feed, flag, varied, say)
         one = batch if varied.batch else None
-        question = Question(asked, found, trained, settings, one, remedies, crossovers, default=scenarios is None)
-        return answer(trials, question, (*notes, *([feed.note] if feed.note else [])))
+        request = FitRequest(asked, found, trained, settings, one, remedies, crossovers, default=scenarios is None)
+        return find_fit(trials, request, (*notes, *([feed.note] if feed.note else [])))
 
 
 def verify(

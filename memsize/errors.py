@@ -50,3 +50,12 @@ class ForwardError(MemsizeError):
     def __init__(self, message: str, trace: Trace | None = None) -> None:
         super().__init__(message)
         self.trace = trace
+
+
+def first_line(error: BaseException | str) -> str:
+    """What went wrong, without where and with what: the first line that is not blank, without its full stop.
+
+    The name of the exception's type where it says nothing.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else "" if isinstance(error, str) else type(error).__name__

@@ -8,11 +8,11 @@ from typing import Literal
 
 import click
 
-from memsize.analysis.fit.budget import LOCAL, budgets
 from memsize.cli.options import allocator_option, output_options, scenarios_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.subject import Subject, resized_subject_options, step_options
+from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
 from memsize.spec.scenario import select
 from memsize.spec.training import Training

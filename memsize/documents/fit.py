@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from memsize.analysis.fit.explain import UNITS_OF, first_line
 from memsize.documents.sections import (
     Cell,
     Column,
@@ -19,9 +18,11 @@ from memsize.documents.sections import (
     Table,
     Title,
 )
+from memsize.errors import first_line
 from memsize.records.finding import join_names
 from memsize.records.fit import ANSWERED, Fit, FitRow, RemedyRow
 from memsize.records.roles import noun
+from memsize.spec.vary import UNITS
 from memsize.units import Bytes
 
 _OUTCOMES = {"fits": "fits", "saves": "helps", "no help": "no help here", "not here": "not here"}
@@ -72,7 +73,7 @@ def fit_table(fit: Fit) -> Table:
     columns = [Column("scenario", "scenario", "name", 100, "how the model is stored and run")]
     if len(fit.budgets) > 1:
         columns.append(Column("gpu", "GPU", "text", 99, "where it is run"))
-    step = UNITS_OF.get(fit.vary, "step")
+    step = UNITS.get(fit.vary, "step")
     answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
     columns += [
         Column("size", answer, "count", 98, "the answer"),

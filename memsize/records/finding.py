@@ -77,17 +77,17 @@ class Rules(Generic[E]):
 
     def __init__(self) -> None:
         self._rules: list[tuple[tuple[str, ...], Rule[E]]] = []
-        self.codes: tuple[str, ...] = ()
-        """Every code that a finding may have."""
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Every code that a finding may have, once."""
+        return tuple(dict.fromkeys(code for codes, _ in self._rules for code in codes))
 
     def rule(self, *codes: str) -> Callable[[Rule[E]], Rule[E]]:
-        """A decorator that adds a rule; raises `ValueError` for a code that another rule has."""
-        if taken := set(codes) & set(self.codes):
-            raise ValueError(f"more than one rule finds {', '.join(sorted(taken))}")
+        """A decorator that adds a rule whose findings have one of `codes`."""
 
         def add(rule: Rule[E]) -> Rule[E]:
             self._rules.append((codes, rule))
-            self.codes += codes
             return rule
 
         return add
@@ -95,8 +95,7 @@ class Rules(Generic[E]):
     def __add__(self, other: Rules[E]) -> Rules[E]:
         """These rules, then the others."""
         both = Rules[E]()
-        for codes, rule in (*self._rules, *other._rules):
-            both.rule(*codes)(rule)
+        both._rules = [*self._rules, *other._rules]
         return both
 
     def findings(self, evidence: E) -> tuple[Finding, ...]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from memsize.device.cards import card
 from memsize.device.context import context
-from memsize.errors import InputError
+from memsize.errors import InputError, first_line
 from memsize.records.fit import Budget
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.units import format_bytes, parse_bytes
@@ -68,7 +68,7 @@ def local_card() -> Card:
         _, total = torch.cuda.mem_get_info()
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     except RuntimeError as error:
-        raise InputError(f"the GPU of this machine does not answer: {str(error).partition(chr(10))[0]}") from None
+        raise InputError(f"the GPU of this machine does not answer: {first_line(error)}") from None
     if torch.version.hip:
         return Card(f"{name} (local)", card(DEFAULT_GPU).capability, total, _ASKED, platform="ROCm")
     return Card(f"{name} (local)", capability, total, _ASKED)
