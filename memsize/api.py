@@ -240,10 +240,10 @@ def verify(
     Raises `InputError` where there is no GPU, or the file is no measurement of this step; and `TargetError`,
     `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
-    from memsize.records.measurement import read
+    from memsize.records.verification import read_measurements
 
     asked, say, trained = scenario_named(scenario), progress or (lambda _: None), _training(train)
-    saved = None if against is None else read(os.fspath(against))
+    saved = None if against is None else read_measurements(os.fspath(against))
     if saved is None:
         # Before anything else: this may be all there is to say, and it must see the device untouched.
         from memsize.analysis.verify.cuda_memory import CudaGauge

@@ -237,7 +237,7 @@ def test_the_page(few: list[str]) -> None:
     row = next(line for line in page.splitlines() if line.startswith("| torch "))
     assert [cell.strip() for cell in row.split("|")[2:6]] == ["4", "3 (75.0 %)", "2 (50.0 %)", "1 (25.0 %)"]
     assert r"no &lt;way> \| out" in page
-    assert "    python -m benchmarks.zoo timm --page docs/zoo.md\n" in page
+    assert "    python -m benchmarks.zoo timm --page benchmarks/zoo/results.md\n" in page
     # The fifth is refused by its own library, which the last column counts.
     assert row.split("|")[6].strip() == "1"
     told = next(line for line in page.splitlines() if "timm:e" in line and "forward" in line)

@@ -17,9 +17,9 @@ LAYERS = 2
 """Layers that are left of each stack: more are more of the same. As many more as it takes to have one of each kind."""
 
 ABOUT = (
-    f"transformers: every model type whose config can be made with defaults, with {LAYERS} layers of each stack and "
-    "one of each kind of layer, or as it is where it does not run so. What transformers itself cannot build or run "
-    "with its own defaults is listed apart."
+    f"transformers: every model type whose config has defaults, with {LAYERS} layers per stack and one of each kind of "
+    "layer, or unmodified if that does not run. Models that transformers itself cannot build or run with its defaults "
+    "are listed separately."
 )
 DISTRIBUTIONS = ("transformers",)
 

@@ -1,4 +1,4 @@
-"""Which kernel CUDA would run for `scaled_dot_product_attention`, and that kernel's own temporaries.
+"""Attention on CUDA: which kernel runs, and what that kernel takes for itself.
 
 Flash, cuDNN and the memory-efficient kernel never materialise the scores; the mathematical path does. The choice is
 PyTorch's: backends in its order of priority, each refused by the first rule that it breaks. Rules honour the user's
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from memsize.cuda import autocast
+from memsize.cuda.registry import Temporary, temporaries_of
 from memsize.cuda.semantics import Semantics, current
 from memsize.internals.dispatch_key import KEY, Kernel, overload
 
@@ -27,6 +28,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256
 _PREFERS_CUDNN = 91500
 _MASK_ALIGNMENT = 8
+_CUDNN_DROPOUT = 8
+"""Where cuDNN's backward has the probability, behind the output."""
+_aten = torch.ops.aten
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
@@ -335,3 +339,88 @@ _RUNS: dict[Backend, Callable[[Attention], Tensor]] = {
     "cudnn": _cudnn,
     "math": _math,
 }
+
+
+# -- what the kernels take inside --------------------------------------------------------------------------------------
+
+
+@temporaries_of(_aten._scaled_dot_product_flash_attention_backward.default)
+def _flash_backward_temporaries(grad: Any, query: Any, key: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
+    """The sum of each row's gradients, and the query's gradient in float32: whole blocks of 128 rows, a head of a
+    multiple of 32. Where heads share keys, the gradients of keys and values for each head too.
+    Source: transformers/cuda/flash_attn/flash_api.cpp `mha_bwd`.
+    """
+    batch, heads, length, head = query.shape
+    rows, width = -(-length // 128) * 128, -(-head // 32) * 32 if head <= 192 else 256
+    yield from _made_dense(grad)
+    yield Temporary((batch, heads, rows))
+    yield Temporary((batch, rows, heads, width))
+    if key.shape[1] != heads:
+        shape = (batch, key.shape[2], heads, head)
+        yield from (Temporary(shape, query.dtype), Temporary(shape, query.dtype))
+
+
+@temporaries_of(_aten._scaled_dot_product_efficient_attention_backward.default)
+def _efficient_backward_temporaries(
+    grad: Any, query: Any, _key: Any, value: Any, _bias: Any, *_: Any, **__: Any
+) -> Iterator[Temporary]:
+    """The sum of each row's products of gradient and output. Half precision computes it inside the kernel, float32
+    from the products, and then brings it into another order. What half-precision kernels accumulate in is not known.
+    Source: transformers/cuda/attention_backward.cu, mem_eff_attention/kernel_backward.h `kKernelComputesDelta`.
+    """
+    batch, heads, length, _head = query.shape
+    yield from _made_dense(grad)
+    yield Temporary((batch, heads, length))
+    if query.dtype is torch.float32:
+        yield Temporary((batch, length, heads, value.shape[3]))
+        if heads > 1 and length > 1:
+            yield Temporary((batch, length, heads))
+
+
+@temporaries_of(_aten._scaled_dot_product_cudnn_attention.default)
+def _cudnn_forward_temporaries(
+    query: Any, key: Any, _value: Any, _bias: Any, _keep_sums: bool, dropout: float = 0.0, *_: Any, **__: Any
+) -> Iterator[Temporary]:
+    """cuDNN's workspace is that of its plan."""
+    size = _plan_workspace(query, key, dropout)
+    if size:
+        yield Temporary((size,), torch.uint8)
+
+
+@temporaries_of(_aten._scaled_dot_product_cudnn_attention_backward.default)
+def _cudnn_backward_temporaries(
+    grad: Any, query: Any, key: Any, _value: Any, out: Any, *more: Any, **__: Any
+) -> Iterator[Temporary]:
+    """cuDNN's workspace, in one piece: the sum of each row's gradients and the query's gradient, both in float32; where
+    heads share keys, the gradients of keys and values for each head too; and that of the plan.
+    Source: cuDNN's frontend, scaled_dot_product_flash_attention.h (`CompositeSDPABackwardNode`). PyTorch brings the
+    output's gradient into the output's order first (cudnn/MHA.cpp).
+    """
+    batch, heads, length, head = query.shape
+    if grad.stride() != out.stride():
+        yield Temporary(tuple(grad.shape), grad.dtype)
+    size = 4 * batch * heads * length * (head + 1) + _plan_workspace(query, key, more[_CUDNN_DROPOUT])
+    if key.shape[1] != heads:
+        size += 2 * query.element_size() * batch * heads * key.shape[2] * head
+    yield Temporary((size,), torch.uint8)
+
+
+def _plan_workspace(query: Any, key: Any, dropout: float) -> int:
+    """As cuDNN 9.24 answers for some hundred shapes, its plans made without a GPU: 256 B on Hopper. On Blackwell a bit
+    for each score where there is dropout, in whole blocks of 128 rows and columns, and nothing without (lengths that
+    are no multiple of 8 may take more). Elsewhere PyTorch does not prefer cuDNN, and nothing is known.
+    """
+    semantics = current()
+    major = semantics.capability[0] if semantics else 0
+    if major == 9:
+        return 256
+    if major < 10 or not dropout:
+        return 0
+    rows, columns = (-(-tensor.shape[2] // 128) * 128 for tensor in (query, key))
+    return int(query.shape[0] * query.shape[1] * rows * columns // 8 + 128)
+
+
+def _made_dense(grad: Any) -> Iterator[Temporary]:
+    """A copy of the output's gradient, which kernels want by position and then by head."""
+    if not grad.transpose(1, 2).is_contiguous():
+        yield Temporary(tuple(grad.shape), grad.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from memsize.records.answer import Answer
 from memsize.records.finding import Finding
@@ -106,6 +106,20 @@ class Remedied:
     combined: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """The least size from which on something is so: run, and run at the size before, where it is not.
+
+    `size` None: it is not so at any size that was looked at. `scenario` is what was run, `other` what it is compared
+    with.
+    """
+
+    kind: Literal["autocast", "activations", "peak"]
+    size: int | None
+    scenario: str
+    other: str = ""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Fit(Answer):
     """What fits: one row per scenario and GPU, findings about them, remedies, and the traces behind it all.
@@ -113,6 +127,8 @@ class Fit(Answer):
     `vary` names what was searched for, `asked` the size that was asked about (None: the largest), `optimizer` the
     training's, if there is one.
     """
+
+    kind: ClassVar = "fit"
 
     model: str
     inputs: tuple[InputTensor, ...]

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.constants.propagation import Values
-from memsize.cuda.mixed_dtypes import refuse_mixed
+from memsize.cuda.kernels import refuse_mixed
 from memsize.meta_kernels import rules
 from memsize.tracing import overrides as faces
 

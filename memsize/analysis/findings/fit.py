@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from memsize.analysis.fit.crossovers import Crossing
 from memsize.errors import first_line
 from memsize.records.finding import Finding, Rules
-from memsize.records.fit import ANSWERED, Alike, Budget, FitRow, Remedied, Status
+from memsize.records.fit import ANSWERED, Alike, Budget, Crossing, FitRow, Remedied, Status
 from memsize.records.roles import noun
 from memsize.spec.vary import UNITS
 from memsize.units import Bytes

@@ -6,7 +6,7 @@ A forecast says where to look; runs of that size and the one before say whether 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Final, Literal
 
@@ -15,6 +15,7 @@ from memsize.analysis.fit.footprint import phase_name
 from memsize.analysis.fit.search import Forecast, forecast
 from memsize.analysis.fit.trials import RunVariant, Trials
 from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.records.fit import Crossing
 from memsize.records.trace import Role, Trace
 from memsize.spec.scenario import SCENARIOS, Scenario
 
@@ -23,20 +24,6 @@ FARTHEST: Final = 2**16
 
 Deltas = Sequence[tuple[int, int]]
 """The events of a run or of a forecast: a storage of the trace, and the bytes that it gains or loses."""
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """The least size from which on something is so: run, and run at the size before, where it is not.
-
-    `size` None: it is not so at any size that was looked at. `scenario` is what was run, `other` what it is compared
-    with.
-    """
-
-    kind: Literal["autocast", "activations", "peak"]
-    size: int | None
-    scenario: str
-    other: str = ""
 
 
 def crossings(trials: Trials, scenarios: Sequence[Scenario], base: RunVariant) -> Iterator[Crossing]:

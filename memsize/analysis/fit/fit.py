@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
-from memsize.analysis.fit.crossovers import Crossing, crossings, most_alive
+from memsize.analysis.fit.crossovers import crossings, most_alive
 from memsize.analysis.fit.footprint import Footprint, bind
 from memsize.analysis.fit.optimizations import try_optimizations
 from memsize.analysis.fit.search import FIXED, SearchResult, largest
@@ -15,7 +15,7 @@ from memsize.analysis.runner import is_float32
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
-from memsize.records.fit import Budget, Fit, FitRow, Remedied, Status
+from memsize.records.fit import Budget, Crossing, Fit, FitRow, Remedied, Status
 from memsize.records.trace import Role
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.training import Training

@@ -1,7 +1,10 @@
-"""CUDA's `one_hot`: ones written into zeros. PyTorch compares on `meta`, and makes the truth values and a copy.
+"""Indexing and moving data on CUDA.
 
-Source: aten/src/ATen/native/Onehot.cpp. The number of classes is taken from the data where none is given, which is
-left to PyTorch; a CPU also looks for the smallest and the largest class, to check them.
+`one_hot` writes ones into zeros, where PyTorch compares on `meta`, and makes the truth values and a copy. The number of
+classes is taken from the data where none is given, which is left to PyTorch; a CPU also looks for the smallest and the
+largest class, to check them. `roll` and reflection padding make their argument contiguous first.
+
+Source: aten/src/ATen/native/Onehot.cpp, cuda/TensorTransformations.cu (`roll_cuda`), cuda/ReflectionPad.cu.
 """
 
 from __future__ import annotations
@@ -12,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memsize.cuda.registry import copies_of, copy_unless_contiguous
 from memsize.cuda.semantics import current
 from memsize.internals.dispatch_key import KEY, Kernel, overload
 
+_aten = torch.ops.aten
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+copies_of(_aten.roll.default, _aten.reflection_pad2d.default)(copy_unless_contiguous)
 
 
 def kernels() -> Mapping[str, Kernel]:
