@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError
+from memsize.errors import TargetError, UnknownTargetError
 from memsize.loading.blame import describe
-from memsize.suggestions import suggestion
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,8 +105,10 @@ def _check_arguments(factory: Callable[..., Any], label: str, arguments: Mapping
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     unknown = [name for name in arguments if name not in named]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        hint = suggestion(unknown[0], named) if named else "it takes none"
-        raise TargetError(f"{label} has no argument {unknown[0]!r}: {hint}")
+        problem = f"{label} has no argument {unknown[0]!r}"
+        if not named:
+            raise TargetError(f"{problem}: it takes none")
+        raise UnknownTargetError("argument", unknown[0], named, problem=problem)
     missing = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
     if missing:
         given = " ".join(f"--arg {name}=…" for name in missing)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from memsize.documents.layers import COLUMNS
 from memsize.documents.report import sections
 from memsize.documents.sections import Section
-from memsize.errors import OutputError
-from memsize.suggestions import suggestion
+from memsize.errors import OutputError, UnknownOutputError
 from memsize.units import DECIMAL, UNITS
 
 if TYPE_CHECKING:
@@ -101,4 +100,4 @@ def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> st
 
 def _check(name: str, known: Sequence[str] | dict[str, tuple[str, ...]] | dict[str, int], what: str) -> None:
     if name not in known:
-        raise OutputError(f"no {what} {name!r}: {suggestion(name, known)}")
+        raise UnknownOutputError(what, name, known)

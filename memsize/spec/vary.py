@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from memsize.errors import InputError
+from memsize.errors import InputError, UnknownInputError
 from memsize.records.trace import InputTensor
 
 BATCH: Final = "batch"
@@ -85,7 +85,7 @@ def _by_kind(kind: str, inputs: Sequence[InputTensor]) -> list[Dimension]:
 def _size(dimension: Dimension, inputs: Sequence[InputTensor]) -> int:
     tensor = next((tensor for tensor in inputs if tensor.name == dimension.name), None)
     if tensor is None:
-        raise InputError(f"no input {dimension.name!r}: known: {', '.join(tensor.name for tensor in inputs)}")
+        raise UnknownInputError("input", dimension.name, [tensor.name for tensor in inputs])
     if dimension.dim >= len(tensor.spec.shape):
         raise InputError(f"input {dimension.name!r} is {tensor.spec}: it has no dimension {dimension.dim}")
     return tensor.spec.shape[dimension.dim]

@@ -10,16 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError
+from memsize.errors import TargetError, UnknownTargetError
 from memsize.loading.blame import reason
 from memsize.loading.building import build
 from memsize.spec.request import InputMaker
-from memsize.suggestions import suggestion
 
 if TYPE_CHECKING:
     from torch import nn
-
-_MOST_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +57,7 @@ def constructed(
 
 def unknown(label: str, name: str, names: Iterable[str], what: str = "model") -> TargetError:
     """The error for a `name` that a library, or one of its configs, does not have, with those that are near."""
-    known = tuple(names)
-    hint = suggestion(name, known)
-    if hint.startswith("known"):
-        hint = f"known: {', '.join(known[:_MOST_NAMES])} and {len(known) - _MOST_NAMES:,} more"
-    return TargetError(f"{label} has no {what} {name!r}: {hint}")
+    return UnknownTargetError(what, name, names, problem=f"{label} has no {what} {name!r}")
 
 
 def is_broken(name: str) -> bool:
