@@ -9,7 +9,7 @@ from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.fit.crossovers import crossings, most_alive
 from memsize.analysis.fit.footprint import Footprint, bind
 from memsize.analysis.fit.optimizations import try_optimizations
-from memsize.analysis.fit.search import FIXED, SearchResult, largest
+from memsize.analysis.fit.search import FIXED, Search, largest
 from memsize.analysis.fit.trials import RunVariant, Trials
 from memsize.analysis.runner import is_float32
 from memsize.device.config import AllocatorConfig
@@ -167,7 +167,7 @@ def _searched_row(trials: Trials, variant: RunVariant, row: FitRow, likely: int 
     )
 
 
-def _status(found: SearchResult) -> Status:
+def _status(found: Search) -> Status:
     if found.largest is None:
         return "none"
     if found.endless:
@@ -177,13 +177,13 @@ def _status(found: SearchResult) -> Status:
     return "found" if found.above else "refused"
 
 
-def _constant(found: SearchResult) -> bool:
+def _constant(found: Search) -> bool:
     """Whether all runs need the same beside their input."""
     beside = {most_alive(run.trace, run.pairs, lambda role: role != "input") for run in found.runs.values()}
     return len(found.runs) > 1 and len(beside) == 1
 
 
-def _per_step(found: SearchResult) -> int | None:
+def _per_step(found: Search) -> int | None:
     """What one more adds to the tensors' peak: between the answer and the next size, or the two least that ran."""
     pair = [run for run in (found.largest, found.above) if run]
     if len(pair) < 2:
@@ -193,7 +193,7 @@ def _per_step(found: SearchResult) -> int | None:
     return (pair[1].requested - pair[0].requested) // (pair[1].size - pair[0].size)
 
 
-def _fixed(found: SearchResult, per_step: int | None, linear: bool) -> int | None:
+def _fixed(found: Search, per_step: int | None, linear: bool) -> int | None:
     """What does not depend on the size: the line's value at 0, or what the model and its training hold at the peak."""
     run = found.largest or found.above
     if run is None:

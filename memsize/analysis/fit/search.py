@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from memsize.analysis.fit.footprint import Footprint
@@ -49,45 +49,6 @@ _LOOKS: Final = 8
 """How many sizes are looked at otherwise, below what tensors alone allow, and beyond the edge."""
 
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """What a search found for a capacity.
-
-    `largest` is the run of the largest size that fits (None: not even the least that runs), `above` that of the next
-    size where it was run and needs more; `bound` is that size, or the next one, which the model refused. `refused` says
-    why the model failed, by size; `step` is what sizes have to be a multiple of, as far as was seen. `closed` is
-    whether nothing lies between `largest` and `bound`: where it isn't, the runs ended first, and the answer lies
-    between the two. `endless` says that even the largest size that is looked at fits. `looked` lists the sizes in the
-    order of their runs.
-    """
-
-    capacity: int
-    largest: Footprint | None
-    above: Footprint | None
-    bound: int | None
-    refused: Mapping[int, str]
-    step: int
-    closed: bool
-    endless: bool
-    looked: tuple[int, ...]
-    runs: Mapping[int, Footprint]
-
-    @property
-    def size(self) -> int:
-        """The largest size that fits, 0 for none."""
-        return self.largest.size if self.largest else 0
-
-    @property
-    def ceiling(self) -> str | None:
-        """Why the model refuses the next size, where it does."""
-        return self.refused.get(self.bound) if self.largest and self.bound is not None else None
-
-    @property
-    def monotone(self) -> bool:
-        """Whether no size below the answer was seen to need more than there is."""
-        return all(run.fits(self.capacity) for size, run in self.runs.items() if size < self.size)
-
-
 def largest(
     measure: Measure,
     capacity: int,
@@ -98,7 +59,7 @@ def largest(
     most: int = LIMIT,
     runs: int = MOST_RUNS,
     powers: bool = False,
-) -> SearchResult:
+) -> Search:
     """The largest size that fits `capacity` bytes, by at most `runs` calls of `measure`.
 
     `start` is a size that is known to run, `known` are runs made before, `refused` what the model refused then.
@@ -106,54 +67,95 @@ def largest(
 
     Raises `ForwardError` where the model runs at no size tried.
     """
-    return _Search(measure, capacity, {**(known or {})}, {**(refused or {})}, most, powers).answer(start, runs)
+    search = Search(measure, capacity, {**(known or {})}, {**(refused or {})}, most, powers)
+    search.run(start, runs)
+    return search
 
 
 @dataclass
-class _Search:
+class Search:
+    """The search for the largest size that fits `capacity` bytes, and what it found.
+
+    `runs` and `refused` are the sizes that the model ran with, and those that it failed with and why; `looked` lists
+    those that were run for this search, in their order.
+    """
+
     measure: Measure
     capacity: int
     runs: dict[int, Footprint]
     refused: dict[int, str]
     most: int
     powers: bool
-    looked: list[int] = field(default_factory=list)
-    nudges: int = 0
-    jumps: int = 0
-    failure: ForwardError | None = None
+    looked: tuple[int, ...] = ()
+    _nudges: int = 0
+    _jumps: int = 0
 
-    def answer(self, start: int | None, runs: int) -> SearchResult:
+    # -- what was found -----------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """The largest size that fits, 0 for none."""
+        return self._bracket()[0]
+
+    @property
+    def bound(self) -> int | None:
+        """The least larger size that needs more or that the model refused, as far as one was run."""
+        return self._bracket()[1]
+
+    @property
+    def largest(self) -> Footprint | None:
+        """The run of the largest size that fits; None where not even the least that runs does."""
+        return self.runs.get(self.size)
+
+    @property
+    def above(self) -> Footprint | None:
+        """The run of `bound`; None where the model refused it."""
+        return None if self.bound is None else self.runs.get(self.bound)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing lies between `size` and `bound`. Where something does, the runs ended first."""
+        return self._closed(*self._bracket())
+
+    @property
+    def endless(self) -> bool:
+        """Whether even the largest size that is looked at fits."""
+        return self.size == self.most
+
+    @property
+    def ceiling(self) -> str | None:
+        """Why the model refuses the next size, where it does."""
+        return self.refused.get(self.bound) if self.size and self.bound is not None else None
+
+    @property
+    def monotone(self) -> bool:
+        """Whether no size below the answer was seen to need more than there is."""
+        return all(run.fits(self.capacity) for size, run in self.runs.items() if size < self.size)
+
+    # -- the runs -----------------------------------------------------------------------------------------------------
+
+    def run(self, start: int | None, runs: int) -> None:
+        """Look at up to `runs` sizes, `start` first; raises `ForwardError` where the model runs with none."""
         sizes = dict.fromkeys(size for size in (start, *STARTS) if size and size <= self.most)
         # Where all of them were refused before, the model says it once more.
         starts = iter([size for size in sizes if size not in self.refused] or sizes)
+        failure: ForwardError | None = None
         while not self.runs and len(self.looked) < runs and (first := next(starts, None)):
-            self._look(first)
+            failure = self._look(first)
         if not self.runs:
-            assert self.failure is not None
-            raise self.failure
+            assert failure is not None
+            raise failure
         while len(self.looked) < runs and (size := self._next()) is not None:
             self._look(size)
-        low, high = self._bracket()
-        return SearchResult(
-            self.capacity,
-            self.runs.get(low),
-            self.runs.get(high) if high is not None else None,
-            high,
-            dict(self.refused),
-            self.step,
-            self._closed(low, high),
-            low == self.most,
-            tuple(self.looked),
-            dict(self.runs),
-        )
 
-    def _look(self, size: int) -> None:
-        self.looked.append(size)
+    def _look(self, size: int) -> ForwardError | None:
+        self.looked += (size,)
         try:
             self.runs[size] = self.measure(size)
         except ForwardError as error:
             self.refused[size] = str(error)
-            self.failure = error
+            return error
+        return None
 
     # -- which sizes there are ----------------------------------------------------------------------------------------
 
@@ -230,16 +232,16 @@ class _Search:
 
     def _pointed(self, low: int, high: int | None, after: int) -> int:
         """Where the forecast points, if that is well inside the bracket; else ever farther in from where it points."""
-        size, step, stride = self._forecast(low), self.step, 2**self.nudges
+        size, step, stride = self._forecast(low), self.step, 2**self._nudges
         least, most = self._up(low, stride), self.most if high is None else high - stride * step
         if least <= size <= most and size not in self.refused:
-            self.nudges = 0 if size > least else self.nudges + 1
+            self._nudges = 0 if size > least else self._nudges + 1
             return size
-        if high is not None and size > high and size not in {*self.refused, *self.runs} and self.jumps < _JUMPS:
+        if high is not None and size > high and size not in {*self.refused, *self.runs} and self._jumps < _JUMPS:
             # Beyond what does not fit something may fit again: requests of 10 MiB get segments of their own size.
-            self.jumps += 1
+            self._jumps += 1
             return size
-        self.nudges += 1
+        self._nudges += 1
         if high is None:
             return min(least, self.most // step * step)
         # Far apart, the middle is that of their magnitudes.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memsize.analysis.fit.footprint import Footprint, Replays, pairs_of
+from memsize.analysis.fit.footprint import Footprint, Replays
 from memsize.analysis.runner import Study
 from memsize.constants.known import known, remember
 from memsize.device.config import AllocatorConfig
@@ -118,11 +118,10 @@ class Trials:
                 raise
         served = (*key, variant.config)
         if served not in self._footprints:
-            trace = self._traces[key]
+            run = Footprint(size, self._traces[key], variant.config)
             # Runs that make the same events share their replays: float16 and bfloat16 often do.
-            pairs = pairs_of(trace)
-            replays = self._replays.setdefault((pairs, variant.config), Replays(pairs, variant.config))
-            self._footprints[served] = Footprint(size, trace, variant.config, replays)
+            replays = self._replays.setdefault((run.pairs, variant.config), run.replays)
+            self._footprints[served] = run if replays is run.replays else replace(run, replays=replays)
         return self._footprints[served]
 
     def known(self, variant: RunVariant) -> dict[int, Footprint]:
