@@ -96,3 +96,11 @@ def first_line(error: BaseException | str) -> str:
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else "" if isinstance(error, str) else type(error).__name__
+
+
+def in_one_line(error: BaseException) -> str:
+    """The exception's type and message in one line, the type alone where it says nothing."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError, UnknownTargetError
+from memsize.errors import TargetError, UnknownTargetError, in_one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -157,14 +157,6 @@ def user_traceback(error: BaseException, is_theirs: Callable[[str], bool]) -> st
     """``"at model.py:12: NameError: name 'foo' is not defined"``: the innermost line in a file that `is_theirs`."""
     place = _place(error, is_theirs)
     return f"{f'at {place}: ' if place else ''}{in_one_line(error)}"
-
-
-def in_one_line(error: BaseException) -> str:
-    """The exception's type and message in one line, the type alone where it says nothing."""
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg}"
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str | None:

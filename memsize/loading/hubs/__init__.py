@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError, UnknownTargetError
-from memsize.loading.building import build, in_one_line, random_numbers_kept
+from memsize.errors import TargetError, UnknownTargetError, in_one_line
+from memsize.loading.building import build, random_numbers_kept
 from memsize.loading.target import Target
 from memsize.spec.request import InputMaker
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _FILES = {"hf": "huggingface", "timm": "pytorch_image_models", "torchvision": "vision"}
-"""Names of models that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
