@@ -32,7 +32,7 @@ import torch
 
 from memsize import cli
 from memsize.analysis import compare
-from memsize.analysis.findings import layout, report
+from memsize.analysis.findings import fit, layout, report
 from memsize.cli.session import Session
 from memsize.documents.layers import COLUMNS, layer_table
 from memsize.records.report import Report
@@ -263,8 +263,9 @@ def test_every_finding_is_documented() -> None:
     # A page that says "in this order" means it. What a comparison finds as a report does is told once.
     of_two = [code for code in compare.RULES.codes if code not in report.RULES.codes]
     assert re.findall(r"^### `(.+)`$", page, re.MULTILINE) == [*report.RULES.codes, *of_two]
+    assert quoted(rows("findings.md", "Fits"), 0) == [*fit.RULES.codes]
     of_files = codes(ROOT / "memsize" / "checkpoint" / "findings.py")
-    assert set(re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)) == of_files
+    assert set(quoted(rows("findings.md", "Checkpoints"), 0)) == of_files
 
 
 def codes(*sources: Path) -> set[str]:
