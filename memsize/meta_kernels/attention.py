@@ -11,7 +11,7 @@ import torch
 
 from memsize.meta_kernels.registry import shape_rule
 from memsize.meta_kernels.strides import Shape, permuted
-from memsize.meta_kernels.tensors import Tensor, accumulation, are_alike, are_plain, empty, like, strided
+from memsize.meta_kernels.tensors import Tensor, are_alike, are_plain, empty, like, strided
 
 _BY_LENGTH = (3, 1, 2, 0)
 """The dimensions of (batch, heads, length, head size), innermost first, when a position's heads lie side by side."""
@@ -122,22 +122,3 @@ def _cudnn(
         return NotImplemented
     states = empty((), torch.int64), empty((), torch.int64)
     return output, empty((*rows, 1), torch.float32), None, None, rows[2], key.shape[2], *states, None
-
-
-@shape_rule("aten::_scaled_dot_product_flash_attention_for_cpu")
-def _flash_on_cpu(
-    query: Any, key: Any, value: Any, _dropout: float = 0.0, _causal: bool = False, *, attn_mask: Any = None,
-    scale: float | None = None,
-) -> Any:  # fmt: skip
-    """What `meta` tensors meet where nobody chose CUDA's kernel for them; laid out as PyTorch's `meta` kernel does."""
-    if not _fits(query, key, value) or not are_plain(attn_mask) or value.shape[3] != query.shape[3]:
-        return NotImplemented
-    rows = query.shape[:3]
-    return like(query), strided(rows, permuted(rows, (1, 2, 0)), accumulation(query.dtype))
-
-
-@shape_rule("aten::_scaled_dot_product_flash_attention_for_cpu_backward")
-def _flash_on_cpu_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-    if not _fits(query, key, value):
-        return NotImplemented
-    return tuple(_by_length(t.shape, t.dtype) for t in (query, key, value))

@@ -34,7 +34,7 @@ class Answers(TorchDispatchMode):
         self.device = torch.device(device)
         self.values = Values()
         self._computes = device != "meta"
-        self._rules = {} if self._computes else rules()
+        self._rules = rules()
 
     def __enter__(self) -> Self:
         if not self._computes:
@@ -66,7 +66,7 @@ class Answers(TorchDispatchMode):
         if self._computes:
             return func(*args, **kwargs)
         refuse_mixed(func, args)
-        rule = self._rules.get(func)
+        rule = self._rules[func]
         result = NotImplemented if rule is None else rule(*args, **kwargs)
         if result is NotImplemented:
             result = self.values.run(func, args, kwargs)
