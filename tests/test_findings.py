@@ -140,6 +140,20 @@ def test_the_crossover_is_found_where_memory_is_stepwise() -> None:
     assert crossing.batch == expected
 
 
+@pytest.mark.parametrize(("more", "batch"), [(0, 11), (50, 16), (60, None), (-40, 7), (-50, None)])
+def test_the_crossover_is_looked_for_near_the_line(more: int, batch: int | None) -> None:
+    # From 1 and 2 the line 100 - 10·n falls below 0 at 11. From batch 3 on there are `more` bytes: at 11 + more/10.
+    # It is found up to five sizes above the line and up to four below it, in six looks; farther off it is not.
+    looked: list[int] = []
+
+    def measure(n: int) -> tuple[int, int]:
+        looked.append(n)
+        return 10 * n, 100 + (more if n >= 3 else 0)
+
+    assert find_crossover(measure, 1).batch == batch
+    assert len(looked) == len(set(looked)) <= 2 + 6
+
+
 def test_units() -> None:
     finding = Finding("x", 1, (), "{a} of {b} in {c}", {"a": Bytes(2**20), "b": 12345, "c": ("p", "q", "r", "s")})
     assert finding.text() == "1.00 MiB of 12,345 in p, q and 2 more"

@@ -5,7 +5,7 @@ A forecast says where to look; runs of that size and the one before say whether 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final, Literal
@@ -88,19 +88,15 @@ def _foreseen(trials: Trials, variant: RunVariant) -> Forecast | None:
     return forecast(trials.known(variant), 0)
 
 
-def most_alive(trace: Trace, deltas: Deltas, counts: Callable[[Role], bool]) -> int:
-    """The most bytes alive at one moment, of the roles that count."""
-    counted = [counts(storage.role) for storage in trace.storages]
+def most_alive(trace: Trace, deltas: Deltas, roles: Collection[Role]) -> int:
+    """The most bytes of some roles that are alive at one moment."""
+    counted = [storage.role in roles for storage in trace.storages]
     return max(accumulate((delta for storage, delta in deltas if counted[storage]), initial=0))
 
 
 def activations_outweigh(trace: Trace, deltas: Deltas) -> bool:
     """Whether more bytes of activations are alive at one moment than of parameters at any."""
-    activations, parameters = (
-        most_alive(trace, deltas, lambda role, of=of: role == of)  # type: ignore[misc]
-        for of in ("activation", "parameter")
-    )
-    return activations > parameters
+    return most_alive(trace, deltas, {"activation"}) > most_alive(trace, deltas, {"parameter"})
 
 
 def peak_has_left_the_optimizer(trace: Trace, deltas: Deltas) -> bool:

@@ -179,8 +179,9 @@ def _status(found: Search) -> Status:
 
 def _constant(found: Search) -> bool:
     """Whether all runs need the same beside their input."""
-    beside = {most_alive(run.trace, run.pairs, lambda role: role != "input") for run in found.runs.values()}
-    return len(found.runs) > 1 and len(beside) == 1
+    traces = [(run.trace, run.pairs) for run in found.runs.values()]
+    beside = {most_alive(trace, deltas, {s.role for s in trace.storages} - {"input"}) for trace, deltas in traces}
+    return len(traces) > 1 and len(beside) == 1
 
 
 def _per_step(found: Search) -> int | None:
