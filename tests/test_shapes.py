@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from memsize.internals.meta_memo import MetaMemo
 from torch._ops import OpOverload
 
+from memsize.internals.meta_memo import MetaMemo
 from memsize.meta_kernels import factories, matmul, norms, rules, spatial, strides
 from memsize.meta_kernels.attention import efficient_rows
 from memsize.meta_kernels.reductions import reduced_shape
