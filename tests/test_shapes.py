@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._ops import OpOverload
 
+from memsize.cuda.attention import efficient_rows
 from memsize.internals.meta_memo import MetaMemo
 from memsize.meta_kernels import factories, matmul, norms, rules, spatial, strides
-from memsize.meta_kernels.attention import efficient_rows
 from memsize.meta_kernels.reductions import reduced_shape
 from memsize.meta_kernels.registry import TABLE, shape_rule
 

@@ -8,6 +8,8 @@ torch. All else is left to PyTorch, whose answers `memsize.meta_kernels.memo` re
 A rule gives shape, dtype and strides as the CUDA kernel does, in a few microseconds. It returns NotImplemented where it
 isn't certain: for unusual arguments, and for wrong ones, so that PyTorch's kernel raises its own words.
 
+Families of which CUDA decides more than the shapes (attention, recurrent layers) have theirs in `memsize.cuda`.
+
 `strides` is the arithmetic, `tensors` makes results, `registry` holds the table; every other file is one family of ops.
 """
 
@@ -24,13 +26,11 @@ __all__ = ["Rule", "rules", "shape_rule"]
 def rules() -> Rules:
     """Every shape rule, by overload. The families are imported at the first call."""
     from memsize.meta_kernels import (  # noqa: F401
-        attention,
         factories,
         matmul,
         norms,
         optimizers,
         pointwise,
-        recurrent,
         reductions,
         spatial,
     )
