@@ -12,7 +12,8 @@ import pytest
 
 import memsize
 from memsize.errors import first_line
-from memsize.render import check_format
+from memsize.records.layout import Audit, LayoutReport, Run
+from memsize.render import render
 from memsize.spec.inputs import parse_input
 from memsize.suggestions import nearest, suggestion
 
@@ -53,6 +54,9 @@ def test_every_error_is_a_memsize_error() -> None:
     assert set(errors) == {memsize.MemsizeError, *memsize.MemsizeError.__subclasses__()}
 
 
+EMPTY = LayoutReport(Audit("m", (), "fp32", True, Run(), Run()))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "kind", "value", "nearest"),
     [
@@ -60,7 +64,13 @@ def test_every_error_is_a_memsize_error() -> None:
         (lambda: memsize.fit("m.py:Net", "3", scenarios="fp8"), memsize.ScenarioError, "scenario", "fp8", "fp8-weight"),
         (lambda: memsize.Training("adamm"), memsize.InputError, "optimizer", "adamm", "adam"),
         (lambda: parse_input("3,4:Int46"), memsize.InputError, "dtype", "Int46", "int64"),
-        (lambda: check_format("jsn"), memsize.OutputError, "format", "jsn", "json"),
+        (
+            lambda: render(EMPTY, "jsn"),
+            memsize.OutputError,
+            "format",
+            "jsn",
+            "json",
+        ),
         (lambda: memsize.report("torch.nn:Linaer", "3"), memsize.TargetError, "name", "Linaer", "Linear"),
     ],
 )

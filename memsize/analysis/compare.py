@@ -8,7 +8,7 @@ from typing import NamedTuple
 from memsize.analysis.findings.evidence import Evidence, layers_of
 from memsize.analysis.findings.precision import mixed_dtypes, wrappers_that_misreport
 from memsize.records.aggregates import stored_dtypes, totals
-from memsize.records.comparison import Change, Comparison, _how
+from memsize.records.comparison import Change, Comparison, stored_as
 from memsize.records.finding import Finding, Rules
 from memsize.records.trace import Trace
 from memsize.units import Bytes
@@ -78,7 +78,7 @@ def changed(models: Models) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[Change]] = {}
     for pair in models.pairs:
         if pair.before and pair.after and not pair.same:
-            groups.setdefault((_how(pair.before), _how(pair.after)), []).append(pair)
+            groups.setdefault((stored_as(pair.before), stored_as(pair.after)), []).append(pair)
     for (old, new), members in groups.items():
         yield Finding(
             "tensors-changed",
