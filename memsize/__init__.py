@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         OutputError,
         ScenarioError,
         TargetError,
+        UnknownValueError,
     )
     from memsize.records.comparison import Comparison
     from memsize.records.fit import Fit
@@ -55,6 +56,7 @@ __all__ = [
     "StepTrace",
     "TargetError",
     "Training",
+    "UnknownValueError",
     "Verification",
     "audit_layout",
     "compare",
@@ -78,6 +80,7 @@ _HOMES = {
         "OutputError",
         "ScenarioError",
         "TargetError",
+        "UnknownValueError",
     ),
     "memsize.records.fit": ("Fit",),
     "memsize.records.layout": ("LayoutReport",),

@@ -198,7 +198,7 @@ def fit(
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
-    from memsize.analysis.fit.budget import budgets
+    from memsize.device.budget import budgets
     from memsize.device.config import AllocatorConfig
     from memsize.spec.vary import parse_vary
 
@@ -208,13 +208,13 @@ def fit(
     settings = AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
     trained, say = _training(train), progress or (lambda _: None)
     with _opened(replace(subject, mode=subject.mode or ("train" if trained else "eval")), say) as found:
-        from memsize.analysis.fit.answer import Question, answer
+        from memsize.analysis.fit.fit import FitRequest, find_fit
         from memsize.analysis.fit.trials import Trials
 
         trials = Trials(*found.run, varied, say)
         one = subject.batch_size if varied.batch else None
-        question = Question(asked, capacities, trained, settings, one, remedies, crossovers, default=scenarios is None)
-        return answer(trials, question, found.notes)
+        request = FitRequest(asked, capacities, trained, settings, one, remedies, crossovers, default=scenarios is None)
+        return find_fit(trials, request, found.notes)
 
 
 @_asks_about_a_model
@@ -276,14 +276,14 @@ def audit_layout(
     """
     asked = scenario_named(scenario)
     with _opened(Subject.of(model_or_target, input_size, **given), progress or (lambda _: None)) as found:
-        from memsize.analysis.findings.layout import findings
+        from memsize.analysis.findings.layout import RULES
         from memsize.analysis.layout import audit
         from memsize.analysis.runner import Runner
         from memsize.records.layout import LayoutReport
 
         runner = Runner(*found.run)
         audited = audit(lambda: runner.setup(asked))
-        return LayoutReport(audited, found.notes, findings(audited))
+        return LayoutReport(audited, found.notes, RULES.findings(audited))
 
 
 def compare(before: Any, after: Any, input_size: InputSize | Any = None, **options: Any) -> Comparison:

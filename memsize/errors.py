@@ -6,7 +6,8 @@
     ├── ScenarioError    an unknown scenario, or one that this model rules out
     ├── ForwardError     the model's own forward failed; says which layer, and keeps what ran before it
     ├── CheckpointError  a checkpoint file is missing, damaged, or refused because it would run code
-    └── OutputError      the report cannot be written as asked
+    ├── OutputError      the report cannot be written as asked
+    └── UnknownValueError  a name that is none of the known ones; it is also one of the errors above
 
 Every message is one that a user can act on. The command line prints it and exits with status 2; the exception that
 caused it, where there is one, is kept as `__cause__`.
@@ -14,7 +15,10 @@ caused it, where there is one, is kept as `__cause__`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from memsize.suggestions import nearest, suggestion
 
 
 class MemsizeError(Exception):
@@ -41,6 +45,39 @@ class OutputError(MemsizeError):
     """The report cannot be written as asked."""
 
 
+class UnknownValueError(MemsizeError):
+    """A name that is none of the known ones; also an error of what it was to name, such as `ScenarioError`.
+
+    `kind` is what it was to name, `value` the name, `nearest` those that may have been meant, which the message ends
+    with: all that are `known` where none is near. It begins with `problem`, or "no", the kind and the value.
+    """
+
+    def __init__(
+        self, kind: str, value: str, known: Iterable[str], *, near: Iterable[str] | None = None, problem: str = ""
+    ) -> None:
+        names = tuple(known)
+        self.kind = kind
+        self.value = value
+        self.nearest = nearest(value, names) if near is None else tuple(near)
+        super().__init__(f"{problem or f'no {kind} {value!r}'}: {suggestion(value, names, self.nearest)}")
+
+
+class UnknownInputError(UnknownValueError, InputError):
+    """An unknown dtype, optimizer, loss, GPU …"""
+
+
+class UnknownScenarioError(UnknownValueError, ScenarioError):
+    """An unknown scenario."""
+
+
+class UnknownTargetError(UnknownValueError, TargetError):
+    """An unknown model, class or argument."""
+
+
+class UnknownOutputError(UnknownValueError, OutputError):
+    """An unknown format, column or unit."""
+
+
 class ForwardError(MemsizeError):
     """The model's own forward failed. `trace` holds the layers that ran before it did.
 
@@ -50,3 +87,20 @@ class ForwardError(MemsizeError):
     def __init__(self, message: str, trace: Any = None) -> None:
         super().__init__(message)
         self.trace = trace
+
+
+def first_line(error: BaseException | str) -> str:
+    """What went wrong, without where and with what: the first line that is not blank, without its full stop.
+
+    The name of the exception's type where it says nothing.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else "" if isinstance(error, str) else type(error).__name__
+
+
+def in_one_line(error: BaseException) -> str:
+    """The exception's type and message in one line, the type alone where it says nothing."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

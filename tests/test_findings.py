@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import memsize
 from memsize.analysis.compare import compare_traces
 from memsize.analysis.crossover import find_crossover
 from memsize.records.answer import Why
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, Rules
 from memsize.render import render
 from memsize.units import Bytes
 from tests import models, records
@@ -143,6 +143,20 @@ def test_the_crossover_is_found_where_memory_is_stepwise() -> None:
     assert crossing.batch == expected
 
 
+@pytest.mark.parametrize(("more", "batch"), [(0, 11), (50, 16), (60, None), (-40, 7), (-50, None)])
+def test_the_crossover_is_looked_for_near_the_line(more: int, batch: int | None) -> None:
+    # From 1 and 2 the line 100 - 10·n falls below 0 at 11. From batch 3 on there are `more` bytes: at 11 + more/10.
+    # It is found up to five sizes above the line and up to four below it, in six looks; farther off it is not.
+    looked: list[int] = []
+
+    def measure(n: int) -> tuple[int, int]:
+        looked.append(n)
+        return 10 * n, 100 + (more if n >= 3 else 0)
+
+    assert find_crossover(measure, 1).batch == batch
+    assert len(looked) == len(set(looked)) <= 2 + 6
+
+
 def test_units() -> None:
     finding = Finding("x", 1, (), "{a} of {b} in {c}", {"a": Bytes(2**20), "b": 12345, "c": ("p", "q", "r", "s")})
     assert finding.text() == "1.00 MiB of 12,345 in p, q and 2 more"
@@ -186,3 +200,28 @@ def test_compare_with_an_input_also_compares_what_is_kept() -> None:
     comparison = memsize.compare(nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)).half(), (8,))
     assert "kept-for-backward-changed" in {finding.code for finding in comparison.why()}
     assert torch.float16.is_floating_point
+
+
+def test_a_table_of_rules() -> None:
+    rules, more = Rules[int](), Rules[int]()
+
+    @rules.rule("even", "zero")
+    def even(number: int) -> Iterator[Finding]:
+        if number % 2 == 0:
+            yield Finding("even" if number else "zero", number, (), "{number} is even.")
+
+    @more.rule("large")
+    def large(number: int) -> Iterator[Finding]:
+        if number > 10:
+            yield Finding("large", number, (), "{number} is large.")
+            yield Finding("larger" if number > 100 else "large", number, (), "{number} is larger.")
+
+    # In the order in which they are written, one table after the other; neither table gains the other's rules.
+    both = more + rules
+    assert both.codes == ("large", "even", "zero") and rules.codes == ("even", "zero")
+    assert [finding.code for finding in both.findings(12)] == ["large", "large", "even"]
+    assert [finding.code for finding in rules.findings(0)] == ["zero"]
+    # A rule finds what it says; two may find the same.
+    assert (both + rules).codes == both.codes
+    with pytest.raises(ValueError, match="no rule says that it finds larger"):
+        more.findings(101)

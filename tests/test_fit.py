@@ -26,14 +26,13 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import api
-from memsize.analysis.fit.budget import budgets
-from memsize.analysis.fit.case import Case
-from memsize.analysis.fit.crossings import first_size, most_of, peak_phase
+from memsize.analysis.crossover import first_size
+from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, peak_has_left_the_optimizer
 from memsize.analysis.fit.footprint import Footprint, bind
-from memsize.analysis.fit.forecast import Forecast
-from memsize.analysis.fit.search import MOST_RUNS, largest
-from memsize.analysis.fit.trials import Trials
+from memsize.analysis.fit.search import MOST_RUNS, Forecast, largest
+from memsize.analysis.fit.trials import RunVariant, Trials
 from memsize.cli import run
+from memsize.device.budget import budgets
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError
@@ -46,7 +45,7 @@ from memsize.spec.inputs import parse_input
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
-from memsize.spec.vary import Place, Vary, parse_vary
+from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
 
 MiB = 1 << 20
@@ -231,9 +230,9 @@ def test_a_crossing_is_where_it_was_measured(edge: int, off: int) -> None:
         return size >= edge
 
     # The forecast is off by a few; measuring puts it right.
-    assert first_size(lambda size: size >= edge + off, holds) == edge
+    assert first_size(lambda size: size >= edge + off, holds, FARTHEST) == edge
     assert len(measured) <= 6
-    assert first_size(lambda size: False, holds) is None
+    assert first_size(lambda size: False, holds, FARTHEST) is None
 
 
 # What varies, and how much there is
@@ -245,8 +244,8 @@ def test_vary() -> None:
         InputTensor("0", TensorSpec("float32", (2, 3, 8, 8)), 1536),
     )
     assert parse_vary("batch") == Vary()
-    assert parse_vary("seq_len").places([ids]) == (Place("input_ids", 1),)
-    assert parse_vary("image").places([image]) == (Place("0", 2), Place("0", 3))
+    assert parse_vary("seq_len").dimensions([ids]) == (Dimension("input_ids", 1),)
+    assert parse_vary("image").dimensions([image]) == (Dimension("0", 2), Dimension("0", 3))
     assert parse_vary("input_ids:1").size([ids]) == 16
     for text, problem in [
         ("0", "cannot read"),
@@ -257,9 +256,9 @@ def test_vary() -> None:
             parse_vary(text)
     for text, problem in [("labels:1", "no input"), ("0:4", "no dimension 4"), ("0:1,0:2", "not of one size")]:
         with pytest.raises(InputError, match=problem):
-            parse_vary(text).places([image])
+            parse_vary(text).dimensions([image])
     with pytest.raises(InputError, match="no such dimension"):
-        parse_vary("image").places([ids])
+        parse_vary("image").dimensions([ids])
 
 
 def test_budgets() -> None:
@@ -410,7 +409,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention": (models.Attention, "256,64"),
     "recurrent": (models.Recurrent, "50,16"),
 }
-CASE = Case(SCENARIOS["fp32"], card("a100"), Training("adamw"))
+VARIANT = RunVariant(SCENARIOS["fp32"], card("a100"), Training("adamw"))
 
 
 @cache
@@ -426,7 +425,7 @@ def brute_force(name: str) -> dict[int, Footprint]:
     found = {}
     for size in range(1, MOST + 1):
         try:
-            found[size] = trials(name).run(CASE, size)
+            found[size] = trials(name).run(VARIANT, size)
         except ForwardError:
             continue
     return found
@@ -454,7 +453,7 @@ def check_against_brute_force(name: str, place: float) -> None:
 
     def measure(size: int) -> Footprint:
         looked.append(size)
-        return trials(name).run(CASE, size)
+        return trials(name).run(VARIANT, size)
 
     answer = largest(measure, capacity, most=MOST)
     assert len(looked) <= MOST_RUNS
@@ -470,19 +469,19 @@ def check_against_brute_force(name: str, place: float) -> None:
 def test_runs_are_made_once() -> None:
     own = Trials("m", Narrow(), inputs_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
     for _ in range(2):
-        own.run(CASE, 8)
-        own.run(replace(CASE, card=card("a100-80gb"), config=AllocatorConfig(expandable_segments=True)), 8)
+        own.run(VARIANT, 8)
+        own.run(replace(VARIANT, card=card("a100-80gb"), config=AllocatorConfig(expandable_segments=True)), 8)
     assert own.count == 1
-    own.run(replace(CASE, card=card("h100")), 8)
+    own.run(replace(VARIANT, card=card("h100")), 8)
     assert own.count == 2
 
 
 def test_runs_of_the_same_events_share_their_replays() -> None:
     own = Trials("m", Narrow(), inputs_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
-    half, brain, full = (own.run(replace(CASE, scenario=SCENARIOS[name]), 8) for name in ("fp16", "bf16", "fp32"))
+    half, brain, full = (own.run(replace(VARIANT, scenario=SCENARIOS[name]), 8) for name in ("fp16", "bf16", "fp32"))
     assert half.replays is brain.replays and half.replays is not full.replays
     assert half.trace.scenario == "fp16" and brain.trace.scenario == "bf16"
-    expandable = own.run(replace(CASE, config=AllocatorConfig(expandable_segments=True)), 8)
+    expandable = own.run(replace(VARIANT, config=AllocatorConfig(expandable_segments=True)), 8)
     assert expandable.replays is not full.replays and own.count == 3
 
 
@@ -499,7 +498,7 @@ def test_a_search_begins_where_one_like_it_ended() -> None:
 
 
 def test_a_run_is_the_trace_of_that_batch() -> None:
-    run = trials("narrow").run(CASE, 12)
+    run = trials("narrow").run(VARIANT, 12)
     step = memsize.trace(Narrow(), (4000, 64), batch_size=12, steps=2)
     assert run.requested == step.peak.requested
     assert run.unbounded.reserved.bytes == step.peak.reserved
@@ -721,7 +720,7 @@ def test_inputs_that_disagree_on_a_batch() -> None:
 def test_given_tensors_are_grown() -> None:
     own = Trials("m", Narrow(), inputs_from_data(torch.zeros(4, 10, 64)), True, parse_vary("0:1"), lambda _: None)
     assert own.asked == 10
-    assert own.run(CASE, 25).trace.inputs[0].spec.shape == (4, 25, 64)
+    assert own.run(VARIANT, 25).trace.inputs[0].spec.shape == (4, 25, 64)
 
 
 def test_a_scenario_that_cannot_be_run() -> None:
@@ -748,15 +747,13 @@ def test_the_crossovers() -> None:
                 holds(size - 1)
 
     check("crossing-autocast", lambda n: runs["amp-bf16"](n).requested < runs["fp32"](n).requested)
-    check(
-        "crossing-activations", lambda n: most_of(runs["fp32"](n), "activation") > most_of(runs["fp32"](n), "parameter")
-    )
-    check("crossing-peak", lambda n: peak_phase(runs["fp32"](n)) != "optimizer")
+    check("crossing-activations", lambda n: activations_outweigh((run := runs["fp32"](n)).trace, run.pairs))
+    check("crossing-peak", lambda n: peak_has_left_the_optimizer((run := runs["fp32"](n)).trace, run.pairs))
 
 
 def trials_of(scenario: str) -> Callable[[int], Footprint]:
-    case = replace(CASE, scenario=SCENARIOS[scenario])
-    return lambda size: trials("normed").run(case, size)
+    variant = replace(VARIANT, scenario=SCENARIOS[scenario])
+    return lambda size: trials("normed").run(variant, size)
 
 
 # What it looks like

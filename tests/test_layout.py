@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memsize
-from memsize.analysis.findings.layout import findings
+from memsize.analysis.findings.layout import RULES
 from memsize.analysis.layout import format_of
 from memsize.api import audit_layout
 from memsize.cli import run
@@ -348,7 +348,7 @@ def made_by_hand() -> LayoutReport:
         converted=2,
         converted_inputs=1,
     )
-    return LayoutReport(audit, ("a note with <markup> | in it",), findings(audit))
+    return LayoutReport(audit, ("a note with <markup> | in it",), RULES.findings(audit))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 
 import memsize
+from memsize.errors import first_line
+from memsize.records.layout import Audit, LayoutReport, Run
+from memsize.render import render
+from memsize.spec.inputs import parse_input
+from memsize.suggestions import nearest, suggestion
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "python.md"
@@ -47,6 +52,56 @@ def test_every_error_is_a_memsize_error() -> None:
     errors = [getattr(memsize, name) for name in memsize.__all__ if name.endswith("Error")]
     assert all(issubclass(error, memsize.MemsizeError) for error in errors)
     assert set(errors) == {memsize.MemsizeError, *memsize.MemsizeError.__subclasses__()}
+
+
+EMPTY = LayoutReport(Audit("m", (), "fp32", True, Run(), Run()))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "kind", "value", "nearest"),
+    [
+        (lambda: memsize.fit("m.py:Net", "3", gpu="h10"), memsize.InputError, "GPU", "h10", "H100 80GB"),
+        (lambda: memsize.fit("m.py:Net", "3", scenarios="fp8"), memsize.ScenarioError, "scenario", "fp8", "fp8-weight"),
+        (lambda: memsize.Training("adamm"), memsize.InputError, "optimizer", "adamm", "adam"),
+        (lambda: parse_input("3,4:Int46"), memsize.InputError, "dtype", "Int46", "int64"),
+        (
+            lambda: render(EMPTY, "jsn"),
+            memsize.OutputError,
+            "format",
+            "jsn",
+            "json",
+        ),
+        (lambda: memsize.report("torch.nn:Linaer", "3"), memsize.TargetError, "name", "Linaer", "Linear"),
+    ],
+)
+def test_an_unknown_name_is_an_error_of_its_own_and_of_what_it_names(
+    call: Callable[[], object], error: type[Exception], kind: str, value: str, nearest: str
+) -> None:
+    with pytest.raises(memsize.UnknownValueError) as caught:
+        call()
+    assert isinstance(caught.value, error)
+    assert (caught.value.kind, caught.value.value, caught.value.nearest[0]) == (kind, value, nearest)
+    assert f"did you mean {nearest}" in str(caught.value)
+
+
+def test_which_names_are_near() -> None:
+    # Those that begin alike come first, the closest in length before the others; case does not matter.
+    assert nearest("Res", ["alexnet", "resnet18", "resnet", "RESN"]) == ("RESN", "resnet", "resnet18")
+    assert nearest("resnet18x", ["resnet", "resnet18", "vgg"], most=1) == ("resnet18",)
+    # A letter begins too much; "x" is like nothing.
+    assert nearest("x", ["xlnet", "xlm-large"]) == ()
+    assert suggestion("x", ["xlnet", "xlm-large"]) == "known: xlnet, xlm-large"
+    assert suggestion("xl", ["xlnet"]) == "did you mean xlnet?"
+    assert suggestion("x", []) == "there is none"
+    many = [f"name{number}" for number in range(101)]
+    assert suggestion("?", many[:100]).endswith("name98, name99")
+    assert suggestion("?", many) == f"known: {', '.join(many[:8])} and 93 more"
+
+
+def test_the_first_line_of_an_error() -> None:
+    assert first_line(ValueError("\n  it failed.\nat line 3")) == "it failed"
+    assert first_line(KeyError()) == "KeyError"
+    assert first_line("") == ""
 
 
 HEAVY = ("torch", "pandas", "numpy", "click", "jinja2", "tqdm", "tabulate", "torchinfo", "torchao")

@@ -14,12 +14,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memsize
-from memsize.analysis.fit.case import Case, NotApplicable
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimizations import RANK, REMEDIES, split
+from memsize.analysis.fit.optimizations import OPTIMIZATIONS, RANK, accumulation, try_optimizations
 from memsize.analysis.fit.optimized_models import Adam8bit, repeated_blocks
-from memsize.analysis.fit.optimizing import try_remedies
-from memsize.analysis.fit.trials import Trials
+from memsize.analysis.fit.trials import NotApplicable, RunVariant, Trials
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.model.inputs import inputs_from_specs
@@ -108,13 +106,13 @@ def trials(build: Callable[[], nn.Module], size: str) -> Trials:
     return Trials("m", build(), inputs_from_specs((parse_input(size),), 1), True, Vary(), lambda _: None)
 
 
-BASE = Case(SCENARIOS["fp32"], card("a100"), Training("adamw"))
+BASE = RunVariant(SCENARIOS["fp32"], card("a100"), Training("adamw"))
 SIZE = "128,256"
 
 
-def remedied(name: str, build: Callable[[], nn.Module] = Stack, base: Case = BASE, size: str = SIZE) -> Footprint:
+def remedied(name: str, build: Callable[[], nn.Module] = Stack, base: RunVariant = BASE, size: str = SIZE) -> Footprint:
     """The run with one remedy."""
-    remedy = next(remedy for remedy in REMEDIES if remedy.name == name)
+    remedy = next(remedy for remedy in OPTIMIZATIONS if remedy.name == name)
     return trials(build, size).run(remedy.apply(base), BATCH)
 
 
@@ -183,8 +181,8 @@ def test_eight_bits_saves_three_quarters_of_the_state() -> None:
     assert weights * (8 - 2 - 8 / 256) * 0.99 <= saved <= weights * (8 - 2 - 8 / 256 + 4) * 1.01
 
 
-def _with(name: str) -> Case:
-    return next(remedy for remedy in REMEDIES if remedy.name == name).apply(BASE)
+def _with(name: str) -> RunVariant:
+    return next(remedy for remedy in OPTIMIZATIONS if remedy.name == name).apply(BASE)
 
 
 def test_in_place_activations() -> None:
@@ -209,10 +207,10 @@ def test_freezing() -> None:
 
 
 def test_accumulation() -> None:
-    parts = trials(Stack, SIZE).run(split(4).apply(BASE), BATCH)
+    parts = trials(Stack, SIZE).run(accumulation(4).apply(BASE), BATCH)
     assert same(parts, by_itself(batch=BATCH // 4, accumulate=4))
     # A batch that cannot be divided is split so that its largest part is run: 16 = 6 + 6 + 4.
-    assert trials(Stack, SIZE).run(split(3).apply(BASE), BATCH).trace.inputs[0].spec.shape[0] == 6
+    assert trials(Stack, SIZE).run(accumulation(3).apply(BASE), BATCH).trace.inputs[0].spec.shape[0] == 6
 
 
 def test_expandable_segments() -> None:
@@ -290,7 +288,7 @@ def test_a_chunked_loss_makes_no_logits() -> None:
         ("expandable segments", replace(BASE, config=AllocatorConfig(expandable_segments=True)), "already"),
     ],
 )
-def test_remedies_that_mean_nothing_say_so(name: str, base: Case, reason: str) -> None:
+def test_remedies_that_mean_nothing_say_so(name: str, base: RunVariant, reason: str) -> None:
     with pytest.raises(NotApplicable, match=reason):
         remedied(name, base=base)
 
@@ -386,10 +384,10 @@ def test_a_combination_where_no_remedy_is_enough(mebibytes: int) -> None:
     assert any(finding.code == "remedy-combination" for finding in fit.findings)
 
 
-def made_up(sizes: dict[frozenset[str], int]) -> Callable[[Case], Footprint]:
+def made_up(sizes: dict[frozenset[str], int]) -> Callable[[RunVariant], Footprint]:
     """Runs whose need depends on the remedies in them."""
 
-    def run(case: Case) -> Footprint:
+    def run(case: RunVariant) -> Footprint:
         need = sizes.get(frozenset(case.applied))
         if need is None:
             raise NotApplicable("not here")
@@ -408,18 +406,20 @@ def test_two_remedies_rather_than_three() -> None:
     sizes |= {(ckpt, inplace): 56, (ckpt, expandable): 46, (inplace, expandable): 30}
     sizes |= {(ckpt, inplace, expandable): 28}
     run = made_up({frozenset(names): need for names, need in sizes.items()})
-    found = try_remedies(run, BASE, 1, 40 * MiB, "a GPU", parts=False)
+    found = try_optimizations(run, BASE, 1, 40 * MiB, "a GPU", parts=False)
     assert [row.name for row in found.rows if row.outcome == "saves"] == [ckpt, inplace, expandable]
     assert set(found.combination) == {inplace, expandable} and found.combined == 30 * MiB
 
 
-def cases(names: tuple[str, ...]) -> Iterator[Case]:
+def cases(names: tuple[str, ...]) -> Iterator[RunVariant]:
     """The case with all remedies, then with all but one."""
     for left_out in (None, *names):
         case = BASE
         for name in names:
             if name != left_out:
-                remedy = next((r for r in REMEDIES if r.name == name), None) or split(int(name.rpartition("×")[2]))
+                remedy = next((r for r in OPTIMIZATIONS if r.name == name), None) or accumulation(
+                    int(name.rpartition("×")[2])
+                )
                 case = remedy.apply(case)
         yield case
 

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from memsize.analysis.findings.evidence import Evidence
+from memsize.analysis.findings.evidence import Evidence, layers_of
 from memsize.analysis.findings.precision import mixed_dtypes, wrappers_that_misreport
 from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.comparison import Change, Comparison, stored_as
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, Rules
 from memsize.records.trace import Trace
 from memsize.units import Bytes
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
+class Models(NamedTuple):
+    """What the rules look at: the traces of two models, and their tensors side by side."""
+
+    before: Trace
+    after: Trace
+    pairs: tuple[Change, ...]
+
+
+RULES = Rules[Models]()
+
+
 def compare_traces(before: Trace, after: Trace) -> Comparison:
     """The comparison of two traces of models with the same tensor names, or some of them."""
-    pairs = tuple(_paired(before, after))
-    found = (*_summary(before, after), *_changed(pairs), *_unchanged(pairs), *_gone(pairs))
-    evidence = Evidence(given=after)
-    return Comparison(before, after, pairs, (*found, *mixed_dtypes(evidence), *wrappers_that_misreport(evidence)))
-
-
-def _paired(before: Trace, after: Trace) -> Iterator[Change]:
     first, second = ({tensor.name: tensor for tensor in trace.tensors} for trace in (before, after))
     # A packed module holds its weight under another name than the module it was converted from.
-    for name in dict.fromkeys([*first, *second]):
-        yield Change(name, first.get(name), second.get(name))
+    pairs = tuple(Change(name, first.get(name), second.get(name)) for name in dict.fromkeys([*first, *second]))
+    return Comparison(before, after, pairs, RULES.findings(Models(before, after, pairs)))
 
 
-def _summary(before: Trace, after: Trace) -> Iterator[Finding]:
-    first, second = totals(before), totals(after)
+@RULES.rule("stored-changed", "stored-unchanged")
+def what_is_stored(models: Models) -> Iterator[Finding]:
+    """What both store in all."""
+    first, second = totals(models.before), totals(models.after)
     same = first.stored == second.stored
     text = (
         "What is stored did not change: {before}."
@@ -49,7 +56,12 @@ def _summary(before: Trace, after: Trace) -> Iterator[Finding]:
             "share": f"{second.stored / first.stored:.0%}" if first.stored else "from nothing",
         },
     )
-    kept = (first.saved_bytes, second.saved_bytes)
+
+
+@RULES.rule("kept-for-backward-changed")
+def what_is_kept(models: Models) -> Iterator[Finding]:
+    """What both keep for backward, where both were run."""
+    kept = (totals(models.before).saved_bytes, totals(models.after).saved_bytes)
     if all(kept) and kept[0] != kept[1]:
         yield Finding(
             "kept-for-backward-changed",
@@ -60,9 +72,11 @@ def _summary(before: Trace, after: Trace) -> Iterator[Finding]:
         )
 
 
-def _changed(pairs: tuple[Change, ...]) -> Iterator[Finding]:
+@RULES.rule("tensors-changed")
+def changed(models: Models) -> Iterator[Finding]:
+    """Tensors that the second model stores otherwise, by what they were and are."""
     groups: dict[tuple[str, str], list[Change]] = {}
-    for pair in pairs:
+    for pair in models.pairs:
         if pair.before and pair.after and not pair.same:
             groups.setdefault((stored_as(pair.before), stored_as(pair.after)), []).append(pair)
     for (old, new), members in groups.items():
@@ -82,13 +96,13 @@ def _changed(pairs: tuple[Change, ...]) -> Iterator[Finding]:
         )
 
 
-def _unchanged(pairs: tuple[Change, ...]) -> Iterator[Finding]:
-    same = [pair for pair in pairs if pair.same and pair.before and pair.before.bytes]
-    if not same:
-        return
+@RULES.rule("tensors-unchanged")
+def unchanged(models: Models) -> Iterator[Finding]:
+    """Tensors that both store alike, by the likely cause."""
     groups: dict[str, list[Change]] = {}
-    for pair in same:
-        groups.setdefault(_cause(pair), []).append(pair)
+    for pair in models.pairs:
+        if pair.same and pair.before and pair.before.bytes:
+            groups.setdefault(_cause(pair), []).append(pair)
     for cause, members in groups.items():
         yield Finding(
             "tensors-unchanged",
@@ -113,10 +127,12 @@ def _cause(pair: Change) -> str:
     return "nothing cast them (autocast never does; a recipe may leave their layers alone)"
 
 
-def _gone(pairs: tuple[Change, ...]) -> Iterator[Finding]:
+@RULES.rule("tensors-removed", "tensors-added")
+def in_one_only(models: Models) -> Iterator[Finding]:
+    """Tensors that only one of the models has."""
     for code, text, members in (
-        ("tensors-removed", "Only before: {names} ({bytes}).", [p for p in pairs if p.after is None]),
-        ("tensors-added", "Only after: {names} ({bytes}).", [p for p in pairs if p.before is None]),
+        ("tensors-removed", "Only before: {names} ({bytes}).", [p for p in models.pairs if p.after is None]),
+        ("tensors-added", "Only after: {names} ({bytes}).", [p for p in models.pairs if p.before is None]),
     ):
         if members:
             size = sum(abs(pair.bytes) for pair in members)
@@ -124,6 +140,13 @@ def _gone(pairs: tuple[Change, ...]) -> Iterator[Finding]:
             yield Finding(code, size, _layers(members), text, {"names": names, "bytes": Bytes(size)})
 
 
+@RULES.rule("mixed-dtypes", "batch-norm-kept-fp32", "wrapper-misreports")
+def odd_afterwards(models: Models) -> Iterator[Finding]:
+    """What a report would say of the second model's dtypes."""
+    evidence = Evidence(given=models.after)
+    yield from mixed_dtypes(evidence)
+    yield from wrappers_that_misreport(evidence)
+
+
 def _layers(pairs: list[Change]) -> tuple[str, ...]:
-    tensors = [pair.after or pair.before for pair in pairs]
-    return tuple(dict.fromkeys(tensor.layer for tensor in tensors if tensor))
+    return layers_of(tensor for pair in pairs if (tensor := pair.after or pair.before))

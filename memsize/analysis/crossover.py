@@ -1,13 +1,14 @@
-"""From which batch on one way of running keeps less than another. Measured: a line only says where to look."""
+"""From which size on something is so. Measured at that size and the one before: a line only says where to look."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
-_FARTHEST = 2**24
-_STEPS = 4
-"""How far from the line the answer is looked for: each step is a run or two of the model."""
+_FARTHEST: Final = 2**24
+_LOOKS: Final = 6
+"""How many sizes are measured, around where they were foretold: each is a run or two of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +41,38 @@ def find_crossover(measure: Callable[[int], tuple[int, int]], start: int) -> Cro
         return seen[batch][1] - seen[batch][0]
 
     here, slope = gap(start), gap(start + 1) - gap(start)
-    batch = _search(gap, start, here, slope)
+
+    def foretold(batch: int) -> bool:
+        return slope <= 0 and here + slope * (batch - start) < 0
+
+    batch = first_size(foretold, lambda batch: gap(batch) < 0, _FARTHEST)
     (first, second), following = seen[start], seen[start + 1]
     return Crossover(batch, start, first, second, following[0] - first, following[1] - second)
 
 
-def _search(gap: Callable[[int], int], start: int, here: int, slope: int) -> int | None:
-    if slope > 0 or (slope == 0 and here >= 0):
+def first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool], most: int) -> int | None:
+    """The least size for which `measured` holds while it doesn't for the one before; None where none was found.
+
+    `foretold` says where to look, up to `most`, and costs next to nothing.
+    """
+    if not foretold(most):
         return None
-    if slope == 0:
-        return _last_step(gap, 1)
-    # On the line through the two measurements the gap is below 0 from here on.
-    guess = max(1, start + here // -slope + 1)
-    return None if guess > _FARTHEST else _last_step(gap, guess)
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if foretold(middle) else (middle, high)
+    seen = {0: False}
 
+    def holds(size: int) -> bool:
+        if size not in seen:
+            seen[size] = measured(size)
+        return seen[size]
 
-def _last_step(gap: Callable[[int], int], guess: int) -> int | None:
-    """From a guess to the exact batch: memory need not be linear in the batch."""
-    for _ in range(_STEPS):
-        if gap(guess) >= 0:
-            guess += 1
-        elif guess > 1 and gap(guess - 1) < 0:
-            guess -= 1
+    while len(seen) <= _LOOKS:
+        if not holds(high):
+            high += 1
+        elif holds(high - 1):
+            high -= 1
         else:
-            return guess
+            return high
     return None

@@ -9,7 +9,7 @@ from torch import nn
 
 from memsize.analysis.crossover import Crossover, find_crossover
 from memsize.analysis.findings.evidence import Evidence
-from memsize.analysis.findings.rules import findings
+from memsize.analysis.findings.report import RULES
 from memsize.analysis.runner import Runner, is_float32
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.config import AllocatorConfig
@@ -79,7 +79,7 @@ class ReportBuilder:
             model=self.runner.name,
             trace=given,
             scenario_results=results,
-            findings=findings(self._evidence(given, (*results, baseline))),
+            findings=RULES.findings(self._evidence(given, (*results, baseline))),
             notes=tuple(notes),
             baseline=_as_float32(baseline.totals, given),
             gpu=self.runner.gpu.name if self.peaks else "",

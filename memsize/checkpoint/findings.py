@@ -1,18 +1,15 @@
-"""Rules about checkpoints: what makes a file larger than what it is for, and what is odd about it.
-
-A rule's codes are stable: scripts and tests name them.
-"""
+"""Rules about checkpoints: what makes a file larger than what it is for, and what is odd about it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from memsize.checkpoint.breakdown import Breakdown, halved
 from memsize.checkpoint.dtypes import is_float
 from memsize.checkpoint.record import PROBLEMS, Contents, Match, Tensor
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, Rules
 from memsize.units import Bytes
 
 NOTEWORTHY = 0.01
@@ -36,7 +33,7 @@ class Inspection:
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """What makes it larger than what it is for, and what is odd about it, most important first."""
-        return tuple(finding for rule in RULES for finding in rule(self))
+        return RULES.findings(self)
 
     @property
     def size(self) -> int:
@@ -52,7 +49,7 @@ class Inspection:
         return count > 0 and count >= NOTEWORTHY * self.size
 
 
-Rule = Callable[[Inspection], Iterator[Finding]]
+RULES = Rules[Inspection]()
 
 
 def _names(tensors: list[Tensor]) -> tuple[str, ...]:
@@ -63,6 +60,7 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.bytes for tensor in tensors)
 
 
+@RULES.rule("model-matches", "model-differs", "tied-left-out")
 def fits_the_model(inspection: Inspection) -> Iterator[Finding]:
     """Whether ``load_state_dict`` would take the file, and what it would complain about."""
     match = inspection.match
@@ -88,6 +86,7 @@ def fits_the_model(inspection: Inspection) -> Iterator[Finding]:
         yield Finding("tied-left-out", None, match.left_out, text, {"names": match.left_out})
 
 
+@RULES.rule("names-changed")
 def names_changed(inspection: Inspection) -> Iterator[Finding]:
     """Which change of names made the file's tensors meet the model's."""
     match = inspection.match
@@ -110,6 +109,7 @@ def names_changed(inspection: Inspection) -> Iterator[Finding]:
     )
 
 
+@RULES.rule("missing-tensors")
 def index_disagrees(inspection: Inspection) -> Iterator[Finding]:
     """Tensors that an index promises and no file has."""
     missing = inspection.contents.missing
@@ -118,6 +118,7 @@ def index_disagrees(inspection: Inspection) -> Iterator[Finding]:
         yield Finding("missing-tensors", None, missing, text, {"count": len(missing), "names": missing})
 
 
+@RULES.rule("optimizer-dominates", "optimizer-state")
 def optimizer(inspection: Inspection) -> Iterator[Finding]:
     """The optimizer's state, which only resuming a training needs."""
     held = inspection.breakdown.of("optimizer")
@@ -134,6 +135,7 @@ def optimizer(inspection: Inspection) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("duplicate-weights-ema")
 def ema(inspection: Inspection) -> Iterator[Finding]:
     """A second, averaged copy of the weights."""
     copies, model = inspection.breakdown.of("EMA"), inspection.breakdown.of("model")
@@ -149,6 +151,7 @@ def ema(inspection: Inspection) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("view-keeps-whole-storage")
 def views(inspection: Inspection) -> Iterator[Finding]:
     """Tensors that were saved as views: torch.save writes the whole storage behind each."""
     wide = sorted((t for t in inspection.contents.tensors if t.unneeded), key=lambda t: -t.unneeded)
@@ -169,6 +172,7 @@ def views(inspection: Inspection) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("unnamed-storage", "unclaimed-bytes")
 def orphans(inspection: Inspection) -> Iterator[Finding]:
     """Storages that no tensor names, and bytes that belong to no record."""
     size = inspection.breakdown.unowned
@@ -183,6 +187,7 @@ def orphans(inspection: Inspection) -> Iterator[Finding]:
         yield Finding("unclaimed-bytes", rest, (), text, {"bytes": Bytes(rest)})
 
 
+@RULES.rule("float64-tensors")
 def doubles(inspection: Inspection) -> Iterator[Finding]:
     """float64 tensors, which are seldom meant."""
     wide = [tensor for tensor in inspection.contents.tensors if tensor.spec.dtype == "float64"]
@@ -197,6 +202,7 @@ def doubles(inspection: Inspection) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("fp32-could-be-half")
 def could_be_half(inspection: Inspection) -> Iterator[Finding]:
     """Weights in float32 that inference rarely needs to be."""
     held = [tensor for tensor in inspection.breakdown.of("model") if tensor.spec.dtype == "float32"]
@@ -211,6 +217,7 @@ def could_be_half(inspection: Inspection) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("mixed-dtypes")
 def mixed(inspection: Inspection) -> Iterator[Finding]:
     """Only part of the model's weights was converted."""
     floats: dict[str, list[Tensor]] = {}
@@ -234,6 +241,7 @@ def _is_block(tensor: Tensor) -> bool:
     return tensor.spec.dtype.startswith(_GGML_NAMES)
 
 
+@RULES.rule("bits-per-weight")
 def blocks(inspection: Inspection) -> Iterator[Finding]:
     """What quantization in blocks comes to, per weight."""
     held = inspection.contents.tensors
@@ -254,23 +262,7 @@ def blocks(inspection: Inspection) -> Iterator[Finding]:
     )
 
 
-def shared(inspection: Inspection) -> Iterator[Finding]:
-    """Tensors that share memory and are stored once."""
-    ties = [tensor for tensor in inspection.contents.tensors if tensor.shared_with]
-    if ties:
-        yield Finding(
-            "shared-storage",
-            None,
-            _names(ties),
-            "{names} {share} storage with {owners}: what is shared is stored and counted once.",
-            {
-                "names": _names(ties),
-                "share": "shares" if len(ties) == 1 else "share",
-                "owners": tuple(dict.fromkeys(tensor.shared_with for tensor in ties)),
-            },
-        )
-
-
+@RULES.rule("module-prefix")
 def prefixed(inspection: Inspection) -> Iterator[Finding]:
     """Names that all begin as a wrapper's do."""
     if inspection.match is not None:
@@ -302,6 +294,25 @@ _PREFIXES = {
 }
 
 
+@RULES.rule("shared-storage")
+def shared(inspection: Inspection) -> Iterator[Finding]:
+    """Tensors that share memory and are stored once."""
+    ties = [tensor for tensor in inspection.contents.tensors if tensor.shared_with]
+    if ties:
+        yield Finding(
+            "shared-storage",
+            None,
+            _names(ties),
+            "{names} {share} storage with {owners}: what is shared is stored and counted once.",
+            {
+                "names": _names(ties),
+                "share": "shares" if len(ties) == 1 else "share",
+                "owners": tuple(dict.fromkeys(tensor.shared_with for tensor in ties)),
+            },
+        )
+
+
+@RULES.rule("whole-model-pickled", "code-in-pickle")
 def pickled_code(inspection: Inspection) -> Iterator[Finding]:
     """Classes that only an unrestricted load would build."""
     contents = inspection.contents
@@ -325,6 +336,16 @@ def pickled_code(inspection: Inspection) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("compressed-records")
+def compressed(inspection: Inspection) -> Iterator[Finding]:
+    """Records that a general-purpose tool compressed."""
+    size = inspection.contents.compressed
+    if size > 0:
+        text = "Its records are compressed, by {bytes}: in memory the tensors take that much more, and mmap fails."
+        yield Finding("compressed-records", size, (), text, {"bytes": Bytes(size)})
+
+
+@RULES.rule("overhead")
 def overhead(inspection: Inspection) -> Iterator[Finding]:
     """A file that is mostly not tensor data."""
     files = inspection.contents.files
@@ -339,31 +360,3 @@ def overhead(inspection: Inspection) -> Iterator[Finding]:
             "them small.",
             {"bytes": Bytes(size), "share": inspection.share(size), "count": count},
         )
-
-
-def compressed(inspection: Inspection) -> Iterator[Finding]:
-    """Records that a general-purpose tool compressed."""
-    size = inspection.contents.compressed
-    if size > 0:
-        text = "Its records are compressed, by {bytes}: in memory the tensors take that much more, and mmap fails."
-        yield Finding("compressed-records", size, (), text, {"bytes": Bytes(size)})
-
-
-RULES: tuple[Rule, ...] = (
-    fits_the_model,
-    names_changed,
-    index_disagrees,
-    optimizer,
-    ema,
-    views,
-    orphans,
-    doubles,
-    could_be_half,
-    mixed,
-    blocks,
-    prefixed,
-    shared,
-    pickled_code,
-    compressed,
-    overhead,
-)

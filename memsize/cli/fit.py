@@ -7,11 +7,11 @@ import sys
 
 import click
 
-from memsize.analysis.fit.budget import LOCAL, budgets
 from memsize.cli.options import allocator_option, output_options, scenarios_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.subject import fit_subject_options, step_options
+from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
 from memsize.spec.scenario import select
 from memsize.spec.subject import Subject

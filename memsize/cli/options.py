@@ -10,10 +10,9 @@ import click
 from memsize.cli.output import Destination, Formats, destination
 from memsize.cli.session import Session
 from memsize.cli.values import Option, grouped
-from memsize.errors import OutputError
+from memsize.errors import UnknownOutputError
 from memsize.render import FORMATS
 from memsize.spec.scenario import DEFAULT
-from memsize.suggestions import suggestion
 from memsize.units import DECIMAL, UNITS
 
 
@@ -32,7 +31,7 @@ def parse_unit(text: str) -> str:
     known = (*UNITS, *DECIMAL)
     found = text if text in known else next((unit for unit in known if unit.lower() == text.lower()), None)
     if found is None:
-        raise OutputError(f"no unit {text!r}: {suggestion(text, known)}")
+        raise UnknownOutputError("unit", text, known)
     return found
 
 

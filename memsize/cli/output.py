@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from memsize.errors import OutputError
+from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.answer import Drawable
 from memsize.render import FORMATS, format_of, render
 from memsize.suggestions import suggestion
@@ -64,7 +64,7 @@ def destination(
     Raises `OutputError` for what would only fail after the work is done.
     """
     if format is not None and format not in formats:
-        raise OutputError(f"no format {format!r}: {suggestion(format, formats)}")
+        raise UnknownOutputError("format", format, formats)
     if file is None and format in BINARY and sys.stdout.isatty():
         suffix = formats[format][0]
         raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{suffix}")

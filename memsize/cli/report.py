@@ -22,14 +22,13 @@ from memsize.cli.subject import subject_options, training_options
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.documents.report import COLUMNS
-from memsize.errors import ForwardError, OutputError
+from memsize.errors import ForwardError, OutputError, UnknownOutputError
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report
 from memsize.records.trace import Failure
 from memsize.spec.scenario import SCENARIOS, select
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
-from memsize.suggestions import suggestion
 
 
 @click.command(
@@ -144,5 +143,5 @@ def _columns(text: str | None) -> tuple[str, ...] | None:
         raise OutputError(f"no column given: choose from {', '.join(COLUMNS)}")
     for name in names:
         if name not in COLUMNS:
-            raise OutputError(f"no column {name!r}: {suggestion(name, COLUMNS)}")
+            raise UnknownOutputError("column", name, COLUMNS)
     return names

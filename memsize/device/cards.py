@@ -10,13 +10,12 @@ Where a source says that a card was not seen, the figure is that of another card
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator
 from typing import Final
 
-from memsize.errors import InputError
+from memsize.errors import UnknownInputError
 from memsize.records.gpu import Card
+from memsize.suggestions import nearest
 
 _GiB: Final = 1 << 30
 _MiB: Final = 1 << 20
@@ -203,14 +202,5 @@ def card(name: str) -> Card:
     key = _key(name)
     if key in _BY_KEY:
         return _BY_KEY[key]
-    near = dict.fromkeys(_near(key))
-    hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(CARDS)}"
-    raise InputError(f"no GPU {name!r} in the table: {hint}")
-
-
-def _near(key: str) -> Iterator[str]:
-    """The names of cards that are called nearly as `key`: those of which one begins with the other come first."""
-    if len(key) > 1:
-        alike = [known for known in _BY_KEY if known.startswith(key) or (len(known) > 1 and key.startswith(known))]
-        yield from (_BY_KEY[known].name for known in sorted(alike, key=lambda known: abs(len(known) - len(key))))
-    yield from (_BY_KEY[match].name for match in difflib.get_close_matches(key, _BY_KEY, n=4, cutoff=0.5))
+    near = nearest(key, {known: found.name for known, found in _BY_KEY.items()}, most=4)
+    raise UnknownInputError("GPU", name, CARDS, near=near, problem=f"no GPU {name!r} in the table")

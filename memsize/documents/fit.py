@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from memsize.analysis.fit.explain import UNITS_OF, first_line
 from memsize.documents import Document, findings_data, plain
 from memsize.documents.sections import (
     Cell,
@@ -20,9 +19,11 @@ from memsize.documents.sections import (
     explained,
     listed,
 )
+from memsize.errors import first_line
 from memsize.records.finding import join_names
 from memsize.records.fit import Bind, Budget, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.roles import noun
+from memsize.spec.vary import UNITS
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.fit/1"
@@ -118,7 +119,7 @@ def overview_table(fit: Fit) -> Table:
 
 def fit_table(fit: Fit) -> Table:
     """One row per scenario and GPU, with its peaks and what binds."""
-    step = UNITS_OF.get(fit.vary, "step")
+    step = UNITS.get(fit.vary, "step")
     answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
     columns = (
         Column("scenario", "scenario", "name", 100, "how the model is stored and run"),

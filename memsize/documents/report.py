@@ -30,13 +30,12 @@ from memsize.documents.sections import (
     listed,
     role_column,
 )
-from memsize.errors import OutputError
+from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
 from memsize.records.answer import FlatTable
 from memsize.records.gpu import Living, Outlook
 from memsize.records.report import FIGURES, Report, ScenarioResult, figures
 from memsize.records.roles import Role, in_order
-from memsize.suggestions import suggestion
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.report/1"
@@ -83,7 +82,7 @@ class ReportDocument(Document[Report]):
     def __post_init__(self) -> None:
         for key in self.columns or ():
             if key not in COLUMNS:
-                raise OutputError(f"no column {key!r}: {suggestion(key, COLUMNS)}")
+                raise UnknownOutputError("column", key, COLUMNS)
         if self.depth is not None and self.depth < 0:
             raise OutputError(f"depth {self.depth} is below the model itself, which is depth 0")
 

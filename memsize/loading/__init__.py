@@ -19,13 +19,12 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError
+from memsize.errors import TargetError, UnknownTargetError
 from memsize.loading.building import build, random_numbers_kept, user_traceback
 from memsize.loading.inputs import input_maker
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import Target, parse_target
 from memsize.spec.request import InputMaker, Request
-from memsize.suggestions import suggestion
 
 if TYPE_CHECKING:
     from torch import nn
@@ -176,7 +175,8 @@ def _looked_up(module: ModuleType, name: str, target: Target) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise TargetError(f"{target.place} has no {name!r}: {suggestion(name, _candidates(module))}") from None
+            problem = f"{target.place} has no {name!r}"
+            raise UnknownTargetError("name", name, _candidates(module), problem=problem) from None
     return found
 
 

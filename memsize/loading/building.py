@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError
-from memsize.suggestions import suggestion
+from memsize.errors import TargetError, UnknownTargetError, in_one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,8 +110,10 @@ def _check_arguments(factory: Callable[..., Any], label: str, arguments: Mapping
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     unknown = [name for name in arguments if name not in named]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        hint = suggestion(unknown[0], named) if named else "it takes none"
-        raise TargetError(f"{label} has no argument {unknown[0]!r}: {hint}")
+        problem = f"{label} has no argument {unknown[0]!r}"
+        if not named:
+            raise TargetError(f"{problem}: it takes none")
+        raise UnknownTargetError("argument", unknown[0], named, problem=problem)
     missing = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
     if missing:
         given = " ".join(f"--arg {name}=…" for name in missing)
@@ -156,14 +157,6 @@ def user_traceback(error: BaseException, is_theirs: Callable[[str], bool]) -> st
     """``"at model.py:12: NameError: name 'foo' is not defined"``: the innermost line in a file that `is_theirs`."""
     place = _place(error, is_theirs)
     return f"{f'at {place}: ' if place else ''}{in_one_line(error)}"
-
-
-def in_one_line(error: BaseException) -> str:
-    """The exception's type and message in one line, the type alone where it says nothing."""
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg}"
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str | None:

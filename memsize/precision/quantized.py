@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memsize.errors import ScenarioError
+from memsize.errors import ScenarioError, UnknownScenarioError, first_line
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import wrapper_name
 from memsize.precision.dequantized import run_as
@@ -99,7 +98,7 @@ def apply_torchao(model: nn.Module, config_name: str) -> Quantized:
         with _quiet():
             torchao.quantize_(model, config)
     except Exception as error:
-        raise ScenarioError(f"torchao cannot apply {config_name} to this model: {_first_line(error)}") from error
+        raise ScenarioError(f"torchao cannot apply {config_name} to this model: {first_line(error)}") from error
     return _read_back(model, config_name)
 
 
@@ -235,13 +234,12 @@ def _torchao() -> ModuleType:
 def _config(torchao: ModuleType, name: str) -> Any:
     known = [known for known in dir(torchao) if known.endswith("Config")]
     if name not in known:
-        near = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.4))
-        raise ScenarioError(f"torchao has no {name!r}: " + (f"did you mean {near}?" if near else ", ".join(known)))
+        raise UnknownScenarioError("configuration", name, known, problem=f"torchao has no {name!r}")
     try:
         with _quiet():
             config = getattr(torchao, name)()
     except Exception as error:
-        raise ScenarioError(f"torchao's {name} cannot be made from its defaults: {_first_line(error)}") from error
+        raise ScenarioError(f"torchao's {name} cannot be made from its defaults: {first_line(error)}") from error
     # Left on, it would change the matmul precision of the whole process.
     if hasattr(config, "set_inductor_config"):
         config.set_inductor_config = False
@@ -260,10 +258,6 @@ def _read_back(model: nn.Module, config_name: str) -> Quantized:
     }
     wrapper = next(t.wrapper for t in stored_tensors(model) if t.wrapper) or "torchao"
     return Quantized(f"torchao:{config_name}", replaced, left, wrapper, modelled=False)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memsize.cuda.autocast import autocast_region
-from memsize.errors import ScenarioError
+from memsize.errors import ScenarioError, first_line
 from memsize.model.inputs import cast_floating
 from memsize.precision.layouts import LAYOUTS
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
@@ -93,7 +93,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
         else:
             _cast_floating(model, dtype)
     except Exception as error:  # a wrapper subclass may raise anything when it is asked to change its dtype
-        raise ScenarioError(f"the model's tensors cannot be cast to {dtype}: {str(error).splitlines()[0]}") from error
+        raise ScenarioError(f"the model's tensors cannot be cast to {dtype}: {first_line(error)}") from error
 
 
 def _cast_floating(model: nn.Module, dtype: torch.dtype) -> None:

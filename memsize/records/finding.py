@@ -1,11 +1,11 @@
-"""What a rule found: a cause in numbers, and the sentence that a renderer makes of them."""
+"""What a rule found: a cause in numbers, and the sentence that a renderer makes of them; and tables of such rules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from memsize.units import Bytes, format_bytes
 
@@ -57,3 +57,50 @@ def join_names(names: tuple[object, ...]) -> str:
         words = [*words[:SHOWN_NAMES], f"{len(words) - SHOWN_NAMES} more"]
     *first, last = words or [""]
     return f"{', '.join(first)} and {last}" if first else last
+
+
+E = TypeVar("E")
+Rule = Callable[[E], Iterator[Finding]]
+"""Looks at evidence and says what it found, or nothing."""
+
+
+class Rules(Generic[E]):
+    """The rules about one kind of evidence, run in the order in which they are written.
+
+        RULES = Rules[Evidence]()
+
+        @RULES.rule("tied-parameters")
+        def tied(evidence: Evidence) -> Iterator[Finding]: ...
+
+    Each says which codes its findings may have. Codes are stable: scripts, tests and the documentation name them.
+    """
+
+    def __init__(self) -> None:
+        self._rules: list[tuple[tuple[str, ...], Rule[E]]] = []
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Every code that a finding may have, once."""
+        return tuple(dict.fromkeys(code for codes, _ in self._rules for code in codes))
+
+    def rule(self, *codes: str) -> Callable[[Rule[E]], Rule[E]]:
+        """A decorator that adds a rule whose findings have one of `codes`."""
+
+        def add(rule: Rule[E]) -> Rule[E]:
+            self._rules.append((codes, rule))
+            return rule
+
+        return add
+
+    def __add__(self, other: Rules[E]) -> Rules[E]:
+        """These rules, then the others."""
+        both = Rules[E]()
+        both._rules = [*self._rules, *other._rules]
+        return both
+
+    def findings(self, evidence: E) -> tuple[Finding, ...]:
+        """Everything that the rules find; raises `ValueError` where one finds what it does not say that it may."""
+        found = [(codes, finding) for codes, rule in self._rules for finding in rule(evidence)]
+        if unsaid := [finding.code for codes, finding in found if finding.code not in codes]:
+            raise ValueError(f"no rule says that it finds {', '.join(unsaid)}")
+        return tuple(finding for _, finding in found)

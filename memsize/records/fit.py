@@ -105,6 +105,20 @@ class Remedied:
     combined: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """The least size from which on something is so: run, and run at the size before, where it is not.
+
+    `size` None: it is not so at any size that was looked at. `scenario` is what was run, `other` what it is compared
+    with.
+    """
+
+    kind: Literal["autocast", "activations", "peak"]
+    size: int | None
+    scenario: str
+    other: str = ""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Fit(Answer):
     """What fits: one row per scenario and GPU, findings about them, remedies, and the traces behind it all.

@@ -11,9 +11,8 @@ from pkgutil import resolve_name
 from typing import Any, Final
 
 from memsize.documents import document
-from memsize.errors import OutputError
+from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.answer import Drawable
-from memsize.suggestions import suggestion
 from memsize.units import DECIMAL, UNITS
 
 __all__ = ["FORMATS", "format_of", "render"]
@@ -46,9 +45,9 @@ def render(answer: Drawable, format: str, *, unit: str = "MiB", width: int | Non
     Raises `OutputError` for an unknown format, unit or column, and for a depth that there is not.
     """
     if format not in _FORMATS:
-        raise OutputError(f"no format {format!r}: {suggestion(format, FORMATS)}")
+        raise UnknownOutputError("format", format, FORMATS)
     if unit not in UNITS | DECIMAL:
-        raise OutputError(f"no unit {unit!r}: {suggestion(unit, UNITS | DECIMAL)}")
+        raise UnknownOutputError("unit", unit, UNITS | DECIMAL)
     place, _ = _FORMATS[format]
     text: str = resolve_name(place)(document(answer, **view), unit, width)
     return text

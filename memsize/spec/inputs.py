@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memsize.errors import InputError
-from memsize.suggestions import suggestion
+from memsize.errors import InputError, UnknownInputError
 
 _USUAL = (
     "float32",
@@ -85,7 +84,7 @@ class InputSpec:
         if math.prod(self.shape) > _MOST_ELEMENTS:
             raise InputError(f"input {format_shape(self.shape)} has more elements than a tensor can hold (2^63 - 1)")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise InputError(f"no dtype {self.dtype!r}: {suggestion(self.dtype, _USUAL)}")
+            raise UnknownInputError("dtype", self.dtype, _USUAL)
         if self.span is not None:
             _check_span(self.span, self.dtype)
 
@@ -114,7 +113,9 @@ def parse_input(text: str) -> InputSpec:
         limits = _parse_span(span) if ranged else None
         return InputSpec(name, _parse_sizes(sizes), _parse_dtype(dtype) if colon else None, limits)
     except InputError as error:
-        raise InputError(f"input {text!r}: {error}") from None
+        # The same error goes on, so that an unknown dtype stays one.
+        error.args = (f"input {text!r}: {error}",)
+        raise
 
 
 def parse_inputs(texts: Iterable[str]) -> tuple[InputSpec, ...]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from memsize.errors import ScenarioError
+from memsize.errors import ScenarioError, UnknownScenarioError
 
 Recipe = Literal["as-given", "cast", "autocast", "apex", "quantized"]
 
@@ -90,9 +89,7 @@ def scenario_named(name: str) -> Scenario:
         return SCENARIOS[name]
     if name.startswith(TORCHAO) and name != TORCHAO:
         return Scenario(name, f"torchao.quantization.quantize_ with {name[len(TORCHAO) :]}", "quantized", layout=name)
-    near = difflib.get_close_matches(name, SCENARIOS, n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(SCENARIOS)}"
-    raise ScenarioError(f"no scenario {name!r}: {hint}")
+    raise UnknownScenarioError("scenario", name, SCENARIOS)
 
 
 def _split(names: str | Iterable[str]) -> tuple[str, ...]:

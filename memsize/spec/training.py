@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memsize.errors import InputError
-from memsize.suggestions import suggestion
+from memsize.errors import InputError, UnknownInputError
 
 OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {
     "sgd": ("SGD", {"lr": 0.01}),
@@ -54,7 +53,7 @@ class Training:
         if isinstance(self.optimizer, str):
             parse_optimizer(self.optimizer)
         if isinstance(self.loss, str) and self.loss not in LOSSES:
-            raise InputError(f"no loss {self.loss!r}: {suggestion(self.loss, LOSSES)}")
+            raise UnknownInputError("loss", self.loss, LOSSES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def parse_optimizer(text: str) -> OptimizerSpec:
     name, _, rest = text.partition(":")
     name = name.strip().lower()
     if name not in OPTIMIZERS:
-        raise InputError(f"no optimizer {name!r}: {suggestion(name, OPTIMIZERS)}")
+        raise UnknownInputError("optimizer", name, OPTIMIZERS)
     cls, defaults = OPTIMIZERS[name]
     return OptimizerSpec(name, cls, {**defaults, **dict(map(_option, filter(None, rest.split(","))))})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from memsize.analysis.crossover import Crossover
@@ -43,3 +43,13 @@ class Evidence:
     def parameters(self) -> tuple[StoredTensor, ...]:
         """The registered parameters and packed weights of the model as it is."""
         return tuple(tensor for tensor in self.given.tensors if tensor.kind in ("parameter", "packed"))
+
+
+def layers_of(tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
+    """The layers that tensors belong to, each once."""
+    return tuple(dict.fromkeys(tensor.layer for tensor in tensors))
+
+
+def bytes_of(tensors: Iterable[StoredTensor]) -> int:
+    """What tensors take together."""
+    return sum(tensor.bytes for tensor in tensors)

@@ -1,27 +1,20 @@
-"""Rules about memory formats: whether channels last pays in copies, and what stands in its way.
-
-A rule's codes are stable: scripts and tests name them.
-"""
+"""Rules about memory formats: whether channels last pays in copies, and what stands in its way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, Rules
 from memsize.records.layout import Audit, Copy, Format, Loss
 from memsize.units import Bytes
 
 _COPYING = frozenset({"clone", "_to_copy"})
 _CONVOLUTION = "convolution"
 
-Rule = Callable[[Audit], Iterator[Finding]]
+RULES = Rules[Audit]()
 
 
-def findings(audit: Audit) -> tuple[Finding, ...]:
-    """Everything that the rules find, most important first."""
-    return tuple(finding for rule in RULES for finding in rule(audit))
-
-
+@RULES.rule("nothing-to-convert")
 def nothing_to_convert(audit: Audit) -> Iterator[Finding]:
     """A model without images: channels last has nothing to act on."""
     if not audit.converted and not audit.converted_inputs:
@@ -29,14 +22,9 @@ def nothing_to_convert(audit: Audit) -> Iterator[Finding]:
         yield Finding("nothing-to-convert", None, (), text)
 
 
-def double_precision(audit: Audit) -> Iterator[Finding]:
-    """Float64, for which cuDNN has row-major convolutions only."""
-    layers = _layers([copy for copy in audit.last.copies if copy.tensor.dtype == "float64" and copy.op == _CONVOLUTION])
-    if audit.double and layers:
-        text = "cuDNN has no channels last for float64: convolutions bring what they are given back to row-major."
-        yield Finding("float64-convolutions", None, layers, text)
-
-
+@RULES.rule(
+    "channels-last-copies-more", "channels-last-copies-less", "channels-last-copies-the-same", "channels-last-kept"
+)
 def verdict(audit: Audit) -> Iterator[Finding]:
     """What is copied to rearrange in channels last, beside what is copied anyway."""
     if not audit.converted and not audit.converted_inputs:
@@ -60,6 +48,11 @@ def verdict(audit: Audit) -> Iterator[Finding]:
         yield Finding("channels-last-kept", None, (), text, {"count": _image_layers(audit)})
 
 
+def _image_layers(audit: Audit) -> int:
+    return sum(1 for layer in audit.last.layers if layer.leaf and "channels last" in layer.outputs)
+
+
+@RULES.rule("format-lost")
 def lost(audit: Audit) -> Iterator[Finding]:
     """Each op that loses channels last, with the layers that it happens in and what runs row-major after it."""
     groups: dict[tuple[str, str], list[Loss]] = {}
@@ -77,6 +70,7 @@ def lost(audit: Audit) -> Iterator[Finding]:
         yield Finding("format-lost", copied or None, layers, text, values)
 
 
+@RULES.rule("convolution-copies-back")
 def copied_back(audit: Audit) -> Iterator[Finding]:
     """Convolutions that are given row-major images although their weights are channels last."""
     yield from _copied(
@@ -88,6 +82,7 @@ def copied_back(audit: Audit) -> Iterator[Finding]:
     )
 
 
+@RULES.rule("kernel-copies")
 def copied_in_kernels(audit: Audit) -> Iterator[Finding]:
     """Other kernels that make what they are given row-major before they begin."""
     ops = dict.fromkeys(copy.op for copy in audit.last.copies if copy.hidden and copy.op != _CONVOLUTION)
@@ -104,12 +99,14 @@ def _copied(audit: Audit, op: str, after: Format, code: str, text: str) -> Itera
         yield Finding(code, size, layers, text, values)
 
 
+@RULES.rule("float64-convolutions")
+def double_precision(audit: Audit) -> Iterator[Finding]:
+    """Float64, for which cuDNN has row-major convolutions only."""
+    layers = _layers([copy for copy in audit.last.copies if copy.tensor.dtype == "float64" and copy.op == _CONVOLUTION])
+    if audit.double and layers:
+        text = "cuDNN has no channels last for float64: convolutions bring what they are given back to row-major."
+        yield Finding("float64-convolutions", None, layers, text)
+
+
 def _layers(copies: Sequence[Copy]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(copy.layer for copy in copies))
-
-
-def _image_layers(audit: Audit) -> int:
-    return sum(1 for layer in audit.last.layers if layer.leaf and "channels last" in layer.outputs)
-
-
-RULES: tuple[Rule, ...] = (nothing_to_convert, verdict, lost, copied_back, copied_in_kernels, double_precision)

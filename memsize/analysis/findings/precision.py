@@ -4,17 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from memsize.analysis.findings.evidence import Evidence
+from memsize.analysis.findings.evidence import Evidence, bytes_of, layers_of
 from memsize.records.aggregates import stored_dtypes
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, Rules
 from memsize.records.trace import StoredTensor
 from memsize.units import Bytes
+
+RULES = Rules[Evidence]()
 
 _HALVES = {"float16": "fp16", "bfloat16": "bf16"}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
+@RULES.rule("mixed-dtypes", "batch-norm-kept-fp32")
+def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
+    """Only part of the model was converted."""
+    floats = _by_dtype(t for t in evidence.parameters if t.spec.dtype in _FLOATS and not t.parts)
+    if len(floats) < 2:
+        return
+    widest = max(floats, key=_FLOATS.index)
+    layers = layers_of(floats[widest])
+    types = {layer.path: layer.type for layer in evidence.given.layers}
+    norms = all("BatchNorm" in types.get(layer, "") for layer in layers)
+    shares = ", ".join(f"{dtype} {{{dtype}}}" for dtype in floats)
+    yield Finding(
+        "batch-norm-kept-fp32" if norms else "mixed-dtypes",
+        bytes_of(floats[widest]),
+        layers,
+        f"Batch norms were kept in {widest}, as apex O2 and good practice do: {shares}. They are {{layers}}."
+        if norms
+        else f"Only part of the model was converted: {shares}. Still {widest}: {{layers}}.",
+        {"layers": layers} | {dtype: Bytes(bytes_of(ts)) for dtype, ts in floats.items()},
+    )
+
+
+def _by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, list[StoredTensor]]:
+    grouped: dict[str, list[StoredTensor]] = {}
+    for tensor in tensors:
+        grouped.setdefault(tensor.spec.dtype, []).append(tensor)
+    return grouped
+
+
+@RULES.rule("wrapper-misreports")
+def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
+    """A tensor whose dtype and element size are not those of what it holds."""
+    wrong = [t for t in evidence.parameters if t.parts and t.bytes and t.bytes != t.reported_bytes]
+    if not wrong:
+        return
+    names = tuple(dict.fromkeys(tensor.wrapper or tensor.kind for tensor in wrong))
+    dtypes = tuple(stored_dtypes(wrong))
+    yield Finding(
+        "wrapper-misreports",
+        bytes_of(wrong),
+        layers_of(wrong),
+        "{names} in {layers}: {stored} are stored, as {dtypes}, where PyTorch says {said}. A summary asks "
+        "for the dtype that the wrapper stands for, not for what it holds.",
+        {
+            "names": names,
+            "stored": Bytes(bytes_of(wrong)),
+            "dtypes": dtypes,
+            "said": Bytes(sum(tensor.reported_bytes for tensor in wrong)),
+            "layers": layers_of(wrong),
+        },
+    )
+
+
+@RULES.rule("summary-assumes-4-bytes")
+def summary_assumes_fourbytes_of(evidence: Evidence) -> Iterator[Finding]:
     """torchsummary and its like multiply the number of parameters by 4 bytes, whatever their dtype."""
     stored, others = evidence.stored, _readings(evidence)
     if not stored.parameters:
@@ -57,6 +113,7 @@ def _readings(evidence: Evidence) -> str:
     return f"; {' and '.join(texts)}, in units of 10^6 bytes" if texts else ""
 
 
+@RULES.rule("amp-keeps-fp32-parameters", "amp-crossover")
 def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
     """Autocast casts no parameter; where its copies cost more than they save is found by running both."""
     amp = evidence.amp
@@ -107,6 +164,7 @@ def _amp_crossover(evidence: Evidence) -> Iterator[Finding]:
     yield Finding("amp-crossover", crossing.second - crossing.first, (), text, values)
 
 
+@RULES.rule("activations-dominate", "parameters-dominate")
 def what_binds_the_batch(evidence: Evidence) -> Iterator[Finding]:
     """Whether parameters or activations are the larger part, and so whether smaller parameters buy a larger batch."""
     crossing, stored = evidence.crossover, evidence.totals("fp32")
@@ -133,148 +191,3 @@ def what_binds_the_batch(evidence: Evidence) -> Iterator[Finding]:
             "parameters at batch {batch}. Halving the parameters makes room for {gain} more samples."
         )
     yield Finding(code, per_sample, (), text, values)
-
-
-def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
-    """Only part of the model was converted."""
-    floats = _by_dtype(t for t in evidence.parameters if t.spec.dtype in _FLOATS and not t.parts)
-    if len(floats) < 2:
-        return
-    widest = max(floats, key=_FLOATS.index)
-    layers = tuple(dict.fromkeys(tensor.layer for tensor in floats[widest]))
-    types = {layer.path: layer.type for layer in evidence.given.layers}
-    norms = all("BatchNorm" in types.get(layer, "") for layer in layers)
-    shares = ", ".join(f"{dtype} {{{dtype}}}" for dtype in floats)
-    yield Finding(
-        "batch-norm-kept-fp32" if norms else "mixed-dtypes",
-        sum(tensor.bytes for tensor in floats[widest]),
-        layers,
-        f"Batch norms were kept in {widest}, as apex O2 and good practice do: {shares}. They are {{layers}}."
-        if norms
-        else f"Only part of the model was converted: {shares}. Still {widest}: {{layers}}.",
-        {"layers": layers} | {dtype: Bytes(sum(t.bytes for t in ts)) for dtype, ts in floats.items()},
-    )
-
-
-def _by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, list[StoredTensor]]:
-    grouped: dict[str, list[StoredTensor]] = {}
-    for tensor in tensors:
-        grouped.setdefault(tensor.spec.dtype, []).append(tensor)
-    return grouped
-
-
-def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
-    """A tensor whose dtype and element size are not those of what it holds."""
-    wrong = [t for t in evidence.parameters if t.parts and t.bytes and t.bytes != t.reported_bytes]
-    if not wrong:
-        return
-    names = tuple(dict.fromkeys(tensor.wrapper or tensor.kind for tensor in wrong))
-    dtypes = tuple(stored_dtypes(wrong))
-    yield Finding(
-        "wrapper-misreports",
-        sum(tensor.bytes for tensor in wrong),
-        tuple(dict.fromkeys(tensor.layer for tensor in wrong)),
-        "{names} in {layers}: {stored} are stored, as {dtypes}, where PyTorch says {said}. A summary asks "
-        "for the dtype that the wrapper stands for, not for what it holds.",
-        {
-            "names": names,
-            "stored": Bytes(sum(tensor.bytes for tensor in wrong)),
-            "dtypes": dtypes,
-            "said": Bytes(sum(tensor.reported_bytes for tensor in wrong)),
-            "layers": tuple(dict.fromkeys(tensor.layer for tensor in wrong)),
-        },
-    )
-
-
-def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
-    """Weights quantized to fewer bits than each of them takes in memory."""
-    for name in ("as-given", *evidence.left):
-        trace = evidence.given if name == "as-given" else evidence.runs.get(name)
-        wide = [t for t in (trace.tensors if trace else ()) if _wide(t)]
-        if wide:
-            yield Finding(
-                "low-bits-in-wide-containers",
-                sum(tensor.bytes for tensor in wide),
-                tuple(dict.fromkeys(tensor.layer for tensor in wide)),
-                "{name}: {count} weights have fewer than 8 bits each but are kept in 8-bit containers, {bytes} in all: "
-                "nothing is saved beyond int8.",
-                {
-                    "name": name,
-                    "count": sum(tensor.elements for tensor in wide),
-                    "bytes": Bytes(sum(tensor.bytes for tensor in wide)),
-                },
-            )
-
-
-def _wide(tensor: StoredTensor) -> bool:
-    """torchao's unpacked low-bit tensors say so in their name; what they hold is one int8 per value."""
-    unpacked = "UnpackedToInt8" in (tensor.wrapper or "")
-    return unpacked and any(part.spec.dtype == "int8" for part in tensor.parts)
-
-
-def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
-    """Which layers a quantization does not touch, and what they keep."""
-    for name, left in evidence.left.items():
-        trace = evidence.runs[name]
-        kept = [t for t in trace.tensors if t.kind == "parameter" and not t.parts and t.bytes]
-        size = sum(tensor.bytes for tensor in kept)
-        done = [t for t in trace.tensors if t.kind == "packed" or (t.parts and t.kind == "parameter")]
-        if not done or not left:
-            continue
-        yield Finding(
-            "quantization-leaves-layers",
-            size,
-            tuple(left),
-            "{name} shrinks {done} to {small} and leaves {left} alone ({reason}): {size} stay {dtypes}.",
-            {
-                "name": name,
-                "done": tuple(dict.fromkeys(tensor.layer for tensor in done)),
-                "small": Bytes(sum(tensor.bytes for tensor in done)),
-                "left": tuple(left),
-                "reason": "; ".join(dict.fromkeys(left.values())),
-                "size": Bytes(size),
-                "dtypes": stored_dtypes(kept),
-            },
-        )
-
-
-def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
-    """Integer buffers and inputs, which `.half()` leaves as they are, and tensors that it does not see."""
-    fixed = [
-        t for t in evidence.given.tensors if t.kind == "buffer" and "float" not in t.spec.dtype and t.bytes >= 1024
-    ]
-    inputs = [i for i in evidence.given.inputs if "float" not in i.spec.dtype]
-    parts = []
-    if fixed:
-        parts.append("integer buffers ({buffers})")
-    if inputs:
-        parts.append("inputs that are not floating ({inputs}: {names})")
-    if parts:
-        yield Finding(
-            "halving-leaves-integers",
-            sum(t.bytes for t in fixed) + sum(i.bytes for i in inputs),
-            tuple(dict.fromkeys(t.layer for t in fixed)),
-            f"Halving cannot halve {' and '.join(parts)}.",
-            {
-                "buffers": Bytes(sum(t.bytes for t in fixed)),
-                "inputs": Bytes(sum(i.bytes for i in inputs)),
-                "names": tuple(f"{i.name} {i.spec}" for i in inputs),
-            },
-        )
-
-
-def norms_kept_in_fp32(evidence: Evidence) -> Iterator[Finding]:
-    """apex O2's batch norms: what they keep in float32, and what the optimizer's master weights add."""
-    trace = evidence.runs.get("apex-O2")
-    if trace is None:
-        return
-    kept = [t for t in trace.tensors if t.spec.dtype == "float32" and t.kind in ("parameter", "buffer")]
-    half = sum(t.elements for t in trace.tensors if t.spec.dtype == "float16" and t.trainable and not t.tied_to)
-    yield Finding(
-        "apex-o2-keeps-master-weights",
-        half * 4,
-        tuple(dict.fromkeys(tensor.layer for tensor in kept)),
-        "apex O2 stores float16 weights but its optimizer holds {master} of float32 master weights as well"
-        + (", and batch norms stay float32 ({kept})." if kept else "."),
-        {"master": Bytes(half * 4), "kept": Bytes(sum(tensor.bytes for tensor in kept))},
-    )

@@ -1,23 +1,130 @@
-"""Rules about how a model holds its tensors: tied, unused, unregistered, pruned, out of reach of gradients."""
+"""Rules about how a model holds its tensors: quantized, unregistered, pruned, tied, unused, out of gradients' reach."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memsize.analysis.findings.evidence import Evidence
-from memsize.records.finding import Finding
+from memsize.analysis.findings.evidence import Evidence, bytes_of, layers_of
+from memsize.records.aggregates import stored_dtypes
+from memsize.records.finding import Finding, Rules
 from memsize.records.trace import StoredTensor
 from memsize.units import Bytes
 
-
-def _layers(tensors: list[StoredTensor]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(tensor.layer for tensor in tensors))
+RULES = Rules[Evidence]()
 
 
-def _bytes(tensors: list[StoredTensor]) -> int:
-    return sum(tensor.bytes for tensor in tensors)
+@RULES.rule("quantization-leaves-layers")
+def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
+    """Which layers a quantization does not touch, and what they keep."""
+    for name, left in evidence.left.items():
+        trace = evidence.runs[name]
+        kept = [t for t in trace.tensors if t.kind == "parameter" and not t.parts and t.bytes]
+        size = bytes_of(kept)
+        done = [t for t in trace.tensors if t.kind == "packed" or (t.parts and t.kind == "parameter")]
+        if not done or not left:
+            continue
+        yield Finding(
+            "quantization-leaves-layers",
+            size,
+            tuple(left),
+            "{name} shrinks {done} to {small} and leaves {left} alone ({reason}): {size} stay {dtypes}.",
+            {
+                "name": name,
+                "done": layers_of(done),
+                "small": Bytes(bytes_of(done)),
+                "left": tuple(left),
+                "reason": "; ".join(dict.fromkeys(left.values())),
+                "size": Bytes(size),
+                "dtypes": stored_dtypes(kept),
+            },
+        )
 
 
+@RULES.rule("low-bits-in-wide-containers")
+def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
+    """Weights quantized to fewer bits than each of them takes in memory."""
+    for name in ("as-given", *evidence.left):
+        trace = evidence.given if name == "as-given" else evidence.runs.get(name)
+        wide = [t for t in (trace.tensors if trace else ()) if _wide(t)]
+        if wide:
+            yield Finding(
+                "low-bits-in-wide-containers",
+                bytes_of(wide),
+                layers_of(wide),
+                "{name}: {count} weights have fewer than 8 bits each but are kept in 8-bit containers, {bytes} in all: "
+                "nothing is saved beyond int8.",
+                {
+                    "name": name,
+                    "count": sum(tensor.elements for tensor in wide),
+                    "bytes": Bytes(bytes_of(wide)),
+                },
+            )
+
+
+def _wide(tensor: StoredTensor) -> bool:
+    """torchao's unpacked low-bit tensors say so in their name; what they hold is one int8 per value."""
+    unpacked = "UnpackedToInt8" in (tensor.wrapper or "")
+    return unpacked and any(part.spec.dtype == "int8" for part in tensor.parts)
+
+
+@RULES.rule("unregistered-tensors")
+def unregistered(evidence: Evidence) -> Iterator[Finding]:
+    """Tensors in plain attributes and modules in Python lists, which `parameters()`, `.to()` and `.half()` do not
+    see.
+    """
+    hidden = [t for t in evidence.given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
+    if hidden:
+        yield Finding(
+            "unregistered-tensors",
+            bytes_of(hidden),
+            layers_of(hidden),
+            "Held without being registered: {names} ({bytes}). parameters(), state_dict(), .to() and .half() "
+            "do not see them; nn.ModuleList, nn.Parameter and register_buffer make them part of the model.",
+            {"names": tuple(tensor.name for tensor in hidden), "bytes": Bytes(bytes_of(hidden))},
+        )
+
+
+@RULES.rule("pruned-parameters-grow")
+def pruned(evidence: Evidence) -> Iterator[Finding]:
+    """`torch.nn.utils.prune`: a mask and a computed weight come on top of the original."""
+    names = {tensor.name for tensor in evidence.given.tensors}
+    masked = {name.removesuffix("_orig") + "_mask" for name in names if name.endswith("_orig")}
+    masks = [t for t in evidence.given.tensors if t.name in masked]
+    if masks:
+        computed = [t for t in evidence.given.tensors if _computed(t, evidence)]
+        extra = bytes_of(masks) + bytes_of(computed)
+        yield Finding(
+            "pruned-parameters-grow",
+            extra,
+            layers_of(masks),
+            "Pruning makes the model larger, not smaller: beside each original weight stand a mask and the computed "
+            "weight, {extra} on top, in {layers}. torch.nn.utils.prune.remove makes it permanent and drops both.",
+            {"extra": Bytes(extra), "layers": layers_of(masks)},
+        )
+
+
+def _computed(tensor: StoredTensor, evidence: Evidence) -> bool:
+    """Whether a plain attribute is a weight that a pruning or a weight norm computes from registered ones."""
+    names = {other.name for other in evidence.given.tensors}
+    return tensor.kind == "attribute" and bool({f"{tensor.name}_orig", f"{tensor.name}_v"} & names)
+
+
+@RULES.rule("no-gradient-flows")
+def without_gradient(evidence: Evidence) -> Iterator[Finding]:
+    """Parameters that the forward reads but that no gradient can reach: `weight.data`, `detach`, a `no_grad` part."""
+    cut = [t for t in evidence.parameters if t.trainable and t.used and t.differentiable is False and t.tied_to is None]
+    if cut and any(t.differentiable for t in evidence.parameters):
+        yield Finding(
+            "no-gradient-flows",
+            bytes_of(cut),
+            layers_of(cut),
+            "Used, but out of reach of any gradient: {names} ({bytes}), read through .data or detach, or "
+            "under no_grad.",
+            {"names": tuple(tensor.name for tensor in cut), "bytes": Bytes(bytes_of(cut))},
+        )
+
+
+@RULES.rule("tied-parameters")
 def tied(evidence: Evidence) -> Iterator[Finding]:
     """Parameters that share memory: stored once, however many layers name them."""
     ties = [t for t in evidence.parameters if t.tied_to is not None]
@@ -26,7 +133,7 @@ def tied(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "tied-parameters",
             saved,
-            _layers(ties),
+            layers_of(ties),
             "Tied: {names} with {owners}. What they share is stored and counted once, which saves {saved}.",
             {
                 "names": tuple(tensor.name for tensor in ties),
@@ -36,109 +143,15 @@ def tied(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("unused-parameters")
 def unused(evidence: Evidence) -> Iterator[Finding]:
     """Parameters that the forward never reads."""
     idle = [t for t in evidence.parameters if t.used is False and t.tied_to is None and t.bytes]
     if idle:
         yield Finding(
             "unused-parameters",
-            _bytes(idle),
-            _layers(idle),
+            bytes_of(idle),
+            layers_of(idle),
             "The forward never reads {names}: {bytes} are stored, cast and saved with the model, and get no gradient.",
-            {"names": tuple(tensor.name for tensor in idle), "bytes": Bytes(_bytes(idle))},
+            {"names": tuple(tensor.name for tensor in idle), "bytes": Bytes(bytes_of(idle))},
         )
-
-
-def unregistered(evidence: Evidence) -> Iterator[Finding]:
-    """Tensors in plain attributes and modules in Python lists, which `parameters()`, `.to()` and `.half()` do not
-    see.
-    """
-    hidden = [t for t in evidence.given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
-    if hidden:
-        yield Finding(
-            "unregistered-tensors",
-            _bytes(hidden),
-            _layers(hidden),
-            "Held without being registered: {names} ({bytes}). parameters(), state_dict(), .to() and .half() "
-            "do not see them; nn.ModuleList, nn.Parameter and register_buffer make them part of the model.",
-            {"names": tuple(tensor.name for tensor in hidden), "bytes": Bytes(_bytes(hidden))},
-        )
-
-
-def pruned(evidence: Evidence) -> Iterator[Finding]:
-    """`torch.nn.utils.prune`: a mask and a computed weight come on top of the original."""
-    names = {tensor.name for tensor in evidence.given.tensors}
-    masks = [t for t in evidence.given.tensors if t.name.endswith("_mask") and f"{_stem(t.name)}_orig" in names]
-    if masks:
-        computed = [t for t in evidence.given.tensors if _computed(t, evidence)]
-        extra = _bytes(masks) + _bytes(computed)
-        yield Finding(
-            "pruned-parameters-grow",
-            extra,
-            _layers(masks),
-            "Pruning makes the model larger, not smaller: beside each original weight stand a mask and the computed "
-            "weight, {extra} on top, in {layers}. torch.nn.utils.prune.remove makes it permanent and drops both.",
-            {"extra": Bytes(extra), "layers": _layers(masks)},
-        )
-
-
-def _stem(name: str) -> str:
-    return name.removesuffix("_mask")
-
-
-def _computed(tensor: StoredTensor, evidence: Evidence) -> bool:
-    """Whether a plain attribute is a weight that a pruning or a weight norm computes from registered ones."""
-    names = {other.name for other in evidence.given.tensors}
-    return tensor.kind == "attribute" and bool({f"{tensor.name}_orig", f"{tensor.name}_v"} & names)
-
-
-def without_gradient(evidence: Evidence) -> Iterator[Finding]:
-    """Parameters that the forward reads but that no gradient can reach: `weight.data`, `detach`, a `no_grad` part."""
-    cut = [t for t in evidence.parameters if t.trainable and t.used and t.differentiable is False and t.tied_to is None]
-    if cut and any(t.differentiable for t in evidence.parameters):
-        yield Finding(
-            "no-gradient-flows",
-            _bytes(cut),
-            _layers(cut),
-            "Used, but out of reach of any gradient: {names} ({bytes}), read through .data or detach, or "
-            "under no_grad.",
-            {"names": tuple(tensor.name for tensor in cut), "bytes": Bytes(_bytes(cut))},
-        )
-
-
-def buffers(evidence: Evidence) -> Iterator[Finding]:
-    """Buffers, which summaries leave out."""
-    held = [t for t in evidence.given.tensors if t.kind == "buffer"]
-    size, parameters = _bytes(held), evidence.stored.parameter_bytes
-    if size and size * 100 >= parameters:
-        yield Finding(
-            "buffers-count-too",
-            size,
-            _layers(held),
-            "Buffers take {bytes} beside the parameters; torchsummary and torchinfo do not count them.",
-            {"bytes": Bytes(size)},
-        )
-
-
-def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
-    """Another summary's total, where it is not the number of elements that are stored."""
-    ours = evidence.stored.parameters
-    for reading in evidence.readings:
-        if reading.parameters != ours:
-            yield Finding(
-                "summary-counts-differently",
-                None,
-                (),
-                "{tool} counts {theirs} parameters where {ours} are stored: {reason}.",
-                {"tool": reading.tool, "theirs": reading.parameters, "ours": ours, "reason": _reason(evidence)},
-            )
-
-
-def _reason(evidence: Evidence) -> str:
-    if any(tensor.kind == "packed" for tensor in evidence.parameters):
-        return "it does not see packed weights"
-    if any(tensor.tied_to for tensor in evidence.parameters):
-        return "it counts tied parameters once for each layer"
-    if any(tensor.used is False for tensor in evidence.parameters):
-        return "it leaves out layers that are never called"
-    return "it adds up the layers that it saw called"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Final
@@ -15,78 +15,53 @@ from memsize.records.fit import Alike, Bind
 from memsize.records.roles import Role
 from memsize.records.trace import TensorSpec, Trace
 
-
-class Replays:
-    """What an allocator makes of one list of events. Each replay is made once, for all runs that make these events."""
-
-    def __init__(self, pairs: Sequence[tuple[int, int]], config: AllocatorConfig) -> None:
-        self.pairs = pairs
-        self.config = config
-        self._bounded: dict[int, Replay] = {}
-
-    @cached_property
-    def requested(self) -> int:
-        """The most bytes that tensors ask for at one moment."""
-        return max(accumulate((delta for _, delta in self.pairs), initial=0))
-
-    @cached_property
-    def unbounded(self) -> Replay:
-        """The replay on a GPU without end, where cached blocks are never given back."""
-        return replay(self.pairs, self.config)
-
-    def bounded(self, capacity: int) -> Replay:
-        """The replay with `capacity` bytes to have: cached blocks are given back before it fails."""
-        if capacity not in self._bounded:
-            self._bounded[capacity] = replay(self.pairs, self.config, capacity=capacity)
-        return self._bounded[capacity]
-
-
 _VOCABULARY: Final = 1000
 """Classes from which on what the model returns is called logits."""
 _LOOKS_AT_LACKS: Final = 6
 """How often what a replay lacked is followed before the rest is halved: several small lacks may add up."""
 
 
+Replays = dict[int | None, Replay]
+"""What an allocator makes of one list of events, by the bytes that it has; None: as many as it asks for."""
+
+
 @dataclass(frozen=True, eq=False)
 class Footprint:
     """The run of one size (a batch, a length) and the settings of the allocator that serves it.
 
-    `shared` are replays of the same events, where a run that makes them was replayed already.
+    `replays` are those made so far, for all runs that make the same events.
     """
 
     size: int
     trace: Trace
     config: AllocatorConfig
-    shared: Replays | None = None
+    replays: Replays = field(default_factory=dict)
 
     @cached_property
-    def replays(self) -> Replays:
-        """The allocator's part."""
-        return self.shared or Replays(pairs_of(self.trace), self.config)
-
-    @property
-    def pairs(self) -> Sequence[tuple[int, int]]:
+    def pairs(self) -> tuple[tuple[int, int], ...]:
         """The events as the allocator takes them: a storage, and the bytes that it gains or loses."""
-        return self.replays.pairs
+        return tuple((event.storage, event.delta) for event in self.trace.events)
 
     @cached_property
     def shape(self) -> int:
         """A number that runs share where they make the same events, apart from the bytes."""
         return hash(tuple(storage if delta > 0 else ~storage for storage, delta in self.pairs))
 
-    @property
+    @cached_property
     def requested(self) -> int:
         """The most bytes that tensors ask for at one moment."""
-        return self.replays.requested
+        return max(accumulate((delta for _, delta in self.pairs), initial=0))
 
     @property
     def unbounded(self) -> Replay:
         """The replay on a GPU without end, where cached blocks are never given back."""
-        return self.replays.unbounded
+        return self.bounded(None)
 
-    def bounded(self, capacity: int) -> Replay:
+    def bounded(self, capacity: int | None) -> Replay:
         """The replay with `capacity` bytes to have: cached blocks are given back before it fails."""
-        return self.replays.bounded(capacity)
+        if capacity not in self.replays:
+            self.replays[capacity] = replay(self.pairs, self.config, capacity=capacity)
+        return self.replays[capacity]
 
     def fits(self, capacity: int) -> bool:
         """Whether the run ends well with `capacity` bytes for the allocator."""
@@ -139,11 +114,6 @@ class Footprint:
         if self.unbounded.allocated.bytes > capacity or (failure := self.bounded(capacity).out_of_memory) is None:
             return 0
         return -(-(failure.held.reserved + failure.segment) // SEGMENT_STEP) * SEGMENT_STEP
-
-
-def pairs_of(trace: Trace) -> tuple[tuple[int, int], ...]:
-    """The events of a trace as the allocator takes them."""
-    return tuple((event.storage, event.delta) for event in trace.events)
 
 
 def bind(run: Footprint, capacity: int | None) -> Bind:

@@ -1,12 +1,17 @@
-"""The one table of remedies: what each does to a case, and what it costs."""
+"""The one table of optimizations, what each does to a variant and what it costs; and which of them help at one size.
+
+Each is run, alone and together with others: none is taken on trust.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from functools import cached_property
+from itertools import combinations
+from typing import Final, Literal
 
-from memsize.analysis.fit.case import Case, Edit, NotApplicable
+from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.optimized_models import (
     Adam8bit,
     LowRank,
@@ -16,19 +21,24 @@ from memsize.analysis.fit.optimized_models import (
     recompute_blocks,
     write_in_place,
 )
+from memsize.analysis.fit.trials import NotApplicable, RunVariant
+from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.records.fit import Remedied, RemedyRow
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import Training, parse_optimizer
 
 Changes = Literal["nothing", "speed", "numbers", "training"]
-"""What a remedy changes beside memory: nothing that matters, the speed, the rounding, or what is learnt."""
+"""What an optimization changes beside memory: nothing that matters, the speed, the rounding, or what is learnt."""
+
+Apply = Callable[[RunVariant], RunVariant]
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
+class Optimization:
     """One way to need less memory.
 
-    `apply` turns a case into the case with it; it raises `NotApplicable` with the reason where that means nothing.
-    `cost` is what one pays. Of remedies that share a group only one is taken at a time.
+    `apply` turns a variant into the variant with it; it raises `NotApplicable` with the reason where that means
+    nothing. `cost` is what one pays. Of optimizations that share a group only one is taken at a time.
     """
 
     name: str
@@ -36,7 +46,7 @@ class Remedy:
     cost: str
     changes: Changes
     groups: frozenset[str]
-    apply: Callable[[Case], Case]
+    apply: Apply
 
 
 RANK: Final = 16
@@ -44,238 +54,352 @@ RANK: Final = 16
 _FUSED: Final = ("adam", "adamw", "sgd", "sgd-momentum", "adagrad")
 _ADAMS: Final = ("adam", "adamw")
 
+OPTIMIZATIONS: Final[list[Optimization]] = []
+"""All optimizations but accumulation, which has a number of parts, in the order in which they are tried."""
 
-def _training(case: Case) -> Training:
-    if case.training is None:
+
+def _optimization(name: str, title: str, cost: str, changes: Changes, groups: str = "") -> Callable[[Apply], Apply]:
+    """A decorator that adds a function as an optimization. It is a group of its own unless `groups` names some."""
+
+    def add(apply: Apply) -> Apply:
+        OPTIMIZATIONS.append(Optimization(name, title, cost, changes, frozenset(groups.split() or [name]), apply))
+        return apply
+
+    return add
+
+
+def _trained(variant: RunVariant) -> Training:
+    if variant.training is None:
         raise NotApplicable("nothing is trained")
-    return case.training
+    return variant.training
 
 
-def _named(case: Case) -> tuple[str, Training]:
-    """The optimizer by name, and the training that it is part of."""
-    training = _training(case)
+def _optimizer_name(training: Training) -> str:
     if not isinstance(training.optimizer, str):
         raise NotApplicable("the optimizer was given as a function")
-    return training.optimizer, training
+    return training.optimizer
 
 
-def _full_precision(case: Case) -> None:
-    if case.scenario.name not in ("as-given", "fp32"):
-        raise NotApplicable(f"the scenario is {case.scenario.name} already")
+def _check_full_precision(variant: RunVariant) -> None:
+    if variant.scenario.name not in ("as-given", "fp32"):
+        raise NotApplicable(f"the scenario is {variant.scenario.name} already")
 
 
-def _autocast(case: Case) -> Case:
-    _full_precision(case)
-    return replace(case, scenario=SCENARIOS["amp-bf16" if case.card.capability >= (8, 0) else "amp-fp16"])
-
-
-def _halved(case: Case) -> Case:
-    _full_precision(case)
-    return replace(case, scenario=SCENARIOS["bf16"])
-
-
-def _quantized(case: Case) -> Case:
-    if case.training is not None:
-        raise NotApplicable("quantized weights are not trained: see the adapters")
-    if case.scenario.recipe == "quantized":
+def _check_not_quantized(variant: RunVariant) -> None:
+    if variant.scenario.recipe == "quantized":
         raise NotApplicable("the scenario is quantized already")
-    return replace(case, scenario=SCENARIOS["int8-weight"])
 
 
-def _adapters(case: Case) -> Case:
-    _training(case)
-    return case.edited(LowRank(RANK))
+@_optimization(
+    "autocast",
+    "torch.autocast around forward and loss",
+    "rounding in matrix products; copies of the weights while they are used; usually faster",
+    "numbers",
+    "precision",
+)
+def autocast(variant: RunVariant) -> RunVariant:
+    _check_full_precision(variant)
+    return replace(variant, scenario=SCENARIOS["amp-bf16" if variant.card.capability >= (8, 0) else "amp-fp16"])
 
 
-def _quantized_base(case: Case) -> Case:
-    _training(case)
-    if case.scenario.recipe == "quantized":
-        raise NotApplicable("the scenario is quantized already")
-    return replace(case, scenario=SCENARIOS["nf4"]).edited(LowRank(RANK))
+@_optimization(
+    "bf16 parameters",
+    "model.bfloat16(): weights, gradients, optimizer state and activations",
+    "updates smaller than 1/256 of a weight are lost",
+    "numbers",
+    "precision",
+)
+def bf16_parameters(variant: RunVariant) -> RunVariant:
+    _check_full_precision(variant)
+    return replace(variant, scenario=SCENARIOS["bf16"])
 
 
-def _with_option(option: str, known: tuple[str, ...] | None) -> Callable[[Case], Case]:
-    def apply(case: Case) -> Case:
-        text, training = _named(case)
-        spec = parse_optimizer(text)
-        if known is not None and spec.name not in known:
-            raise NotApplicable(f"{spec.cls} has no such implementation")
-        if {"fused", "foreach"} & set(spec.options):
-            raise NotApplicable("the optimizer's implementation is chosen already")
-        joined = f"{text},{option}" if ":" in text else f"{text}:{option}"
-        return replace(case, training=replace(training, optimizer=joined))
-
-    return apply
+@_optimization(
+    "activation checkpointing",
+    "torch.utils.checkpoint around each repeated block",
+    "one more forward of these blocks per step, about a third more time",
+    "speed",
+)
+def activation_checkpointing(variant: RunVariant) -> RunVariant:
+    _trained(variant)
+    return variant.edited(recompute_blocks)
 
 
-def _stateless(case: Case) -> Case:
-    training = _training(case)
+@_optimization("fused optimizer", "fused=True", "none; usually faster", "nothing", "optimizer")
+def fused_optimizer(variant: RunVariant) -> RunVariant:
+    return _with_option(variant, "fused", _FUSED)
+
+
+@_optimization(
+    "foreach=False",
+    "the optimizer's loop over single parameters",
+    "a slower optimizer step, many small kernels",
+    "speed",
+    "optimizer",
+)
+def without_foreach(variant: RunVariant) -> RunVariant:
+    return _with_option(variant, "foreach=False", None)
+
+
+def _with_option(variant: RunVariant, option: str, known: tuple[str, ...] | None) -> RunVariant:
+    training = _trained(variant)
+    text = _optimizer_name(training)
+    spec = parse_optimizer(text)
+    if known is not None and spec.name not in known:
+        raise NotApplicable(f"{spec.cls} has no such implementation")
+    if {"fused", "foreach"} & set(spec.options):
+        raise NotApplicable("the optimizer's implementation is chosen already")
+    joined = f"{text},{option}" if ":" in text else f"{text}:{option}"
+    return replace(variant, training=replace(training, optimizer=joined))
+
+
+@_optimization(
+    "8-bit optimizer state",
+    "bitsandbytes' Adam8bit or AdamW8bit; modelled",
+    "another library; state rounded in blocks of 256",
+    "numbers",
+    "optimizer",
+)
+def eight_bit_state(variant: RunVariant) -> RunVariant:
+    training = _trained(variant)
+    if parse_optimizer(_optimizer_name(training)).name not in _ADAMS:
+        raise NotApplicable("it is Adam's state that is stored in 8 bits")
+    return replace(variant, training=replace(training, optimizer=Adam8bit))
+
+
+@_optimization(
+    "SGD",
+    "plain SGD, which keeps no state",
+    "another optimizer: other learning rates, often more steps",
+    "training",
+    "optimizer",
+)
+def sgd(variant: RunVariant) -> RunVariant:
+    training = _trained(variant)
     if isinstance(training.optimizer, str) and parse_optimizer(training.optimizer).cls == "SGD":
         raise NotApplicable("the optimizer is SGD already")
-    return replace(case, training=replace(training, optimizer="sgd"))
+    return replace(variant, training=replace(training, optimizer="sgd"))
 
 
-def _eight_bit(case: Case) -> Case:
-    text, training = _named(case)
-    if parse_optimizer(text).name not in _ADAMS:
-        raise NotApplicable("it is Adam's state that is stored in 8 bits")
-    return replace(case, training=replace(training, optimizer=Adam8bit))
-
-
-def _chunked(case: Case) -> Case:
-    training = _training(case)
-    if training.loss not in (None, "cross_entropy"):
-        raise NotApplicable("the loss is not cross-entropy")
-    return replace(case, training=replace(training, loss=loss_of_the_head)).edited(chunk_the_head)
-
-
-def _dropped_gradients(case: Case) -> Case:
-    training = _training(case)
+@_optimization("set_to_none", "zero_grad(set_to_none=True)", "none", "nothing")
+def set_to_none(variant: RunVariant) -> RunVariant:
+    training = _trained(variant)
     if training.set_to_none:
         raise NotApplicable("gradients are dropped before the forward already")
-    return replace(case, training=replace(training, set_to_none=True))
+    return replace(variant, training=replace(training, set_to_none=True))
 
 
-def _trained_edit(edit: Edit) -> Callable[[Case], Case]:
-    def apply(case: Case) -> Case:
-        _training(case)
-        return case.edited(edit)
+@_optimization(
+    "chunked cross-entropy",
+    "head and loss over 1,024 tokens at a time",
+    "the head's product is computed twice; no logits to look at",
+    "speed",
+)
+def chunked_cross_entropy(variant: RunVariant) -> RunVariant:
+    training = _trained(variant)
+    if training.loss not in (None, "cross_entropy"):
+        raise NotApplicable("the loss is not cross-entropy")
+    return replace(variant, training=replace(training, loss=loss_of_the_head)).edited(chunk_the_head)
 
-    return apply
+
+@_optimization(
+    "in-place activations",
+    "inplace=True where the backward needs the output only",
+    "wrong results where something else reads an activation's input",
+    "nothing",
+)
+def in_place_activations(variant: RunVariant) -> RunVariant:
+    return variant.edited(write_in_place)
 
 
-def _expandable(case: Case) -> Case:
-    if case.config.expandable_segments:
+@_optimization(
+    "expandable segments", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "none known on Linux", "nothing"
+)
+def expandable_segments(variant: RunVariant) -> RunVariant:
+    if variant.config.expandable_segments:
         raise NotApplicable("segments are expandable already")
-    return replace(case, config=replace(case.config, expandable_segments=True))
+    return replace(variant, config=replace(variant.config, expandable_segments=True))
 
 
-def split(parts: int) -> Remedy:
+@_optimization("freezing", "all but the last layer frozen", "only the last layer learns", "training", "trained")
+def freezing(variant: RunVariant) -> RunVariant:
+    _trained(variant)
+    return variant.edited(freeze_all_but_head)
+
+
+@_optimization(
+    "LoRA",
+    f"adapters of rank {RANK} beside the linear layers, the rest frozen",
+    "only adapters learn; two more small products per layer",
+    "training",
+    "trained",
+)
+def lora(variant: RunVariant) -> RunVariant:
+    _trained(variant)
+    return variant.edited(LowRank(RANK))
+
+
+@_optimization(
+    "LoRA on a 4-bit base",
+    "the same beside nf4 weights (QLoRA)",
+    "rounded base weights, unpacked each time they are used: slower",
+    "training",
+    "trained precision",
+)
+def qlora(variant: RunVariant) -> RunVariant:
+    _trained(variant)
+    _check_not_quantized(variant)
+    return replace(variant, scenario=SCENARIOS["nf4"]).edited(LowRank(RANK))
+
+
+@_optimization(
+    "int8 weights",
+    "weight-only quantization of the linear layers",
+    "rounded weights, unpacked each time they are used",
+    "numbers",
+    "precision",
+)
+def int8_weights(variant: RunVariant) -> RunVariant:
+    if variant.training is not None:
+        raise NotApplicable("quantized weights are not trained: see the adapters")
+    _check_not_quantized(variant)
+    return replace(variant, scenario=SCENARIOS["int8-weight"])
+
+
+def accumulation(parts: int) -> Optimization:
     """Gradient accumulation over `parts` parts of the batch."""
 
-    def apply(case: Case) -> Case:
-        _training(case)
-        if case.split > 1:
+    def apply(variant: RunVariant) -> RunVariant:
+        _trained(variant)
+        if variant.split > 1:
             raise NotApplicable("the batch is split already")
-        return replace(case, split=parts)
+        return replace(variant, split=parts)
 
     title = f"{parts} backwards per step, each with a part of the batch"
     cost = "smaller kernels, so slower; batch norms see the parts' statistics"
-    return Remedy(f"accumulation ×{parts}", title, cost, "speed", frozenset({"accumulation"}), apply)
+    return Optimization(f"accumulation ×{parts}", title, cost, "speed", frozenset({"accumulation"}), apply)
 
 
-def _entry(name: str, title: str, cost: str, changes: Changes, groups: str, apply: Callable[[Case], Any]) -> Remedy:
-    return Remedy(name, title, cost, changes, frozenset(groups.split() or [name]), apply)
+# -- which of them help -----------------------------------------------------------------------------------------------
+
+Run = Callable[[RunVariant], Footprint]
+"""Runs a variant at the size that was asked about."""
+Tried = tuple[Optimization, RemedyRow]
+"""An optimization, and what it did alone."""
+
+_MOST_PARTS: Final = 64
+_PAIRS: Final = 4
+"""How many pairs are run where more than two optimizations were needed otherwise."""
+_GRAIN: Final = 2 << 20
+"""What saves less than one segment saves nothing that the GPU would notice."""
 
 
-REMEDIES: Final[tuple[Remedy, ...]] = (
-    _entry(
-        "autocast",
-        "torch.autocast around forward and loss",
-        "rounding in matrix products; copies of the weights while they are used; usually faster",
-        "numbers",
-        "precision",
-        _autocast,
-    ),
-    _entry(
-        "bf16 parameters",
-        "model.bfloat16(): weights, gradients, optimizer state and activations",
-        "updates smaller than 1/256 of a weight are lost",
-        "numbers",
-        "precision",
-        _halved,
-    ),
-    _entry(
-        "activation checkpointing",
-        "torch.utils.checkpoint around each repeated block",
-        "one more forward of these blocks per step, about a third more time",
-        "speed",
-        "",
-        _trained_edit(recompute_blocks),
-    ),
-    _entry(
-        "fused optimizer", "fused=True", "none; usually faster", "nothing", "optimizer", _with_option("fused", _FUSED)
-    ),
-    _entry(
-        "foreach=False",
-        "the optimizer's loop over single parameters",
-        "a slower optimizer step, many small kernels",
-        "speed",
-        "optimizer",
-        _with_option("foreach=False", None),
-    ),
-    _entry(
-        "8-bit optimizer state",
-        "bitsandbytes' Adam8bit or AdamW8bit; modelled",
-        "another library; state rounded in blocks of 256",
-        "numbers",
-        "optimizer",
-        _eight_bit,
-    ),
-    _entry(
-        "SGD",
-        "plain SGD, which keeps no state",
-        "another optimizer: other learning rates, often more steps",
-        "training",
-        "optimizer",
-        _stateless,
-    ),
-    _entry("set_to_none", "zero_grad(set_to_none=True)", "none", "nothing", "", _dropped_gradients),
-    _entry(
-        "chunked cross-entropy",
-        "head and loss over 1,024 tokens at a time",
-        "the head's product is computed twice; no logits to look at",
-        "speed",
-        "",
-        _chunked,
-    ),
-    _entry(
-        "in-place activations",
-        "inplace=True where the backward needs the output only",
-        "wrong results where something else reads an activation's input",
-        "nothing",
-        "",
-        lambda case: case.edited(write_in_place),
-    ),
-    _entry(
-        "expandable segments",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        "none known on Linux",
-        "nothing",
-        "",
-        _expandable,
-    ),
-    _entry(
-        "freezing",
-        "all but the last layer frozen",
-        "only the last layer learns",
-        "training",
-        "trained",
-        _trained_edit(freeze_all_but_head),
-    ),
-    _entry(
-        "LoRA",
-        f"adapters of rank {RANK} beside the linear layers, the rest frozen",
-        "only adapters learn; two more small products per layer",
-        "training",
-        "trained",
-        _adapters,
-    ),
-    _entry(
-        "LoRA on a 4-bit base",
-        "the same beside nf4 weights (QLoRA)",
-        "rounded base weights, unpacked each time they are used: slower",
-        "training",
-        "trained precision",
-        _quantized_base,
-    ),
-    _entry(
-        "int8 weights",
-        "weight-only quantization of the linear layers",
-        "rounded weights, unpacked each time they are used",
-        "numbers",
-        "precision",
-        _quantized,
-    ),
-)
-"""All remedies but accumulation, which has a number of parts."""
+def try_optimizations(run: Run, base: RunVariant, size: int, capacity: int, gpu: str, *, parts: bool) -> Remedied:
+    """Every optimization at one size of `base`, most bytes saved first, and what fits together where none does alone.
+
+    `parts` is whether the size is a batch that can be split.
+    """
+    attempts = _Attempts(run, base, capacity)
+    tried = list(map(attempts.alone, OPTIMIZATIONS))
+    if parts and base.training is not None and size > 1:
+        tried.append(attempts.split(size))
+    tried.sort(key=lambda pair: -(pair[1].saved or 0))
+    rows = tuple(row for _, row in tried)
+    together: tuple[tuple[str, ...], int | None] = (), None
+    enough = any(row.outcome == "fits" and row.changes != "training" for row in rows)
+    if attempts.peak > capacity and not enough:
+        together = attempts.combined([pair for pair in tried if pair[1].outcome in ("fits", "saves")])
+    return Remedied(base.scenario.name, gpu, size, capacity, attempts.peak, rows, *together)
+
+
+@dataclass
+class _Attempts:
+    """Optimizations of one variant at one size, with `capacity` bytes for the allocator."""
+
+    run: Run
+    base: RunVariant
+    capacity: int
+
+    @cached_property
+    def peak(self) -> int:
+        """What is needed without any."""
+        return self.run(self.base).needs(self.capacity)
+
+    def needs(self, optimizations: Sequence[Optimization]) -> int:
+        """What is needed with some together; raises `NotApplicable` or the model's own error where they don't go."""
+        variant = self.base
+        for each in optimizations:
+            variant = replace(each.apply(variant), applied=(*variant.applied, each.name))
+        return self.run(variant).needs(self.capacity)
+
+    def alone(self, optimization: Optimization) -> Tried:
+        said = (optimization.name, optimization.title, optimization.cost, optimization.changes)
+        peak = self.peak
+        try:
+            needs = self.needs([optimization])
+        except (NotApplicable, ForwardError, ScenarioError, InputError) as error:
+            return optimization, RemedyRow(*said, "not here", reason=str(error))
+        fits = needs <= self.capacity < peak
+        outcome = "fits" if fits else "saves" if peak - needs >= _GRAIN else "no help"
+        return optimization, RemedyRow(*said, outcome, needs, peak - needs)  # type: ignore[arg-type]
+
+    def split(self, size: int) -> Tried:
+        """The fewest parts, in powers of two, with which the batch fits; the last that were tried where it doesn't."""
+        parts = 2
+        while True:
+            tried = self.alone(accumulation(parts))
+            if tried[1].outcome == "fits" or self.peak <= self.capacity or 2 * parts > min(size, _MOST_PARTS):
+                return tried
+            parts *= 2
+
+    def combined(self, helpful: Sequence[Tried]) -> tuple[tuple[str, ...], int | None]:
+        """A few optimizations that fit together, and what is needed with them.
+
+        They are added in the order of what each saves alone, those that change what is learnt last; then those that
+        turn out not to be needed are left out again. Where that leaves more than two, pairs whose savings add up are
+        tried.
+        """
+        chosen: list[Optimization] = []
+        needs = self.peak
+        for each, _ in sorted(helpful, key=lambda pair: pair[0].changes == "training"):
+            if any(each.groups & other.groups for other in chosen):
+                continue
+            with_it = self._needs_less([*chosen, each], than=needs)
+            if with_it is not None:
+                chosen, needs = [*chosen, each], with_it
+            if needs <= self.capacity:
+                break
+        if needs > self.capacity:
+            return (), None
+        for each in tuple(chosen[:-1]):
+            without = [other for other in chosen if other is not each]
+            fewer = self._needs_less(without, than=self.capacity + 1)
+            if fewer is not None:
+                chosen, needs = without, fewer
+        if len(chosen) > 2:
+            chosen, needs = self._pair(helpful, chosen) or (chosen, needs)
+        return tuple(each.name for each in chosen), needs
+
+    def _pair(self, helpful: Sequence[Tried], chosen: Sequence[Optimization]) -> tuple[list[Optimization], int] | None:
+        """Two that fit together, of those whose savings add up to enough; None where none of the first few do.
+
+        What is learnt stays as it is where `chosen` leaves it so.
+        """
+        learns = any(each.changes == "training" for each in chosen)
+        allowed = [(each, row.saved or 0) for each, row in helpful if learns or each.changes != "training"]
+        pairs = [(one, two) for one, two in combinations(allowed, 2) if not one[0].groups & two[0].groups]
+        enough = [pair for pair in pairs if self.peak - sum(saved for _, saved in pair) <= self.capacity]
+        for pair in sorted(enough, key=lambda pair: -sum(saved for _, saved in pair))[:_PAIRS]:
+            both = [each for each, _ in pair]
+            needs = self._needs_less(both, than=self.capacity + 1)
+            if needs is not None:
+                return both, needs
+        return None
+
+    def _needs_less(self, optimizations: Sequence[Optimization], than: int) -> int | None:
+        """What is needed with some together; None where that isn't less, or they don't go together."""
+        try:
+            needs = self.needs(optimizations)
+        except (NotApplicable, ForwardError, ScenarioError, InputError):
+            return None
+        return needs if needs < than else None

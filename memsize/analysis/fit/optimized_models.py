@@ -1,6 +1,6 @@
-"""Remedies that change a twin which is ready to run: recomputed blocks, frozen weights, adapters, in-place activations.
+"""Optimizations that change a meta copy which is ready to run: recomputed blocks, frozen weights, adapters.
 
-The twin is ours; the model that it stands for is never touched.
+The copy is ours; the model that it stands for is never touched.
 
 `chunk_the_head` computes cross-entropy over a large vocabulary a thousand tokens at a time, so that the logits never
 exist as a whole: what fused kernels (Liger, Apple's cut cross-entropy) and torchtune's chunked loss do, here with plain
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memsize.analysis.fit.case import NotApplicable
+from memsize.analysis.fit.trials import NotApplicable
 from memsize.internals.pytree import tensors_in
 from memsize.tracing.run import Setup
 

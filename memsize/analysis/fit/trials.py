@@ -1,136 +1,184 @@
-"""The runs behind a fit: one twin per case and size, each made once and kept."""
+"""The runs behind a fit: one meta copy per variant and size, each run once and kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from memsize.analysis.fit.case import Case
-from memsize.analysis.fit.footprint import Footprint, Replays, pairs_of
+from memsize.analysis.fit.footprint import Footprint, Replays
 from memsize.analysis.runner import Runner
 from memsize.constants.known import known, remember
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError
 from memsize.internals.pytree import map_tensors
 from memsize.model.inputs import ModelInputs, input_tensors
+from memsize.records.gpu import Card
 from memsize.records.trace import InputTensor, Trace
+from memsize.spec.scenario import Scenario
 from memsize.spec.subject import Call
-from memsize.spec.vary import Place, Vary
+from memsize.spec.training import Training
+from memsize.spec.vary import Dimension, Vary
 from memsize.tracing.run import Setup
 from memsize.workloads.training import step_workload
 
+Edit = Callable[[Setup], Setup]
+"""Changes a meta copy that is ready to run; raises `NotApplicable` where there is nothing to change."""
+
+
+class NotApplicable(Exception):  # noqa: N818
+    """Why an optimization has no meaning for a model. It never leaves the search for optimizations."""
+
+
+class Events(NamedTuple):
+    """What decides the events of a run beside its size. Cards of one generation run the same `kernels`."""
+
+    scenario: str
+    kernels: tuple[object, ...]
+    training: Training | None
+    edits: tuple[Edit, ...]
+    split: int
+
+
+@dataclass(frozen=True)
+class RunVariant:
+    """One way to run a model whose memory is asked for; an optimization turns a variant into another.
+
+    A scenario on a card, trained (None: inference), with the allocator's settings and edits of the meta copy. `split`
+    is into how many parts a batch is cut, one after the other; `applied` names the optimizations in it.
+    """
+
+    scenario: Scenario
+    card: Card
+    training: Training | None = None
+    config: AllocatorConfig = field(default_factory=AllocatorConfig)
+    edits: tuple[Edit, ...] = ()
+    split: int = 1
+    applied: tuple[str, ...] = ()
+
+    def edited(self, edit: Edit) -> RunVariant:
+        """The variant with one more edit."""
+        return replace(self, edits=(*self.edits, edit))
+
+    @property
+    def events(self) -> Events:
+        """What its runs have in common with those of other variants: the allocator and its card's size play no part."""
+        return Events(self.scenario.name, self.card.kernels, self.training, self.edits, self.split)
+
 
 class Trials:
-    """The runs of one model by case and size. `count` is how many were made, refused ones too."""
+    """The runs of one model by variant and size. `count` is how many were made, refused ones too."""
 
     def __init__(
-        self, name: str, model: nn.Module, feed: ModelInputs, training: bool, vary: Vary, say: Callable[[str], None]
+        self,
+        name: str,
+        model: nn.Module,
+        model_inputs: ModelInputs,
+        training: bool,
+        vary: Vary,
+        say: Callable[[str], None],
     ) -> None:
         self.name = name
         self.model = model
-        self.feed = feed
+        self.model_inputs = model_inputs
         self.training = training
         self.vary = vary
         self.say = say
         self.count = 0
-        self.inputs: tuple[InputTensor, ...] = input_tensors(feed.call())
-        self._places = vary.places(self.inputs)
-        self._traces: dict[tuple[object, ...], Trace] = {}
-        self._runs: dict[tuple[object, ...], Footprint] = {}
-        self._refusals: dict[tuple[object, ...], ForwardError] = {}
-        self._replays: dict[tuple[object, ...], Replays] = {}
+        self.inputs: tuple[InputTensor, ...] = input_tensors(model_inputs.call())
+        self._dimensions = vary.dimensions(self.inputs)
+        self._traces: dict[tuple[Events, int], Trace] = {}
+        self._refusals: dict[tuple[Events, int], ForwardError] = {}
+        self._footprints: dict[tuple[Events, int, AllocatorConfig], Footprint] = {}
+        self._replays: dict[tuple[object, AllocatorConfig], Replays] = {}
         self._runners: dict[tuple[object, ...], Runner] = {}
 
     @property
     def resizable(self) -> bool:
         """Whether the size can be chosen: the batch of given inputs can't where they disagree on it."""
-        return self.feed.resizable or not self.vary.batch
+        return self.model_inputs.resizable or not self.vary.batch
 
     @property
     def asked(self) -> int:
         """The size that the input was given with."""
-        return self.feed.batch_size if self.vary.batch else self.vary.size(self.inputs)
+        return self.model_inputs.batch_size if self.vary.batch else self.vary.size(self.inputs)
 
-    def run(self, case: Case, size: int) -> Footprint:
-        """The run of a size; raises `ForwardError` where the model refuses it, `ScenarioError` where the case can't be.
+    def run(self, variant: RunVariant, size: int) -> Footprint:
+        """The run of a size; with a batch that is split, that of the largest part of a batch of that size.
 
-        With a batch that is split, the size is that of the whole batch, and a run is that of its largest part.
+        Raises `ForwardError` where the model refuses the size, `ScenarioError` where the variant can't be.
         """
-        key = (*case.key, size)
+        key = variant.events, size
         if key in self._refusals:
             raise self._refusals[key]
         if key not in self._traces:
             self.count += 1
-            self.say(f"{', '.join((case.scenario.name, *case.applied))}, {self.vary.text} {size:,}")
+            self.say(f"{', '.join((variant.scenario.name, *variant.applied))}, {self.vary.text} {size:,}")
             try:
-                self._traces[key] = self._trace(case, size)
+                self._traces[key] = self._trace(variant, size)
             except ForwardError as error:
                 self._refusals[key] = error
                 raise
-        if (*key, case.config) not in self._runs:
-            self._runs[*key, case.config] = self._footprint(size, self._traces[key], case.config)
-        return self._runs[*key, case.config]
+        served = (*key, variant.config)
+        if served not in self._footprints:
+            run = Footprint(size, self._traces[key], variant.config)
+            # Runs that make the same events share their replays: float16 and bfloat16 often do.
+            replays = self._replays.setdefault((run.pairs, variant.config), run.replays)
+            self._footprints[served] = run if replays is run.replays else replace(run, replays=replays)
+        return self._footprints[served]
 
-    def _footprint(self, size: int, trace: Trace, config: AllocatorConfig) -> Footprint:
-        """The run, with the replays of one that made the same events: float16 and bfloat16 often do."""
-        pairs = pairs_of(trace)
-        replays = self._replays.setdefault((pairs, config), Replays(pairs, config))
-        return Footprint(size, trace, config, replays)
+    def known(self, variant: RunVariant) -> dict[int, Footprint]:
+        """The runs of a variant that were made before, on this card or one like it."""
+        sizes = [size for events, size in self._traces if events == variant.events]
+        return {size: self.run(variant, size) for size in sizes}
 
-    def known(self, case: Case) -> dict[int, Footprint]:
-        """The runs of a case that were made before, on this card or one like it."""
-        sizes = [key[-1] for key in self._traces if key[:-1] == case.key]
-        return {size: self.run(case, size) for size in sizes if isinstance(size, int)}
-
-    def refused(self, case: Case) -> dict[int, str]:
-        """The sizes that the model refused in such a case, and why. That is for their shapes: on every card alike."""
-        found = (
-            (key, str(error)) for key, error in self._refusals.items() if _cardless(key[:-1]) == _cardless(case.key)
-        )
-        return {key[-1]: reason for key, reason in found if isinstance(key[-1], int)}
+    def refused(self, variant: RunVariant) -> dict[int, str]:
+        """The sizes that the model refused in such a variant, and why. That is for their shapes: on every card."""
+        events = variant.events
+        found = self._refusals.items()
+        return {size: str(error) for (of, size), error in found if of._replace(kernels=events.kernels) == events}
 
     def traces(self) -> dict[tuple[str, int], Trace]:
-        """Every run without remedies, by its scenario and its size."""
-        plain = [(key, trace) for key, trace in self._traces.items() if key[3:5] == ((), 1)]
-        return {(trace.scenario, key[-1]): trace for key, trace in plain if isinstance(key[-1], int)}
+        """Every run without optimizations, by its scenario and its size."""
+        return {
+            (trace.scenario, size): trace
+            for (events, size), trace in self._traces.items()
+            if not events.edits and events.split == 1
+        }
 
-    def prepared(self, case: Case, size: int) -> Setup:
-        """A fresh twin under a case, its edits made, with inputs of the size."""
-        batch = size if self.vary.batch else self.feed.batch_size
-        setup = self._runner(case).setup(case.scenario, -(-batch // case.split))
+    def prepared(self, variant: RunVariant, size: int) -> Setup:
+        """A fresh meta copy of a variant, its edits made, with inputs of the size."""
+        batch = size if self.vary.batch else self.model_inputs.batch_size
+        setup = self._runner(variant).setup(variant.scenario, -(-batch // variant.split))
         if not self.vary.batch:
-            setup = replace(setup, call=_resized(setup.call, self._places, size))
-        for edit in case.edits:
+            setup = replace(setup, call=_resized(setup.call, self._dimensions, size))
+        for edit in variant.edits:
             setup = edit(setup)
         return setup
 
-    def _trace(self, case: Case, size: int) -> Trace:
-        setup = self.prepared(case, size)
+    def _trace(self, variant: RunVariant, size: int) -> Trace:
+        setup = self.prepared(variant, size)
         # State is made in the first step: the second is like all that follow.
-        training = case.training and replace(case.training, steps=2, accumulate=case.training.accumulate * case.split)
+        training = variant.training and replace(
+            variant.training, steps=2, accumulate=variant.training.accumulate * variant.split
+        )
         return step_workload(training).run(setup)
 
-    def _runner(self, case: Case) -> Runner:
-        if case.card.kernels not in self._runners:
-            runner = Runner(self.name, self.model, self.feed, self.training, gpu=case.card)
-            self._runners[case.card.kernels] = runner
-        return self._runners[case.card.kernels]
+    def _runner(self, variant: RunVariant) -> Runner:
+        if variant.card.kernels not in self._runners:
+            runner = Runner(self.name, self.model, self.model_inputs, self.training, gpu=variant.card)
+            self._runners[variant.card.kernels] = runner
+        return self._runners[variant.card.kernels]
 
 
-def _cardless(key: tuple[object, ...]) -> tuple[object, ...]:
-    """The key of a case without its card."""
-    return (key[0], *key[2:])
-
-
-def _resized(call: Call, places: Iterable[Place], size: int) -> Call:
+def _resized(call: Call, dimensions: Iterable[Dimension], size: int) -> Call:
     """The call with another size in some of its inputs' dimensions."""
     dims: dict[str, list[int]] = {}
-    for place in places:
-        dims.setdefault(place.name, []).append(place.dim)
+    for dimension in dimensions:
+        dims.setdefault(dimension.name, []).append(dimension.dim)
     args, kwargs = call
 
     def resized(name: str, value: Any) -> Any:

@@ -19,7 +19,7 @@ from memsize.analysis.verify.cuda_memory import Gauge
 from memsize.analysis.verify.history import Change
 from memsize.analysis.verify.marking import Mark, Marks, placed
 from memsize.analysis.verify.tracked import tracked_peak
-from memsize.errors import InputError
+from memsize.errors import InputError, first_line
 from memsize.internals.isolation import collector_paused
 from memsize.internals.pytree import tensors_in
 from memsize.records.measurement import Log, MeasuredWorkload, Measurement, Peaks, Stack
@@ -55,7 +55,7 @@ def measure(plan: Plan, gauge: Gauge) -> Measurement:
         try:
             measured = _measured(plan, gauge, stack)
         except torch.OutOfMemoryError as error:
-            measured = Measurement(plan.workload, stack, peaks=gauge.peaks(), error=_first_line(error))
+            measured = Measurement(plan.workload, stack, peaks=gauge.peaks(), error=first_line(error))
     return replace(measured, seconds=round(time.perf_counter() - start, 3))
 
 
@@ -93,7 +93,7 @@ def _tracked(plan: Plan, setup: Setup, step: _Step, gauge: Gauge) -> dict[str, A
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what it cannot follow it may refuse in any way
-        return {"untracked": f"{type(error).__name__}: {_first_line(error)}"}
+        return {"untracked": f"{type(error).__name__}: {first_line(error)}"}
 
 
 class _Inference:
@@ -176,7 +176,3 @@ def _as_in_a_new_process(workload: MeasuredWorkload, gauge: Gauge) -> Iterator[N
     finally:
         torch.backends.cudnn.benchmark = benchmark
         gauge.settle()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -15,18 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError
-from memsize.loading.building import build, in_one_line, random_numbers_kept
+from memsize.errors import TargetError, UnknownTargetError, in_one_line
+from memsize.loading.building import build, random_numbers_kept
 from memsize.loading.target import Target
 from memsize.spec.request import InputMaker
-from memsize.suggestions import suggestion
 
 if TYPE_CHECKING:
     from torch import nn
 
 _FILES = {"hf": "huggingface", "timm": "pytorch_image_models", "torchvision": "vision"}
-_MOST_NAMES = 8
-"""Names of models that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +76,7 @@ def constructed(
 
 def unknown(label: str, name: str, names: Iterable[str], what: str = "model") -> TargetError:
     """The error for a `name` that a library, or one of its configs, does not have, with those that are near."""
-    known = tuple(names)
-    hint = suggestion(name, known)
-    if hint.startswith("known"):
-        hint = f"known: {', '.join(known[:_MOST_NAMES])} and {len(known) - _MOST_NAMES:,} more"
-    return TargetError(f"{label} has no {what} {name!r}: {hint}")
+    return UnknownTargetError(what, name, names, problem=f"{label} has no {what} {name!r}")
 
 
 def is_broken(name: str) -> bool:

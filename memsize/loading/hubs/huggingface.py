@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from memsize.errors import TargetError
+from memsize.errors import TargetError, first_line
 from memsize.loading.hubs import Named, constructed, imported, is_broken, unknown
 from memsize.loading.hubs.huggingface_inputs import input_maker
 from memsize.loading.hubs.huggingface_inputs.config import PLACEHOLDERS, TEXT, part
@@ -122,7 +122,7 @@ def _config(
         entries = _replaced(data, arguments)
         config = kind.from_dict(entries) if entries else kind()
     except Exception as error:  # configs check themselves, each in its own words
-        raise TargetError(f"{label} is not a {kind.__name__}: {_first_line(error)}") from error
+        raise TargetError(f"{label} is not a {kind.__name__}: {first_line(error)}") from error
     return config, (*notes, *_place_placeholders(config))
 
 
@@ -271,9 +271,4 @@ def _is_torchvisions(error: BaseException) -> bool:
 def _root(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return first_line(error)

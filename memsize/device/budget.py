@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from memsize.device.cards import card
 from memsize.device.context import context
-from memsize.errors import InputError
+from memsize.errors import InputError, first_line
 from memsize.records.fit import Budget
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.units import format_bytes, parse_bytes
@@ -28,29 +28,14 @@ def budgets(
     """
     parts = gpu.split(",") if isinstance(gpu, str) else gpu or (DEFAULT_GPU,)
     names = [name.strip() for name in parts if name.strip()]
-    cards = tuple({found.name: found for found in map(_card, names)}.values())
+    found = [local_card() if name.lower() == LOCAL else card(name) for name in names]
+    cards = tuple({each.name: each for each in found}.values())
     if budget is None:
         return tuple(_budget(where.name, where, where.bytes, margin) for where in cards)
     if len(cards) != 1:
         raise InputError("a budget is that of one GPU: name one, or leave the budget out")
     device = parse_bytes(budget) if isinstance(budget, str) else budget
     return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin),)
-
-
-def _card(name: str) -> Card:
-    return local_card() if name.lower() == LOCAL else card(name)
-
-
-def _taken(where: Card) -> tuple[str, ...]:
-    """What others have of a local GPU right now, where that is more than this process's own context may be."""
-    if where.source != _ASKED:
-        return ()
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    taken = format_bytes(total - free)
-    text = f"{taken} of {where.name} are taken right now: --margin leaves room for what stays"
-    return (text,) if total - free > context().high else ()
 
 
 def local_card() -> Card:
@@ -68,7 +53,7 @@ def local_card() -> Card:
         _, total = torch.cuda.mem_get_info()
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     except RuntimeError as error:
-        raise InputError(f"the GPU of this machine does not answer: {str(error).partition(chr(10))[0]}") from None
+        raise InputError(f"the GPU of this machine does not answer: {first_line(error)}") from None
     if torch.version.hip:
         return Card(f"{name} (local)", card(DEFAULT_GPU).capability, total, _ASKED, platform="ROCm")
     return Card(f"{name} (local)", capability, total, _ASKED)
@@ -80,14 +65,21 @@ def _budget(name: str, where: Card, device: int, margin: str | int) -> Budget:
     notes = (*([where.note] if where.note else []), *_taken(where))
     budget = Budget(name, where, device, taken, _margin(margin, device), notes)
     if budget.margin < 0 or budget.allocator <= 0:
-        raise InputError(_nothing_left(budget))
+        parts = [f"{format_bytes(taken)} for the CUDA context"] if taken else []
+        parts += [f"a margin of {format_bytes(budget.margin)}"] if budget.margin else []
+        raise InputError(f"{name} has {format_bytes(device)}: nothing is left after {' and '.join(parts)}")
     return budget
 
 
-def _nothing_left(budget: Budget) -> str:
-    taken = [f"{format_bytes(budget.context)} for the CUDA context"] if budget.context else []
-    taken += [f"a margin of {format_bytes(budget.margin)}"] if budget.margin else []
-    return f"{budget.name} has {format_bytes(budget.device)}: nothing is left after {' and '.join(taken)}"
+def _taken(where: Card) -> Iterator[str]:
+    """What others have of a local GPU right now, where that is more than this process's own context may be."""
+    if where.source == _ASKED:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        if total - free > context().high:
+            taken = format_bytes(total - free)
+            yield f"{taken} of {where.name} are taken right now: --margin leaves room for what stays"
 
 
 def _margin(margin: str | int, device: int) -> int:

@@ -1,0 +1,271 @@
+"""Rules about what fits: what binds, what fits most, what was refused, what would be enough, the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from memsize.errors import first_line
+from memsize.records.finding import Finding, Rules
+from memsize.records.fit import ANSWERED, Alike, Budget, Crossing, FitRow, Remedied, Status
+from memsize.records.roles import noun
+from memsize.spec.vary import UNITS
+from memsize.units import Bytes
+
+
+class FitEvidence(NamedTuple):
+    """What the rules look at."""
+
+    rows: tuple[FitRow, ...]
+    budgets: tuple[Budget, ...]
+    vary: str
+    remedied: Remedied | None = None
+    crossings: tuple[Crossing, ...] = ()
+
+    @property
+    def first(self) -> FitRow | None:
+        """The first row that could be run."""
+        return next((row for row in self.rows if row.status != "unavailable"), None)
+
+
+RULES = Rules[FitEvidence]()
+
+_ANSWERS: Final[dict[Status, str]] = {
+    "found": "Under {scenario}, {vary} {size} needs {peak} of {budget}; {vary} {next} needs {next_peak}",
+    "open": "Under {scenario}, {vary} {size} fits and {vary} {next} does not; what lies between was not run",
+    "refused": "Under {scenario}, {vary} {size} needs {peak} of {budget}; {vary} {next} is refused by the model",
+    "endless": "Under {scenario}, memory is no limit: even {vary} {size} needs no more than {peak} of {budget}",
+    "constant": "Under {scenario}, nothing but the input grows with {vary}: {vary} {size} needs {peak} of {budget}",
+    "none": "Under {scenario}, nothing fits: {vary} {next} needs {next_peak}, and there are {budget}",
+    "fits": "Under {scenario}, {vary} {size} fits: it needs {peak} of {budget}, and {beyond} are left",
+    "exceeds": "Under {scenario}, {vary} {size} does not fit: it needs {peak}, {beyond} more than there are",
+}
+
+
+_CROSSINGS: Final = {
+    "autocast": (
+        "{scenario} needs less than {other} from {vary} {size} on",
+        "{scenario} needs no less than {other}",
+    ),
+    "activations": (
+        "Under {scenario}, activations outweigh parameters from {vary} {size} on",
+        "Under {scenario}, activations never outweigh parameters",
+    ),
+    "peak": (
+        "Under {scenario}, the peak is in the optimizer's step below {vary} {size}, and in forward or backward "
+        "from there on",
+        "Under {scenario}, the peak stays in the optimizer's step",
+    ),
+}
+
+
+@RULES.rule(*(f"fit-{status}" for status in _ANSWERS))
+def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
+    """What the first row says."""
+    row, vary = evidence.first, evidence.vary
+    if row is None:
+        return
+    values: dict[str, object] = {
+        "scenario": row.scenario,
+        "gpu": row.gpu,
+        "vary": vary,
+        "size": row.size or 0,
+        "next": row.next_size or 0,
+        "peak": Bytes(row.peak or 0),
+        "next_peak": Bytes(row.next_peak or 0),
+        "budget": Bytes(row.budget),
+        "beyond": Bytes(abs(row.headroom or 0)),
+    }
+    text = _ANSWERS[row.status]
+    if row.status == "open" and row.next_size in row.refused:
+        text = "Under {scenario}, {vary} {size} fits and the model refuses {vary} {next}; what lies between was not run"
+    yield Finding(f"fit-{row.status}", row.peak, (), text + ".", values)
+
+
+@RULES.rule("fit-binds")
+def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
+    """What stops the next size, or one that does not fit."""
+    row, vary = evidence.first, evidence.vary
+    if row is None or row.bind is None or row.status not in ("found", "open", "none", "exceeds"):
+        return
+    bind = row.bind
+    at = " at {layer}," if bind.layer else ", in {op}," if bind.op else ","
+    adds = f" One more {UNITS.get(vary, f'step of {vary}')} adds {{per_step}} to the peak." if row.per_step else ""
+    where = "It runs out in" if bind.request else "The peak is in"
+    most, values = _largest(bind.largest)
+    alive = sum(bind.roles.values())
+    apart = (row.next_peak or 0) - alive if bind.request else 0
+    cached = (
+        " Segments that nothing fits into hold {apart} beside: expandable segments may help."
+        if apart * 10 > alive
+        else ""
+    )
+    yield Finding(
+        "fit-binds",
+        bind.roles[bind.role],
+        (bind.layer,) if bind.layer else (),
+        f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{most}{cached}{adds}",
+        {
+            "phase": bind.phase,
+            "layer": bind.layer,
+            "op": bind.op,
+            "role": noun(bind.role),
+            "held": Bytes(bind.roles[bind.role]),
+            "alive": Bytes(alive),
+            "apart": Bytes(apart),
+            "per_step": Bytes(row.per_step or 0),
+        }
+        | values,
+    )
+
+
+def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
+    """The sentence on the tensors that hold most, and its values."""
+    if most is None:
+        return "", {}
+    many = "{count} tensors of {spec} hold" if most.tensors > 1 else "One tensor of {spec} holds"
+    logits = ": as wide as the logits" if most.logits else ""
+    values = {"count": most.tensors, "spec": str(most.spec), "together": Bytes(most.bytes)}
+    return f" {many} {{together}}{logits}.", values
+
+
+@RULES.rule("fit-fixed-cost")
+def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
+    """Where what does not depend on the size is too much already."""
+    row = evidence.first
+    if row is None or row.status != "none":
+        return
+    total = sum(row.standing.values())
+    if total > row.budget:
+        yield Finding(
+            "fit-fixed-cost",
+            total,
+            (),
+            "No size could fit: {roles} take {fixed} whatever it is, {beyond} more than there are.",
+            {
+                "roles": tuple(noun(role) for role in row.standing),
+                "fixed": Bytes(total),
+                "beyond": Bytes(total - row.budget),
+            },
+        )
+
+
+@RULES.rule("fit-most")
+def most(evidence: FitEvidence) -> Iterator[Finding]:
+    """Which scenario fits most on the first GPU."""
+    first, vary = evidence.first, evidence.vary
+    if first is None:
+        return
+    here = [
+        row
+        for row in evidence.rows
+        if row.gpu == first.gpu and row.status in ANSWERED and row.status != "fits" and row.size
+    ]
+    best = max(here, key=lambda row: row.size or 0, default=None)
+    if best is None or best is first or (best.size or 0) <= (first.size or 0):
+        return
+    ratio = f", {(best.size or 0) / first.size:.1f} times as much" if first.size else ""
+    yield Finding(
+        "fit-most",
+        best.peak,
+        (),
+        f"{{best}} fits most, {{vary}} {{size}}{ratio}.",
+        {"best": best.scenario, "vary": vary, "size": best.size or 0},
+    )
+
+
+@RULES.rule("fit-refused")
+def refused(evidence: FitEvidence) -> Iterator[Finding]:
+    """Sizes that the model does not run with, and the rule that they suggest."""
+    row = evidence.first
+    if row is None or not row.refused:
+        return
+    bound = row.next_size
+    size = bound if bound is not None and bound in row.refused else next(iter(row.refused))
+    reason = row.refused[size]
+    rule = " Sizes that ran are multiples of {step}." if row.step > 1 else ""
+    # What was run is the range that works, as far as that is known.
+    ran = " It ran with {least} to {most}." if len(row.ran) > 1 else ""
+    yield Finding(
+        "fit-refused",
+        None,
+        (),
+        f"The model refuses {{vary}} {{size}}: {{reason}}.{ran}{rule}",
+        {
+            "vary": evidence.vary,
+            "size": size,
+            "reason": first_line(reason),
+            "step": row.step,
+            "least": min(row.ran, default=0),
+            "most": max(row.ran, default=0),
+        },
+    )
+
+
+@RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
+def remedies(evidence: FitEvidence) -> Iterator[Finding]:
+    """What is enough."""
+    remedied = evidence.remedied
+    if remedied is None or remedied.peak <= remedied.budget:
+        return
+    order = ("nothing", "speed", "numbers", "training")
+    enough = sorted((row for row in remedied.rows if row.outcome == "fits"), key=lambda row: order.index(row.changes))
+    alone = tuple(row.name for row in enough)
+    values = {"vary": evidence.vary, "size": remedied.size, "scenario": remedied.scenario}
+    if alone:
+        rest = _listed(alone[1:])
+        also = f"; so {'are' if len(alone) > 2 else 'is'} {{rest}}" if len(alone) > 1 else ""
+        text = f"To fit {{vary}} {{size}} under {{scenario}}, {{first}} is enough by itself{also}."
+        yield Finding("remedy-enough", None, (), text, values | {"first": alone[0], "rest": rest})
+    if remedied.combination:
+        together = {"together": _listed(remedied.combination), "peak": Bytes(remedied.combined or 0)}
+        so_far = "That changes what is learnt" if alone else "No remedy is enough for {vary} {size} under {scenario}"
+        text = f"{so_far}; {{together}} together need {{peak}}."
+        yield Finding("remedy-combination", remedied.combined, (), text, values | together)
+    elif not alone:
+        text = "No remedy, and no set of them that was tried, fits {vary} {size}."
+        yield Finding("remedy-none", None, (), text, values)
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names or ("",)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+@RULES.rule(*(f"crossing-{kind}" for kind in _CROSSINGS))
+def crossings(evidence: FitEvidence) -> Iterator[Finding]:
+    """From which size on something is so."""
+    for crossing in evidence.crossings:
+        so, never = _CROSSINGS[crossing.kind]
+        text = never if crossing.size is None else so
+        if crossing.kind == "peak" and crossing.size == 1:
+            text = "Under {scenario}, the peak is in forward or backward at every size"
+        values = {
+            "scenario": crossing.scenario,
+            "other": crossing.other,
+            "vary": evidence.vary,
+            "size": crossing.size or 0,
+        }
+        yield Finding(f"crossing-{crossing.kind}", None, (), text + ".", values)
+
+
+@RULES.rule("budget")
+def budgets(evidence: FitEvidence) -> Iterator[Finding]:
+    """How much memory there is."""
+    for budget in evidence.budgets:
+        taken = ["the CUDA context may take {context}"] if budget.context else []
+        taken += ["the margin is {margin}"] if budget.margin else []
+        less = f", of which {' and '.join(taken)}" if taken else ""
+        yield Finding(
+            "budget",
+            budget.allocator,
+            (),
+            f"The allocator gets {{allocator}}: {{name}} has {{device}}{less}.",
+            {
+                "allocator": Bytes(budget.allocator),
+                "name": budget.name,
+                "device": Bytes(budget.device),
+                "context": Bytes(budget.context),
+                "margin": Bytes(budget.margin),
+            },
+        )

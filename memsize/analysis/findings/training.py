@@ -1,0 +1,102 @@
+"""Rules about a training step: where its peak falls and what stands in its way down, alone and on several GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memsize.analysis.findings.evidence import Evidence, bytes_of
+from memsize.records.finding import Finding, Rules
+from memsize.records.gpu import Outlook
+from memsize.records.roles import Role
+from memsize.units import Bytes
+
+RULES = Rules[Evidence]()
+
+_STATES: tuple[Role, ...] = ("parameter", "gradient", "optimizer state", "master weight")
+
+
+@RULES.rule("training-peak")
+def training_peak(evidence: Evidence) -> Iterator[Finding]:
+    """Where the peak falls and what most of it is."""
+    name = next((name for name in ("as-given", "fp32", *evidence.peaks) if name in evidence.peaks), None)
+    if name is None:
+        return
+    peak = evidence.peaks[name]
+    largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
+    shares = ", ".join(f"{role} {{r{place}}}" for place, (role, _) in enumerate(largest))
+    yield Finding(
+        "training-peak",
+        peak.requested,
+        (peak.peak_layer,) if peak.peak_layer else (),
+        f"A training step with {{optimizer}} under {{name}} peaks at {{requested}} in the {{where}}: {shares}. "
+        f"{_advice(peak)}",
+        {
+            "optimizer": evidence.optimizer,
+            "name": name,
+            "requested": Bytes(peak.requested),
+            "where": f"{peak.peak_phase} of {peak.peak_layer}" if peak.peak_layer else _phase(peak.peak_phase),
+            "states": Bytes(_states(peak)),
+            "temporary": Bytes(peak.roles.get("temporary", 0)),
+        }
+        | {f"r{place}": Bytes(size) for place, (_, size) in enumerate(largest)},
+    )
+
+
+def _states(peak: Outlook) -> int:
+    return sum(peak.roles.get(role, 0) for role in _STATES)
+
+
+def _phase(name: str) -> str:
+    return {"optimizer": "optimizer's update", "zero_grad": "zeroing of gradients"}.get(name, name)
+
+
+def _advice(peak: Outlook) -> str:
+    if peak.peak_phase == "optimizer":
+        return "The update's temporaries take {temporary} of it, whatever the batch: a fused optimizer has none."
+    if _states(peak) * 2 > peak.requested:
+        return "Parameters, gradients and optimizer state are {states} of it, whatever the batch."
+    return "Most of it grows with the batch."
+
+
+@RULES.rule("data-parallel-replicas")
+def data_parallel(evidence: Evidence) -> Iterator[Finding]:
+    """`nn.DataParallel`: activations are split over the GPUs, and parameters are copied to each."""
+    paths = tuple(layer.path for layer in evidence.given.layers if layer.type == "DataParallel")
+    if not paths:
+        return
+    held = [t for t in evidence.given.tensors if t.kind in ("parameter", "buffer") and _is_inside(t.name, paths)]
+    copied = bytes_of(held)
+    yield Finding(
+        "data-parallel-replicas",
+        copied,
+        paths,
+        "The figures are those of one GPU. On n GPUs DataParallel gives each 1/n of the batch, and so of {saved} kept "
+        "for backward; every GPU but the first holds a copy of the {copied} of parameters and buffers during each "
+        "forward and backward; the first alone holds the whole input and output, the summed gradients and the "
+        "optimizer's state.",
+        {"saved": Bytes(evidence.stored.saved_bytes), "copied": Bytes(copied)},
+    )
+
+
+def _is_inside(name: str, paths: tuple[str, ...]) -> bool:
+    return any(not path or name.startswith(f"{path}.") for path in paths)
+
+
+@RULES.rule("gradient-buckets")
+def distributed(evidence: Evidence) -> Iterator[Finding]:
+    """`DistributedDataParallel`: each process has all of it, and buckets for its gradients."""
+    if evidence.buckets is None:
+        return
+    size, views = evidence.buckets
+    on_top = (
+        "its gradients lie in {size} of buckets that are never freed"
+        if views
+        else "buckets of {size} stand beside the gradients (gradient_as_bucket_view=True puts the gradients into them)"
+    )
+    yield Finding(
+        "gradient-buckets",
+        size,
+        (),
+        "The figures are those of one process of DistributedDataParallel with its own batch: " + on_top + ".",
+        {"size": Bytes(size)},
+    )

@@ -1,0 +1,107 @@
+"""From which size on something is so: autocast pays, activations outweigh parameters, the peak leaves the optimizer.
+
+A forecast says where to look; runs of that size and the one before say whether it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final, Literal
+
+from memsize.analysis.crossover import first_size
+from memsize.analysis.fit.footprint import phase_name
+from memsize.analysis.fit.search import Forecast, forecast
+from memsize.analysis.fit.trials import RunVariant, Trials
+from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.records.fit import Crossing
+from memsize.records.roles import Role
+from memsize.records.trace import Trace
+from memsize.spec.scenario import SCENARIOS, Scenario
+
+FARTHEST: Final = 2**16
+"""The largest size at which a crossing is looked for."""
+
+Deltas = Sequence[tuple[int, int]]
+"""The events of a run or of a forecast: a storage of the trace, and the bytes that it gains or loses."""
+
+
+def crossings(trials: Trials, scenarios: Sequence[Scenario], base: RunVariant) -> Iterator[Crossing]:
+    """The crossovers of the first of `scenarios` that can be run and does not cast on the way, otherwise as `base`."""
+    plain = next((each for each in scenarios if each.recipe != "autocast" and not each.is_modelled), None)
+    if plain is None or not trials.resizable:
+        return
+    variant = replace(base, scenario=plain)
+    foreseen = _foreseen(trials, variant)
+    if foreseen is None:
+        return
+
+    def crossing(kind: Literal["activations", "peak"], holds: Callable[[Trace, Deltas], bool]) -> Crossing:
+        def measured(size: int) -> bool:
+            run = trials.run(variant, size)
+            return holds(run.trace, run.pairs)
+
+        trace = foreseen.runs[0].trace
+        size = _first_size(lambda size: holds(trace, foreseen.pairs(size)), measured)
+        return Crossing(kind, size, plain.name)
+
+    if plain.name in ("as-given", "fp32"):
+        yield from _autocast_crossing(trials, variant, foreseen)
+    if variant.training is not None:
+        yield crossing("activations", activations_outweigh)
+        yield crossing("peak", peak_has_left_the_optimizer)
+
+
+def _autocast_crossing(trials: Trials, plain: RunVariant, foreseen: Forecast) -> Iterator[Crossing]:
+    name = "amp-bf16" if plain.card.capability >= (8, 0) else "amp-fp16"
+    lower = replace(plain, scenario=SCENARIOS[name])
+    with_it = _foreseen(trials, lower)
+    if with_it is not None:
+        size = _first_size(
+            lambda size: with_it.requested(size) < foreseen.requested(size),
+            lambda size: trials.run(lower, size).requested < trials.run(plain, size).requested,
+        )
+        yield Crossing("autocast", size, name, plain.scenario.name)
+
+
+def _first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool]) -> int | None:
+    """`first_size`, where a size that the model refuses counts as one before."""
+
+    def holds(size: int) -> bool:
+        try:
+            return measured(size)
+        except ForwardError:
+            return False
+
+    return first_size(foretold, holds, FARTHEST)
+
+
+def _foreseen(trials: Trials, variant: RunVariant) -> Forecast | None:
+    """A forecast for small sizes, from the runs at hand and up to two more; None where the model refuses those."""
+    for size in (trials.asked, 8, 13):
+        if len(trials.known(variant)) > 1:
+            break
+        try:
+            trials.run(variant, size)
+        except (ForwardError, ScenarioError, InputError):
+            continue
+    return forecast(trials.known(variant), 0)
+
+
+def most_alive(trace: Trace, deltas: Deltas, roles: Collection[Role]) -> int:
+    """The most bytes of some roles that are alive at one moment."""
+    counted = [storage.role in roles for storage in trace.storages]
+    return max(accumulate((delta for storage, delta in deltas if counted[storage]), initial=0))
+
+
+def activations_outweigh(trace: Trace, deltas: Deltas) -> bool:
+    """Whether more bytes of activations are alive at one moment than of parameters at any."""
+    return most_alive(trace, deltas, {"activation"}) > most_alive(trace, deltas, {"parameter"})
+
+
+def peak_has_left_the_optimizer(trace: Trace, deltas: Deltas) -> bool:
+    """Whether the peak falls in another phase than the optimizer's step."""
+    live = list(accumulate(delta for _, delta in deltas))
+    event = trace.events[live.index(max(live))]
+    return phase_name(trace.phases[event.phase]) != "optimizer"

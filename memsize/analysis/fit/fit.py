@@ -1,0 +1,253 @@
+"""What fits: which runs are needed, what they showed, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from memsize.analysis.findings.fit import RULES, FitEvidence
+from memsize.analysis.fit.crossovers import crossings, most_alive
+from memsize.analysis.fit.footprint import Footprint, bind
+from memsize.analysis.fit.optimizations import try_optimizations
+from memsize.analysis.fit.search import FIXED, Search, largest
+from memsize.analysis.fit.trials import RunVariant, Trials
+from memsize.analysis.runner import is_float32
+from memsize.device.config import AllocatorConfig
+from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.internals.isolation import collector_paused
+from memsize.records.fit import Budget, Crossing, Fit, FitRow, Remedied, Status
+from memsize.records.roles import Role
+from memsize.spec.scenario import SCENARIOS, Scenario
+from memsize.spec.training import Training
+from memsize.tracing.run import stored_only
+from memsize.units import format_bytes
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """Which scenarios on which budgets, how trained, and about which size (None: the largest).
+
+    `remedies` asks for optimizations or not (None: where the size that was asked about does not fit), `crossovers` for
+    the sizes from which on something is so. `default` says that the scenarios are the usual ones: `as-given` is left
+    out where it is what fp32 is.
+    """
+
+    scenarios: Sequence[Scenario]
+    budgets: Sequence[Budget]
+    training: Training | None = None
+    config: AllocatorConfig = field(default_factory=AllocatorConfig)
+    asked: int | None = None
+    remedies: bool | None = None
+    crossovers: bool = False
+    default: bool = False
+
+    def variant(self, scenario: Scenario, budget: Budget) -> RunVariant:
+        """A scenario on a card, without optimizations."""
+        return RunVariant(scenario, budget.card, self.training, self.config)
+
+
+def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> Fit:
+    """What fits of what is asked. What fails under one scenario is told in its row.
+
+    Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
+    """
+    if request.default and is_float32(stored_only(trials.name, trials.model)):
+        request = replace(request, scenarios=[each for each in request.scenarios if each.name != "as-given"])
+    budgets, vary = tuple(request.budgets), trials.vary.text
+    with collector_paused():
+        rows = _rows(trials, request)
+        remedied = _optimized(trials, request, rows)
+        crossed: tuple[Crossing, ...] = ()
+        if request.crossovers:
+            crossed = tuple(crossings(trials, request.scenarios, request.variant(request.scenarios[0], budgets[0])))
+        return Fit(
+            model=trials.name,
+            inputs=trials.inputs,
+            vary=vary,
+            budgets=budgets,
+            fit_rows=rows,
+            asked=request.asked,
+            optimizer=_optimizer(request.training),
+            findings=RULES.findings(FitEvidence(rows, budgets, vary, remedied, crossed)),
+            remedied=remedied,
+            notes=tuple(dict.fromkeys((*notes, *_notes(trials, budgets, rows)))),
+            traces=trials.traces(),
+            runs=trials.count,
+        )
+
+
+def _optimizer(training: Training | None) -> str:
+    if training is None:
+        return ""
+    kind = training.optimizer
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", "the given optimizer")
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _rows(trials: Trials, request: FitRequest) -> tuple[FitRow, ...]:
+    rows: list[FitRow] = []
+    failures: list[Exception] = []
+    for scenario in request.scenarios:
+        for budget in request.budgets:
+            row = FitRow(scenario.name, scenario.title, budget.name, budget.allocator, "unavailable")
+            variant = request.variant(scenario, budget)
+            try:
+                if scenario.is_modelled:
+                    row = replace(row, reason="what its modules pass on is modelled and cannot be run")
+                elif request.asked is not None or not trials.resizable:
+                    row = _asked_row(trials, variant, row, request.asked or trials.asked)
+                else:
+                    row = _searched_row(trials, variant, row, _likely(rows, scenario, budget))
+            except (ScenarioError, ForwardError, InputError) as error:
+                failures.append(error)
+                row = replace(row, reason=str(error))
+            rows.append(row)
+    if failures and all(row.status == "unavailable" for row in rows):
+        raise failures[0]
+    return tuple(rows)
+
+
+def _likely(rows: Sequence[FitRow], scenario: Scenario, budget: Budget) -> int | None:
+    """The answer of a scenario before that computes in numbers of the same width: the search may begin there."""
+    alike = (row for row in reversed(rows) if row.gpu == budget.name and row.size and row.status == "found")
+    return next((row.size for row in alike if _width(SCENARIOS.get(row.scenario)) == _width(scenario)), None)
+
+
+def _width(scenario: Scenario | None) -> tuple[bool, bool]:
+    """Whether a scenario casts during its forward, and whether to 16 bits."""
+    computed = scenario and (scenario.autocast or scenario.dtype)
+    return bool(scenario and scenario.autocast), computed in ("float16", "bfloat16")
+
+
+def _asked_row(trials: Trials, variant: RunVariant, row: FitRow, size: int) -> FitRow:
+    """Whether one size fits."""
+    run = trials.run(variant, size)
+    return replace(
+        row,
+        status="fits" if run.fits(row.budget) else "exceeds",
+        size=size,
+        peak=run.needs(row.budget),
+        fixed=sum(_standing(run).values()),
+        standing=_standing(run),
+        bind=bind(run, None),
+        looked=(size,),
+    )
+
+
+def _searched_row(trials: Trials, variant: RunVariant, row: FitRow, likely: int | None) -> FitRow:
+    """The largest size that fits."""
+    found = largest(
+        lambda size: trials.run(variant, size),
+        row.budget,
+        start=likely or (trials.asked if trials.asked > 1 else None),
+        known=trials.known(variant),
+        refused=trials.refused(variant),
+        powers=not trials.vary.batch,
+    )
+    low, high = found.largest, found.above
+    per_step = _per_step(found)
+    return replace(
+        row,
+        status=_status(found),
+        reason=found.ceiling,
+        size=low.size if low else None,
+        peak=low.needs(row.budget) if low else None,
+        next_size=found.bound,
+        next_peak=high.needs(row.budget) if high else None,
+        per_step=per_step,
+        fixed=_fixed(found, per_step, trials.vary.batch),
+        bind=bind(high, row.budget if low else None) if high else None,
+        standing=_standing(run) if (run := low or high) else {},
+        looked=found.looked,
+        step=found.step,
+        refused=found.refused,
+        monotone=found.monotone,
+    )
+
+
+def _status(found: Search) -> Status:
+    if found.largest is None:
+        return "none"
+    if found.endless:
+        return "constant" if _constant(found) else "endless"
+    if not found.closed:
+        return "open"
+    return "found" if found.above else "refused"
+
+
+def _constant(found: Search) -> bool:
+    """Whether all runs need the same beside their input."""
+    traces = [(run.trace, run.pairs) for run in found.runs.values()]
+    beside = {most_alive(trace, deltas, {s.role for s in trace.storages} - {"input"}) for trace, deltas in traces}
+    return len(traces) > 1 and len(beside) == 1
+
+
+def _per_step(found: Search) -> int | None:
+    """What one more adds to the tensors' peak: between the answer and the next size, or the two least that ran."""
+    pair = [run for run in (found.largest, found.above) if run]
+    if len(pair) < 2:
+        pair = [found.runs[size] for size in sorted(found.runs)[:2]]
+    if len(pair) < 2:
+        return None
+    return (pair[1].requested - pair[0].requested) // (pair[1].size - pair[0].size)
+
+
+def _fixed(found: Search, per_step: int | None, linear: bool) -> int | None:
+    """What does not depend on the size: the line's value at 0, or what the model and its training hold at the peak."""
+    run = found.largest or found.above
+    if run is None:
+        return None
+    at_zero = run.requested - run.size * per_step if linear and per_step is not None else -1
+    return at_zero if at_zero >= 0 else sum(_standing(run).values())
+
+
+def _standing(run: Footprint) -> dict[Role, int]:
+    """What the model and its training hold at the peak, by role."""
+    return {role: size for role, size in bind(run, None).roles.items() if role in FIXED}
+
+
+# -- optimizations and notes ------------------------------------------------------------------------------------------
+
+
+def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow]) -> Remedied | None:
+    """Optimizations of the first row that does not fit what was asked, or of the first where they were asked for."""
+    if request.remedies is False:
+        return None
+    short = next((row for row in rows if row.status == "exceeds"), None)
+    row = short or next((row for row in rows if request.remedies and row.status != "unavailable"), None)
+    if row is None:
+        return None
+    scenario = next(scenario for scenario in request.scenarios if scenario.name == row.scenario)
+    budget = next(budget for budget in request.budgets if budget.name == row.gpu)
+    size = request.asked or (2 * row.size if row.size else row.next_size or trials.asked)
+    base = request.variant(scenario, budget)
+    return try_optimizations(
+        lambda variant: trials.run(variant, size), base, size, budget.allocator, row.gpu, parts=trials.vary.batch
+    )
+
+
+def _notes(trials: Trials, budgets: Sequence[Budget], rows: Sequence[FitRow]) -> Iterator[str]:
+    """What a reader must know about how the answers were found."""
+    traces = trials.traces()
+    yield from (note for budget in budgets for note in budget.notes)
+    if not trials.resizable:
+        yield "the inputs do not agree on a batch dimension, so that only the batch they have was looked at"
+    looked = [row for row in rows if row.status not in ("unavailable", "fits", "exceeds")]
+    if looked:
+        most = max(len(row.looked) for row in looked)
+        following = ", and so was the next size" if all(row.status in ("found", "none") for row in looked) else ""
+        yield f"each answer was run{following}: {trials.count} runs in all, at most {most} per answer"
+    # The workspace of a convolution is of the order of the largest tensor that one makes, in the first answer.
+    answered = (trace for row in rows if row.size and (trace := traces.get((row.scenario, row.size))))
+    if first := next(answered, None):
+        made = (storage.bytes for storage in first.storages if "convolution" in storage.op)
+        if workspace := max(made, default=0):
+            yield (
+                f"cuDNN's workspaces are not counted: a convolution may take up to {format_bytes(workspace)} more for "
+                "a moment; --margin leaves room"
+            )
+    if any(not row.monotone for row in rows):
+        yield "memory does not only grow here: a size below an answer needs more than there is"
+    yield from (note for trace in traces.values() for note in trace.notes)
