@@ -29,6 +29,7 @@ def trace(*tensors: StoredTensor, layers: tuple[Layer, ...] = (), inputs: tuple[
 
 def one(rule: Rule, evidence: Evidence) -> Finding:
     [finding] = rule(evidence)
+    assert "{" not in finding.text()  # every value that the sentence wants is there
     return finding
 
 
@@ -100,6 +101,7 @@ def test_autocast_casts_no_parameter() -> None:
     finding = one(precision.amp_keeps_fp32_parameters, Evidence(AMP, {"amp-bf16": AMP}, amp="amp-bf16"))
     assert (finding.bytes, finding.layers, finding.values["dtype"]) == (200, ("a",), "bf16")
     assert finding.values["bytes"] == 400
+    assert "stay float32, and 200 B of bf16 copies come on top" in finding.text("B")
     assert not list(precision.amp_keeps_fp32_parameters(Evidence(AMP, {"amp-bf16": AMP})))
     assert not list(precision.amp_keeps_fp32_parameters(Evidence(AMP, {"amp-bf16": trace()}, amp="amp-bf16")))
 
@@ -186,6 +188,15 @@ def test_which_dtype_is_wider(first: str, second: str, widest: str) -> None:
     assert f"Still {widest}: b." in finding.text()
 
 
+def test_batch_norms_alone_in_float32_are_no_neglect() -> None:
+    layers = (layer("a", "Linear"), layer("n", "BatchNorm2d"), layer("m", "SyncBatchNorm"))
+    tensors = (stored("a.weight", "float16", 10), stored("n.weight", "float32", 2), stored("m.weight", "float32", 3))
+    finding = one(precision.mixed_dtypes, Evidence(trace(*tensors, layers=layers)))
+    assert (finding.code, finding.bytes, finding.layers) == ("batch-norm-kept-fp32", 20, ("n", "m"))
+    one_more = (*tensors, stored("x.weight", "float32", 1))
+    assert one(precision.mixed_dtypes, Evidence(trace(*one_more, layers=layers))).code == "mixed-dtypes"
+
+
 def test_one_dtype_wrapped_values_and_integers_are_not_mixed() -> None:
     plain = stored("a.weight", "float32", 10)
     assert not list(precision.mixed_dtypes(Evidence(trace(plain))))
@@ -211,7 +222,8 @@ def test_a_wrapper_that_stores_what_it_says_is_no_finding() -> None:
 
 def test_low_bits_in_wide_containers() -> None:
     wide = wrapped("a.weight", "float32", ("qdata", "int8", (64, 64), 4096))
-    named = replace(wide, wrapper="IntxUnpackedToInt8Tensor")
+    scale = StoredPart("scale", spec("float32", 64), 256)
+    named = replace(wide, wrapper="IntxUnpackedToInt8Tensor", parts=(*wide.parts, scale))
     finding = one(precision.low_bits_in_wide_containers, Evidence(trace(named)))
     assert (finding.bytes, finding.layers, finding.values["count"]) == (4096, ("a",), 4096)
     assert finding.text().startswith("as-given: 4,096 weights have fewer than 8 bits each")
@@ -336,6 +348,7 @@ def test_what_is_said_of_a_peak(found: Outlook, where: str, advice: str) -> None
     assert where in finding.text("B") and advice in finding.text("B")
     assert finding.layers == ((found.peak_layer,) if found.peak_layer else ())
     assert finding.bytes == 1000
+    assert finding.values["temporary"] == found.roles.get("temporary", 0)
 
 
 # --- several GPUs
@@ -579,7 +592,9 @@ def test_kernels_that_copy_what_they_are_given() -> None:
         copy("c", "addmm", 16, hidden=True, after="channels last"),
         copy("d", "mm", 5, hidden=False),
     )
-    found = {finding.code: finding for finding in layout.findings(audit(last=copies))}
+    listed = layout.findings(audit(last=copies))
+    found = {finding.code: finding for finding in listed}
+    assert len(listed) == len(found)
     assert set(found) == {"channels-last-copies-more", "convolution-copies-back", "kernel-copies"}
     assert (found["convolution-copies-back"].bytes, found["kernel-copies"].bytes) == (8, 7)
     assert found["kernel-copies"].text("B") == (
