@@ -583,6 +583,20 @@ def test_max_split_size_keeps_large_expandable_blocks_from_small_requests():
     assert mebibytes(replay(events, config)) == [(80, [(40, None), (2, 1), (30, 2), (8, None)])]
 
 
+def test_of_equal_blocks_that_cannot_grow_the_first_serves():
+    events = [*allocated(*[5 * MiB] * 5), (1, -5 * MiB), (3, -5 * MiB), (5, 5 * MiB)]
+    # 25 of 40 MiB; the 15 at the end can grow, the 5 between live blocks cannot
+    assert mebibytes(replay(events, EXPANDABLE)) == [
+        (40, [(5, 0), (5, 5), (5, 2), (5, None), (5, 4), (15, None)]),
+    ]
+
+
+def test_a_request_beyond_an_eighth_of_the_card_has_a_stretch_that_holds_it():
+    # A card of 80 MiB has stretches of 90, rounded up to 100; one of 120 MiB would fail for its memory alone
+    result = replay([(0, 120 * MiB)], EXPANDABLE, capacity=80 * MiB)
+    assert (result.out_of_memory.event, result.out_of_memory.held.reserved) == (0, 0)
+
+
 # --- made-up streams of events
 sizes = st.one_of(
     st.integers(1, 4 * KiB),

@@ -115,6 +115,8 @@ def test_list_of_divisions():
         ("max_split_size_mb:2.5", "max_split_size_mb must be a whole number, got 2.5"),
         ("garbage_collection_threshold:0", "must lie between 0 and 1, got 0"),
         ("garbage_collection_threshold:1", "must lie between 0 and 1, got 1"),
+        ("per_process_memory_fraction:nan", "must lie between 0 and 1, got nan"),
+        ("max_split_size_mb=", "no allocator setting 'max_split_size_mb='"),
         ("per_process_memory_fraction:1.5", "must lie between 0 and 1, got 1.5"),
         ("per_process_memory_fraction:-0.5", "must lie between 0 and 1, got -0.5"),
         ("expandable_segments:false", "must be True or False, got false"),

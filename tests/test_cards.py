@@ -178,6 +178,28 @@ def test_a_card_of_each_generation(name, capability, size):
     assert (card(name).capability, card(name).bytes) == (capability, size)
 
 
+GENERATIONS = {
+    (6, 0): "Tesla P100 16GB", (6, 1): "GeForce GTX 1080 Ti", (7, 0): "Tesla V100 16GB, Tesla V100 32GB",
+    (7, 5): "Tesla T4, TITAN RTX, Quadro RTX 5000, Quadro RTX 8000", (8, 0): "A100 40GB, A100 80GB, A30",
+    (9, 0): "H100 80GB, H100 NVL, GH200 96GB, H200", (10, 0): "B200", (10, 3): "B300",
+    (8, 6): "A2, A10, A10G, A16, A40, RTX A2000 6GB, RTX A2000 12GB, RTX A4000, RTX A4500, RTX A5000, RTX A5500, "
+    "RTX A6000", (8, 9): "L4, L40, L40S", (12, 0): "RTX PRO 6000 Blackwell",
+}  # fmt: skip
+"""By NVIDIA's list of compute capabilities (developer.nvidia.com/cuda-gpus); GeForce RTX is by its series."""
+SERIES = {"20": (7, 5), "30": (8, 6), "40": (8, 9), "50": (12, 0)}
+
+
+@pytest.mark.parametrize("entry", [each for each in OF_A_MAKER if each.platform == "CUDA"], ids=lambda each: each.name)
+def test_a_cards_capability_is_that_of_its_generation(entry):
+    number = re.match(r"GeForce RTX (\d\d)", entry.name)
+    if number:
+        assert entry.capability == SERIES[number[1]]
+    elif entry.name.endswith(" Ada"):
+        assert entry.capability == (8, 9)
+    else:
+        assert entry.name in GENERATIONS[entry.capability].split(", ")
+
+
 def test_only_the_memory_is_known_where_cuda_does_not_run():
     for name, platform in [("mi300x", "ROCm"), ("m2 16gb", "MPS")]:
         entry = card(name)
