@@ -16,12 +16,12 @@ from memsize.precision.modelled import modelled
 from memsize.precision.recipes import apply_scenario
 from memsize.records.aggregates import Row, Totals, alive, own_rows, peak, split_phase, stored_dtypes, totals, visible
 from memsize.records.comparison import Change, Comparison
-from memsize.records.fit import Budget, FitRow
+from memsize.records.fit import Budget, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.gpu import Card, Interval
 from memsize.records.layout import Audit, Copy, LayerFormats, LayoutReport, Loss, Run, shortened
 from memsize.records.measurement import Entry, Log, Measurement, Peaks, Place, Stack, Workload, allocations, read
 from memsize.records.report import figures
-from memsize.records.roles import in_order, noun
+from memsize.records.roles import TITLES, in_order, noun
 from memsize.records.timeline import Phase, Summit, Timeline, courses
 from memsize.records.trace import Event, StoredPart, StoredTensor
 from memsize.records.verification import Alignment, Checked, Difference, Prediction, Verification
@@ -174,6 +174,63 @@ def test_roles_are_told_in_the_order_in_which_they_stay() -> None:
     ]  # fmt: skip
 
 
+def test_how_much_a_table_wants_to_show_a_role() -> None:
+    # What a step's peak is mostly made of is left out last; what there is little of, first
+    ascending = sorted(TITLES, key=lambda role: TITLES[role].weight)
+    assert ascending == [
+        "input", "output", "buffer", "workspace", "cast copy", "master weight", "optimizer state", "temporary",
+        "gradient", "activation", "parameter",
+    ]  # fmt: skip
+    assert [TITLES[role].weight for role in ascending] == [20, 30, 35, 40, 50, 54, 56, 57, 58, 59, 60]
+
+
+# --- tables for Python
+
+
+def test_the_tables_of_a_report_have_every_figure_by_its_name() -> None:
+    report = records.structures_report()
+    layers = report.layers.set_index("path")
+    assert list(layers.columns) == [
+        "type", "depth", "calls", "output", "stored_as", "parameters", "trainable", "parameter_bytes", "buffer_bytes",
+        "attribute_bytes", "output_bytes", "saved_bytes", "cast_bytes", "marks",
+    ]  # fmt: skip
+    # the token and the position and the table of the model itself: 4 · 4 B, 5 · 8 B and 4 · 4 B
+    assert layers.loc[""].tolist()[:11] == ["Tiny", 0, 1, "float32[1,5,4]", "float32", 4, 4, 16, 40, 16, 80]
+    assert layers.loc["norm"].tolist() == [
+        "LayerNorm", 1, 1, "float32[1,5,4]", "float32", 4, 0, 16, 0, 0, 80, 120, 0, "frozen",
+    ]  # fmt: skip
+    tensors = report.tensors.set_index("name")
+    assert list(tensors.columns) == [
+        "kind", "layer", "dtype", "stored_as", "shape", "elements", "bytes", "reported_bytes", "trainable", "tied_to",
+        "wrapper", "used", "differentiable",
+    ]  # fmt: skip
+    assert tensors.loc["head.weight"].tolist() == [
+        "parameter", "head", "float32", "float32", (7, 4), 28, 0, 112, True, "embed.weight", None, True, True,
+    ]  # fmt: skip
+    shares = records.toy_report().scenarios
+    assert shares.loc["fp16", ["parameter_bytes", "parameter_bytes_of_fp32"]].tolist() == [18_447_802, 0.5]
+    assert shares.loc["int8-static", "status"] == "unavailable"
+    assert str(shares["saved_bytes"].dtype) == "Int64"
+
+
+def test_the_tables_of_a_fit_keep_counts_that_are_missing() -> None:
+    row = FitRow("fp32", "title", "X", 63, "none", looked=(1,))
+    remedies = (
+        RemedyRow("fused", "a fused optimizer", "none", "nothing", "fits", 50, 20),
+        RemedyRow("ema", "no average", "less accurate", "training", "not here", reason="there is none"),
+    )
+    fit = Fit("m", (), "batch", (), (row,), remedied=Remedied("fp32", "X", 8, 63, 70, remedies))
+    assert {str(fit.rows[name].dtype) for name in ("size", "budget", "peak", "headroom", "per_step", "fixed")} == {
+        "Int64"
+    }
+    assert fit.rows.iloc[0][["budget", "status"]].tolist() == [63, "none"]
+    table = fit.remedies
+    assert list(table.columns) == ["name", "title", "cost", "outcome", "peak", "saved", "reason"]
+    assert table.iloc[0].tolist()[:6] == ["fused", "a fused optimizer", "none", "fits", 50, 20]
+    assert [str(table[name].dtype) for name in ("peak", "saved")] == ["Int64", "Int64"]
+    assert len(replace(fit, remedied=None).remedies) == 0
+
+
 # --- two models
 
 
@@ -228,6 +285,16 @@ def test_a_layer_of_a_layout_has_its_own_copies() -> None:
     audit = Audit("m", (), "fp32", True, Run((), (copy("a", 3),)), last)
     assert (last.copied, last.copied_in("a"), last.copied_in("")) == (23, 16, 0)
     assert shortened(("either", "other", "either")) == ("either", "other")
+    assert LayoutReport(audit).copies.iloc[0].to_dict() == {
+        "layer": "a",
+        "op": "clone",
+        "tensor": "float32[1]",
+        "before": "row-major",
+        "after": "channels last",
+        "bytes": 5,
+        "hidden": False,
+        "place": "",
+    }
     assert LayoutReport(audit).layers.to_dict("records") == [
         {
             "path": "a",
@@ -316,6 +383,14 @@ def test_a_verification_lists_every_run_and_every_difference() -> None:
     found = Verification((checked(), checked()), alignment=Alignment(1, 2, 1, (one,)))
     assert len(found.comparisons) == 8 and len(found.figures) == 8
     assert found.differences.iloc[0].tolist()[:4] == ["real only", "forward", "a", "mm"]
+    assert list(found.differences.columns) == ["difference", "phase", "layer", "op", "predicted", "measured", "at_peak"]
+    assert found.differences.iloc[0].tolist()[5:] == [7, True]
+    assert {str(found.differences[name].dtype) for name in ("predicted", "measured")} == {"Int64"}
+    assert list(found.figures.columns) == [
+        "figure", "benchmark", "predicted", "predicted_most", "measured", "difference", "share",
+    ]  # fmt: skip
+    assert found.figures.iloc[0].tolist() == ["requested", True, 90, 95, 100, -5, -0.05]
+    assert {str(found.figures[name].dtype) for name in ("measured", "difference")} == {"Int64"}
     assert len(Verification((checked(),)).differences) == 0
     assert found.saved().measurements == (checked().measurement,) * 2
 
@@ -384,6 +459,7 @@ def test_phases_and_steps_of_a_timeline() -> None:
 def test_a_moment_has_its_layer_and_the_roles_that_are_alive() -> None:
     found = line(1, 1, layer=(1, -1), live={"input": (1, 0), "output": (0, 2)})
     assert found.moment(0) == Summit(0, 1, "a", "op0", {"input": 1})
+    assert line(1, layer=(0,)).moment(0).layer == ""
     assert found.moment(1) == Summit(1, 2, None, "op1", {"output": 2})
     assert found.table()["layer"] == ("a", None)
     assert found.table()["step"] == (None, None)
@@ -394,6 +470,9 @@ def test_a_release_of_a_parent_ends_its_childs_stretch() -> None:
     found = line(4, -1, 2, -1, layer=(2, 1, 1, -1))
     assert [(s.layer, s.start, s.stop) for s in found.stretches(10)] == [("a.b", 0, 2), ("a", 2, 3), (None, 3, 4)]
     assert [(s.layer, s.start, s.stop) for s in found.stretches(2)] == [("a", 0, 3), (None, 3, 4)]
+    assert len(line(4, 0, layer=(2, 1)).stretches(10)) == 2  # only a release belongs to what is inside
+    assert [s.layer for s in line(4, 1, layer=(2, 3)).stretches(2)] == ["a.b", "c"]
+    assert [s.layer for s in line(4, 1, 1, layer=(2, 3, 0)).stretches(2)] == [""]
     beside = line(4, -1, layer=(3, 1))
     assert len(beside.stretches(10)) == 2
 
