@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +133,17 @@ def test_rows_stop_at_the_depth_asked_for() -> None:
         ("a.b", 8, 4),
     ]
     assert [row.path for row in visible(trace, 3)] == ["", "a", "a.b", "a.b.t", "a.b.c"]
+
+
+def test_a_tensor_that_is_not_registered_has_a_row_even_in_a_leaf() -> None:
+    held = (stored("a.table", "float32", 2, kind="attribute"), stored("a.mean", "float32", 3, kind="buffer"))
+    trace = replace(records.toy(), layers=(layer("", "Net", leaf=False), layer("a", "Linear")), tensors=held)
+    assert [(row.path, row.attribute_bytes, row.buffer_bytes) for row in visible(trace)] == [
+        ("a", 0, 12),
+        ("a.table", 8, 0),
+    ]
+    assert [row.path for row in visible(trace, 1)] == ["a"]  # below the cut it is part of its module
+    assert not any(asdict(Totals()).values())
 
 
 @pytest.mark.parametrize(
@@ -473,6 +484,7 @@ def test_a_release_of_a_parent_ends_its_childs_stretch() -> None:
     assert len(line(4, 0, layer=(2, 1)).stretches(10)) == 2  # only a release belongs to what is inside
     assert [s.layer for s in line(4, 1, layer=(2, 3)).stretches(2)] == ["a.b", "c"]
     assert [s.layer for s in line(4, 1, 1, layer=(2, 3, 0)).stretches(2)] == [""]
+    assert [s.layer for s in line(1, 1, 1, layer=(2, -1, 2)).stretches(1)] == ["", None, ""]  # no coarser than that
     beside = line(4, -1, layer=(3, 1))
     assert len(beside.stretches(10)) == 2
 
