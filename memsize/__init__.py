@@ -18,6 +18,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from memsize.version import VERSION
+
 if TYPE_CHECKING:
     from memsize.analysis.step import StepTrace
     from memsize.api import audit_layout, compare, fit, read_checkpoint, report, shape_rule, trace, verify
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from memsize.records.verification import Verification
     from memsize.spec.training import Training
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CheckpointError",

@@ -240,10 +240,10 @@ def verify(
     Raises `InputError` where there is no GPU, or the file is no measurement of this step; and `TargetError`,
     `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
-    from memsize.records.measurement import read
+    from memsize.records.verification import read_measurements
 
     asked, say, trained = scenario_named(scenario), progress or (lambda _: None), _training(train)
-    saved = None if against is None else read(os.fspath(against))
+    saved = None if against is None else read_measurements(os.fspath(against))
     if saved is None:
         # Before anything else: this may be all there is to say, and it must see the device untouched.
         from memsize.analysis.verify.cuda_memory import CudaGauge
@@ -337,10 +337,10 @@ def read_checkpoint(
     found = CheckpointReport(read(path))
     if against is None:
         return found
-    from memsize.checkpoint.against import compared, expected_from
+    from memsize.checkpoint.state_dict_diff import compared, expected_from
 
     with _loaded(against, arguments or {}, lambda _: None) as (name, model, *_):
-        return CheckpointReport(found.contents, compared(found.anatomy, expected_from(model), name))
+        return CheckpointReport(found.contents, compared(found.breakdown, expected_from(model), name))
 
 
 def _as_trace(subject: Any, input_size: InputSize | None, options: dict[str, Any]) -> Trace:
@@ -422,7 +422,7 @@ def _feed(
 def _maker_of(data: Any) -> InputMaker | None:
     """What makes the inputs where `data` is a function or names one."""
     from memsize.loading import load_inputs
-    from memsize.loading.functions import input_maker
+    from memsize.loading.inputs import input_maker
 
     if isinstance(data, str):
         return load_inputs(data)

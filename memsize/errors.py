@@ -14,10 +14,7 @@ caused it, where there is one, is kept as `__cause__`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from memsize.records.trace import Trace
+from typing import Any
 
 
 class MemsizeError(Exception):
@@ -45,8 +42,11 @@ class OutputError(MemsizeError):
 
 
 class ForwardError(MemsizeError):
-    """The model's own forward failed. `trace` holds the layers that ran before it did."""
+    """The model's own forward failed. `trace` holds the layers that ran before it did.
 
-    def __init__(self, message: str, trace: Trace | None = None) -> None:
+    It is a `memsize.records.trace.Trace`, or None where nothing ran; records lie above errors, hence the annotation.
+    """
+
+    def __init__(self, message: str, trace: Any = None) -> None:
         super().__init__(message)
         self.trace = trace

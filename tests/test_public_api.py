@@ -1,4 +1,4 @@
-"""The public names: those that the README lists, documented, and cheap to import."""
+"""The public names: those that docs/python.md lists, documented, and cheap to import."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 import memsize
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 
 
 def documented() -> set[str]:
-    """The names in the README's table of what is in `memsize`."""
-    table = README.read_text(encoding="utf-8").partition("| name in `memsize` |")[2].partition("\n\n")[0]
+    """The names in the page's table of what is in `memsize`."""
+    table = PAGE.read_text(encoding="utf-8").partition("| name in `memsize` |")[2].partition("\n\n")[0]
     return {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1:2][0] or "")}
 
 
-def test_all_names_are_those_that_the_readme_lists() -> None:
+def test_all_names_are_those_that_the_page_lists() -> None:
     assert set(memsize.__all__) == documented()
     assert list(memsize.__all__) == sorted(memsize.__all__)
 

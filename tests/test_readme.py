@@ -1,11 +1,14 @@
-"""The README does what it says: its commands and examples run and print what it shows, and it leaves nothing out.
+"""The README and the pages of docs/ do what they say: their examples print what is shown, and nothing is left out.
 
-Commands of ``console`` blocks run in a terminal of 100 columns, ``python`` blocks in one interpreter in their order.
-``text`` blocks show what they print. All run in a folder that holds `notebooks/model.py` and a checkpoint, `last.pt`.
-What they print must be what is shown, line by line; a line ``…`` stands for any number of lines. ``sh`` blocks
-(installation, make) are not run.
+On each page, ``console`` blocks run in a terminal of 100 columns, then the ``python`` blocks, in their order, in one
+interpreter. A ``text`` block shows what the ``python`` block before it prints, and a ``python`` block that begins with
+``# name.py`` is that file instead. All run in a folder with `notebooks/model.py`, `benchmarks/resnet.py` and a
+checkpoint, `last.pt`. The output must be what is shown, line by line; a line ``…`` stands for any number of lines.
+``sh`` and ``py`` blocks are not run, because they need a network, a GPU or a model of the reader's, but every `memsize`
+command in them is parsed.
 
-`MEMSIZE_GOLDEN=write pytest tests/test_readme.py` writes what is printed into the README; read the difference.
+The README runs with every test run, the other pages with ``-m slow``.
+`MEMSIZE_GOLDEN=write pytest tests/test_readme.py -m ""` writes the output into the pages; review the difference.
 """
 
 from __future__ import annotations
@@ -14,69 +17,80 @@ import ast
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
 import torch
 
 from memsize import cli
+from memsize.cli.session import Session
 from memsize.documents.layers import COLUMNS, layer_table
 from memsize.records.report import Report
-from memsize.records.trace import Trace
+from memsize.records.trace import Role, Trace
 from memsize.spec.scenario import DEFAULT, SCENARIOS
 from tests.conftest import ROOT
 from tests.models import Toy
 
 README = ROOT / "README.md"
-TEXT = README.read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+PAGES = (README, *sorted(DOCS.glob("*.md")))
 WRITE = os.environ.get("MEMSIZE_GOLDEN") == "write"
 WIDTH = 100
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (\w+\.py)\n")
 MARK = "--- end of a block ---"
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A command or a piece of Python, and what the README shows of its output (None: nothing is shown)."""
+    """A command or a piece of Python, and the output that its page shows (None: no output is shown)."""
 
     kind: str
     code: str
     shown: str | None
 
 
-def examples() -> Iterator[Example]:
-    blocks = [(match[1], match[2]) for match in BLOCK.finditer(TEXT)]
-    for (kind, text), (following, output) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """The fenced blocks of a page: language and text."""
+    return [(match[1], match[2]) for match in BLOCK.finditer(text_of(page))]
+
+
+def examples(page: Path) -> Iterator[Example]:
+    found = blocks(page)
+    for (kind, text), (following, output) in zip(found, [*found, ("", "")][1:], strict=True):
         if kind == "console":
             command, _, shown = text.partition("\n")
             yield Example(kind, command.removeprefix("$ "), shown)
-        elif kind == "python":
+        elif kind == "python" and not FILE.match(text):
             yield Example(kind, text, output if following == "text" else None)
 
 
-EXAMPLES = tuple(examples())
-
-
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[Example, str]:
-    """What every example prints, the commands first: a script may read what a command wrote."""
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "notebooks").mkdir()
-    shutil.copy(ROOT / "notebooks" / "model.py", folder / "notebooks")
+def printed(page: Path, folder: Path) -> dict[Example, str]:
+    """What each example of a page prints; the commands run first, because a script may read what a command wrote."""
+    for name in ("notebooks/model.py", "benchmarks/resnet.py"):
+        (folder / name).parent.mkdir()
+        shutil.copy(ROOT / name, folder / name)
     torch.save(Toy().half().state_dict(), folder / "last.pt")
-    found = {example: in_terminal(example.code, folder) for example in EXAMPLES if example.kind == "console"}
-    python = [example for example in EXAMPLES if example.kind == "python"]
+    for kind, text in blocks(page):
+        if kind == "python" and (name := FILE.match(text)):
+            (folder / name[1]).write_text(text, encoding="utf-8")
+    found = list(examples(page))
+    outputs = {example: in_terminal(example.code, folder) for example in found if example.kind == "console"}
+    python = [example for example in found if example.kind == "python"]
     code = f"\nprint({MARK!r})\n".join(example.code for example in python)
-    found |= zip(python, in_python(code, folder).split(f"{MARK}\n"), strict=True)
-    if WRITE:
-        write(found)
-    return found
+    return outputs | dict(zip(python, in_python(code, folder).split(f"{MARK}\n"), strict=True) if python else {})
 
 
 def in_terminal(command: str, folder: Path) -> str:
@@ -120,20 +134,16 @@ def in_python(code: str, folder: Path) -> str:
     return done.stdout
 
 
-def write(printed: dict[Example, str]) -> None:
+def write(page: Path, outputs: dict[Example, str]) -> None:
     """Put what is printed below each example; one that is shown in part is for a person to change."""
-    text = TEXT
-    for example, output in printed.items():
-        output = trimmed(output)
-        if "…\n" in (example.shown or ""):
+    text = text_of(page)
+    for example, output in outputs.items():
+        if example.shown is None or "…\n" in example.shown:
             continue
-        if example.kind == "console":
-            start = f"```console\n$ {example.code}\n"
-            text = text.replace(f"{start}{example.shown}```", f"{start}{output}```")
-        elif example.shown is not None:
-            start = f"```python\n{example.code}```\n\n```text\n"
-            text = text.replace(f"{start}{example.shown}```", f"{start}{output}```")
-    README.write_text(text, encoding="utf-8")
+        start = f"```console\n$ {example.code}\n" if example.kind == "console" else f"{example.code}```\n\n```text\n"
+        assert f"{start}{example.shown}```" in text, example.code
+        text = text.replace(f"{start}{example.shown}```", f"{start}{trimmed(output)}```")
+    page.write_text(text, encoding="utf-8")
 
 
 def trimmed(text: str) -> str:
@@ -141,29 +151,60 @@ def trimmed(text: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.code.splitlines()[0])
-def test_prints_what_is_shown(example: Example, printed: dict[Example, str]) -> None:
-    if example.shown is None or WRITE:
-        return
-    parts = trimmed(example.shown).split("…\n")
-    pattern = ".*".join(re.escape(part) for part in parts)
-    assert trimmed(printed[example]) == trimmed(example.shown) or re.fullmatch(
-        pattern, trimmed(printed[example]), re.DOTALL
-    )
+def agrees(shown: str, output: str) -> bool:
+    pattern = ".*".join(re.escape(part) for part in shown.split("…\n"))
+    return shown == output or re.fullmatch(pattern, output, re.DOTALL) is not None
+
+
+RUN = [
+    pytest.param(page, marks=() if page == README else pytest.mark.slow, id=page.name)
+    for page in PAGES
+    if any(examples(page))
+]
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
+    outputs = printed(page, tmp_path)
+    if WRITE:
+        write(page, outputs)
+    shown = {example.code: trimmed(example.shown) for example in examples(page) if example.shown is not None}
+    real = {example.code: trimmed(output) for example, output in outputs.items()}
+    wrong = [code for code, text in shown.items() if not agrees(text, real[code])]
+    assert {code: real[code] for code in wrong} == {code: shown[code] for code in wrong}
 
 
 def test_there_is_something_to_run() -> None:
-    kinds = [example.kind for example in EXAMPLES]
-    assert kinds.count("console") >= 3 and kinds.count("python") >= 3
-    assert EXAMPLES[0].code == "memsize report notebooks/model.py:Test --input 3,64,64"
+    kinds = [example.kind for example in examples(README)]
+    assert kinds.count("console") >= 3 and kinds.count("python") >= 2
+    assert next(examples(README)).code == "memsize report notebooks/model.py:Test --input 3,64,64"
+    assert len(RUN) >= 8
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Every `memsize` command line on a page, with the page's name."""
+    for page in PAGES:
+        for line in (line for kind, text in blocks(page) if kind in ("sh", "console") for line in text.splitlines()):
+            if line.startswith(("memsize ", "$ memsize ")):
+                yield page.name, line.removeprefix("$ ")
+
+
+@pytest.mark.parametrize(("page", "line"), [*commands()])
+def test_every_command_can_be_parsed(page: str, line: str) -> None:
+    """Options are read and checked as far as they can be without building a model."""
+    name, *arguments = shlex.split(line, comments=True)[1:]
+    context = click.Context(cli.memsize, obj=Session())
+    command = cli.memsize.get_command(context, name)
+    assert command is not None, page
+    command.make_context(name, arguments, parent=context)
 
 
 # Nothing is left out, and nothing is made up.
 
 
-def rows(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading of the README, its own heading left out."""
-    section = TEXT.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the tables below a heading of a page, without the tables' headings."""
+    section = text_of(DOCS / page).partition(f"## {heading}\n")[2].partition("\n## ")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"][
         2:
     ]
@@ -174,30 +215,44 @@ def quoted(cells: list[list[str]], column: int) -> list[str]:
 
 
 def test_every_scenario_is_documented() -> None:
-    assert quoted(rows("Scenarios"), 0) == list(SCENARIOS)
-    usual = TEXT.partition("Without `--scenario`")[2].partition("\n\n")[0]
+    text = text_of(DOCS / "scenarios.md").partition("\n## ")[0]
+    assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == list(SCENARIOS)
+    usual = text.partition("Without `--scenario`")[2].partition("\n\n")[0]
     assert tuple(dict.fromkeys(re.findall(r"`([\w-]+)`", usual))) == DEFAULT
 
 
 def test_every_column_is_documented() -> None:
-    documented = {row[1].strip("`"): row[0] for row in rows("How to read it")}
+    documented = {row[1].strip("`"): row[0] for row in rows("report.md", "The layer table")}
     empty = Report("", Trace("", "as-given", True, None, "", (), (), ()))
     assert documented == {column.key: column.title for column in layer_table(empty, columns=COLUMNS).columns}
+
+
+def has_option(text: str, option: str) -> bool:
+    return re.search(rf"(?<![\w-]){option}(?![\w-])", text) is not None
+
+
+SHARED = ("report.md", "peaks.md", "targets.md")
+"""The pages of the options that several commands have; each command's own options are on its own page."""
 
 
 def test_every_option_is_documented() -> None:
     context = click.Context(cli.memsize)
     known = {"--help", "--version"}
+    shared = "\n".join(map(text_of, [DOCS / name for name in SHARED]))
     for name in cli.memsize.list_commands(context):
         command = cli.memsize.get_command(context, name)
         assert command is not None
-        assert f"memsize {name}" in TEXT
-        options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-        for option in options:
+        text = text_of(DOCS / f"{name}.md")
+        assert f"`memsize {name}`" in text and f"`memsize {name}`" in text_of(README)
+        for option in (parameter for parameter in command.params if isinstance(parameter, click.Option)):
             known |= {*option.opts, *option.secondary_opts}
-            assert any(re.search(rf"(?<![\w-]){opt}(?![\w-])", TEXT) for opt in option.opts), option.opts
-    prose = "\n".join(line for line in TEXT.splitlines() if "memsize" in line or line.startswith("|"))
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", prose)) <= known
+            assert any(has_option(text + shared, each) for each in option.opts), (name, option.opts)
+    lines = [line for page in PAGES for line in text_of(page).splitlines() if "memsize" in line or line.startswith("|")]
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "\n".join(lines))) <= known | OTHERS
+
+
+OTHERS = {"--index-url", "--page", "--resume"}
+"""Options of other programs on the same lines."""
 
 
 def codes(*sources: Path) -> set[str]:
@@ -213,11 +268,10 @@ def codes(*sources: Path) -> set[str]:
 
 def test_every_finding_is_documented() -> None:
     of_formats = ROOT / "memsize" / "analysis" / "findings" / "layout.py"
-    assert set(quoted(rows("Memory formats"), 0)) == codes(of_formats) - {"row-major"}
+    assert set(quoted(rows("layout.md", "Findings"), 0)) == codes(of_formats) - {"row-major"}
     known = codes(*set((ROOT / "memsize" / "analysis" / "findings").glob("*.py")) - {of_formats})
     assert "amp-keeps-fp32-parameters" in known
-    assert set(quoted(rows("Findings"), 0)) == known
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = text_of(DOCS / "findings.md")
     of_two = codes(ROOT / "memsize" / "analysis" / "compare.py")
     assert set(re.findall(r"^### `(.+)`$", page, re.MULTILINE)) == known | of_two
     of_files = codes(ROOT / "memsize" / "checkpoint" / "findings.py")
@@ -237,19 +291,47 @@ def fields(value: object) -> Iterator[str]:
 
 
 def test_every_field_of_the_json_is_documented() -> None:
-    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"`(\w+)`", page))
+    documented = set(re.findall(r"`(\w+)`", text_of(DOCS / "json.md")))
     for golden in (ROOT / "tests" / "golden").glob("*.json"):
         assert set(fields(json.loads(golden.read_text(encoding="utf-8")))) <= documented, golden.name
 
 
 def test_every_make_target_exists() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`make (?:\w+=\S+ )?(\w+)`|^make (\w+)", TEXT, re.MULTILINE):
+    makefile = text_of(ROOT / "Makefile")
+    written = text_of(README) + text_of(DOCS / "development.md")
+    targets = re.findall(r"`make (?:\w+=\S+ )?(\w+)`|^make (\w+)", written, re.MULTILINE)
+    assert targets
+    for target in targets:
         assert f"\n{''.join(target)}:" in makefile
 
 
-@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """What links may name after ``#``: the headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+LINKED = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "zoo" / "results.md")
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        assert link.startswith("https://") or (page.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text_of(page)):
+        if link.startswith("https://"):
+            continue
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = re.findall(r"^- \[.+?\]\((\w+)\.md\)", text_of(DOCS / "index.md"), re.MULTILINE)
+    assert sorted([*listed, "index"]) == [page.stem for page in PAGES if page != README]
+
+
+def test_the_glossary_has_every_role() -> None:
+    assert {row[0] for row in rows("glossary.md", "Roles")} == set(get_args(Role))
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(README).splitlines()) <= 250

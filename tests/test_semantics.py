@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memsize.cuda.attention import Attention, choose_backend
 from memsize.cuda.autocast import autocast_region
+from memsize.cuda.kernels import kernel_temporaries
 from memsize.cuda.region import cuda_semantics
 from memsize.cuda.semantics import current
-from memsize.cuda.temporaries import kernel_scratch
 from memsize.internals.dispatch_key import KEY, suspended
 from memsize.tracing.ledger import Ledger
 
@@ -640,7 +640,7 @@ def test_heads_that_share_keys_have_gradients_of_their_own_inside() -> None:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     taken = [
         each.bytes
-        for each in kernel_scratch(
+        for each in kernel_temporaries(
             backward, (query.transpose(1, 2).contiguous().transpose(1, 2), query, shared, shared)
         )
     ]
@@ -673,11 +673,11 @@ def test_cudnn_attention_takes_one_workspace(
     other = meta(2, 200, 8, 64, dtype=BF16).transpose(1, 2)
     given = (query, keys, keys, out, None, None, None, None, None, None, 200, 300, dropout, False)
     with cuda_semantics(capability=capability):
-        there = kernel_scratch(CUDNN_FORWARD, (query, keys, keys, None, True, dropout))
+        there = kernel_temporaries(CUDNN_FORWARD, (query, keys, keys, None, True, dropout))
         assert [each.bytes for each in there] == forward
-        assert [each.bytes for each in kernel_scratch(CUDNN_BACKWARD, (query, *given))] == [backward]
+        assert [each.bytes for each in kernel_temporaries(CUDNN_BACKWARD, (query, *given))] == [backward]
         # a gradient in another order than the output's is brought into that first
-        taken = [each.bytes for each in kernel_scratch(CUDNN_BACKWARD, (other, *given))]
+        taken = [each.bytes for each in kernel_temporaries(CUDNN_BACKWARD, (other, *given))]
         assert taken == [2 * 2 * 8 * 200 * 64, backward]
 
 

@@ -262,7 +262,7 @@ def test_json_comes_back_as_it_went(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [[], {}, {"schema": "memsize.analysis.timeline/0"}, {"schema": "memsize.analysis.timeline/1", "op": 1}]
+    "data", [[], {}, {"schema": "memsize.analysis.timeline/0"}, {"schema": "memsize.timeline/1", "op": 1}]
 )
 def test_other_data_is_no_timeline(data: object) -> None:
     with pytest.raises(InputError, match="not a memsize timeline"):

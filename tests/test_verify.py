@@ -52,7 +52,7 @@ from memsize.records.measurement import (
     log_of,
     read,
 )
-from memsize.records.verification import Checked, Difference, Prediction, Verification, off_by
+from memsize.records.verification import Checked, Difference, Prediction, Verification, off_by, read_measurements
 from memsize.render import FORMATS
 from memsize.render.verification import render
 from memsize.spec.inputs import parse_inputs
@@ -564,10 +564,14 @@ def test_decode_inverts_encode(saved: Saved) -> None:
 
 def test_a_measurement_with_everything_comes_back(tmp_path: Path) -> None:
     found = checked(case(perceptron(), "64", train=SGD))
-    found.save(tmp_path / "m.json")
+    (tmp_path / "m.json").write_text(json.dumps(encode(found.saved())))
     assert read(tmp_path / "m.json").measurements == tuple(run.measurement for run in found.runs)
     assert read(tmp_path / "m.json") == found.saved()
     assert found.saved(logs=False).measurements[0].log is None
+    found.save(tmp_path / "run.memsize")
+    assert (
+        read_measurements(str(tmp_path / "run.memsize")) == found.saved() == read_measurements(str(tmp_path / "m.json"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -772,9 +776,9 @@ def test_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with stood_in(monkeypatch):
         found = memsize.verify(model, (16,), batch_size=2, train=SGD)
     assert isinstance(found, memsize.Verification)
-    found.save(tmp_path / "m.json")
+    found.save(tmp_path / "m.memsize")
     found.to_json(tmp_path / "v.json")
-    again = memsize.verify(model, (16,), batch_size=2, train=SGD, against=tmp_path / "m.json")
+    again = memsize.verify(model, (16,), batch_size=2, train=SGD, against=tmp_path / "m.memsize")
     assert again.comparisons == found.comparisons
     assert any("measured on" in note for note in again.notes)
 

@@ -3,6 +3,6 @@
 suite     the one table of workloads
 outcomes  what one of them came to, and the file of a GPU and stack
 figures   how good the predictions are, and how good they are to be
-table     the same as the README shows it
+table     the same as docs/accuracy.md shows it
 lanes     the processes that measure
 """

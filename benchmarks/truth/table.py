@@ -1,4 +1,4 @@
-"""The accuracy table of the README: predicted beside measured, one column of each for every GPU and stack.
+"""The accuracy table of docs/accuracy.md: predictions compared with measurements, for every GPU and stack.
 
 python -m benchmarks.truth.table
 """

@@ -10,16 +10,17 @@ from torch import nn
 
 from benchmarks.zoo.case import BATCH, Case
 from benchmarks.zoo.counting import counted
+from benchmarks.zoo.inputs import inputs
 from memsize.errors import TargetError
-from memsize.loading.hubs.library import quiet
+from memsize.loading.hubs import quiet
 
 LAYERS = 2
 """Layers that are left of each stack: more are more of the same. As many more as it takes to have one of each kind."""
 
 ABOUT = (
-    f"transformers: every model type whose config can be made with defaults, with {LAYERS} layers of each stack and "
-    "one of each kind of layer, or as it is where it does not run so. What transformers itself cannot build or run "
-    "with its own defaults is listed apart."
+    f"transformers: every model type whose config has defaults, with {LAYERS} layers per stack and one of each kind of "
+    "layer, or unmodified if that does not run. Models that transformers itself cannot build or run with its defaults "
+    "are listed separately."
 )
 DISTRIBUTIONS = ("transformers",)
 
@@ -135,14 +136,13 @@ def refusal(case: Case) -> str:
 
 
 def _fails(model: Any, case: Case) -> bool:
-    """Whether transformers' own model fails too, with the inputs that memsize gives it."""
-    from memsize.loading import load
-    from memsize.spec.request import Request
+    """Whether transformers' own model fails too, with the inputs that it is given here."""
+    from memsize.loading import Request, load
 
-    maker = load(case.target, case.arguments).inputs
+    own, maker = inputs(case), load(case.target, case.arguments).inputs
     assert maker is not None  # a library's model comes with one
     try:
-        given: Any = maker.make(Request(BATCH, training=False))
+        given: Any = own(BATCH, False) if own else maker.make(Request(BATCH, training=False))
         with torch.device("meta"), torch.no_grad():
             model.eval()(**{name: value.to("meta") for name, value in given.items()})
     except Exception:  # whatever its code raises

@@ -19,11 +19,12 @@ _LONGEST_TARGET, _LONGEST_CAUSE = 80, 240
 
 _TITLES = ("library", "models", "inference", "training step", "parameter counts equal", "refused by the library")
 
-_PAGE = """# The zoo
+_PAGE = """# Models that run
 
-Every model that a library knows by name is run through memsize by that name, without weights: one inference in
-evaluation mode and one training step with AdamW, on a batch of {batch} of the inputs that memsize makes. Its parameters
-are counted against those of the model that the library's own constructor makes.
+memsize runs every model that a library knows by name, without weights: one inference in evaluation mode and one
+training step with AdamW, on a batch of {batch} of the inputs that memsize creates or, for the few types unlike any
+other, those of `benchmarks/zoo/inputs.py`. It compares the number of parameters with that of the model that the
+library's own constructor builds.
 
     {command}
 
@@ -33,23 +34,22 @@ With {versions}:
 
 {libraries}
 
-torchvision's detectors run operators that are compiled for one build of torch. Where they cannot be loaded the script
-declares them, which is all that a run without data needs; `memsize` itself asks for a torchvision that can be imported.
+torchvision's detectors run operators that are compiled for one build of torch. If they cannot be loaded, the script
+declares them, which is enough for a run without data; `memsize` itself needs a torchvision that can be imported.
 
-## What failed, and why
+## Failures
 
 {failures}
 
 ## What the library itself refuses
 
-Models that their own library cannot build or run with its own defaults. They are not counted above.
+Models that their own library cannot build or run with its defaults. They are not counted above.
 
 {refused}
 
-## The slowest
+## The slowest models
 
-Seconds of processor time that one call of `memsize.trace` takes: it builds the model, runs it, and follows what a GPU's
-allocator would do.
+CPU seconds of one call of `memsize.trace`, which builds the model, runs it, and simulates the GPU's allocator.
 
 {slowest}
 """
@@ -120,7 +120,7 @@ def page(found: Sequence[Outcome]) -> str:
     libraries = [library for library in FILES if any(o.case.library == library for o in found)]
     asked = [] if libraries == list(FILES) else libraries
     return _PAGE.format(
-        command=" ".join(("python -m benchmarks.zoo", *asked, "--page docs/zoo.md")),
+        command=" ".join(("python -m benchmarks.zoo", *asked, "--page benchmarks/zoo/results.md")),
         batch=BATCH,
         versions=f"torch {version('torch')} and Python {platform.python_version()}",
         summary=summary(found, "github"),

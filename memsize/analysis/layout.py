@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memsize.cuda.copies import format_for, is_last, kernel_copies
+from memsize.cuda.convolution import format_for, is_last
+from memsize.cuda.kernels import kernel_copies
 from memsize.internals.isolation import collector_paused
 from memsize.internals.pytree import map_tensors, tensors_in
 from memsize.meta_kernels import strides as layout

@@ -41,13 +41,13 @@ class _Commands(click.Group):
 @click.version_option(package_name="memsize", message="%(prog)s %(version)s")
 @click.pass_context
 def memsize(context: click.Context) -> None:
-    """What each byte of a PyTorch model belongs to, and why it did or didn't shrink.
+    """Show what each byte of a PyTorch model is for, and why it did or didn't shrink.
 
     \b
     Start with:
       memsize report model.py:Net --input 3,64,64
 
-    It needs no GPU: the model's own forward runs on tensors that hold no numbers.
+    No GPU needed: the model's own forward runs on meta tensors, which hold no values.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -1,4 +1,4 @@
-"""`memsize checkpoint`: what a file weighs, and why."""
+"""`memsize checkpoint`: what takes up the space in a file, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memsize.loading.target import parse_target
 
 
 @click.command(
-    short_help="What a checkpoint file weighs, and why.",
+    short_help="Show what takes up the space in a checkpoint file.",
     epilog="""\b
     Examples:
       memsize checkpoint last.ckpt
@@ -32,14 +32,16 @@ from memsize.loading.target import parse_target
     "--against",
     "target",
     metavar="TARGET",
-    help="Compare with the tensors of this model: model.py:Net, as memsize report takes it.",
+    help="Compare with the tensors of this model, a target of memsize report such as model.py:Net.",
 )
-@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of that model's constructor.")
+@click.option(
+    "--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument for its constructor. Repeatable."
+)
 @click.option(
     "--depth",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Show modules down to this depth below their part. [default: as deep as it fits]",
+    help="Show modules down to this depth within each part. [default: a readable number of rows]",
 )
 @output_options
 def checkpoint(
@@ -49,10 +51,10 @@ def checkpoint(
     depth: int | None,
     output: Destination,
 ) -> None:
-    """What FILE weighs, and why: parts, dtypes, modules, and every byte that is no tensor's.
+    """Show what takes up the space in FILE: parts, dtypes, modules, and every byte outside the tensors.
 
-    FILE is what torch.save writes (.pt, .pth, .bin, .ckpt), safetensors, GGUF, an index.json of several files, or a
-    folder with one of these. Only headers are read, and nothing that a pickle names is run.
+    FILE is a file written by torch.save (.pt, .pth, .bin, .ckpt), a safetensors or GGUF file, an index.json of several
+    files, or a folder with one of these. Only headers are read, and nothing that a pickle names is run.
     """
     from memsize.checkpoint.formats import render
 

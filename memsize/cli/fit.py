@@ -1,4 +1,4 @@
-"""`memsize fit`: the largest batch, and what would make it fit."""
+"""`memsize fit`: the largest batch that fits, and what would make a larger one fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memsize.spec.vary import parse_vary
 
 
 @click.command(
-    short_help="The largest batch that fits, and what would make it fit.",
+    short_help="Find the largest batch that fits, and how to fit a larger one.",
     epilog="""\b
     Examples:
       memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4
@@ -35,31 +35,33 @@ from memsize.spec.vary import parse_vary
     "--batch",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Ask whether this batch fits, and what would make it. With --vary: the batch that it is searched at.",
+    help="Check whether this batch fits, and what would make it fit. With --vary: the fixed batch size.",
 )
 @click.option(
     "--vary",
     default="batch",
     show_default=True,
     metavar="WHAT",
-    help="What to enlarge: batch, seq_len, image, or dimensions of inputs such as 0:1 or input_ids:1 (0 is the batch).",
+    help="What to vary: batch, seq_len, image, or dimensions of inputs such as 0:1 or input_ids:1 (0 is the batch).",
 )
-@click.option("--gpu", metavar="NAMES", help="GPUs, separated by commas: t4, a100, h100 …, or local. [default: a100]")
-@click.option("--budget", metavar="SIZE", help="The memory of the device instead of the card's: 15109MiB, 24GB.")
+@click.option(
+    "--gpu", metavar="NAMES", help="GPUs to simulate: t4, a100,h100 or local (this machine's). [default: a100]"
+)
+@click.option("--budget", metavar="SIZE", help="Memory of the device, instead of the GPU's: 15109MiB, 24GB.")
 @click.option("--margin", default="0", metavar="SIZE", help="Memory to leave free: 500MiB, or 5% of the device.")
 @scenarios_option
 @step_options
 @click.option(
     "--mode",
     type=click.Choice(["train", "eval"]),
-    help="Run the model as in training or as in evaluation. [default: train with --train, else eval]",
+    help="Run the model in training or evaluation mode. [default: train with --train, else eval]",
 )
 @click.option(
     "--remedies/--no-remedies",
     default=None,
-    help="Try what would make it fit. [default: where the batch that is asked for does not]",
+    help="Try what would make it fit. [default: if the batch in --batch doesn't fit]",
 )
-@click.option("--crossovers", is_flag=True, help="Say from which size on autocast pays and where the peak moves.")
+@click.option("--crossovers", is_flag=True, help="Report from which size autocast pays off, and where the peak moves.")
 @allocator_option
 @output_options
 def fit(
@@ -77,10 +79,11 @@ def fit(
     allocator: str | None,
     output: Destination,
 ) -> None:
-    """The largest batch of TARGET that fits a GPU, scenario by scenario, found by running it and the next.
+    """Find the largest batch of TARGET that fits on a GPU, scenario by scenario.
 
-    TARGET is path.py:Name, package.module:name or a library's model such as hf:llama, as memsize report takes it.
-    Of the GPU's memory the CUDA context and the margin are taken off; what is left is the caching allocator's.
+    The answer and the next larger batch are both run. TARGET is path.py:Name, package.module:name or a library's model
+    such as hf:llama, as for memsize report. The caching allocator gets the GPU's memory minus the CUDA context and the
+    margin.
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
     parse_vary(vary)

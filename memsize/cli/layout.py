@@ -1,4 +1,4 @@
-"""`memsize layout`: which layers keep channels last, what loses it, and what that copies."""
+"""`memsize layout`: which layers keep channels last, which operations lose it, and what gets copied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memsize.spec.scenario import scenario_named
 
 
 @click.command(
-    short_help="Which layers keep channels last, and what copies.",
+    short_help="Show which layers keep channels last, and what gets copied.",
     epilog="""\b
     Examples:
       memsize layout model.py:Net --input 3,224,224
@@ -28,10 +28,10 @@ from memsize.spec.scenario import scenario_named
 @depth_option
 @output_options
 def layout(subject: Subject, scenario: str, depth: int | None, output: Destination) -> None:
-    """The memory formats of TARGET under channels last: which op loses it, and what is copied to rearrange.
+    """Show which operations of TARGET lose channels last, and what is copied only to rearrange it.
 
-    TARGET is path.py:Name, package.module:name or a library's model, as memsize report takes it. It is run as it is and
-    once more with images (4-D) and volumes (5-D) in channels last, weights and inputs.
+    TARGET is path.py:Name, package.module:name or a library's model, as for memsize report. It is run twice: as it is,
+    and with the weights and inputs that are images (4-D) or volumes (5-D) in channels last.
     """
     asked = scenario_named(scenario)
 

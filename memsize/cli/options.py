@@ -1,4 +1,4 @@
-"""Options that commands share: for which machine it is, how sizes are drawn, in which format, and where to."""
+"""Options that commands share: the GPU to simulate, units, formats and the output file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parse_unit(text: str) -> str:
 def scenario_option(default: str) -> Option:
     """The parameter `scenario`: one name."""
     return click.option(
-        "-s", "--scenario", default=default, show_default=True, metavar="NAME", help="How the model is run."
+        "-s", "--scenario", default=default, show_default=True, metavar="NAME", help="How to store and run the model."
     )
 
 
@@ -49,7 +49,7 @@ def _format_option(formats: Formats) -> Option:
         "--format",
         "format",
         metavar="FORMAT",
-        help=f"One of {', '.join(formats)}. [default: by the suffix of -o, else text]",
+        help=f"Output format: {', '.join(formats)}. [default: from the suffix of -o, else text]",
     )
 
 
@@ -69,21 +69,22 @@ scenarios_option = click.option(
 """The parameter `scenarios`: several names, or None for the usual ones."""
 
 depth_option = click.option(
-    "--depth", type=click.IntRange(min=0), metavar="N", help="Show layers down to this depth; deeper ones are added up."
+    "--depth",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Show layers down to this depth, and add deeper ones to their parents.",
 )
 
-gpu_option = click.option(
-    "--gpu", metavar="NAME", help="The GPU that is meant by peaks: a100, t4, h100 … [default: a100]"
-)
+gpu_option = click.option("--gpu", metavar="NAME", help="GPU to simulate: a100, t4, h100 … [default: a100]")
 
 allocator_option = click.option(
     "--allocator",
     metavar="SETTINGS",
-    help="The caching allocator's settings, as PYTORCH_CUDA_ALLOC_CONF has them: expandable_segments:True …",
+    help="Settings of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True …",
 )
 
 execute_option = click.option(
-    "--execute", is_flag=True, help="Compute for real, on the CPU: for models whose way depends on their data."
+    "--execute", is_flag=True, help="Compute for real, on the CPU: for models with data-dependent control flow."
 )
 
 _UNITS = click.option(
@@ -101,7 +102,7 @@ _FILE = click.option(
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write to this file, in the format of its suffix.",
+    help="Write to this file, in the format given by its suffix.",
 )
 _FORCE = click.option("--force", is_flag=True, help="Overwrite the file if it exists.")
 _DEBUG = click.option(
@@ -110,7 +111,7 @@ _DEBUG = click.option(
     is_eager=True,
     expose_value=False,
     callback=_set_debug,
-    help="Show the traceback of an error.",
+    help="Show tracebacks of errors.",
 )
 
 output_options = output_options_for(FORMATS)

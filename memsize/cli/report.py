@@ -33,7 +33,7 @@ from memsize.suggestions import suggestion
 
 
 @click.command(
-    short_help="What each byte of a model is, and why it did or didn't shrink.",
+    short_help="Show what each byte is for, and why a model did or didn't shrink.",
     epilog=f"""\b
     Scenarios: {", ".join(list(SCENARIOS)[:8])},
       {", ".join(list(SCENARIOS)[8:])},
@@ -71,11 +71,11 @@ def report(
     columns: str | None,
     output: Destination,
 ) -> None:
-    """What each byte of TARGET is, scenario by scenario, and why it did or didn't shrink.
+    """Show what each byte of TARGET is for, scenario by scenario, and why it did or didn't shrink.
 
-    TARGET is path.py:Name or package.module:name. The name is a Module class, a function that returns a Module, or a
-    Module instance; it may be left out when the file defines one Module class only. It can also be a library's model,
-    which needs no --input: hf:config.json, hf:llama, timm:resnet50, torchvision:vgg16.
+    TARGET is path.py:Name or package.module:name, where the name is a Module class, a function that returns a Module,
+    or a Module instance; you can omit the name if the file defines only one Module class. TARGET can also be a
+    library's model, which needs no --input: hf:config.json, hf:llama, timm:resnet50, torchvision:vgg16.
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
     select(scenarios)

@@ -94,19 +94,19 @@ _INPUTS = (
         "inputs",
         multiple=True,
         metavar="SHAPE",
-        help="Input without its batch dimension: 3,64,64, input_ids=512:int64 or 3,64,64:float16. Repeat for several.",
+        help="Shape of an input without its batch dimension: 3,64,64, ids=512:int64, 3,64,64:float16. Repeatable.",
     ),
     click.option(
         "--inputs",
         "maker",
         metavar="FUNCTION",
-        help="Function that returns the inputs, as file.py:make_inputs; it is given the batch_size if it takes one.",
+        help="Function that returns the inputs: file.py:make_inputs. It receives batch_size if it has that parameter.",
     ),
     click.option(
         "--seq-len",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Tokens of the texts that hf: models are given. [default: 512, or what fits]",
+        help="Tokens per text for hf: models. [default: 512, or what fits]",
     ),
 )
 _BATCH = click.option(
@@ -116,21 +116,21 @@ _BATCH = click.option(
     show_default=True,
     type=click.IntRange(min=1),
     metavar="N",
-    help="Samples in the batch.",
+    help="Samples per batch.",
 )
 _ARGUMENTS = click.option(
     "--arg",
     "arguments",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Argument of the constructor or function, as a Python literal; a bare word is a string. Repeatable.",
+    help="Argument for the constructor or function: a Python literal, or a bare word for a string. Repeatable.",
 )
 _MODE = click.option(
     "--mode",
     default="train",
     show_default=True,
     type=click.Choice(["train", "eval"]),
-    help="Run the model as in training or as in evaluation.",
+    help="Run the model in training or evaluation mode.",
 )
 _TRAIN = click.option(
     "--train",
@@ -141,9 +141,9 @@ _STEPS = click.option(
     "--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Training steps to run."
 )
 _STEP = (
-    click.option("--loss", metavar="NAME", help=f"Loss of the training: {', '.join(LOSSES)}. [default: by the output]"),
-    click.option("--accumulate", default=1, type=click.IntRange(min=1), help="Backwards per training step."),
-    click.option("--ema", is_flag=True, help="Keep an averaged copy of the parameters in training."),
+    click.option("--loss", metavar="NAME", help=f"Loss: {', '.join(LOSSES)}. [default: one that suits the output]"),
+    click.option("--accumulate", default=1, type=click.IntRange(min=1), help="Backward passes per training step."),
+    click.option("--ema", is_flag=True, help="Keep an averaged copy of the parameters during training."),
 )
 
 subject_options = grouped("subject", (_TARGET, *_INPUTS, _BATCH, _ARGUMENTS, _MODE), _subject)

@@ -1,4 +1,4 @@
-"""`memsize timeline`: what is alive at every moment of a step, drawn or as a snapshot for PyTorch's memory viewer."""
+"""`memsize timeline`: live memory over a training step, drawn or as a snapshot for PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    short_help="What is alive at every moment of a step.",
+    short_help="Show live memory over a training step.",
     epilog="""\b
     Examples:
       memsize timeline model.py:Net --input 3,224,224 --train adamw
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
       memsize timeline model.py:Net --input 3,224,224 --train sgd -o step.pickle
 
     \b
-    A .pickle is a PyTorch memory snapshot: https://pytorch.org/memory_viz opens it.
+    A .pickle is a PyTorch memory snapshot, which https://pytorch.org/memory_viz displays.
     """,
 )
 @subject_options
@@ -52,9 +52,9 @@ def timeline(
     scenario: str,
     output: Destination,
 ) -> None:
-    """Live bytes by role over the operations of training steps of TARGET, or of one inference without --train.
+    """Show the live memory of TARGET over its training steps, by role; without --train, over one inference.
 
-    TARGET is path.py:Name or package.module:name, as memsize report takes it.
+    TARGET is path.py:Name, package.module:name or a library's model, as for memsize report.
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
     asked, where, config = scenario_named(scenario), card(gpu or DEFAULT_GPU), AllocatorConfig.parse(allocator or "")

@@ -1,4 +1,4 @@
-"""`memsize verify`: the same step predicted, and run for real on this machine's GPU."""
+"""`memsize verify`: compare a predicted step with the same step run on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILES = {"json": (".json",)}
 
 
 @click.command(
-    short_help="Predicted beside measured, on a real GPU.",
+    short_help="Compare predictions with a real GPU.",
     epilog="""\b
     Examples:
       memsize verify model.py:Net --input 3,224,224 --train adamw
@@ -34,19 +34,19 @@ _FILES = {"json": (".json",)}
 @training_options
 @scenario_option("fp32")
 @click.option(
-    "--device", default=0, show_default=True, type=click.IntRange(min=0), metavar="N", help="The CUDA device to run on."
+    "--device", default=0, show_default=True, type=click.IntRange(min=0), metavar="N", help="CUDA device to run on."
 )
 @click.option(
     "--save",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Also write the measurement to this .json file, with the stack that it was made on.",
+    help="Also write the measurement to this .json file, with the versions of GPU and software.",
 )
 @click.option(
     "--against",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Compare with a saved measurement of the same step instead; this needs no GPU.",
+    help="Compare with a saved measurement of the same step instead, without a GPU.",
 )
 @output_options
 def verify(
@@ -58,11 +58,11 @@ def verify(
     against: Path | None,
     output: Destination,
 ) -> None:
-    """What is predicted of a step of TARGET beside what this machine's GPU shows when it is run for real.
+    """Predict a step of TARGET, run it on this machine's GPU, and compare the two.
 
-    TARGET is path.py:Name, package.module:name or a library's model, as memsize report takes it. Training steps are
-    run with --train, one inference without. Where the two differ, the first operations whose allocations differ are
-    listed. Convolutional nets are run a second time with cudnn.benchmark.
+    TARGET is path.py:Name, package.module:name or a library's model, as for memsize report. With --train, training
+    steps are run; without, one inference. If prediction and measurement differ, the first operations whose allocations
+    differ are listed. Convolutional networks are run a second time with cudnn.benchmark.
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
     asked = scenario_named(scenario)

@@ -42,7 +42,7 @@ from memsize.constants.known import (
 )
 from memsize.constants.opinfo import OpInfo
 from memsize.constants.selection import selections
-from memsize.internals.dispatch_key import suspended
+from memsize.internals.meta_memo import MetaMemo
 from memsize.internals.pytree import map_tensors, tensors_in
 
 _aten = torch.ops.aten
@@ -54,6 +54,7 @@ _PACK = _aten._pack_padded_sequence.default
 _LEFT_ALIGNED = _aten._nested_tensor_from_mask_left_aligned.default
 _SCATTER = _aten.scatter_.value
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_MEMO = MetaMemo()
 _HOST_LIMIT = 2**31
 """Bytes of stand-in arguments that an op without a meta kernel may take on the CPU."""
 
@@ -95,9 +96,7 @@ class Values:
         if op.quantizes:
             return self._on_cpu(func, op, args, kwargs)
         try:
-            # Below autograd autocast has had its say: a kernel written in Python must not be cast again.
-            with suspended():
-                return func(*args, **kwargs)
+            return _MEMO.run(func, args, kwargs)
         except NotImplementedError:
             return self._on_cpu(func, op, args, kwargs)
         except RuntimeError as error:

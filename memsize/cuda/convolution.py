@@ -1,4 +1,4 @@
-"""What PyTorch asks cuDNN for in a convolution, read off the arguments of ATen's ops.
+"""Convolutions on CUDA: what PyTorch asks cuDNN for, read off the arguments of ATen's ops, and what is copied first.
 
 Source: aten/src/ATen/native/Convolution.cpp (`_select_conv_backend`, `use_cudnn`, `use_cudnn_depthwise`,
 `convolution_backward`) and cudnn/ConvShared.cpp. Limit: tensors that need 64-bit indices are taken for ordinary ones.
@@ -12,13 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memsize.cuda.copies import suggests_last
 from memsize.cuda.cudnn.convolution import WIDTHS, Convolution, Operation
 from memsize.cuda.cudnn.plans import Plans
+from memsize.cuda.registry import Copies, copies_of, same_dtype
+from memsize.meta_kernels.strides import is_channels_last
+from memsize.records.layout import Format
 
 _aten = torch.ops.aten
 FORWARD = _aten.convolution.default
 BACKWARD = _aten.convolution_backward.default
+
+same_dtype(slice(0, 3), FORWARD)  # Convolution.cpp, at the head of `convolution`
 
 _ASKED = "the workspaces of convolutions are those that cuDNN {} takes"
 _ESTIMATED = (
@@ -185,3 +189,51 @@ def _is_worthwhile(batch: int, channels: int, rows: int, width: int, stride: int
     if kernel == 1:
         return batch <= 16 and channels >= 128 and width <= 7
     return channels >= 512 or (channels >= 256 and width >= 28)
+
+
+# -- memory formats ----------------------------------------------------------------------------------------------------
+
+
+def format_for(tensor: torch.Tensor) -> torch.memory_format:
+    """Channels last as PyTorch names it for an image (4-D) or a volume (5-D)."""
+    return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+
+
+def is_last(tensor: torch.Tensor) -> bool:
+    """Whether kernels take `tensor` for channels last; slices of such tensors are, with gaps."""
+    return tensor.dim() in (4, 5) and tensor.numel() > 0 and is_channels_last(tensor.shape, tensor.stride())
+
+
+@copies_of(FORWARD)
+def _forward_copies(args: Any, _: Any) -> Copies:
+    """cuDNN takes one format: channels last where the input or the weight suggests it, except in float64. What lies
+    otherwise is made so (Convolution.cpp, ``contiguous``).
+    """
+    tensor, weight = args[0], args[1]
+    return _misfits((tensor, weight), suggests_last(tensor, weight))
+
+
+@copies_of(BACKWARD)
+def _backward_copies(args: Any, _: Any) -> Copies:
+    """As the forward, of what each gradient that is asked for reads: the input's the weight, the weight's the input
+    (Convolution.cpp, `convolution_backward`; ConvShared.cpp, `cudnn_convolution_backward`).
+    """
+    gradient, tensor, weight, mask = args[0], args[1], args[2], args[-1]
+    read = (gradient, *([tensor] if mask[1] else []), *([weight] if mask[0] else []))
+    return _misfits(read, suggests_last(tensor, weight)) if any(mask[:2]) else iter(())
+
+
+def suggests_last(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether cuDNN works on channels last in a convolution (ConvUtils.h, `cudnn_conv_suggest_memory_format`)."""
+    return tensor.dtype is not torch.float64 and (is_last(tensor) or is_last(weight))
+
+
+def _misfits(operands: tuple[torch.Tensor, ...], last: bool) -> Copies:
+    wanted: Format = "channels last" if last else "row-major"
+    return ((operand, wanted) for operand in operands if not _has(operand, wanted))
+
+
+def _has(tensor: torch.Tensor, wanted: Format) -> bool:
+    if wanted == "row-major":
+        return tensor.is_contiguous()
+    return tensor.dim() in (4, 5) and tensor.is_contiguous(memory_format=format_for(tensor))

@@ -15,12 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memsize.cuda.registry import copies_of, copy_unless_contiguous, same_dtype
 from memsize.cuda.semantics import current
 from memsize.internals.dispatch_key import KEY, Kernel, overload
 
 _TRAINING_BATCH, _EVALUATION_BATCH = 880_801, 65_535
 _INDEXED = 2**31 - 1
+_aten = torch.ops.aten
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+same_dtype(slice(0, 4), _aten.native_layer_norm.default)  # cuda/layer_norm_kernel.cu
+# cuda/layer_norm_kernel.cu `layer_norm_cuda`: expect_contiguous; group_norm.cpp `native_group_norm` (until PyTorch 2.13
+# `group_norm` itself has done so before)
+copies_of(_aten.native_layer_norm.default, _aten.native_group_norm.default)(copy_unless_contiguous)
 
 
 def kernels() -> Mapping[str, Kernel]:

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from memsize.cuda import attention, autocast, dropout, encoder, norms, onehot, rnn, softmax
+from memsize.cuda import autocast
 from memsize.cuda.availability import answered_as_cuda
+from memsize.cuda.kernels import kernels
 from memsize.cuda.semantics import CUDNN, STAND_INS, CastObserver, Semantics, current, switched_on
 from memsize.internals.dispatch_key import KEY, NAMESPACE, Kernel
 
@@ -37,13 +38,7 @@ def register_kernels() -> None:
             _libraries.append(fallback)
         elif not any(name not in _registered and torch._C._dispatch_has_kernel(name) for name in autocast.LATE):
             return
-        _register({name: kernel for name, kernel in _kernels().items() if name not in _registered})
-
-
-def _kernels() -> Mapping[str, Kernel]:
-    """Every kernel by operator name. What autocast wraps is decided on after its casts; attention does both itself."""
-    decided = {**dropout.kernels(), **norms.kernels(), **onehot.kernels(), **rnn.kernels(), **softmax.kernels()}
-    return {**decided, **autocast.kernels(decided), **attention.kernels(), **encoder.kernels()}
+        _register({name: kernel for name, kernel in kernels().items() if name not in _registered})
 
 
 def _register(kernels: Mapping[str, Kernel]) -> None:

@@ -1,6 +1,8 @@
 """CUDA's softmax of half-precision scores in float32: one kernel that widens as it reads, without a float32 copy.
 
-Source: aten/src/ATen/native/SoftMax.cpp. Only float16 has it; bfloat16 scores are copied first on CUDA too.
+Only float16 has it; bfloat16 scores are copied first on CUDA too. The kernels make their argument contiguous.
+
+Source: aten/src/ATen/native/SoftMax.cpp, cuda/SoftMax.cu (`host_softmax`).
 """
 
 from __future__ import annotations
@@ -11,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memsize.cuda.registry import copies_of, copy_unless_contiguous
 from memsize.cuda.semantics import current
 from memsize.internals.dispatch_key import KEY, Kernel, overload
 
+_aten = torch.ops.aten
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+copies_of(_aten._softmax.default, _aten._log_softmax.default)(copy_unless_contiguous)
 
 
 def kernels() -> Mapping[str, Kernel]:

@@ -1,7 +1,7 @@
 """Functions and names of PyTorch that are replaced for a while, and for some threads only.
 
-Replacing `Tensor.__getitem__` leaves a trace: a class whose `__getitem__` is Python code counts as a sequence, by a slot
-of its type. Deleting the attribute again leaves that slot set, for the class and those derived from it, and then
+Replacing `Tensor.__getitem__` leaves a trace. A class whose `__getitem__` is Python code counts as a sequence, by a
+slot of its type. Deleting the attribute again leaves that slot set, for the class and those derived from it, and then
 ``torch.tensor([loss, loss])`` takes each number for a list and asks for its length. There is no way back from Python,
 so the slots are put back where they lie in memory: `PyTypeObject.tp_as_sequence` and `PySequenceMethods.sq_item`, whose
 places have been the same in every CPython so far (Include/cpython/object.h); builds without the global lock have a

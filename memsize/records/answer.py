@@ -47,6 +47,15 @@ class Answer:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Save the answer to `path` (``run.memsize``), with everything that it is drawn from; `memsize.load` reads it.
+
+        A file that exists is replaced with `overwrite`, if it is a saved run. Raises `OutputError` where it can't be.
+        """
+        from memsize.records.run_file import write_run
+
+        write_run(path, self, overwrite=overwrite)
+
     def __str__(self) -> str:
         return self._drawn("text").rstrip("\n")
 

@@ -1,8 +1,10 @@
-"""`Trace` and other frozen records ↔ JSON data, each the exact inverse of the other.
+"""Frozen records ↔ JSON data, each direction the exact inverse of the other.
 
-A dataclass is an object with its fields' names, a named tuple a list (a trace holds many of them, and names would be
-most of the file). How to read a type follows from its annotations, so a new field needs no line here; one that a file
-lacks takes its default.
+How a record is written and read follows from its annotations, so that a new field needs no line here. A dataclass is an
+object with its fields' names; a named tuple a list, because a trace holds many of them and names would be most of the
+file. A mapping from texts is an object, from anything else a list of pairs. What a file lacks takes its default: files
+of older versions keep loading as long as new fields have one. Fields that a file has and the record doesn't are
+refused, because leaving them out would change what the file says.
 """
 
 from __future__ import annotations
@@ -10,19 +12,33 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from memsize.errors import InputError
 from memsize.records.trace import Trace
+from memsize.units import Bytes
 
 SCHEMA = "memsize.trace/1"
+
+Convert = Callable[[Any], Any]
+
+
+class Coder(NamedTuple):
+    """How values of one type are written as JSON data and read back; `read` raises TypeError or ValueError.
+
+    `is_plain` says that a value is its own JSON data, so that nothing needs to be done to write it.
+    """
+
+    write: Convert
+    read: Convert
+    is_plain: bool = False
 
 
 def encode(trace: Trace) -> dict[str, Any]:
     """`trace` as dicts, lists, strings, integers, booleans and None, ready for `json.dump`."""
-    return {"schema": SCHEMA, **plain(trace)}
+    return {"schema": SCHEMA, **coder(Trace).write(trace)}
 
 
 def decode(data: object) -> Trace:
@@ -31,97 +47,182 @@ def decode(data: object) -> Trace:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise InputError(f"not a memsize trace: expected schema {SCHEMA!r}, found {found!r}")
     try:
-        trace: Trace = reader(Trace)({key: value for key, value in data.items() if key != "schema"})
+        trace: Trace = coder(Trace).read({key: value for key, value in data.items() if key != "schema"})
     except (TypeError, ValueError) as error:
         raise InputError(f"not a memsize trace: {error}") from error
     return trace
 
 
-def plain(value: Any) -> Any:
-    """A frozen record, at any depth, as dicts, lists and scalars."""
-    if dataclasses.is_dataclass(value):
-        return {name: plain(getattr(value, name)) for name in _names(value.__class__)}
-    if isinstance(value, tuple):
-        return [plain(item) for item in value]
-    return value
+def plain(record: Any) -> Any:
+    """A frozen record as dicts, lists and scalars."""
+    kind: Any = type(record)
+    return coder(kind).write(record)
 
 
-@cache
-def _names(cls: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))
-
-
-@cache
-def reader(hint: Any) -> Callable[[Any], Any]:
+def reader(hint: Any) -> Convert:
     """What turns plain data into a value of the annotated type `hint`; it raises TypeError or ValueError."""
+    return coder(hint).read
+
+
+@cache
+def coder(hint: Any) -> Coder:
+    """The coder of an annotated type: scalars, literals, optionals, tuples, mappings, dataclasses and named tuples."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _optional(arguments)
     if origin is tuple:
-        return _sequence(arguments[0])
+        return _sequence(arguments[0]) if arguments[1:] == (...,) else _fixed(arguments)
+    if origin is typing.Literal:
+        return Coder(_same, _choice(frozenset(arguments)), is_plain=True)
+    if origin in (Mapping, dict):
+        return _mapping(*arguments)
+    if hint is object:
+        return Coder(_write_any, _read_any)
     if dataclasses.is_dataclass(hint):
-        return _record(typing.cast(type, hint))
+        return _dataclass(hint)
     if isinstance(hint, type) and issubclass(hint, tuple):
         return _named_tuple(hint)
-    return _scalar(hint)
+    if hint not in _SCALARS:
+        raise TypeError(f"no value of {hint!r} can be in a file")
+    return Coder(_same, _scalar(hint), is_plain=True)
 
 
-def _optional(arguments: tuple[Any, ...]) -> Callable[[Any], Any]:
-    (inner,) = (reader(argument) for argument in arguments if argument is not types.NoneType)
-    return lambda value: None if value is None else inner(value)
+_SCALARS = (bool, int, float, str)
 
 
-def _sequence(item: Any) -> Callable[[Any], Any]:
-    inner = reader(item)
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            raise TypeError(f"expected a list, found {value!r:.60}")
-        return tuple([inner(part) for part in value])
-
-    return read
+def _same(value: Any) -> Any:
+    return value
 
 
-def _record(cls: type) -> Callable[[Any], Any]:
+def _optional(arguments: tuple[Any, ...]) -> Coder:
+    (inner,) = (coder(argument) for argument in arguments if argument is not types.NoneType)
+    if inner.is_plain:
+        return Coder(_same, lambda value: None if value is None else inner.read(value), is_plain=True)
+    return Coder(
+        lambda value: None if value is None else inner.write(value),
+        lambda value: None if value is None else inner.read(value),
+    )
+
+
+def _sequence(item: Any) -> Coder:
+    inner = coder(item)
+
+    def write(values: Any) -> Any:
+        return list(values) if inner.is_plain else [inner.write(value) for value in values]
+
+    return Coder(write, lambda values: tuple([inner.read(value) for value in _listed(values)]))
+
+
+def _fixed(items: tuple[Any, ...]) -> Coder:
+    """A tuple with a type for each of its places."""
+    inner = [coder(item) for item in items]
+
+    def read(values: Any) -> Any:
+        if len(_listed(values)) != len(inner):
+            raise TypeError(f"expected {len(inner)} values, found {values!r:.60}")
+        return tuple([each.read(value) for each, value in zip(inner, values, strict=True)])
+
+    return Coder(lambda values: [each.write(value) for each, value in zip(inner, values, strict=True)], read)
+
+
+def _mapping(key: Any, value: Any) -> Coder:
+    if key is str or typing.get_origin(key) is typing.Literal:
+        names, inner = coder(key), coder(value)
+
+        def read(data: Any) -> Any:
+            if not isinstance(data, dict):
+                raise TypeError(f"expected an object, found {data!r:.60}")
+            return {names.read(name): inner.read(each) for name, each in data.items()}
+
+        return Coder(lambda found: {name: inner.write(each) for name, each in found.items()}, read)
+    pair = _fixed((key, value))
+    return Coder(
+        lambda found: [pair.write(item) for item in found.items()],
+        lambda data: dict(pair.read(item) for item in _listed(data)),
+    )
+
+
+def _dataclass(cls: Any) -> Coder:
     hints = typing.get_type_hints(cls)
-    readers = {name: reader(hints[name]) for name in _names(cls)}
+    fields = [(field.name, coder(hints[field.name])) for field in dataclasses.fields(cls) if field.init]
+    readers = {name: each.read for name, each in fields}
 
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict) or not value.keys() <= readers.keys():
-            raise TypeError(f"expected the fields of {cls.__name__}, found {value!r:.60}")
-        return cls(**{name: readers[name](part) for name, part in value.items()})
+    def write(record: Any) -> Any:
+        return {
+            name: getattr(record, name) if each.is_plain else each.write(getattr(record, name)) for name, each in fields
+        }
 
-    return read
+    def read(data: Any) -> Any:
+        if not isinstance(data, dict) or not data.keys() <= readers.keys():
+            raise TypeError(f"expected the fields of {cls.__name__}, found {data!r:.60}")
+        return cls(**{name: readers[name](value) for name, value in data.items()})
+
+    return Coder(write, read)
 
 
-def _named_tuple(cls: type) -> Callable[[Any], Any]:
+def _named_tuple(cls: Any) -> Coder:
     hints = typing.get_type_hints(cls)
-    readers = [reader(hints[name]) for name in cls._fields]  # type: ignore[attr-defined]
+    inner = [coder(hints[name]) for name in cls._fields]
+    least = len(inner) - len(cls._field_defaults)
+    if all(each.is_plain for each in inner):
+        write: Convert = list
+    else:
+        write = lambda record: [each.write(value) for each, value in zip(inner, record, strict=True)]  # noqa: E731
 
+    def read(data: Any) -> Any:
+        if not isinstance(data, list | tuple) or not least <= len(data) <= len(inner):
+            raise TypeError(f"expected {len(inner)} values of {cls.__name__}, found {data!r:.60}")
+        return cls(*[each.read(value) for each, value in zip(inner, data, strict=False)])
+
+    return Coder(write, read)
+
+
+def _listed(values: Any) -> Any:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"expected a list, found {values!r:.60}")
+    return values
+
+
+def _choice(choices: frozenset[Any]) -> Convert:
     def read(value: Any) -> Any:
-        if not isinstance(value, list | tuple) or len(value) != len(readers):
-            raise TypeError(f"expected {len(readers)} values of {cls.__name__}, found {value!r:.60}")
-        return cls(*[read_part(part) for read_part, part in zip(readers, value, strict=True)])
+        if value not in choices:
+            raise ValueError(f"expected one of {', '.join(sorted(map(str, choices)))}, found {value!r:.60}")
+        return value
 
     return read
 
 
-def _scalar(hint: Any) -> Callable[[Any], Any]:
-    """A check that a value is of the scalar type `hint`, or one of the values of a Literal."""
-    if typing.get_origin(hint) is typing.Literal:
-        choices = frozenset(typing.get_args(hint))
+def _scalar(hint: Any) -> Convert:
+    """A check that a value is of the scalar type `hint`."""
 
-        def choose(value: Any) -> Any:
-            if value not in choices:
-                raise ValueError(f"expected one of {', '.join(sorted(choices))}, found {value!r:.60}")
-            return value
-
-        return choose
-
-    def check(value: Any) -> Any:
+    def read(value: Any) -> Any:
+        if hint is float and type(value) is int:  # JSON has one kind of number
+            return float(value)
         # True is an integer to Python, but no size.
         if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
             raise TypeError(f"expected {hint.__name__}, found {value!r:.60}")
         return value
 
-    return check
+    return read
+
+
+def _write_any(value: Any) -> Any:
+    """A value of a finding, whose type nothing says: what JSON cannot tell apart is named."""
+    if isinstance(value, Bytes):
+        return {"bytes": int(value)}
+    if isinstance(value, tuple):
+        return {"tuple": [_write_any(each) for each in value]}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(f"{type(value).__name__} is nothing that a file holds")
+
+
+def _read_any(data: Any) -> Any:
+    match data:
+        case {"bytes": int(count)} if len(data) == 1:
+            return Bytes(count)
+        case {"tuple": list(values)} if len(data) == 1:
+            return tuple(map(_read_any, values))
+        case None | str() | int() | float():
+            return data
+    raise TypeError(f"expected a value of a finding, found {data!r:.60}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from memsize.records.answer import Answer
 from memsize.records.finding import Finding
@@ -113,6 +113,8 @@ class Fit(Answer):
     `vary` names what was searched for, `asked` the size that was asked about (None: the largest), `optimizer` the
     training's, if there is one.
     """
+
+    kind: ClassVar = "fit"
 
     model: str
     inputs: tuple[InputTensor, ...]

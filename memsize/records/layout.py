@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from memsize.records.answer import Answer
 from memsize.records.finding import Finding
@@ -109,6 +109,8 @@ class Audit:
 @dataclass(frozen=True, repr=False)
 class LayoutReport(Answer):
     """What `memsize layout` found: where channels last is kept, which op loses it, and what that copies."""
+
+    kind: ClassVar = "layout"
 
     audit: Audit
     notes: tuple[str, ...] = field(default=())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from memsize.records.aggregates import Totals, own_rows, stored_dtypes, totals
 from memsize.records.answer import Answer
@@ -76,6 +76,8 @@ class Report(Answer):
     scenario where it is among the results. `failure` says where the run of `trace` stopped, if it did. `gpu` and
     `optimizer` name what peaks are for.
     """
+
+    kind: ClassVar = "report"
 
     model: str
     trace: Trace

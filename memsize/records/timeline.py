@@ -12,7 +12,7 @@ from memsize.errors import InputError
 from memsize.records.roles import ROLES
 from memsize.records.trace import Role
 
-SCHEMA: Final = "memsize.analysis.timeline/1"
+SCHEMA: Final = "memsize.timeline/1"
 
 
 class Phase(NamedTuple):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
-from memsize.records.measurement import Log, Measurement, Peaks, Place, Saved, Workspace, encode
+from memsize.records.measurement import Log, Measurement, Peaks, Place, Saved, Workspace, read
+from memsize.records.run_file import is_run_file, read_run
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -90,6 +89,8 @@ class Verification(Answer):
     `runs` are one workload's: cuDNN's benchmark off and, where convolutions run, on. `command` is what made it.
     """
 
+    kind: ClassVar = "verification"
+
     runs: tuple[Checked, ...]
     notes: tuple[str, ...] = ()
     command: str = ""
@@ -138,10 +139,6 @@ class Verification(Answer):
         """The measurements alone, as a file has them; `logs` keeps the allocations of the last step."""
         kept = (run.measurement if logs else replace(run.measurement, log=None) for run in self.runs)
         return Saved(tuple(kept), self.command, datetime.now(UTC).date().isoformat(), self.version)
-
-    def save(self, path: str | Path) -> None:
-        """Write the measurements to `path`; `memsize.verify(…, against=path)` compares with them without a GPU."""
-        Path(path).write_text(json.dumps(encode(self.saved())) + "\n", encoding="utf-8")
 
     def _sections(self) -> Sequence[Section]:
         from memsize.documents.verification import sections
@@ -209,3 +206,14 @@ class Prediction:
     """What cuDNN itself says that those convolutions take; nothing where it was not asked."""
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def read_measurements(path: str) -> Saved:
+    """The measurements in a file: of a saved verification, or of one that holds them alone.
+
+    Raises `InputError` where it is neither.
+    """
+    if not is_run_file(path):
+        return read(path)
+    found: Verification = read_run(path, {Verification.kind: Verification}.get)
+    return found.saved()

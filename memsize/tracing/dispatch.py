@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.constants.propagation import Values
-from memsize.cuda.mixed_dtypes import refuse_mixed
+from memsize.cuda.kernels import refuse_mixed
 from memsize.meta_kernels import rules
 from memsize.tracing import overrides as faces
 
@@ -34,7 +34,7 @@ class Answers(TorchDispatchMode):
         self.device = torch.device(device)
         self.values = Values()
         self._computes = device != "meta"
-        self._rules = {} if self._computes else rules()
+        self._rules = rules()
 
     def __enter__(self) -> Self:
         if not self._computes:
@@ -66,7 +66,7 @@ class Answers(TorchDispatchMode):
         if self._computes:
             return func(*args, **kwargs)
         refuse_mixed(func, args)
-        rule = self._rules.get(func)
+        rule = self._rules[func]
         result = NotImplemented if rule is None else rule(*args, **kwargs)
         if result is NotImplemented:
             result = self.values.run(func, args, kwargs)

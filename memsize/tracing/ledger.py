@@ -15,28 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from memsize.cuda.convolution import BACKWARD, FORWARD, Convolutions
-from memsize.cuda.copies import kernel_copies
-from memsize.cuda.temporaries import Scratch, kernel_scratch
+from memsize.cuda.kernels import kernel_copies, kernel_temporaries
+from memsize.cuda.matmul import CUBLAS, CUBLASLT
+from memsize.cuda.registry import Temporary
 from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors
 from memsize.records.trace import Event, Role, Storage
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import DETACH, Answers, answers_itself
 
 _aten = torch.ops.aten
-_MULTIPLIES = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten._addmm_activation.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.addbmm.default,
-        _aten.mv.default,
-        _aten.addmv.default,
-        _aten.dot.default,
-    }
-)
-"""Ops that cuBLAS computes."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -96,7 +83,7 @@ class Ledger(Answers):
             return self.values.carry(args[0], func(*args))
         self.clock.tick()
         self.last_op = op = func._overloadpacket.__name__
-        if self.workspaces.blas and func in _MULTIPLIES:
+        if self.workspaces.blas and func in CUBLAS:
             self._take_workspace(op)
         self._mark_read(args)
         result = self.answer(func, args, kwargs or {})
@@ -107,9 +94,9 @@ class Ledger(Answers):
             self._note(result, op)
         elif isinstance(result, (tuple, list)):
             self._note_each(result, op)
-        if self.workspaces.lt and func is _aten.addmm.default:
+        if self.workspaces.lt and func is CUBLASLT:
             self._borrow(self.workspaces.lt, op)
-        self._note_scratch(kernel_scratch(func, args), op)
+        self._note_temporaries(kernel_temporaries(func, args), op)
         for index, size in copies:
             self._end(index, size, op)
         return result
@@ -158,7 +145,7 @@ class Ledger(Answers):
                 self._note(gradient, op)
             self._borrow(size, op)
 
-    def _note_scratch(self, taken: Iterable[Scratch], op: str) -> None:
+    def _note_temporaries(self, taken: Iterable[Temporary], op: str) -> None:
         """What a kernel takes for itself is there beside its result, and gone at its end."""
         begun = [(self._open("temporary", each.bytes, op, each.dtype, each.shape), each.bytes) for each in taken]
         for index, size in begun:

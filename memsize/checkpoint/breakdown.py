@@ -1,0 +1,226 @@
+"""The parts of a checkpoint: the model, its EMA copy, the optimizer's state, and what else a training run saves.
+
+A part is recognised by what a dictionary holds (an optimizer's has ``state`` and ``param_groups``) and else by the keys
+that people give it. A file of names alone (safetensors, GGUF, a bare ``state_dict``) is a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from memsize.checkpoint.dtypes import BITS, is_float
+from memsize.checkpoint.record import KINDS, Contents, Group, PartKind, Place, Tensor, View
+
+MOST_ROWS = 30
+"""How many rows of modules are shown unasked."""
+DEEPEST = 8
+
+_NAMES: tuple[tuple[PartKind, re.Pattern[str]], ...] = (
+    ("EMA", re.compile(r"(^|[_.-])(ema|swa|polyak|shadow(_params)?|averaged?)(\d*[_.-]|\d*$)")),
+    ("optimizer", re.compile(r"optim|(^|_)opt(_|$)|^adam|^sgd")),
+    ("scheduler", re.compile(r"sched|(^|_)lr(_|$)")),
+    (
+        "other",
+        re.compile(
+            r"scaler|(^|_)amp(_|$)|(^|_)rng|random|callback|^loops?$|hyper|config|args|hparams|metric|loss|history|epoch"
+            r"|(^|_)steps?$|^best|stats?$|statistics"
+        ),
+    ),
+    (
+        "model",
+        re.compile(
+            r"model|state_dict|(^|_)net(work)?(_?[a-z])?$|^module|weights?$|^params|generator|discriminator|encoder|decoder"
+            r"|backbone|teacher|student|critic|actor|policy|^vae$|^unet$|^head$|classifier|^[gd]$"
+        ),
+    ),
+)
+_PACKED = re.compile(r"(^|\.)(_packed_params|_packed_weight(_ih|_hh)?|_all_weight_values)(\.|$)")
+"""Names under which torch.ao's quantized modules save what they keep in packed objects: tuples, not tensors."""
+_FLAT_EMA = re.compile(r"^(model_ema|ema|ema_model|module_ema)$")
+
+
+class Breakdown:
+    """`contents` taken apart: by part, by dtype, by module."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Where each tensor belongs, in their order."""
+        marks = {mark.keys: mark.kind for mark in self.contents.marks}
+        containers = {tensor.keys[:-1] for tensor in self.contents.tensors}
+        heads = {keys[0] for keys in containers if keys and not _PACKED.search(keys[0])}
+        named = any(_kind_of(head) == "model" for head in heads)
+        memo: dict[tuple[str, ...], Place] = {}
+        places = []
+        for tensor in self.contents.tensors:
+            inner = tensor.keys[:-1]
+            if not inner:
+                places.append(_bare(tensor, heads, marks))
+                continue
+            if inner not in memo:
+                memo[inner] = _place(inner, marks, named, tensor.wrapper)
+            places.append(memo[inner])
+        return tuple(places)
+
+    def of(self, kind: PartKind) -> list[Tensor]:
+        """The tensors of one kind of part."""
+        pairs = zip(self.contents.tensors, self.places, strict=True)
+        return [tensor for tensor, place in pairs if place.kind == kind]
+
+    @cached_property
+    def parts(self) -> tuple[Group, ...]:
+        """One group for each kind of part that there is, named by the keys it stands under."""
+        found: dict[PartKind, list[Tensor]] = {}
+        roots: dict[PartKind, dict[str, None]] = {}
+        for tensor, place in zip(self.contents.tensors, self.places, strict=True):
+            found.setdefault(place.kind, []).append(tensor)
+            roots.setdefault(place.kind, {}).setdefault(".".join(tensor.keys[: place.root]))
+        return tuple(_group(kind, _listed(roots[kind]), found[kind]) for kind in KINDS if kind in found)
+
+    @cached_property
+    def dtypes(self) -> tuple[Group, ...]:
+        """One group for each dtype, the largest first."""
+        found: dict[str, list[Tensor]] = {}
+        for tensor in self.contents.tensors:
+            found.setdefault(tensor.spec.dtype, []).append(tensor)
+        groups = [_group("model", dtype, tensors) for dtype, tensors in found.items()]
+        return tuple(sorted(groups, key=lambda group: -group.bytes))
+
+    def modules(self, view: View) -> tuple[Group, ...]:
+        """One group for each module that `view` tells apart, in the order of the file."""
+        found: dict[tuple[PartKind, str, tuple[str, ...]], list[Tensor]] = {}
+        for tensor, place, steps in zip(self.contents.tensors, self.places, self._steps(view.folded), strict=True):
+            root = ".".join(tensor.keys[: place.root])
+            found.setdefault((place.kind, root, steps[: view.depth]), []).append(tensor)
+        groups = [
+            _group(kind, ".".join([root, *steps] if root else steps), tensors, root)
+            for (kind, root, steps), tensors in found.items()
+        ]
+        return tuple(sorted(groups, key=lambda group: KINDS.index(group.kind)))
+
+    @cached_property
+    def fitting_view(self) -> View:
+        """The modules as deep as they are few enough to be read; numbered ones are put together where that shows more.
+
+        Of depths that show the same the least is taken.
+        """
+        plain, folded = self._fitting_depth(False), self._fitting_depth(True)
+        return View(folded, folded=True) if folded > plain else View(plain)
+
+    def _fitting_depth(self, folded: bool) -> int:
+        best, most = 1, 0
+        for depth in range(1, DEEPEST + 1):
+            rows = self._count(depth, folded)
+            if rows > MOST_ROWS:
+                break
+            best, most = (depth, rows) if rows > most else (best, most)
+        return best
+
+    def _count(self, depth: int, folded: bool) -> int:
+        """How many groups there are, counted no further than it matters."""
+        seen: set[tuple[PartKind, tuple[str, ...], tuple[str, ...]]] = set()
+        for tensor, place, steps in zip(self.contents.tensors, self.places, self._steps(folded), strict=True):
+            seen.add((place.kind, tensor.keys[: place.root], steps[:depth]))
+            if len(seen) > MOST_ROWS:
+                break
+        return len(seen)
+
+    def _steps(self, folded: bool) -> tuple[tuple[str, ...], ...]:
+        return self._folded_steps if folded else self._plain_steps
+
+    @cached_property
+    def _folded_steps(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each tensor below its part, with every number in them a star."""
+        return tuple(tuple("*" if step.isdecimal() else step for step in steps) for steps in self._plain_steps)
+
+    @cached_property
+    def _plain_steps(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each tensor below its part. An optimizer's are gathered by what they are, not by parameter."""
+        steps: list[tuple[str, ...]] = []
+        for tensor, place in zip(self.contents.tensors, self.places, strict=True):
+            inner = tensor.keys[place.root :]
+            if place.kind == "optimizer" and len(inner) > 2 and inner[0] == "state":
+                steps.append((".".join(("state", "*", *inner[2:])),))
+            else:
+                steps.append(tuple(".".join(inner).split(".")))
+        return tuple(steps)
+
+    @cached_property
+    def unowned(self) -> int:
+        """Bytes of storages that no tensor names at all."""
+        named = {tensor.storage for tensor in self.contents.tensors}
+        return sum(s.bytes for index, s in enumerate(self.contents.storages) if index not in named)
+
+    @cached_property
+    def unneeded(self) -> int:
+        """Bytes of storages that no tensor covers, although one names the storage."""
+        return sum(tensor.unneeded for tensor in self.contents.tensors)
+
+
+def halved(tensors: Iterable[Tensor]) -> int:
+    """The bytes of `tensors` with every float32 and float64 in two bytes an element; what takes fewer stays."""
+    return sum(
+        tensor.bytes * 16 // BITS[tensor.spec.dtype]
+        if is_float(tensor.spec.dtype) and BITS[tensor.spec.dtype] > 16
+        else tensor.bytes
+        for tensor in tensors
+    )
+
+
+def _group(kind: PartKind, name: str, tensors: Sequence[Tensor], root: str = "") -> Group:
+    own = [tensor for tensor in tensors if tensor.shared_with is None]
+    return Group(
+        kind=kind,
+        name=name,
+        tensors=len(tensors),
+        elements=sum(tensor.elements for tensor in own),
+        bytes=sum(tensor.bytes for tensor in tensors),
+        unneeded=sum(tensor.unneeded for tensor in tensors),
+        dtypes=tuple(dict.fromkeys(tensor.spec.dtype for tensor in tensors)),
+        root=root,
+    )
+
+
+def _listed(roots: Iterable[str]) -> str:
+    names = [root for root in roots if root]
+    return ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+
+
+def _kind_of(key: str) -> PartKind | None:
+    lowered = key.lower()
+    return next((kind for kind, pattern in _NAMES if pattern.search(lowered)), None)
+
+
+def _bare(tensor: Tensor, heads: set[str], marks: Mapping[tuple[str, ...], PartKind]) -> Place:
+    """A tensor that stands at the top: of a model's own names, or beside the dictionaries of a training checkpoint."""
+    if () in marks:
+        return Place(marks[()], 0)
+    head, dot, _ = tensor.name.partition(".")
+    if dot and _FLAT_EMA.match(head):
+        return Place("EMA", 0)
+    beside = bool(heads) and not dot
+    return Place("other" if beside else "model", 0)
+
+
+def _place(keys: tuple[str, ...], marks: Mapping[tuple[str, ...], PartKind], named: bool, wrapper: str | None) -> Place:
+    """Where what stands under `keys` belongs. `named`: some part of the file is called a model."""
+    for length in range(len(keys), -1, -1):
+        if keys[:length] in marks:
+            return Place(marks[keys[:length]], length)
+    if _PACKED.search(keys[0]):
+        return Place("model", 0)
+    kinds = [_kind_of(key) for key in keys[:2]]
+    for length, kind in enumerate(kinds, 1):
+        if kind is not None and kind != "model":
+            return Place(kind, length)
+    if kinds[0] == "model":
+        return Place("model", 1)
+    if "model" in kinds:
+        return Place("model", 2)
+    if wrapper == "numpy array" or named or (len(keys) > 1 and keys[1].isdecimal()):
+        return Place("other", 1)
+    return Place("model", 1)

@@ -1,0 +1,384 @@
+"""What a pickle stands for, as plain values: storages, tensors, dictionaries, and what its calls would return.
+
+Nothing that a pickle names is imported or called. The functions that put tensors together have rules here, from
+`torch._utils`, `torch._tensor` and the classes' own ``__reduce__``; any other call makes an `Object`, whose arguments
+are kept and searched for tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from memsize.checkpoint.dtypes import BITS, torch_dtype
+
+Args = tuple[Any, ...]
+MOST_DIMENSIONS = 64
+_LARGEST = 2**63
+
+
+class Global(NamedTuple):
+    """A class or a function, by its dotted name."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+class Blob(NamedTuple):
+    """Bytes, or a text, too long to be kept: where they stand in the pickle's file, and how many they are."""
+
+    start: int
+    length: int
+    text: bool
+
+
+class StorageValue(NamedTuple):
+    """A storage that a pickle mentions by its key: its dtype, how many elements it claims, and from which on."""
+
+    key: str
+    dtype: str
+    elements: int
+    base: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Dict:
+    """A dictionary of any kind. `flat` has a key, its value, the next key, and so on: in the order in which they were
+    set, and without hashing keys, which a pickle could make collide.
+    """
+
+    flat: list[Any] = field(default_factory=list)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.flat += (key, value)
+
+    def __len__(self) -> int:
+        return len(self.flat) // 2
+
+    @property
+    def pairs(self) -> Iterable[tuple[Any, Any]]:
+        """The keys with their values."""
+        return zip(self.flat[::2], self.flat[1::2], strict=True)
+
+
+@dataclass(slots=True, eq=False)
+class Object:
+    """Anything that a pickle makes by a call: what it would call, with what, and what it adds to the result: states,
+    items of a list, and `entries` of a dictionary.
+    """
+
+    made_by: Any
+    args: tuple[Any, ...] = ()
+    states: list[Any] = field(default_factory=list)
+    items: list[Any] = field(default_factory=list)
+    entries: Dict | None = None
+
+    def append(self, item: Any) -> None:
+        """Add an item, as the unpickler does to a list."""
+        self.items.append(item)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.entries is None:
+            self.entries = Dict()
+            self.states.append(self.entries)
+        self.entries[key] = value
+
+
+@dataclass(slots=True, eq=False)
+class TensorValue:
+    """A strided tensor of a storage: `offset` and `stride` in elements. `storage` is None when it keeps no data.
+
+    A numpy array that stands in the pickle itself has a `Blob` for a storage.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: StorageValue | Blob | None
+    trainable: bool | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Composite:
+    """A tensor that is kept in others: sparse, quantized per channel, nested, or a wrapper subclass.
+
+    `inner` may hold anything: the tensors in it are its parts. An empty `kind` is a plain tensor with attributes.
+    """
+
+    kind: str
+    inner: list[tuple[str, Any]]
+    trainable: bool | None = None
+
+
+def meaning(made_by: Any, args: Args) -> Any:
+    """What calling `made_by` with `args` would return, as a value. Raises ValueError for arguments that cannot be."""
+    if not isinstance(made_by, Global) or not isinstance(args, tuple):
+        raise ValueError("not a call of a name")
+    rule = _RULES.get(made_by.path)
+    return rule(args) if rule else Object(made_by, args)
+
+
+def dtype_of(value: Any) -> str:
+    """The dtype that a ``torch.float16`` in a pickle is; raises ValueError when it is none."""
+    module, _, name = value.path.rpartition(".") if isinstance(value, Global) else ("", "", "")
+    dtype = torch_dtype(name) if module == "torch" else None
+    if dtype is None:
+        raise ValueError("not a dtype")
+    return dtype
+
+
+def sizes(value: Any) -> tuple[int, ...]:
+    """A shape or a stride; raises ValueError when it cannot be one."""
+    if not isinstance(value, tuple | list) or len(value) > MOST_DIMENSIONS:
+        raise ValueError("not a shape")
+    if not all(type(size) is int and 0 <= size < _LARGEST for size in value):
+        raise ValueError("not a shape")
+    return tuple(value)
+
+
+def _strided(
+    storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None, trainable: Any = None
+) -> TensorValue:
+    if not isinstance(storage, StorageValue) or type(offset) is not int or not 0 <= offset < _LARGEST:
+        raise ValueError("not a tensor")
+    shape, steps = sizes(size), sizes(stride)
+    if len(shape) != len(steps):
+        raise ValueError("a shape and a stride of different lengths")
+    grad = trainable if isinstance(trainable, bool) else None
+    return TensorValue(dtype or storage.dtype, shape, steps, offset, storage, grad)
+
+
+def _tensor(args: Args) -> TensorValue:
+    """``_rebuild_tensor(storage, offset, size, stride)`` and ``_v2``, which adds requires_grad and hooks."""
+    storage, offset, size, stride = args[:4]
+    return _strided(storage, offset, size, stride, None, args[4] if len(args) > 4 else None)
+
+
+def _tensor_v3(args: Args) -> TensorValue:
+    """``_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype)``, of an untyped storage."""
+    storage, offset, size, stride, trainable, _, dtype = args[:7]
+    return _strided(storage, offset, size, stride, dtype_of(dtype), trainable)
+
+
+def _meta(args: Args) -> TensorValue:
+    dtype, size, stride, trainable = args[:4]
+    return TensorValue(dtype_of(dtype), sizes(size), sizes(stride), 0, None, bool(trainable))
+
+
+def _parameter(args: Args) -> Any:
+    """``_rebuild_parameter(data, requires_grad, hooks)``: the same tensor, which may be trained."""
+    data = args[0]
+    if isinstance(data, TensorValue):
+        return TensorValue(data.dtype, data.shape, data.stride, data.offset, data.storage, args[1] is True)
+    if isinstance(data, Composite):
+        return Composite(data.kind, data.inner, args[1] is True)
+    return data
+
+
+def _parameter_with_state(args: Args) -> Any:
+    """A parameter, and attributes that hang on it."""
+    parameter, state = _parameter(args[:3]), args[3]
+    return Composite("", [("", parameter), ("", state)]) if _holds_more(state) else parameter
+
+
+def _quantized(args: Args) -> Any:
+    """Data, and for a quantizer per channel its scales and zero points, which are tensors of their own."""
+    data = _strided(*args[:4])
+    inner = [value for value in args[4][1:] if isinstance(value, TensorValue)]
+    if not inner:
+        return data
+    named = zip(("scales", "zero_points"), inner, strict=False)
+    return Composite("quantized per channel", [("", data), *named])
+
+
+def _sparse(args: Args) -> Composite:
+    layout, data = args[:2]
+    if not isinstance(layout, str) or layout not in _SPARSE or not isinstance(data, tuple):
+        raise ValueError("not a sparse tensor")
+    return Composite(layout.removeprefix("torch."), list(zip(_SPARSE[layout], data, strict=False)))
+
+
+_SPARSE = {
+    "torch.sparse_coo": ("indices", "values"),
+    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+
+
+def _nested(args: Args) -> Composite:
+    return Composite("nested", list(zip(("values", "sizes", "strides", "offsets"), args, strict=False)))
+
+
+def _from_type(args: Args) -> Any:
+    """``_rebuild_from_type_v2(function, type, its arguments, state)``: a tensor subclass, or attributes on a tensor."""
+    function, kind, inner_args, state = args[:4]
+    if not _path(function).startswith("torch._utils."):
+        return Composite(_short(kind), [("", inner_args), ("", state)])
+    inner = meaning(function, inner_args)
+    if isinstance(inner, TensorValue) and not _holds_more(state):
+        return inner
+    trainable = getattr(inner, "trainable", None)
+    return Composite(_short(kind), [("", inner), ("", state)], trainable)
+
+
+def _holds_more(state: Any) -> bool:
+    """Whether a tensor's state may hold tensors of its own."""
+    if isinstance(state, Dict):
+        return bool(state.flat)
+    return state is not None and state != ()
+
+
+def _wrapper(args: Args) -> Composite:
+    """The outer shell of a wrapper subclass, which keeps no data; what it wraps comes as its state."""
+    return Composite(_short(args[0]), [])
+
+
+def _moved(args: Args) -> Any:
+    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``: kept as what it came from."""
+    return args[0]
+
+
+def _short(kind: Any) -> str:
+    """``torchao Int8Tensor`` for ``torchao.quantization…Int8Tensor``."""
+    root, _, rest = _path(kind).partition(".")
+    return f"{root} {rest.rpartition('.')[2]}" if rest else "wrapper"
+
+
+def _path(value: Any) -> str:
+    """A name's text. Other values are never made texts of: a tuple of tuples of tuples may have one without end."""
+    return value.path if isinstance(value, Global) else ""
+
+
+def _mapping(args: Args) -> Dict:
+    """A dictionary class, called with nothing, with pairs, or with another dictionary."""
+    given = next((arg for arg in args if isinstance(arg, Dict | list)), ())
+    if isinstance(given, Dict):
+        return Dict(given.flat)
+    return Dict([part for pair in given if isinstance(pair, list | tuple) and len(pair) == 2 for part in pair])
+
+
+def _items(args: Args) -> Any:
+    """A list, tuple or set made from another."""
+    given = args[0] if args else []
+    return given if isinstance(given, list | tuple) else []
+
+
+def _first(args: Args) -> Any:
+    return args[0] if args else ""
+
+
+def _reconstructed(args: Args) -> Any:
+    """``copyreg._reconstructor(class, base, state)``: an object whose base class, a dict or a list, has a state."""
+    kind, _, state = args[:3]
+    made = meaning(_class(kind), ())
+    if isinstance(made, Object) and state is not None:
+        made.states.append(state)
+    elif isinstance(made, Dict) and isinstance(state, Dict):
+        return Dict(state.flat)
+    return made
+
+
+def _made_anew(args: Args) -> Any:
+    return meaning(_class(args[0]), args[1:])
+
+
+def _class(kind: Any) -> Any:
+    """What an object is to be made of: not by another way to make objects, which could go on without end."""
+    if _path(kind).startswith("copyreg."):
+        raise ValueError("not a class")
+    return kind
+
+
+_RULES: dict[str, Callable[[Args], Any]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._utils._rebuild_device_tensor_from_numpy": _moved,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _moved,
+    "torch._utils._rebuild_xla_tensor": _moved,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.nn.parameter.Parameter": _first,
+    "torch.serialization._get_layout": _first,
+    "torch.Size": _items,
+    "collections.OrderedDict": _mapping,
+    "collections.Counter": _mapping,
+    "collections.defaultdict": _mapping,
+    "builtins.dict": _mapping,
+    "builtins.list": _items,
+    "builtins.tuple": _items,
+    "builtins.set": _items,
+    "builtins.frozenset": _items,
+    "builtins.bytearray": _first,
+    "_codecs.encode": _first,
+    "copyreg._reconstructor": _reconstructed,
+    "copyreg.__newobj__": _made_anew,
+    **{
+        f"torch.jit._pickle.{name}": _first
+        for name in "build_intlist build_tensorlist build_doublelist build_boollist restore_type_tag".split()
+    },
+}
+
+
+_ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+_BUFFERS = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")
+_KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
+
+
+def array_of(value: Object) -> TensorValue | None:
+    """The numpy array that an object is, None when it is none or a small one.
+
+    numpy pickles an array as ``_reconstruct(ndarray, (0,), b'b')`` with a state of version, shape, dtype, Fortran order
+    and bytes; from protocol 5 on as ``_frombuffer``. Arrays of a kilobyte or less count with the pickle they are in.
+    """
+    path = _path(value.made_by)
+    state = value.states[0] if value.states else None
+    if path in _ARRAYS and isinstance(state, tuple) and len(state) == 5:
+        return _array(state[1], state[2], state[4])
+    if path in _BUFFERS and len(value.args) == 4:
+        buffer, dtype, shape, _ = value.args
+        return _array(shape, dtype, buffer)
+    return None
+
+
+def _array(shape: Any, kind: Any, data: Any) -> TensorValue | None:
+    dtype = _dtype(kind)
+    if dtype is None or not isinstance(data, Blob):
+        return None
+    try:
+        extent = sizes(shape)
+    except ValueError:
+        return None
+    elements = math.prod(extent)
+    if elements * BITS[dtype] >> 3 > data.length:
+        return None
+    # A text holds each byte above 127 in two: what the elements take is its first part, the rest is encoding.
+    shape = extent or (elements,)
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return TensorValue(dtype, shape, strides, 0, data)
+
+
+def _dtype(kind: Any) -> str | None:
+    """torch's name of ``numpy.dtype('f4', …)``."""
+    if not (isinstance(kind, Object) and kind.made_by == Global("numpy.dtype") and kind.args):
+        return None
+    code = kind.args[0]
+    if not isinstance(code, str) or not code[1:].isdecimal() or len(code) > 4:
+        return None
+    if code == "b1":
+        return "bool"
+    name = f"{_KINDS.get(code[0], '')}{int(code[1:]) * 8}"
+    return name if name in BITS else None

@@ -1,0 +1,254 @@
+"""The walk through what a pickle stands for: its tensors and plain values, each by the keys down to it.
+
+A module that was pickled whole is walked as its ``state_dict()`` names it. Lists and tuples count as keys by number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from memsize.checkpoint.dtypes import BITS
+from memsize.checkpoint.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue, array_of
+from memsize.checkpoint.record import Mark, PartKind
+from memsize.checkpoint.source import Source, printable
+from memsize.checkpoint.storage_index import Piece, strided_extent
+from memsize.errors import CheckpointError
+from memsize.records.trace import TensorSpec
+
+MOST_TENSORS = 125_000
+MOST_VISITS = 5 * MOST_TENSORS
+MOST_ITEMS = 16_000_000
+MOST_LETTERS = 25_000_000
+"""What is found in a small file, what is walked, what is looked at, letters in names: a pickle may point to one list
+from many places. Larger files may have more in proportion."""
+
+DEEPEST = 100
+_LONGEST_KEY = 200
+_SHOWN_VALUES = 200
+
+Keys = tuple[str, ...]
+Locate = Callable[[StorageValue | Blob], int]
+"""Gives the index of a storage; raises `CheckpointError` when the file lacks it."""
+
+_MODULE = ("_parameters", "_buffers", "_modules")
+_OPTIMIZER = frozenset(("state", "param_groups"))
+_SCHEDULERS = (frozenset(("last_epoch", "_step_count")), frozenset(("last_epoch", "base_lrs")))
+_SCALER = frozenset(("scale", "growth_factor"))
+
+
+@dataclass(slots=True)
+class Found:
+    """Everything that the pickles of a file hold."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    values: list[tuple[str, str]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    module: str | None = None
+    """The class of a module that was pickled whole, if there is one."""
+
+
+class _Step(NamedTuple):
+    """A value to walk, and how it was reached."""
+
+    keys: Keys
+    value: Any
+    wrapper: str | None = None
+    trainable: bool | None = None
+
+
+class _Budget:
+    """What is left of the work and the memory that the walk through one file may take."""
+
+    def __init__(self, source: Source) -> None:
+        self._name = source.name
+        self.most = int(MOST_TENSORS * source.scale)
+        self.tensors = self.most
+        self.visits = int(MOST_VISITS * source.scale)
+        self.items = int(MOST_ITEMS * source.scale)
+        self.letters = int(MOST_LETTERS * source.scale)
+
+    def check(self) -> None:
+        """Raise `CheckpointError` when anything is used up."""
+        if min(self.visits, self.items, self.letters, self.tensors) < 0:
+            raise CheckpointError(
+                f"{self._name} holds more than memsize reads in a file of this size: {self.most:,} tensors, or as many "
+                "values as these might have, each counted once for each place that points to it"
+            )
+
+
+def walk(root: Any, locate: Locate, source: Source, found: Found) -> None:
+    """Add what `root` holds to `found`. Raises `CheckpointError` for what is nested too deeply or without end."""
+    budget = _Budget(source)
+    open_now: set[int] = set()
+    barren: set[int] = set()
+    """Containers that were walked and have no tensor: they are not walked again."""
+    levels: list[tuple[Iterator[_Step], int, int]] = [(iter([_Step((), root)]), 0, 0)]
+    while levels:
+        steps, container, before = levels[-1]
+        step = next(steps, None)
+        if step is None:
+            levels.pop()
+            open_now.discard(container)
+            if before == len(found.pieces):
+                barren.add(container)
+            continue
+        value = step.value
+        budget.visits -= 1
+        budget.letters -= 8 * len(step.keys)
+        if isinstance(value, TensorValue | StorageValue):
+            budget.tensors -= 1
+            budget.letters -= sum(map(len, step.keys))
+            found.pieces.append(_piece(step, locate))
+        elif not isinstance(value, _CONTAINERS):
+            _note(step, found)
+        elif value not in ((), []) and id(value) not in open_now and id(value) not in barren:
+            # An entry of a dictionary gets a text for its key, and takes as much time and memory as 40 items of a list.
+            budget.items -= 40 * len(value) if isinstance(value, Dict) else len(_items(value))
+            if len(levels) > DEEPEST + 1:
+                raise CheckpointError(f"{source.name} holds objects that are nested more than {DEEPEST} deep")
+            open_now.add(id(value))
+            levels.append((_inner(step, found), id(value), len(found.pieces)))
+        budget.check()
+    _describe(root, found)
+
+
+def _describe(root: Any, found: Found) -> None:
+    """Say in a few words what stands at the top and holds no tensor: a scheduler's state, a configuration."""
+    if not isinstance(root, Dict):
+        return
+    heads = {piece.keys[0] for piece in found.pieces}
+    marks = {mark.keys: mark.kind for mark in found.marks}
+    for key, value in list(_entries(root).items())[:_SHOWN_VALUES]:
+        if key not in heads and isinstance(value, _CONTAINERS):
+            kind = f"{marks[(key,)]} state" if (key,) in marks else _shape_of(value)
+            found.values.append((key, f"{kind}, among the pickled objects"))
+
+
+def _shape_of(value: Any) -> str:
+    if isinstance(value, Dict):
+        return f"a dictionary of {len(value):,}"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value):,}"
+    return printable(str(value.made_by)) if isinstance(value, Object) else "an object"
+
+
+def _items(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _inner(step: _Step, found: Found) -> Iterator[_Step]:
+    """What a container holds, in order."""
+    value = step.value
+    if isinstance(value, Dict):
+        entries = _entries(value)
+        _mark(step.keys, entries, found)
+        for key, item in entries.items():
+            if not step.keys or isinstance(item, _HOLDERS):
+                yield _Step((*step.keys, key), item, step.wrapper, step.trainable)
+    elif isinstance(value, Composite):
+        for key, item in value.inner:
+            yield _Step((*step.keys, key) if key else step.keys, item, value.kind or None, value.trainable)
+    elif isinstance(value, Object):
+        yield from _of_object(step, value, found)
+    elif any(isinstance(item, _HOLDERS) for item in value):
+        for index, item in enumerate(value):
+            if isinstance(item, _HOLDERS):
+                yield _Step((*step.keys, str(index)), item, step.wrapper, step.trainable)
+
+
+_CONTAINERS = (Dict, list, tuple, Object, Composite)
+_HOLDERS = (*_CONTAINERS, TensorValue, StorageValue)
+
+
+def _entries(value: Dict) -> dict[str, Any]:
+    """The last value of each key, by the key's text."""
+    return {_key(key): item for key, item in value.pairs}
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, str):
+        return key if len(key) <= _LONGEST_KEY and key.isprintable() else printable(key, _LONGEST_KEY)
+    if isinstance(key, bytes):
+        return printable(key.decode("utf-8", "replace"), _LONGEST_KEY)
+    if isinstance(key, Blob):
+        return f"<a text of {key.length:,} bytes>"
+    if isinstance(key, tuple):
+        return f"({', '.join(_key(item) for item in key)})" if all(map(_is_plain, key[:9])) and len(key) < 9 else "(…)"
+    return printable(str(key), _LONGEST_KEY) if _is_plain(key) else f"<{type(key).__name__.lower()}>"
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | Global)
+
+
+def _mark(keys: Keys, entries: dict[str, Any], found: Found) -> None:
+    """Note what a dictionary shows itself to be."""
+    names = entries.keys()
+    kind: PartKind | None = None
+    if names >= _OPTIMIZER:
+        kind = "optimizer"
+    elif any(names >= scheduler for scheduler in _SCHEDULERS):
+        kind = "scheduler"
+    elif names >= _SCALER:
+        kind = "other"
+    if kind:
+        found.marks.append(Mark(keys, kind))
+
+
+def _of_object(step: _Step, value: Object, found: Found) -> Iterator[_Step]:
+    """What an object was made with and what it was given later; a module as its ``state_dict()``."""
+    array = array_of(value)
+    if array is not None:
+        yield _Step(step.keys, array, "numpy array")
+        return
+    states = [state for state in value.states if state is not None]
+    for state in states:
+        if isinstance(state, Dict):
+            entries = _entries(state)
+            if all(name in entries for name in _MODULE):
+                found.module = found.module or str(value.made_by)
+                yield from _of_module(step, entries)
+                continue
+        yield _Step(step.keys, state, step.wrapper, step.trainable)
+    if value.args:
+        yield _Step(step.keys, value.args[0] if len(value.args) == 1 else value.args, step.wrapper, step.trainable)
+    if value.items:
+        yield _Step(step.keys, value.items, step.wrapper, step.trainable)
+
+
+def _of_module(step: _Step, entries: dict[str, Any]) -> Iterator[_Step]:
+    for name in _MODULE:
+        yield _Step(step.keys, entries[name])
+    for name, item in entries.items():
+        if name not in _MODULE and isinstance(item, _HOLDERS) and item not in ((), []):
+            yield _Step((*step.keys, name), item)
+
+
+def _piece(step: _Step, locate: Locate) -> Piece:
+    value = step.value
+    if isinstance(value, StorageValue):
+        value = TensorValue(value.dtype, (value.elements,), (1,), 0, value)
+    bits = BITS[value.dtype]
+    span, needed = strided_extent(value.shape, value.stride, bits)
+    return Piece(
+        keys=step.keys or ("tensor",),
+        spec=TensorSpec(value.dtype, value.shape),
+        elements=math.prod(value.shape),
+        storage=None if value.storage is None else locate(value.storage),
+        start=(value.offset + (value.storage.base if isinstance(value.storage, StorageValue) else 0)) * bits >> 3,
+        span=span,
+        needed=needed,
+        wrapper=step.wrapper,
+        trainable=value.trainable if step.trainable is None else step.trainable,
+    )
+
+
+def _note(step: _Step, found: Found) -> None:
+    """Keep a plain value that stands near the top: an epoch, a version, a best score."""
+    if len(step.keys) != 1 or len(found.values) >= _SHOWN_VALUES:
+        return
+    if isinstance(step.value, bool | int | float | str):
+        found.values.append((step.keys[0], printable(str(step.value))))

@@ -1,0 +1,152 @@
+"""A checkpoint against a model: which tensors the model lacks, which the file lacks, which differ in shape or dtype.
+
+Names are compared after the change that makes most of them meet: a prefix dropped (``module.`` of DataParallel,
+``_orig_mod.`` of torch.compile, the key that the weights stand under), or one added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memsize.checkpoint.breakdown import Breakdown
+from memsize.checkpoint.record import Difference, Match, Tensor
+from memsize.records.trace import TensorSpec
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+"""Steps that a wrapper puts into the names of what it wraps: compile, FSDP, checkpointing, DataParallel."""
+_DEEPEST_PREFIX = 4
+
+
+class Expected(NamedTuple):
+    """One tensor of the model. `tied` names the earlier one that shares its memory."""
+
+    spec: TensorSpec
+    tied: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """A change of names."""
+
+    dropped: str = ""
+    added: str = ""
+    wrappers: tuple[str, ...] = ()
+
+    def of(self, name: str) -> str | None:
+        """The name as the model would have it; None for one outside the prefix."""
+        if not name.startswith(self.dropped):
+            return None
+        name = name[len(self.dropped) :]
+        if self.wrappers:
+            name = _without(self.wrappers, name)
+        return self.added + name
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How much it changes: of several that fit equally well the plainest is meant."""
+        return len(self.wrappers), len(self.dropped) + len(self.added)
+
+
+def compared(breakdown: Breakdown, expected: Mapping[str, Expected], model: str) -> Match:
+    """How the model part of a checkpoint fits the tensors that a model expects, by name."""
+    held = breakdown.of("model") or breakdown.of("EMA") or list(breakdown.contents.tensors)
+    naming = _naming(tuple(tensor.name for tensor in held), expected)
+    plain = [tensor for tensor in held if tensor.wrapper is None]
+    named = {name: tensor for tensor in plain if (name := naming.of(tensor.name)) is not None}
+    found = _stems(naming, [tensor for tensor in held if tensor.wrapper is not None]) | named
+    left_out = tuple(name for name, wanted in expected.items() if name not in found and wanted.tied in found)
+    rows = [_compared(name, wanted, found.get(name)) for name, wanted in expected.items() if name not in left_out]
+    differences = [row for row in rows if row]
+    root = _root(naming.dropped, held)
+    outside = {t.name: t for t in plain if naming.of(t.name) is None and t.keys[: len(root)] == root}
+    for name, tensor in (named | outside).items():
+        if name not in expected or name in outside:
+            differences.append(Difference(name, "unexpected", tensor.spec, None, tensor.bytes))
+    key = ".".join(root)
+    dropped = naming.dropped.removeprefix(f"{key}.") if key else naming.dropped
+    return Match(model, rows.count(None), tuple(differences), key, dropped, naming.added, naming.wrappers, left_out)
+
+
+def _compared(name: str, wanted: Expected, tensor: Tensor | None) -> Difference | None:
+    """How one tensor differs from what the model wants, if it does."""
+    if tensor is None:
+        return Difference(name, "missing", None, wanted.spec, 0)
+    if tensor.wrapper is not None:
+        return Difference(name, "wrong dtype", tensor.spec, wanted.spec, tensor.bytes)
+    if tensor.spec.shape != wanted.spec.shape:
+        return Difference(name, "wrong shape", tensor.spec, wanted.spec, tensor.bytes)
+    if tensor.spec.dtype != wanted.spec.dtype:
+        return Difference(name, "wrong dtype", tensor.spec, wanted.spec, tensor.bytes)
+    return None
+
+
+def _stems(naming: _Naming, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The first piece of each tensor that is kept in several, by any name that the whole of it may have."""
+    stems: dict[str, Tensor] = {}
+    for piece in pieces:
+        name = naming.of(piece.name)
+        while name:
+            stems.setdefault(name, piece)
+            name = name.rpartition(".")[0]
+    return stems
+
+
+def _naming(names: Sequence[str], expected: Mapping[str, Expected]) -> _Naming:
+    """The change of names under which most tensors of the file are the model's."""
+    wanted = set(expected)
+    infixes = tuple(wrapper for wrapper in _WRAPPERS if any(f".{wrapper}." in f".{name}" for name in names))
+    options = [_Naming()]
+    for wrappers in ((), infixes) if infixes else ((),):
+        cleaned = [_without(wrappers, name) for name in names] if wrappers else names
+        options.append(_Naming(wrappers=wrappers))
+        options += [_Naming(prefix, "", wrappers) for prefix in _prefixes(names)]
+        if not wrappers or cleaned != list(names):
+            options += [_Naming("", prefix, wrappers) for prefix in _prefixes(tuple(expected))]
+    scored = [(_score(option, names, wanted), option) for option in options]
+    best = max(score for score, _ in scored)
+    return min((option for score, option in scored if score == best), key=lambda option: option.size)
+
+
+def _score(naming: _Naming, names: Sequence[str], wanted: set[str]) -> int:
+    return sum(naming.of(name) in wanted for name in names)
+
+
+def _prefixes(names: Sequence[str]) -> list[str]:
+    """The prefixes, in whole steps, that the most names have."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        steps = name.split(".")[:-1][:_DEEPEST_PREFIX]
+        counts.update(".".join(steps[:length]) + "." for length in range(1, len(steps) + 1))
+    return [prefix for prefix, _ in counts.most_common(16)]
+
+
+def _without(wrappers: Sequence[str], name: str) -> str:
+    pattern = "|".join(map(re.escape, wrappers))
+    return re.sub(rf"(?<![^.])(?:{pattern})\.", "", name)
+
+
+def _root(prefix: str, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    """The key under which the tensors with this prefix stand: others below it are unexpected, those beside it not."""
+    first = next((tensor for tensor in tensors if tensor.name.startswith(prefix)), None)
+    return first.keys[:1] if first and len(first.keys) > 1 else ()
+
+
+def expected_from(module: object) -> dict[str, Expected]:
+    """The tensors of a module's ``state_dict()``, with what is tied."""
+    import torch
+
+    from memsize.model.tensor_storage import storage_key
+
+    first: dict[object, str] = {}
+    expected: dict[str, Expected] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():  # type: ignore[attr-defined]
+        if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+            key = (storage_key(tensor), tuple(tensor.shape)) if tensor.numel() else (name, ())
+            spec = TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            expected[name] = Expected(spec, first.get(key))
+            first.setdefault(key, name)
+    return expected

@@ -1,0 +1,54 @@
+"""What CUDA decides and does, looked up by op: the facts of every family.
+
+A family is a file of this folder: attention, convolution, norms and so on. It says which kernel runs, by a function on
+the dispatch key (`kernels()`), and what that kernel does to memory (`registry`). A new family is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from memsize.cuda import attention, autocast, convolution, dropout, encoder, indexing, matmul, norms, rnn, softmax
+from memsize.cuda.registry import COPIES, SAME_DTYPE, TEMPORARIES, Copies, Temporary
+from memsize.internals.dispatch_key import Kernel
+
+LIBRARIES = (convolution, matmul)
+"""Families of which CUDA decides nothing on the dispatch key: cuDNN's and cuBLAS's."""
+
+
+def kernels() -> Mapping[str, Kernel]:
+    """Every function on the dispatch key, by the operator's name.
+
+    What autocast wraps is decided on after its casts; attention does both itself.
+    """
+    decided = {**dropout.kernels(), **norms.kernels(), **indexing.kernels(), **rnn.kernels(), **softmax.kernels()}
+    return {**decided, **autocast.kernels(decided), **attention.kernels(), **encoder.kernels()}
+
+
+def kernel_temporaries(func: Any, args: Any) -> Iterator[Temporary]:
+    """What the kernel of `func` has at its own peak, beside its arguments and results."""
+    found = TEMPORARIES.get(func)
+    return iter(()) if found is None else found(*args)
+
+
+def kernel_copies(func: Any, args: Any, kwargs: Any) -> Copies:
+    """The arguments that the kernel of `func` rearranges first, and the format that they are brought into."""
+    found = COPIES.get(func)
+    return iter(()) if found is None else found(args, kwargs)
+
+
+def refuse_mixed(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise the RuntimeError that the op's CUDA kernel raises when its operands' dtypes differ.
+
+    Without this check a model of which only part was cast would seem to run.
+    """
+    operands = SAME_DTYPE.get(func)
+    if operands is None:
+        return
+    dtypes = [operand.dtype for operand in args[operands] if isinstance(operand, torch.Tensor)]
+    if any(dtype is not dtypes[0] for dtype in dtypes):
+        names = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise RuntimeError(f"{func._overloadpacket.__name__}: its operands must have the same dtype, but got {names}")
