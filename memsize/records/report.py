@@ -203,12 +203,6 @@ class Report(Answer):
         return render(self, form)
 
 
-def _peaks(run: str, outlook: Outlook | None) -> dict[str, int | None]:
-    """The peaks of one run by column name."""
-    names = ("requested", "allocated", "reserved")
-    return {f"{run}_{name}": None if outlook is None else int(getattr(outlook, name)) for name in names}
-
-
 def figures(totals: Totals | None) -> dict[str, Any]:
     """The fields of `totals` as exact integers with the two sums; every one None when there are no totals."""
     fields = asdict(totals or Totals()) | {

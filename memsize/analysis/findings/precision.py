@@ -10,7 +10,6 @@ from memsize.records.finding import Finding
 from memsize.records.trace import StoredTensor
 from memsize.units import Bytes
 
-_HALVES = {"float16": "fp16", "bfloat16": "bf16"}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
