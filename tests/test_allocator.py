@@ -597,6 +597,11 @@ def test_a_request_beyond_an_eighth_of_the_card_has_a_stretch_that_holds_it():
     assert (result.out_of_memory.event, result.out_of_memory.held.reserved) == (0, 0)
 
 
+def test_without_a_card_a_stretch_is_as_long_as_what_is_asked_for():
+    result = replay([(0, 2 << 40), (1, 3 * MiB)], EXPANDABLE)
+    assert result.final.reserved == -(-((2 << 40) + 3 * MiB) // (20 * MiB)) * 20 * MiB
+
+
 # --- made-up streams of events
 sizes = st.one_of(
     st.integers(1, 4 * KiB),
