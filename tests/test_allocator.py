@@ -564,6 +564,11 @@ def test_a_block_at_the_mapped_end_counts_with_what_it_can_grow_by():
     events = [*allocated(60 * MiB, 10 * MiB, 50 * MiB), (0, -60 * MiB), (2, -50 * MiB), (3, 45 * MiB)]
     result = replay(events, EXPANDABLE, capacity=1 << 40)
     assert mebibytes(result) == [(120, [(45, 3), (15, None), (10, 1), (50, None)])]
+    # Of two that are smaller than what the end can grow to, the smaller one serves
+    two = [*allocated(*(size * MiB for size in (70, 10, 60, 10, 50))), (0, -70 * MiB), (2, -60 * MiB), (4, -50 * MiB)]
+    assert mebibytes(replay([*two, (5, 45 * MiB)], EXPANDABLE)) == [
+        (200, [(70, None), (10, 1), (45, 5), (15, None), (10, 3), (50, None)]),
+    ]
     # Without a block that is smaller than what the end can grow to, the end serves
     short = [*events[:3], (2, -50 * MiB), (3, 45 * MiB)]
     assert mebibytes(replay(short, EXPANDABLE)) == [(120, [(60, 0), (10, 1), (45, 3), (5, None)])]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from memsize.cuda.region import cuda_semantics
 from memsize.errors import ScenarioError
 from memsize.precision.dequantized import run_as
 from memsize.precision.layouts import Kernel
@@ -58,6 +62,23 @@ def test_a_model_as_given_takes_inputs_in_its_own_dtype() -> None:
     assert applied("as-given", net().half()).floating == HALF
     assert applied("as-given", nn.ReLU()).floating is None
     assert floating_dtype(nn.Sequential(nn.Embedding(2, 2).double(), nn.Linear(2, 2))) == DOUBLE
+
+
+@pytest.mark.parametrize(("scenario", "out"), [("fp16", HALF), ("apex-O2", SINGLE), ("apex-O3", SINGLE)])
+def test_apex_returns_float32_whatever_comes_in(scenario: str, out: torch.dtype) -> None:
+    twin = applied(scenario, nn.Sequential(nn.Linear(4, 2))).twin
+    assert twin(torch.empty(3, 4, dtype=HALF, device="meta")).dtype == out
+
+
+def test_inputs_of_a_model_without_parameters_are_in_the_scenarios_dtype() -> None:
+    assert applied("fp16", nn.ReLU()).floating == HALF
+    assert applied("amp-fp16", nn.ReLU()).floating == SINGLE
+
+
+@pytest.mark.parametrize(("scenario", "on"), [("fp32", False), ("fp16", False), ("amp-fp16", True), ("apex-O1", True)])
+def test_which_scenarios_run_under_autocast(scenario: str, on: bool) -> None:
+    with cuda_semantics(), applied(scenario).autocast():
+        assert torch.is_autocast_enabled("cuda") == on
 
 
 def test_a_model_that_is_cast_in_part_is_cast_as_a_whole() -> None:
@@ -138,6 +159,23 @@ def test_which_weight_is_kept_for_backward() -> None:
         layer, _ = running(kernel)  # type: ignore[arg-type]
         pointers = [tensor.data_ptr() for tensor in kept(layer, x)]
         assert (layer.weight.data_ptr() in pointers) == own, kernel
+
+
+def test_the_passing_copy_is_made_in_the_forward_and_again_in_the_backward() -> None:
+    class Copies(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.made += func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+            return func(*args, **(kwargs or {}))
+
+    for kernel, forward, backward in (("copy freed", 1, 1), ("copy kept", 1, 0), ("quantized", 0, 0)):
+        layer, _ = running(kernel)  # type: ignore[arg-type]
+        with Copies() as copies:
+            total = layer(torch.ones(2, 3, requires_grad=True)).sum()
+            assert copies.made == forward
+            total.backward()
+        assert copies.made == forward + backward
 
 
 def test_an_input_without_a_gradient_needs_no_second_copy() -> None:
