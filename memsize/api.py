@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memsize.analysis.step import StepTrace
-    from memsize.checkpoint.document import CheckpointReport
+    from memsize.checkpoint.report import CheckpointReport
     from memsize.cuda.cudnn.plans import Plans
     from memsize.device.config import AllocatorConfig
     from memsize.model.inputs import Feed
@@ -284,13 +284,14 @@ def audit_layout(
     with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
         feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
+        from memsize.analysis.findings.layout import findings
         from memsize.analysis.layout import audit
         from memsize.analysis.runner import Study
         from memsize.records.layout import LayoutReport
 
         study = Study(name, model, feed, mode == "train", say)
         found = audit(lambda: study.prepared(asked, batch_size))
-        return LayoutReport(found, (*notes, *([feed.note] if feed.note else [])))
+        return LayoutReport(found, (*notes, *([feed.note] if feed.note else [])), findings(found))
 
 
 def _given(inputs: Any) -> tuple[InputSize | None, Sequence[InputSpec], Any]:
@@ -332,7 +333,7 @@ def read_checkpoint(
     `TargetError` for the target.
     """
     from memsize.checkpoint import read
-    from memsize.checkpoint.document import CheckpointReport
+    from memsize.checkpoint.report import CheckpointReport
 
     found = CheckpointReport(read(path))
     if against is None:

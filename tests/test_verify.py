@@ -53,8 +53,7 @@ from memsize.records.measurement import (
     read,
 )
 from memsize.records.verification import Checked, Difference, Prediction, Verification, off_by, read_measurements
-from memsize.render import FORMATS
-from memsize.render.verification import render
+from memsize.render import FORMATS, render
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training

@@ -19,7 +19,7 @@ from benchmarks.truth.suite import SUITE
 from memsize.analysis.verify.session import replayed
 from memsize.records.measurement import Saved, decode
 from memsize.records.verification import Difference
-from memsize.render.verification import render
+from memsize.render import render
 
 
 def logs(path: Path) -> Iterator[tuple[str, Saved]]:
