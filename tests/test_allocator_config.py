@@ -52,6 +52,18 @@ def divisions(settings):
         ("garbage_collection_threshold:0.6", {"garbage_collection_threshold": 0.6}),
         ("large_segment_size_mb:40,max_split_size_mb:40", {"large_segment_size": 40 * MiB, "max_split_size": 40 * MiB}),
         ("per_process_memory_fraction:0.5", {"memory_fraction": 0.5}),
+        ("per_process_memory_fraction:1", {}),
+        ("per_process_memory_fraction:0", {"memory_fraction": 0.0}),
+        (
+            "max_split_size_mb:20,max_non_split_rounding_mb:20",
+            {"max_split_size": 20 * MiB, "max_non_split_rounding": 20 * MiB},
+        ),
+        ("large_segment_size_mb:11,max_split_size_mb:11", {"large_segment_size": 11 * MiB, "max_split_size": 11 * MiB}),
+        ("roundup_power2_divisions:1", {"roundup_divisions": (1,) * 16}),
+        ("roundup_power2_divisions:[1:2]", {"roundup_divisions": (2, *[0] * 15)}),
+        ("roundup_power2_divisions:[32768:2]", {"roundup_divisions": (2,) * 16}),
+        ("roundup_power2_divisions:[65536:2]", {"roundup_divisions": (2,) * 16}),
+        ("roundup_power2_divisions:[2:4,4:0,>:8]", {"roundup_divisions": (4, 4, 0, *[8] * 13)}),
         ("roundup_power2_divisions:4", {"roundup_divisions": (4,) * 16}),
         ("backend:native,expandable_segments:False,", {}),
         (",".join(f"{key}:1" for key in sorted(IGNORED)), {}),
@@ -59,6 +71,31 @@ def divisions(settings):
 )
 def test_text_to_config(text, expected):
     assert AllocatorConfig.parse(text) == AllocatorConfig(**expected)
+
+
+def test_settings_that_change_no_size_are_known_by_name():
+    # The pinned-memory settings of c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h
+    assert set(IGNORED) == {
+        "graph_capture_record_stream_reuse", "pinned_free_catch_all", "pinned_max_cached_size_mb",
+        "pinned_max_round_threshold_mb", "pinned_num_register_threads", "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_use_hip_host_register",
+        "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "throw_on_cudamalloc_oom",
+    }  # fmt: skip
+
+
+def test_all_defaults_are_pytorchs():
+    config = AllocatorConfig()
+    assert not config.expandable_segments
+    assert config.max_split_size is None and config.max_non_split_rounding is None
+    assert config.roundup_divisions == (0,) * 16
+    assert (config.garbage_collection_threshold, config.memory_fraction) == (0.0, 1.0)
+    assert config.large_segment_size == 20 * MiB
+
+
+def test_spaces_and_a_last_comma_do_not_matter():
+    spaced = AllocatorConfig.parse(" max_split_size_mb : 64 , roundup_power2_divisions:[ 1 : 2 , > : 4 ] ,")
+    assert spaced.max_split_size == 64 * MiB
+    assert spaced.roundup_divisions == (2, *[4] * 15)
 
 
 def test_list_of_divisions():
@@ -72,6 +109,18 @@ def test_list_of_divisions():
     [
         ("max_split_mb:128", "no allocator setting 'max_split_mb': known are backend, expandable_segments"),
         ("max_split_size_mb", "max_split_size_mb needs a value"),
+        ("max_split_size_mb:", "max_split_size_mb needs a value"),
+        ("max_split_size_mb:19", "max_split_size_mb must be at least 20, got 19"),
+        ("max_non_split_rounding_mb:19", "max_non_split_rounding_mb must be at least 20, got 19"),
+        ("max_split_size_mb:2.5", "max_split_size_mb must be a whole number, got 2.5"),
+        ("garbage_collection_threshold:0", "must lie between 0 and 1, got 0"),
+        ("garbage_collection_threshold:1", "must lie between 0 and 1, got 1"),
+        ("per_process_memory_fraction:nan", "must lie between 0 and 1, got nan"),
+        ("max_split_size_mb=", "no allocator setting 'max_split_size_mb='"),
+        ("per_process_memory_fraction:1.5", "must lie between 0 and 1, got 1.5"),
+        ("per_process_memory_fraction:-0.5", "must lie between 0 and 1, got -0.5"),
+        ("expandable_segments:false", "must be True or False, got false"),
+        ("roundup_power2_divisions:0", "takes powers of two, got 0"),
         ("max_split_size_mb:10", "max_split_size_mb must be at least 20, got 10"),
         ("large_segment_size_mb:40,max_split_size_mb:30", "must be at least 40, got 30"),
         ("large_segment_size_mb:10", "must be above 10, got 10"),
@@ -123,6 +172,43 @@ def test_rounding_to_quarters_of_a_power_of_two(request_bytes, block):
     assert AllocatorConfig.parse("roundup_power2_divisions:4").block_size(request_bytes) == block
 
 
+@pytest.mark.parametrize("exponent", range(20, 36))
+def test_each_power_of_two_has_divisions_of_its_own(exponent):
+    # Entry k is for requests from 2^k MiB: two halves there, and multiples of 512 B on either side
+    config = AllocatorConfig(roundup_divisions=tuple(2 * (k == exponent - 20) for k in range(16)))
+    start = 1 << exponent
+    assert config.block_size(start) == start
+    assert config.block_size(start + 1) == start + start // 2
+    assert config.block_size(2 * start - 1) == 2 * start
+    if exponent < 35:
+        assert config.block_size(2 * start + 1) == 2 * start + 512
+    if exponent > 20:
+        assert config.block_size(start - 512) == start - 512
+
+
+def test_the_first_entry_holds_below_1_mib_and_the_last_one_above_32_gib():
+    ends = AllocatorConfig(roundup_divisions=(2, *[0] * 14, 2))
+    assert ends.block_size(512 * 1024 + 1) == 768 * 1024
+    assert ends.block_size((64 << 30) + 1) == 96 << 30
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "divisions", "block"),
+    [
+        (2048, 4, 2048),
+        (4096, 8, 4096),
+        (4097, 8, 4608),  # above 8 · 512: eighths of 4096 are 512 B
+        (4097, 4, 5120),  # quarters are 1,024 B
+        (1025, 2, 1536),  # above 2 · 512: halves of 1024 are 512 B
+        (5000, 1, 5120),  # one division is none
+        (5000, 0, 5120),
+        (0, 0, 512),
+    ],
+)
+def test_divisions_begin_above_as_many_times_512_bytes(request_bytes, divisions, block):
+    assert AllocatorConfig(roundup_divisions=(divisions,) * 16).block_size(request_bytes) == block
+
+
 @pytest.mark.parametrize(
     ("block", "segment"),
     [
@@ -132,6 +218,8 @@ def test_rounding_to_quarters_of_a_power_of_two(request_bytes, block):
         (10 * MiB - 512, 20 * MiB),
         (10 * MiB, 10 * MiB),
         (10 * MiB + 512, 12 * MiB),
+        (12 * MiB, 12 * MiB),
+        (12 * MiB + 512, 14 * MiB),
         (100 * MiB, 100 * MiB),
     ],
 )
@@ -142,6 +230,7 @@ def test_segment_sizes(block, segment):
 def test_memory_fraction():
     assert AllocatorConfig().allowed(100) is None
     assert AllocatorConfig(memory_fraction=0.25).allowed(1000) == 250
+    assert AllocatorConfig(memory_fraction=0.3).allowed(9) == 2
 
 
 powers = st.integers(0, 15).map(lambda exponent: 1 << exponent)

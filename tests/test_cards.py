@@ -9,7 +9,7 @@ import pytest
 
 from memsize.device.cards import CARDS, card
 from memsize.device.context import EAGER, LAZY, context
-from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_workspace
+from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_workspace, release
 from memsize.errors import InputError
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -140,6 +140,66 @@ def test_what_metal_recommends(size, expected):
     assert card(f"Apple {size}GB").bytes / 1e6 == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        # two thirds up to 32 GiB, three quarters above
+        (18, 12 * GiB),
+        (24, 16 * GiB),
+        (36, 27 * GiB),
+        (96, 72 * GiB),
+        (512, 384 * GiB),
+    ],
+)
+def test_the_share_of_unified_memory(size, expected):
+    entry = card(f"Apple {size}GB")
+    assert entry.bytes == expected
+    assert entry.source.startswith(
+        f"Metal's recommendedMaxWorkingSetSize is {'two thirds' if size <= 32 else 'three quarters'} of the memory; "
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "size"),
+    [
+        ("p100", (6, 0), 16_276 * MiB),
+        ("v100", (7, 0), 16_932_908_564),  # 15.77 GiB
+        ("t4", (7, 5), 15_633_680_957),  # 14.56 GiB
+        ("a100", (8, 0), 42_298_834_944),
+        ("a10g", (8, 6), 23_686_744_637),  # 22.06 GiB
+        ("4070", (8, 9), 11_866 * MiB),
+        ("h100", (9, 0), 84_943_715_697),  # 79.11 GiB
+        ("b200", (10, 0), 191_501_854_310),  # 178.35 GiB
+        ("b300", (10, 3), 287_440_686_285),  # 267.7 GiB
+        ("5090", (12, 0), 32_109 * MiB),
+    ],
+)
+def test_a_card_of_each_generation(name, capability, size):
+    assert (card(name).capability, card(name).bytes) == (capability, size)
+
+
+GENERATIONS = {
+    (6, 0): "Tesla P100 16GB", (6, 1): "GeForce GTX 1080 Ti", (7, 0): "Tesla V100 16GB, Tesla V100 32GB",
+    (7, 5): "Tesla T4, TITAN RTX, Quadro RTX 5000, Quadro RTX 8000", (8, 0): "A100 40GB, A100 80GB, A30",
+    (9, 0): "H100 80GB, H100 NVL, GH200 96GB, H200", (10, 0): "B200", (10, 3): "B300",
+    (8, 6): "A2, A10, A10G, A16, A40, RTX A2000 6GB, RTX A2000 12GB, RTX A4000, RTX A4500, RTX A5000, RTX A5500, "
+    "RTX A6000", (8, 9): "L4, L40, L40S", (12, 0): "RTX PRO 6000 Blackwell",
+}  # fmt: skip
+"""By NVIDIA's list of compute capabilities (developer.nvidia.com/cuda-gpus); GeForce RTX is by its series."""
+SERIES = {"20": (7, 5), "30": (8, 6), "40": (8, 9), "50": (12, 0)}
+
+
+@pytest.mark.parametrize("entry", [each for each in OF_A_MAKER if each.platform == "CUDA"], ids=lambda each: each.name)
+def test_a_cards_capability_is_that_of_its_generation(entry):
+    number = re.match(r"GeForce RTX (\d\d)", entry.name)
+    if number:
+        assert entry.capability == SERIES[number[1]]
+    elif entry.name.endswith(" Ada"):
+        assert entry.capability == (8, 9)
+    else:
+        assert entry.name in GENERATIONS[entry.capability].split(", ")
+
+
 def test_only_the_memory_is_known_where_cuda_does_not_run():
     for name, platform in [("mi300x", "ROCm"), ("m2 16gb", "MPS")]:
         entry = card(name)
@@ -159,6 +219,12 @@ def test_only_the_memory_is_known_where_cuda_does_not_run():
         ((10, 0), "2.11.0", 8_519_680),  # Blackwell has the large workspace since 2.12
         ((10, 0), "2.12.0+cu130", 32 * MiB),
         ((12, 0), "2.14.0", 32 * MiB),
+        ((10, 0), None, 32 * MiB),  # the release that is assumed is a current one
+        ((10, 3), "2.11.9", 8_519_680),
+        ((9, 1), "2.11.0", 8_519_680),  # Hopper is 9.0
+        ((9, 0), "1.13.1", 32 * MiB),
+        ((8, 9), "2.14.0", 8_519_680),
+        ((12, 0), "3.0.0", 32 * MiB),
     ],
 )
 def test_cublas_workspace(capability, version, expected):
@@ -175,6 +241,13 @@ def test_cublas_workspace_config():
 
 def test_cublaslt_workspace():
     assert cublaslt_workspace(torch_version="2.11.0") == MiB
+    assert cublaslt_workspace(torch_version="2.12.0") == 0  # shared with cuBLAS since then
+    assert cublaslt_workspace(torch_version="2.11.9+cu128") == MiB
+    assert cublaslt_workspace() == 0
+    assert cublaslt_workspace(torch_version="2.12.0", unified="yes") == 0
+    assert cublaslt_workspace(torch_version="2.11.0", unified="yes") == MiB
+    assert cublaslt_workspace(torch_version="2.11.0", size="all") == MiB
+    assert cublaslt_workspace(torch_version="2.11.0", size="0") == 0
     assert cublaslt_workspace(torch_version="2.13.0") == 0
     assert cublaslt_workspace(torch_version="2.13.0", unified="0") == MiB
     assert cublaslt_workspace(torch_version="2.13.0", unified="0", size="4096") == 4 * MiB
@@ -186,11 +259,24 @@ def test_workspaces_are_kept_up_to_2_14():
     assert keeps_workspace("2.14.1")
     assert not keeps_workspace("2.15.0")
     assert keeps_workspace("2.15.0", cache="1")
+    assert not keeps_workspace("2.15.0", cache="0")
+    assert keeps_workspace("2.14.0", cache="0")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2.13.0+cpu", (2, 13)), ("2.9", (2, 9)), ("10.2.1", (10, 2)), (None, (2, 14)), ("main", (2, 14)), ("", (2, 14))],
+)
+def test_the_release_of_a_version(text, expected):
+    assert release(text) == expected
 
 
 def test_context():
     assert context() == context("12.8") == context("11.7") == LAZY.context == (300 * MiB, 650 * MiB)
-    assert context("11.6") == context("10") == EAGER.context
+    assert context("11.6") == context("10") == context("11") == EAGER.context == (1_000 * MiB, 1_450 * MiB)
+    assert context("12") == context("12.0") == context("13.0.2") == LAZY.context
+    assert context("11.6", module_loading="lazy") == EAGER.context
+    assert context(None, module_loading="EAGER") == EAGER.context
     assert context("12.8", module_loading="eager") == EAGER.context
     assert context().plus(GiB) == (GiB + 300 * MiB, GiB + 650 * MiB)
     with pytest.raises(InputError, match="cannot read 'new' as a CUDA version"):

@@ -452,6 +452,109 @@ def test_choice_of_attention(call: Attention, backend: str) -> None:
     assert choose_backend(call) == backend
 
 
+def pair(head: int, value: int, **options: Any) -> Attention:
+    """Attention whose values have another head size than its queries and keys."""
+    call = attention(head=head, **options)
+    return call._replace(value=meta(2, 4, 16, value, dtype=call.query.dtype))
+
+
+# The rules of sdp_utils.cpp at their boundaries (the functions named beside them are its own).
+@pytest.mark.parametrize(
+    ("call", "backend"),
+    [
+        # check_head_dim_size_flash: one size, at most 256
+        (attention(head=256), "flash"),
+        (attention(head=257), "math"),
+        (pair(64, 72), "efficient"),
+        # check_requires_grad_and_head_dim_gt192_constraints: above 192, unless above 224 without dropout
+        (attention(head=192, grad=True, capability=(8, 6)), "flash"),
+        (attention(head=193, grad=True, capability=(8, 6)), "math"),
+        (attention(head=224, grad=True, capability=(8, 6)), "efficient"),
+        (attention(head=225, grad=True, capability=(8, 6)), "flash"),
+        (attention(head=200, grad=True, capability=(8, 5)), "flash"),
+        (attention(head=200, grad=True, capability=(8, 9)), "efficient"),
+        (attention(head=200, grad=True, capability=(9, 0), cudnn=91002), "flash"),
+        (attention(head=200, grad=True, capability=(12, 0)), "efficient"),
+        (attention(head=200, grad=True, capability=(12, 1)), "efficient"),
+        # check_sm_version: 8.0 to 12.1 for flash, 5.0 to 12.1 for the memory-efficient kernel
+        (attention(capability=(12, 1)), "flash"),
+        (attention(capability=(12, 2)), "math"),
+        (attention(capability=(5, 0)), "efficient"),
+        (attention(capability=(4, 9)), "math"),
+        (attention(dtype=BF16, capability=(7, 5), mask=meta(16, 16)), "math"),
+        (attention(dtype=BF16, capability=(8, 0), mask=meta(16, 16)), "efficient"),
+        # check_head_dim_size_mem_efficient: 16 bytes on tensor cores
+        (attention(head=60, capability=(7, 5)), "math"),
+        (attention(head=56, capability=(7, 5)), "efficient"),
+        (attention(head=63, dtype=FP32, capability=(7, 5)), "efficient"),
+        (attention(head=63, capability=(6, 1)), "efficient"),
+        (pair(64, 60, dtype=FP32), "efficient"),
+        (pair(64, 62, dtype=FP32), "math"),
+        # check_nonzero_sequence_lengths_dense
+        (attention(tokens=0), "math"),
+        (attention(tokens=1), "flash"),
+        (attention(keys=1), "flash"),
+        # check_causal: square only
+        (attention(causal=True), "flash"),
+        (attention(tokens=32, keys=16, causal=True), "efficient"),
+        # check_batch_size_and_num_heads_dense: shared evenly
+        (attention(heads=8, shared=3, grouped=True), "math"),
+        (attention(heads=8, shared=8, grouped=True), "flash"),
+        # check_prefer_cudnn_attention: Hopper and Blackwell, after cuDNN 9.15.0
+        (attention(capability=(9, 0), cudnn=91500), "flash"),
+        (attention(capability=(9, 0), cudnn=91501), "cudnn"),
+        (attention(capability=(10, 0)), "cudnn"),
+        (attention(capability=(8, 9)), "flash"),
+        (attention(capability=(12, 0)), "flash"),
+        # check_cudnn_tensor_shapes: heads of up to 128 in eighths, or 192 with values of 128
+        (attention(capability=(9, 0), head=128), "cudnn"),
+        (attention(capability=(9, 0), head=136), "flash"),
+        (attention(capability=(9, 0), head=60), "flash"),
+        (pair(192, 128, capability=(9, 0)), "cudnn"),
+        (pair(192, 128, capability=(10, 0)), "cudnn"),
+        (pair(192, 120, capability=(9, 0)), "efficient"),
+        (pair(128, 136, capability=(9, 0)), "efficient"),
+        (attention(capability=(9, 0), keys=1), "flash"),
+        (attention(capability=(9, 0), keys=2), "cudnn"),
+        (attention(capability=(9, 0), tokens=1, keys=16), "cudnn"),
+        (attention(capability=(9, 0), tokens=1, keys=16, dropout=0.125), "flash"),
+        # check_for_attn_mask_cudnn: two or four dimensions, each full or 1, without a gradient
+        (attention(capability=(9, 0), mask=meta(16, 16)), "cudnn"),
+        (attention(capability=(9, 0), mask=meta(1, 16)), "cudnn"),
+        (attention(capability=(9, 0), mask=meta(2, 1, 16, 16)), "cudnn"),
+        (attention(capability=(9, 0), mask=meta(4, 16, 16)), "efficient"),
+        (attention(capability=(9, 0), mask=meta(16, 16, grad=True)), "efficient"),
+        # dropout in sixteenths
+        (attention(capability=(9, 0), dropout=0.0625), "cudnn"),
+        (attention(capability=(9, 0), dropout=0.03125), "flash"),
+    ],
+)  # fmt: skip
+def test_choice_of_attention_at_the_boundaries_of_its_rules(call: Attention, backend: str) -> None:
+    assert choose_backend(call) == backend
+
+
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        ({"cudnn": 90000}, True),
+        ({"cudnn": 89999}, False),
+        ({"cudnn": 91100, "dropout": 0.125}, True),
+        ({"cudnn": 91101, "dropout": 0.125}, False),
+        ({"cudnn": 91399, "dropout": 0.125}, False),
+        ({"cudnn": 91400, "dropout": 0.125}, True),
+        ({"cudnn": 91300}, True),
+        ({"capability": (8, 0)}, True),
+        ({"capability": (7, 5)}, False),
+        ({"capability": (12, 1)}, True),
+        ({"capability": (12, 2)}, False),
+        ({"dtype": FP32}, False),
+    ],
+)
+def test_where_cudnns_attention_runs_at_all(options: dict[str, Any], runs: bool) -> None:
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
+        assert choose_backend(attention(**options)) == ("cudnn" if runs else "math")
+
+
 def test_choice_honours_the_users_flags() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         assert choose_backend(attention()) == "math"

@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 import memsize
 from memsize.errors import MemsizeError
-from memsize.records.aggregates import totals
+from memsize.records.aggregates import alive, totals
+from memsize.tracing.ddp import Buckets
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14", "ignore:.*weight_norm", "ignore:.*deprecated"
@@ -449,6 +450,58 @@ def test_distributed_training_stores_gradients_twice(process_group: None) -> Non
     # the last layer fills the first bucket of 1 MiB, and the other three share one of up to 25
     assert [s.bytes for s in trace.storages if s.role == "gradient"][:2] == sizes == [one // 4, 3 * one // 4]
     assert peak_gradients(nn.parallel.DistributedDataParallel(build(), gradient_as_bucket_view=True)) == one
+
+
+def test_a_bucket_is_closed_at_its_limit_and_the_first_one_at_1_mib() -> None:
+    mib = 2**20
+
+    def sizes(*mebibytes: float, limit: int | None = None) -> list[float]:
+        parameters = [torch.empty(int(size * mib) // 4, device="meta") for size in reversed(mebibytes)]
+        buckets = Buckets() if limit is None else Buckets(limit)
+        return [count * dtype.itemsize / mib for dtype, count in buckets.sizes(parameters)]
+
+    # Parameters are taken from the last one on, here in the order given
+    assert sizes(1, 24, 1, 3) == [1, 25, 3]
+    assert sizes(0.5, 0.25, 0.5, 24, 0.5, 0.5) == [1.25, 25]
+    assert sizes(30, 30) == [30, 30]
+    assert sizes(1, 24, 0.75, 0.25) == [1, 25]
+    assert sizes(0.5, 0.25, 0.25, limit=mib // 2) == [0.5, 0.5]
+    assert sizes(1, 2, 3, 1, limit=3 * mib) == [1, 5, 1]
+
+
+def test_each_dtype_has_buckets_of_its_own() -> None:
+    halves = [torch.empty(2**19, dtype=torch.float16, device="meta") for _ in range(2)]
+    single = torch.empty(2**18, device="meta")
+    # 1 MiB of each closes the first bucket of its dtype, the last parameter's first; what is left is open
+    assert Buckets().sizes([halves[0], single, halves[1]]) == [
+        (torch.float16, 2**19),
+        (torch.float32, 2**18),
+        (torch.float16, 2**19),
+    ]
+
+
+def test_gradients_that_are_views_of_buckets_stay_when_they_are_zeroed(process_group: None) -> None:
+    def at_the_end_of_each_forward(**options: bool) -> list[int]:
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(512, 512)), **options)
+        trace = memsize.trace(model, (512,), optimizer="sgd", steps=2).trace
+        last = {trace.phases[event.phase]: index for index, event in enumerate(trace.events)}
+        ends = [last[f"forward {step}"] for step in (1, 2)]
+        return [
+            sum(size for s, size in alive(trace, end).items() if trace.storages[s].role == "gradient") for end in ends
+        ]
+
+    one = (512 * 512 + 512) * 4
+    # Buckets beside the gradients, which zero_grad drops; views of buckets, which it only fills with zeros
+    assert at_the_end_of_each_forward() == [one, one]
+    assert at_the_end_of_each_forward(gradient_as_bucket_view=True) == [one, one]
+    trace = memsize.trace(
+        nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(512, 512)), gradient_as_bucket_view=True),
+        (512,),
+        optimizer="sgd",
+        steps=2,
+    ).trace
+    gradients = [index for index, storage in enumerate(trace.storages) if storage.role == "gradient"]
+    assert [event.delta > 0 for event in trace.events if event.storage in gradients] == [True, True]
 
 
 def test_sharded_models_are_refused(process_group: None) -> None:

@@ -12,7 +12,6 @@ from memsize.units import Bytes
 
 RULES = Rules[Evidence]()
 
-_HALVES = {"float16": "fp16", "bfloat16": "bf16"}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
