@@ -50,3 +50,11 @@ class ForwardError(MemsizeError):
     def __init__(self, message: str, trace: Any = None) -> None:
         super().__init__(message)
         self.trace = trace
+
+
+class UnknownValueError(RuntimeError):
+    """A value was asked for that only real data could tell, or weights that were not loaded.
+
+    It is raised inside the model's code, so it is a `RuntimeError` as PyTorch's own refusals are. The user sees it as
+    the cause of a `ForwardError` or a `TargetError`.
+    """

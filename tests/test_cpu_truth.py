@@ -15,12 +15,12 @@ from torch import nn
 from benchmarks import cpu_truth
 from benchmarks.cpu_truth import BY_DESIGN, RUNS, SMALL, EvenChoices, Held, Run, held, line, main
 from benchmarks.truth.suite import NETS
-from memsize.constants.known import known
+from memsize.constants.values import constant_of
 from memsize.model.inputs import feed_from_specs
 from memsize.records.measurement import Place
 from memsize.records.verification import Alignment, Difference
 from memsize.spec.inputs import parse_inputs
-from memsize.tracing.dispatch import Answers
+from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python
 
 RECURRENT, NORMS, ATTENTION = (reason.what for reason in BY_DESIGN)
@@ -126,9 +126,9 @@ def test_a_row_of_the_table() -> None:
 def test_choices_fall_as_they_are_assumed_to() -> None:
     with EvenChoices():
         chosen = torch.randn(12, 5).topk(2).indices
-    with Answers():
+    with MetaDispatchMode():
         unknown = torch.empty(1 << 20, device="meta")[: 12 * 5].view(12, 5)  # small ones are taken to be zeros
-        assumed = known(unknown.topk(2).indices)
+        assumed = constant_of(unknown.topk(2).indices)
     assert assumed is not None and chosen.equal(assumed)
 
 

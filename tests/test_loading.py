@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from memsize.errors import TargetError
+from memsize.errors import TargetError, UnknownValueError
 from memsize.loading import LoadedModel, load
 from memsize.loading.target import Target, parse_target
-from memsize.loading.weightless import SMALLEST, UnknownValueError, Weightless
+from memsize.loading.weightless import SMALLEST, Weightless
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[[str, str], Path]

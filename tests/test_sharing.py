@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 import memsize
 from memsize.analysis.runner import Study
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
-from memsize.constants.known import known
+from memsize.constants.values import constant_of
 from memsize.model.inputs import feed_from_data
 from memsize.model.meta_copy import Mould, in_mode, shadow
 from memsize.model.stored import stored_tensors
@@ -91,7 +91,7 @@ def things(module: nn.Module) -> set[int]:
     held: list[Any] = [*module.modules(), *module.parameters(), *module.buffers()]
     held += [value for each in module.modules() for value in vars(each).values() if isinstance(value, (dict, list))]
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not nn.parameter.is_lazy(tensor)]
-    values = map(known, tensors)
+    values = map(constant_of, tensors)
     return set(map(id, held)) | {value.untyped_storage()._cdata for value in values if value is not None}
 
 
@@ -99,7 +99,7 @@ def facts(module: nn.Module) -> list[Any]:
     """What a run could find out about a twin's tensors."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     named = [(name, tensor) for name, tensor in named if not nn.parameter.is_lazy(tensor)]
-    values = [(name, known(tensor)) for name, tensor in named]
+    values = [(name, constant_of(tensor)) for name, tensor in named]
     flags = [(n, type(t), t.dtype, t.requires_grad, t.device.type, t.is_leaf, t._is_view()) for n, t in named]
     return [stored_tensors(module), flags, [(n, None if value is None else value.tolist()) for n, value in values]]
 
@@ -120,7 +120,7 @@ def test_twins_of_a_mould_keep_their_own_ties_and_views() -> None:
     twin: Any = mould.cast()
     assert twin.head.weight is twin.embed.weight
     assert twin.part.untyped_storage()._cdata == twin.whole.untyped_storage()._cdata
-    values = known(twin.whole), known(twin.part)
+    values = constant_of(twin.whole), constant_of(twin.part)
     assert values[0] is not None and values[1] is not None
     values[0][2] = 9
     assert values[1][0] == 9

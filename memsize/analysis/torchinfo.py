@@ -9,7 +9,7 @@ from torch import nn
 from memsize.internals.isolation import undisturbed
 from memsize.model.inputs import Call
 from memsize.records.trace import Reading
-from memsize.tracing.dispatch import Answers
+from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.module_calls import Calls, Seen
 
 
@@ -24,7 +24,7 @@ def torchinfo_reading(twin: nn.Module, call: Call) -> Reading | None:
     args, kwargs = call
     mode = "train" if twin.training else "eval"
     try:
-        with undisturbed(), Answers():
+        with undisturbed(), MetaDispatchMode():
             summary = torchinfo.summary(
                 twin, input_data=args or None, verbose=0, device="meta", mode=mode, cache_forward_pass=False, **kwargs
             )

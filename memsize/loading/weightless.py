@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memsize.errors import UnknownValueError
+
 SMALLEST = 4096
 """Floating tensors with this many elements or more are made on `meta`."""
 
@@ -29,10 +31,6 @@ SMALLEST_INTEGER = 2**20
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-
-
-class UnknownValueError(RuntimeError):
-    """An integer tensor that is really there was to be filled with numbers that were never made."""
 
 
 class Weightless(TorchDispatchMode):

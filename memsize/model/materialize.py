@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from memsize.constants.known import known
+from memsize.constants.values import constant_of
 from memsize.errors import MemsizeError
 from memsize.internals.pytree import map_tensors
 from memsize.model.inputs import Call
@@ -64,7 +64,7 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 def _with_values(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor
-    value = known(tensor) if tensor.is_meta else tensor.detach().cpu()
+    value = constant_of(tensor) if tensor.is_meta else tensor.detach().cpu()
     if value is None:
         value = torch.zeros_like(tensor, device="cpu")
         if value.is_floating_point() or value.is_complex():

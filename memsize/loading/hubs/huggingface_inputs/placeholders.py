@@ -79,14 +79,14 @@ def _embedded(choice: Choice, name: str, method: str) -> int:
 
     from memsize.internals.isolation import undisturbed
     from memsize.model.meta_copy import in_mode, meta_copy, shadow
-    from memsize.tracing.dispatch import Answers
+    from memsize.tracing.dispatch import MetaDispatchMode
 
     twin: Any = in_mode(shadow(choice.model), False)
     embed = getattr(_owner(twin, method), method)
     need, taken = choice.sample(), inspect.signature(embed).parameters
     given = {other: need.get(other) for other in taken if other == name or (other in MAKERS and other in choice.taken)}
     arguments = {other: value for other, value in given.items() if value is not None}
-    with undisturbed(), torch.no_grad(), Answers():
+    with undisturbed(), torch.no_grad(), MetaDispatchMode():
         features = embed(**meta_copy(arguments))
     width = twin.get_input_embeddings().weight.shape[-1]
     made = list(_tensors(features))
