@@ -422,7 +422,7 @@ def _feed(
 def _maker_of(data: Any) -> InputMaker | None:
     """What makes the inputs where `data` is a function or names one."""
     from memsize.loading import load_inputs
-    from memsize.loading.functions import input_maker
+    from memsize.loading.inputs import input_maker
 
     if isinstance(data, str):
         return load_inputs(data)

@@ -7,16 +7,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.zoo import __main__ as script
 from benchmarks.zoo import results, table
 from benchmarks.zoo.case import Attempt, Case, Outcome, decode, encode
+from benchmarks.zoo.inputs import inputs
 from benchmarks.zoo.runner import Limits, outcomes
 from benchmarks.zoo.trial import parts
+from memsize.errors import InputError
+from memsize.loading import Request, load
 
 FEW = {"num_hidden_layers": 2}
 SAMPLE = (
@@ -46,6 +51,64 @@ def test_what_fails_is_told_with_its_cause() -> None:
     told = dict(parts(Case("hf", "lama")))
     assert "did you mean llama" in told["inference"]["reason"] and "did you mean llama" in told["training"]["reason"]
     assert told["ours"] is None and told["theirs"] is None and "lama" in told["uncounted"]
+
+
+# What memsize leaves to the user
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 2, "vocab_size": 99}
+UNUSUAL: dict[str, tuple[dict[str, Any], str, dict[str, tuple[int, ...]]]] = {
+    "decision_transformer": (
+        {"state_dim": 5, "act_dim": 2, "hidden_size": 16, "n_layer": 1, "n_head": 2, "n_positions": 30},
+        "states, actions, rewards",
+        # Each step is three tokens: 30 positions hold 10.
+        {"states": (2, 10, 5), "actions": (2, 10, 2), "rewards": (2, 10, 1), "timesteps": (2, 10)},
+    ),
+    "bros": (
+        SMALL | {"hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 20},
+        "bbox",
+        {"input_ids": (2, 20), "bbox": (2, 20, 8)},
+    ),
+    "lxmert": (
+        SMALL
+        | {"intermediate_size": 32, "l_layers": 1, "x_layers": 1, "r_layers": 1, "visual_feat_dim": 7}
+        | {"max_position_embeddings": 20},
+        "visual_feats, visual_pos",
+        {"input_ids": (2, 20), "visual_feats": (2, 36, 7), "visual_pos": (2, 36, 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_the_model_really_takes_the_zoos_own_inputs(name: str) -> None:
+    pytest.importorskip("transformers")
+    entries, missing, expected = UNUSUAL[name]
+    case = Case("hf", name, entries)
+    loaded = load(case.target, entries)
+    assert loaded.inputs is not None
+    with pytest.raises(InputError, match=missing):
+        loaded.inputs.make(Request())
+    make = inputs(case)
+    assert make is not None
+    given = make(2, False)
+    assert {argument: tuple(given[argument].shape) for argument in expected} == expected
+    real: Any = type(loaded.module)(loaded.module.config).eval()  # type: ignore[operator,arg-type]
+    with torch.no_grad():
+        real(**{name: torch.rand(value.shape) if value.is_meta else value for name, value in given.items()})
+
+
+def test_what_is_spoken_is_known_while_a_model_trains() -> None:
+    pytest.importorskip("transformers")
+    make = inputs(Case("hf", "fastspeech2_conformer", {"encoder_layers": 1, "decoder_layers": 1}))
+    assert make is not None
+    assert set(make(2, False)) == {"input_ids", "attention_mask"}
+    given = {name: tuple(value.shape) for name, value in make(2, True).items()}
+    # 512 tokens of 4 frames each.
+    assert given["duration_labels"] == (2, 512) and given["spectrogram_labels"] == (2, 2048, 80)
+    assert given["pitch_labels"] == given["energy_labels"] == (2, 512, 1)
+
+
+def test_most_inputs_are_memsizes_own() -> None:
+    assert inputs(Case("hf", "llama")) is None and inputs(Case("timm", "bros")) is None
 
 
 # The runner

@@ -10,8 +10,9 @@ from torch import nn
 
 from benchmarks.zoo.case import BATCH, Case
 from benchmarks.zoo.counting import counted
+from benchmarks.zoo.inputs import inputs
 from memsize.errors import TargetError
-from memsize.loading.hubs.library import quiet
+from memsize.loading.hubs import quiet
 
 LAYERS = 2
 """Layers that are left of each stack: more are more of the same. As many more as it takes to have one of each kind."""
@@ -135,14 +136,13 @@ def refusal(case: Case) -> str:
 
 
 def _fails(model: Any, case: Case) -> bool:
-    """Whether transformers' own model fails too, with the inputs that memsize gives it."""
-    from memsize.loading import load
-    from memsize.spec.request import Request
+    """Whether transformers' own model fails too, with the inputs that it is given here."""
+    from memsize.loading import Request, load
 
-    maker = load(case.target, case.arguments).inputs
+    own, maker = inputs(case), load(case.target, case.arguments).inputs
     assert maker is not None  # a library's model comes with one
     try:
-        given: Any = maker.make(Request(BATCH, training=False))
+        given: Any = own(BATCH, False) if own else maker.make(Request(BATCH, training=False))
         with torch.device("meta"), torch.no_grad():
             model.eval()(**{name: value.to("meta") for name, value in given.items()})
     except Exception:  # whatever its code raises

@@ -8,6 +8,7 @@ from typing import Any
 
 import memsize
 from benchmarks.zoo.case import BATCH, Case
+from benchmarks.zoo.inputs import inputs
 from benchmarks.zoo.sources import source
 from memsize.errors import MemsizeError
 
@@ -24,9 +25,9 @@ def parts(case: Case) -> Iterator[Part]:
         ("training", {"optimizer": "adamw", "mode": "train", "steps": STEPS}),
     )
     library, ours = source(case.library), None
-    failed = False
+    failed, given = False, inputs(case)
     for way, options in ways:
-        attempt, count = _attempt(case, options)
+        attempt, count = _attempt(case, options | {"input_data": given})
         failed = failed or bool(attempt["reason"])
         ours = count if ours is None else ours
         yield way, attempt

@@ -20,9 +20,8 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memsize.errors import TargetError
-from memsize.loading.blame import describe
-from memsize.loading.building import build, random_numbers_kept
-from memsize.loading.functions import input_maker
+from memsize.loading.building import build, random_numbers_kept, user_traceback
+from memsize.loading.inputs import input_maker
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import Target, parse_target
 from memsize.spec.request import InputMaker, Request
@@ -157,7 +156,7 @@ def _import_failure(error: BaseException, target: Target, scope: ImportScope) ->
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and target.module and f"{target.module}.".startswith(f"{missing}."):
         return f"no module {missing!r}, neither installed nor in {scope.folder}{_dotted_hint(target)}"
-    what = f"importing {target.place} failed {describe(error, scope.owns)}"
+    what = f"importing {target.place} failed {user_traceback(error, scope.owns)}"
     if isinstance(error, SystemExit):
         return f"{what}; keep what runs the program below if __name__ == '__main__'"
     if missing and missing.partition(".")[0] not in sys.stdlib_module_names:

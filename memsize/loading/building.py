@@ -1,17 +1,22 @@
-"""How a module is made from what a target names: an instance is taken as it is, anything else is called."""
+"""How the user's code is called: to build a module from what a target names, or to make inputs.
+
+It runs without the memory of its weights where it can, and leaves the random generators as they were. Where it fails,
+`user_traceback` says in one line where, and why.
+"""
 
 from __future__ import annotations
 
 import inspect
 import random
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memsize.errors import TargetError
-from memsize.loading.blame import describe
 from memsize.suggestions import suggestion
 
 if TYPE_CHECKING:
@@ -48,7 +53,7 @@ def _call(
     try:
         made, why = weightless(factory, arguments, is_theirs)
     except (Exception, SystemExit) as error:
-        raise TargetError(f"building {label} failed {describe(error, is_theirs)}") from error
+        raise TargetError(f"building {label} failed {user_traceback(error, is_theirs)}") from error
     if why is None:
         return made, None
     return made, f"{label} was built with its weights in memory, because building it needs their values ({why})"
@@ -68,7 +73,7 @@ def weightless(
         first = error
     if _fails_alike(factory, arguments, first):
         raise first
-    return factory(**arguments), describe(first, is_theirs)
+    return factory(**arguments), user_traceback(first, is_theirs)
 
 
 def _fails_alike(factory: Callable[..., Any], arguments: Mapping[str, object], error: BaseException) -> bool:
@@ -142,3 +147,28 @@ def random_numbers_kept() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
         if numpy:
             numpy.set_state(numpy_state)
+
+
+# -- where the user's code failed --------------------------------------------------------------------------------------
+
+
+def user_traceback(error: BaseException, is_theirs: Callable[[str], bool]) -> str:
+    """``"at model.py:12: NameError: name 'foo' is not defined"``: the innermost line in a file that `is_theirs`."""
+    place = _place(error, is_theirs)
+    return f"{f'at {place}: ' if place else ''}{in_one_line(error)}"
+
+
+def in_one_line(error: BaseException) -> str:
+    """The exception's type and message in one line, the type alone where it says nothing."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str | None:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if is_theirs(frame.filename)]
+    return f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else None

@@ -34,11 +34,14 @@ _CPU = torch.device("cpu")
 
 
 class Weightless(TorchDispatchMode):
-    """While it is active, new large CPU tensors are `meta` tensors, and small ones may be mixed with them."""
+    """While it is active, new large CPU tensors are `meta` tensors, and small ones may be mixed with them.
 
-    def __init__(self) -> None:
+    `left_out` says that there are such tensors before, as when a model runs that was built this way.
+    """
+
+    def __init__(self, left_out: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._left_out = False
+        self._left_out = left_out
         """Whether some tensor that was asked for on the CPU is on `meta` already."""
 
     @classmethod
@@ -90,12 +93,23 @@ def _reduced(tensor: torch.Tensor, _: object, dim: list[int], keepdim: bool = Fa
     return tensor.sum(dim, keepdim)
 
 
+def _indexed(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """`tensor[indices]`; how much a mask selects shows in its values, which `meta` has none of."""
+    places: list[torch.Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and not index.is_meta and index.dtype in (torch.bool, torch.uint8)
+        places += index.nonzero().unbind(1) if is_mask and index is not None else (index,)
+    indexed: torch.Tensor = torch.ops.aten.index.Tensor(_to_meta(tensor), _to_meta(places))
+    return indexed
+
+
 _SHAPE_RULES: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.index.Tensor: _indexed,
     torch.ops.aten.tril.default: _same_shape,
     torch.ops.aten.triu.default: _same_shape,
     torch.ops.aten.norm.ScalarOpt_dim: _reduced,
 }
-"""What constructors often do to large tensors and PyTorch answers on `meta` in Python, by way of sympy (a second)."""
+"""What `meta` cannot answer, or answers in Python by way of sympy (a second)."""
 
 _RESHAPING = ("aten::resize_", "aten::resize_as_", "aten::set_")
 

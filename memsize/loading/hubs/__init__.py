@@ -1,21 +1,42 @@
 """Models by the names of the libraries that define them: ``hf:config.json``, ``timm:resnet18``, ``torchvision:vgg11``.
 
 Each is built from its definition alone, without weights and without the network, and comes with inputs that suit it.
-One file per library; each needs that library only.
+One file per library; each needs that library only. Here is what they have in common: how a library is imported, how a
+model is built, and how an unknown name is refused.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from memsize.loading.building import random_numbers_kept
-from memsize.loading.hubs.library import Named, quiet
+from memsize.errors import TargetError
+from memsize.loading.building import build, in_one_line, random_numbers_kept
 from memsize.loading.target import Target
+from memsize.spec.request import InputMaker
+from memsize.suggestions import suggestion
 
-__all__ = ["Named", "named"]
+if TYPE_CHECKING:
+    from torch import nn
 
 _FILES = {"hf": "huggingface", "timm": "pytorch_image_models", "torchvision": "vision"}
+_MOST_NAMES = 8
+"""Names of models that an error lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model of a library: its module, its name as a target, the inputs that suit it, and what is to be said of it."""
+
+    module: nn.Module
+    name: str
+    inputs: InputMaker
+    notes: tuple[str, ...] = ()
 
 
 def named(target: Target, arguments: Mapping[str, object]) -> Named:
@@ -28,3 +49,70 @@ def named(target: Target, arguments: Mapping[str, object]) -> Named:
     with random_numbers_kept(), quiet():
         found: Named = library.load(target.name, {**dict(target.options), **arguments})
     return found
+
+
+def imported(name: str) -> Any:
+    """The library `name`; raises `TargetError` that says in one line how to get it, or what is wrong with it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            extra = "pip install 'memsize[models]'"
+            raise TargetError(f"{name}: targets need the library {name}, which is not installed: {extra}") from None
+        raise TargetError(_broken(name, error)) from error
+    except Exception as error:  # an extension that does not fit the installed torch raises what it likes
+        raise TargetError(_broken(name, error)) from error
+
+
+def constructed(
+    factory: Callable[..., Any], label: str, arguments: Mapping[str, object]
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """What a library's function builds, without its weights, and notes on how; raises `TargetError` if it can't."""
+    try:
+        module, note = build(factory, label, arguments, lambda _: False)
+    except TargetError as error:
+        if isinstance(error.__cause__, ImportError) and is_broken("torchvision"):
+            raise TargetError(f"{error} (the installed torchvision cannot be imported)") from error
+        raise
+    return module, (note,) if note else ()
+
+
+def unknown(label: str, name: str, names: Iterable[str], what: str = "model") -> TargetError:
+    """The error for a `name` that a library, or one of its configs, does not have, with those that are near."""
+    known = tuple(names)
+    hint = suggestion(name, known)
+    if hint.startswith("known"):
+        hint = f"known: {', '.join(known[:_MOST_NAMES])} and {len(known) - _MOST_NAMES:,} more"
+    return TargetError(f"{label} has no {what} {name!r}: {hint}")
+
+
+def is_broken(name: str) -> bool:
+    """Whether the library `name` is installed and cannot be imported."""
+    try:
+        imported(name)
+    except TargetError as error:
+        return error.__cause__ is not None
+    return False
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While open, libraries neither log nor warn: what they say of weights and of each other is not about the model."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _broken(name: str, error: Exception) -> str:
+    text = in_one_line(error)
+    guilty = "torchvision" if "torchvision" in text else name
+    who = f"the installed {name}" if guilty == name else f"{name} needs {guilty}, and the installed one"
+    return (
+        f"{who} cannot be imported: {text}; install the one built for this torch, such as with "
+        f"pip install --force-reinstall {guilty}"
+    )

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from memsize.errors import TargetError
+from memsize.loading.hubs import Named, constructed, imported, is_broken, unknown
 from memsize.loading.hubs.huggingface_inputs import input_maker
-from memsize.loading.hubs.huggingface_inputs.placeholders import TOKENS
-from memsize.loading.hubs.huggingface_inputs.reading import TEXT, part
-from memsize.loading.hubs.library import Named, constructed, imported, is_broken, unknown
+from memsize.loading.hubs.huggingface_inputs.config import PLACEHOLDERS, TEXT, part
 
 _TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM", "CTC",
@@ -133,7 +132,7 @@ def _place_placeholders(config: Any) -> Iterator[str]:
     Which id they are changes no size; a model with an id beyond its embedding's table cannot run.
     """
     size = getattr(part(config, TEXT), "vocab_size", None)
-    names = [name for name in TOKENS if name in vars(config)]
+    names = [name for name in PLACEHOLDERS if name in vars(config)]
     if not isinstance(size, int) or size <= 2 * len(names):
         return
     entries = vars(config).items()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memsize.errors import InputError, TargetError
-from memsize.loading.hubs.library import Named, constructed, imported, unknown
+from memsize.loading.hubs import Named, constructed, imported, unknown
 from memsize.spec.request import InputMaker, Request
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memsize.errors import InputError, TargetError
-from memsize.loading.hubs.library import Named, constructed, imported, unknown
+from memsize.loading.hubs import Named, constructed, imported, unknown
 from memsize.spec.request import InputMaker, Request
 
 FRAMES = 16

@@ -1,22 +1,218 @@
 """Inputs that suit a transformers model, read off its forward's parameters and its config.
 
-`choice` says which arguments of the forward are given, `makers` which function makes each, by its name; the functions
-are in a file per kind of input. `placeholders` counts the tokens that an image or a sound takes among the ids, by
-asking the model itself. What one model's arguments are made from is a `Need`.
+Here is which arguments of a forward are given; `text`, `images` and `signals` make them from what a config says. What
+only one unusual class takes is not made: such a model's inputs come from the user, and the error names the arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from memsize.loading.hubs.huggingface_inputs.choice import Choice
-from memsize.spec.request import InputMaker
+import torch
+from torch import Tensor, nn
+
+from memsize.errors import InputError
+from memsize.loading.hubs.huggingface_inputs import images, signals, text
+from memsize.loading.hubs.huggingface_inputs.config import PERCEIVED, Batch, Maker, entry
+from memsize.loading.weightless import SMALLEST, Weightless
+from memsize.spec.request import InputMaker, Request
 
 __all__ = ["input_maker"]
 
+MAKERS = {**text.MAKERS, **images.MAKERS, **signals.MAKERS}
+"""What makes each argument, by its name in the forward; None from it says that this model does without."""
 
-def input_maker(model: Any, preprocessor: Mapping[str, Any]) -> InputMaker:
-    """What makes the inputs of `model`; `preprocessor` holds the entries of its processor's config, if there is one."""
-    choice = Choice(model, preprocessor)
-    return InputMaker(choice.inputs, note=choice.note)
+ALWAYS = frozenset({
+    "actions", "bbox", "classes_input_ids", "context_attention_mask", "context_input_ids", "doc_scores",
+    "duration_labels", "inputs", "past_observed_mask", "past_time_features", "past_values", "prompt_depth",
+    "returns_to_go", "rewards", "spectrogram", "states", "static_categorical_features", "static_real_features",
+    "timesteps", "visual_feats", "visual_pos",
+})  # fmt: skip
+"""What a forward cannot do without although it has a default."""
+
+BESIDE: dict[str, tuple[str, ...]] = {
+    "input_ids": (
+        "attention_mask", "decoder_input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids",
+    ),
+    "inputs": ("attention_mask", "decoder_input_ids"),
+    "pixel_values": (
+        "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask", "decoder_input_ids", "grid_thw",
+        "high_res_pixel_values", "image_attention_mask", "image_embeds_position_mask", "image_grid_hw",
+        "image_grid_thw", "image_grids", "image_merge_sizes", "image_num_crops", "image_position_ids", "image_sizes",
+        "image_token_pooling", "pixel_attention_mask", "spatial_shapes", "target_sizes",
+    ),
+    "image_pixel_values": ("image_sizes",),
+    "flattened_patches": ("attention_mask", "decoder_input_ids", "height", "image_embeds_position_mask", "width"),
+    "hidden_states": ("grid_thw",),
+    "input_features": ("decoder_input_ids", "feature_attention_mask", "input_features_mask", "padding_mask"),
+    "input_values": ("decoder_input_ids", "padding_mask", "pixel_values_videos"),
+    "past_values": ("future_time_features", "future_values"),
+}  # fmt: skip
+"""What goes with an argument, where the forward takes it and its maker sees a need."""
+
+UNLIKE = {
+    **dict.fromkeys(("kyutai_speech_to_text", "musicgen_decoder", "musicgen_melody_decoder"), "input_ids"),
+    **dict.fromkeys(("inkling2_vision", "janus_vqgan", "molmo2_vision", "paddleocr_vl_vision"), "pixel_values"),
+    **dict.fromkeys(("fun_asr_nano_encoder", "granite_speech5_ctc", "granite_speech5_encoder"), "input_features"),
+    **dict.fromkeys(("muse_spark_audio", "neucodec", "xcodec2"), "input_values"),
+    "bros": "bbox", "dia": "decoder_input_ids", "voxtral_realtime": "input_ids", "xclip_vision_model": "pixel_values",
+}  # fmt: skip
+"""Model types that take an argument in a form of their own, which no maker here makes."""
+
+_EITHER = ("pop2piano",)
+"""Models whose ids and sound exclude each other."""
+
+_SEQUENCES = frozenset(
+    {"input_ids", "decoder_input_ids", "input_values", "input_features", "inputs", "audio_input_features"}
+)
+"""Arguments with a length that a user can choose: text, raw sound, spectrograms."""
+
+_COUNTS = ("image_seq_length", "mm_tokens_per_image", "num_image_tokens", "num_query_tokens")
+"""Entries that say how many tokens an image takes, for models without a method that embeds images."""
+
+
+def input_maker(model: Any, preprocessor: Mapping[str, Any], extra: Mapping[str, Maker] | None = None) -> InputMaker:
+    """What makes the inputs of `model`; `preprocessor` holds the entries of its processor's config, if there is one.
+
+    `extra` makes arguments that are not known here, or are of another form than usual. Making the inputs raises
+    `InputError` where memsize does not know one that the forward takes.
+    """
+    extra = extra or {}
+    makers = {**MAKERS, **extra}
+    one = Batch(model, preprocessor, Request(), makers)
+    tokens, why = _placeholders(one) if one.mixes else ({}, "")
+    names = tuple(dict.fromkeys((*_chosen(one, tokens), *(name for name in extra if name in one.taken))))
+    missing = [name for name in names if name not in extra and _is_unknown(one, name)]
+
+    def make(request: Request) -> dict[str, Tensor]:
+        if missing or not names:
+            raise InputError(_asked(one, names, missing))
+        if request.seq_len is not None and not _SEQUENCES.intersection(names):
+            raise InputError(f"{type(model).__name__} takes images: --seq-len means nothing to it")
+        batch = Batch(model, preprocessor, request, makers, tokens)
+        made = {name: batch.get(name) for name in names}
+        return {name: value for name, value in made.items() if value is not None}
+
+    return InputMaker(make, note=_left_out(one, names, why))
+
+
+def _is_unknown(batch: Batch, name: str) -> bool:
+    """Whether no maker here makes the argument `name` as this model takes it."""
+    of_tower = name != "hidden_states" or "grid_thw" in batch.taken
+    return name not in MAKERS or UNLIKE.get(batch.kind) == name or not of_tower
+
+
+def _asked(batch: Batch, names: tuple[str, ...], missing: list[str]) -> str:
+    """Why there are no inputs for the model: which arguments memsize cannot make, and how to give them."""
+    name = type(batch.model).__name__
+    if type(batch.model).forward is nn.Module.forward:
+        return f"{name} has no forward of its own, it only generates: give the class of one of its parts"
+    lacks = f" ({', '.join(missing)})" if missing else ""
+    return (
+        f"memsize knows no inputs for {name}{lacks}: its forward takes {', '.join(names or [*batch.taken][:3])}; give "
+        "each with --input name=SHAPE:DTYPE, without the batch dimension, or all of them with --inputs FUNCTION (in "
+        "Python: input_data)"
+    )
+
+
+def _left_out(batch: Batch, names: tuple[str, ...], why: str) -> str | None:
+    """What the model could read and is not given, as a note."""
+    left = [name for name in PERCEIVED if name in batch.taken and name not in names]
+    if "input_ids" not in names or not left or not batch.mixes:
+        return None
+    name, others = type(batch.model).__name__, " and ".join(left)
+    if set(names) & set(PERCEIVED):
+        return f"{', '.join(batch.beside)} alone is given to {name} beside its text: --inputs can add {others}"
+    reason = f", since what it perceives does not pass ({why})" if why else ""
+    return f"only text is given to {name}{reason}: --inputs can add {others}"
+
+
+# -- which arguments --------------------------------------------------------------------------------------------------
+
+
+def _chosen(batch: Batch, tokens: Mapping[str, int]) -> Iterator[str]:
+    """The arguments that are given: the leading ones, those that are required, and what goes with them.
+
+    What is perceived stands beside a text only where it is known how many `tokens` it takes there.
+    """
+    required = [n for n, parameter in batch.taken.items() if parameter.default is parameter.empty or n in ALWAYS]
+    chosen = dict.fromkeys((*_leading(batch, bool(tokens) or not batch.mixes), *required))
+    beside = {name for owner in chosen for name in BESIDE.get(owner, ()) if name in batch.taken}
+    yield from (*chosen, *sorted(beside - chosen.keys()))
+
+
+def _leading(batch: Batch, perceives: bool) -> Iterator[str]:
+    """The main input; text and what is perceived beside it where the model reads both."""
+    if "input_ids" in batch.taken and "inputs" not in batch.taken and batch.kind not in _EITHER:
+        yield "input_ids"
+        if perceives:
+            yield from batch.beside
+    elif batch.main in batch.makers and batch.main in batch.taken:
+        yield batch.main
+    elif not any(name in ALWAYS for name in batch.taken):
+        companions = {name for beside in BESIDE.values() for name in beside}
+        yield from [name for name in batch.taken if name in batch.makers and name not in companions][:1]
+
+
+# -- how many tokens an image, a clip or a sound takes among the ids --------------------------------------------------
+
+
+def _placeholders(batch: Batch) -> tuple[dict[str, int], str]:
+    """How many placeholder tokens one sample has, by the config's entry for the token; and why there is none of what
+    the model could perceive.
+
+    Processors work that out, each in its own way. Here the model itself is asked: what its `get_image_features` returns
+    for one image, run without data, is what it puts in the place of those tokens.
+    """
+    (name,) = batch.beside
+    method, entries = PERCEIVED[name]
+    token = next((token for token in entries if isinstance(getattr(batch.config, token, None), int)), None)
+    if token is None:
+        return {}, ""
+    count, why = 0, ""
+    # A head only hands on what its body does.
+    owner = next((it for it in (getattr(batch.model, "base_model", None), batch.model) if hasattr(it, method)), None)
+    if owner is not None:
+        try:
+            count = _embedded(batch, name, owner, method)
+        except Exception as error:  # the model's own code, in its own words
+            lines = str(error).strip().splitlines()
+            why = lines[0] if lines else type(error).__name__
+    elif name == "pixel_values":
+        stated = entry((batch.config,), *_COUNTS)
+        count = stated if isinstance(stated, int) else 0
+    return ({token: count} if count else {}), why
+
+
+def _embedded(batch: Batch, name: str, owner: Any, method: str) -> int:
+    """The embeddings that the method of `owner` makes of the sample's `name`, counted in tokens of the text's width."""
+    # What the code keeps on its modules stays on a copy, whose large weights have no values: nothing is computed.
+    tensors = (*batch.model.parameters(), *batch.model.buffers())
+    twins: dict[int, Any] = {id(t): t.detach().to("meta") if t.numel() >= SMALLEST else t for t in tensors}
+    embed = getattr(copy.deepcopy(owner, twins).eval(), method)
+    taken = inspect.signature(embed).parameters
+    given = {n: batch.get(n) for n in taken if n == name or (n in batch.makers and n in batch.taken)}
+    # Real numbers, since some models look for images that are blank, and leave them out.
+    dtype = next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+    real = {n: torch.ones(v.shape, dtype=dtype) if v.is_meta else v for n, v in given.items() if v is not None}
+    with torch.no_grad(), Weightless(left_out=True):
+        features = embed(**real)
+    pooled = getattr(features, "pooler_output", None)
+    pooled = getattr(features, "last_hidden_state", None) if pooled is None else pooled
+    made = list(_tensors(features if pooled is None else pooled))
+    width = batch.model.get_input_embeddings().weight.shape[-1]
+    if any(tensor.shape[-1] != width for tensor in made):
+        raise ValueError("what is perceived is embedded in another width than the text")
+    return int(sum(tensor.numel() for tensor in made) // width)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in `value`, which may hold them in sequences or mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)

@@ -6,283 +6,235 @@ import inspect
 import math
 from typing import Any
 
-from memsize.loading.hubs.huggingface_inputs.makers import makes
-from memsize.loading.hubs.huggingface_inputs.need import Need, ones, rows, unknown
-from memsize.loading.hubs.huggingface_inputs.reading import both, entry, whole
+import torch
+from torch import Tensor
+
+from memsize.loading.hubs.huggingface_inputs.config import Batch, Maker, both, entry, ones, rows, unknown, whole
 
 SIDE = 224
 """Pixels of an image's side, where neither model nor processor has one."""
 PATCHES = 2048
 """Patches of a page of text, as processors cut it."""
-_LINE = (48, 320)
-"""Height and width of a line of text that is to be read."""
 FRAMES = 16
 """Frames of a clip, where the model does not say."""
+LINE = (48, 320)
+"""Height and width of a line of text that is to be read."""
 
-_FILMS = ("timesformer", "tvp", "xclip")
-"""Models of clips that say of themselves that they take images."""
-_VIDEO = ("num_frames", "frames_per_clip")
+_FRAMES = ("num_frames", "frames_per_clip")
 _CHANNELS = ("num_channels", "in_channels", "in_chans", "channels", "image_channels")
 _SIZES = ("image_size", "max_img_size", "crop_size", "img_size", "input_size")
 _MERGES = (
     "spatial_merge_size", "merge_size", "merge_kernel_size", "spatial_patch_merge", "pooling_kernel_size",
     "downsample_factor", "window_kernel_size", "scale_factor", "pixel_shuffle_factor",
 )  # fmt: skip
-SEVERAL = {
+
+# What configs do not say and only the models' code shows:
+_OF_CLIPS = ("timesformer", "tvp", "xclip")
+"""Models of clips that declare images as their input."""
+_SEVERAL = {
     "idefics": 1, "idefics2": 1, "idefics3": 1, "smolvlm": 1, "superglue": 2, "lightglue": 2,
-    "efficientloftr": 2, "instructblipvideo": 4, "modernvbert": 1, "pi0": 1, "colmodernvbert": 1, "granite_docling": 1,
+    "efficientloftr": 2, "instructblipvideo": 4, "modernvbert": 1, "granite_docling": 1,
 }  # fmt: skip
 """Images of one sample, for models whose pixels have a dimension for them: an image in tiles and as a whole, a pair."""
+_UNFLATTENED = ("kimi_k25", "paddleocr_vl")
+"""Models that embed their patches by a convolution, which takes each as an image."""
+
+_PATCHES_IN_A_ROW = ("image_grid_thw", "grid_thw", "video_grid_thw", "image_grid_hw")
+_PATCHES_PER_IMAGE = ("spatial_shapes", "image_position_ids", "image_grids")
+"""Arguments by which a forward says how it takes patches: those of all images in a row, or in a row per image."""
 
 
-@makes("pixel_values", "image_pixel_values", "high_res_pixel_values", "image", "prompt_pixel_values")
-def pixels(need: Need) -> Any:
+def pixels(batch: Batch) -> Tensor:
     """Pixels (batch, channels, height, width); frames or several images stand before the channels.
 
     For models that take patches with their grid: (patches of all samples, values of one patch).
     """
-    cut = patches(need)
+    cut = patches(batch)
     if cut is not None:
         return cut
-    if "aspect_ratio_ids" in need.taken:
-        return unknown(need.batch, 1, whole(need.vision, "max_num_tiles", default=1), channels(need), *sides(need))
-    if need.kind == "xclip_vision_model":  # each frame is an image
-        return unknown(need.batch * whole(need.vision, *_VIDEO, default=FRAMES), channels(need), *sides(need))
-    several = _several(need)
-    before = frames(need) if several is None else (several,)
-    return unknown(need.batch, *before, channels(need), *sides(need))
+    if "aspect_ratio_ids" in batch.taken:
+        return unknown(batch.size, 1, _tiles(batch), channels(batch), *sides(batch))
+    several = _several(batch)
+    before = frames(batch) if several is None else (several,)
+    return unknown(batch.size, *before, channels(batch), *sides(batch))
 
 
-def _several(need: Need) -> int | None:
+def clip(batch: Batch) -> Tensor:
+    """Pixels of a clip (batch, frames, channels, height, width)."""
+    cut = patches(batch)
+    return unknown(batch.size, *(frames(batch) or (FRAMES,)), channels(batch), *sides(batch)) if cut is None else cut
+
+
+def flattened(batch: Batch) -> Tensor:
+    """Patches with their row and column before them (batch, patches, 2 + values)."""
+    count = whole(batch.vision, "max_num_patches", "seq_len", default=PATCHES)
+    values = channels(batch) * whole(batch.vision, "patch_size", default=16) ** 2
+    return unknown(batch.size, min(count, PATCHES), 2 + values)
+
+
+def _several(batch: Batch) -> int | None:
     """Images that one sample's pixels have a dimension for: a whole one and its tiles, a pair."""
-    points: Any = getattr(need.config, "image_grid_pinpoints", None)
+    points: Any = getattr(batch.config, "image_grid_pinpoints", None)
     if not points:
-        return SEVERAL.get(need.kind)
+        return _SEVERAL.get(batch.kind)
     from transformers.image_processing_utils import select_best_resolution
 
-    (height, width), best = sides(need), select_best_resolution(sides(need), points)
+    (height, width), best = sides(batch), select_best_resolution(sides(batch), points)
     return int(1 + (best[0] // height) * (best[1] // width))
 
 
-@makes("flattened_patches")
-def flattened(need: Need) -> Any:
-    """Patches with their row and column before them (batch, patches, 2 + values)."""
-    count = whole(need.vision, "max_num_patches", "seq_len", default=PATCHES)
-    values = channels(need) * whole(need.vision, "patch_size", default=16) ** 2
-    return unknown(need.batch, min(count, PATCHES), 2 + values)
-
-
-@makes("width", "height")
-def side_of_each(need: Need) -> Any:
-    return rows([[side] for side in sides(need)[:1] * need.batch])[:, 0]
-
-
-@makes("pixel_values_videos")
-def clip(need: Need) -> Any:
-    """Pixels of a clip (batch, frames, channels, height, width)."""
-    cut = patches(need)
-    if cut is not None:
-        return cut
-    return unknown(need.batch, *(frames(need) or (FRAMES,)), channels(need), *sides(need))
-
-
-@makes("image_sizes")
-def image_sizes(need: Need) -> Any:
-    """Height and width of each image (batch, 2), where what embeds images asks for it."""
-    if not _asks_for_sizes(need.model):
-        return None
-    height, width = sides(need)
-    return rows([[height, width]] * need.batch)
-
-
-def _asks_for_sizes(model: Any) -> bool:
-    """Whether `get_image_features`, or the tower that it calls, wants the images' sizes; models without it do."""
-    body = getattr(model, "base_model", model)
-    method = getattr(body, "get_image_features", getattr(model, "get_image_features", None))
-    if method is None:
-        return True
-    parameter = inspect.signature(method).parameters.get("image_sizes")
-    towers = [module for name, module in model.named_modules() if name.endswith("vision_tower")]
-    takes = any("image_sizes" in inspect.signature(tower.forward).parameters for tower in towers)
-    return takes or (parameter is not None and parameter.default is parameter.empty)
+def image_sizes(batch: Batch) -> Tensor | None:
+    """Height and width of each image (batch, 2), where `get_image_features`, or the tower that it calls, wants them."""
+    model = batch.model
+    method = getattr(getattr(model, "base_model", model), "get_image_features", None)
+    method = method or getattr(model, "get_image_features", None)
+    if method is not None:
+        parameter = inspect.signature(method).parameters.get("image_sizes")
+        towers = [module for name, module in model.named_modules() if name.endswith("vision_tower")]
+        takes = any("image_sizes" in inspect.signature(tower.forward).parameters for tower in towers)
+        if not takes and (parameter is None or parameter.default is not parameter.empty):
+            return None
+    return rows([list(sides(batch))] * batch.size)
 
 
 # -- patches ----------------------------------------------------------------------------------------------------------
 
 
-_ROWED = ("molmo2_vision",)
-"""Models of patches in a row per image whose forward takes nothing else."""
-_UNFLATTENED = ("kimi_k25", "paddleocr_vl")
-"""Models that embed their patches by a convolution, which takes each as an image."""
-_MERGED = ("inkling2",)
-"""Models whose patches are merged already as they come, with their channels last."""
-_IN_A_ROW = ("image_grid_thw", "grid_thw", "video_grid_thw", "image_grid_hw")
-_IN_ROWS = ("spatial_shapes", "pixel_position_ids", "image_position_ids", "image_grids")
-"""Arguments of the forward that say how it takes patches: those of all images in a row, or in a row per image."""
-
-
-def patches(need: Need) -> Any:
+def patches(batch: Batch) -> Tensor | None:
     """Patches as the model takes them: (patches of all images, values of one), or (images, patches of one, values).
 
     None for a model of whole images.
     """
-    time, height, width = grid(need)
-    if "target_sizes" in need.taken:  # a strip of patches side by side, for a convolution
-        side = patch_side(need)
-        return unknown(1, channels(need), side, side * need.batch * height * width)
-    if any(name in need.taken for name in _IN_A_ROW):
-        count, side = need.batch * time * height * width, patch_side(need)
-        if need.kind.removesuffix("_vision") in _MERGED:
-            return unknown(count, side * merged(need), side * merged(need), channels(need))
-        if need.kind.removesuffix("_vision") in _UNFLATTENED:
-            first = (1,) if need.kind == "paddleocr_vl_vision" else ()
-            return unknown(*first, count, channels(need), side, side)
-        return unknown(count, patch_values(need))
-    if any(name in need.taken for name in _IN_ROWS) or need.kind in _ROWED:
-        return unknown(need.batch, height * width, patch_values(need))
+    (time, height, width), side = grid(batch), _patch_side(batch)
+    count = time * height * width
+    if "target_sizes" in batch.taken:  # a strip of patches side by side, for a convolution
+        return unknown(1, channels(batch), side, side * batch.size * count)
+    depth = whole(batch.vision, "temporal_patch_size", "patch_temporal", default=1)
+    values = channels(batch) * depth * side * side
+    if any(name in batch.taken for name in _PATCHES_IN_A_ROW):
+        if batch.kind.removesuffix("_vision") in _UNFLATTENED:
+            return unknown(batch.size * count, channels(batch), side, side)
+        return unknown(batch.size * count, values)
+    if any(name in batch.taken for name in _PATCHES_PER_IMAGE):
+        return unknown(batch.size, count, values)
     return None
 
 
-def patch_values(need: Need) -> int:
-    side = patch_side(need)
-    return channels(need) * whole(need.vision, "temporal_patch_size", "patch_temporal", default=1) * side * side
-
-
-def patch_side(need: Need) -> int:
-    return whole(need.vision, "patch_size", "spatial_patch_size", default=14)
-
-
-def grid(need: Need) -> tuple[int, int, int]:
+def grid(batch: Batch) -> tuple[int, int, int]:
     """Patches of one image in time, height and width: as many as the model merges into whole tokens."""
-    merge = merged(need)
-    count = need.seen("num_patches")
-    if isinstance(count, int) and "spatial_shapes" in need.taken:
+    count = entry(batch.vision, "num_patches")
+    if isinstance(count, int) and "spatial_shapes" in batch.taken:
         return 1, math.isqrt(count), count // math.isqrt(count)
-    step = patch_side(need) * merge
-    merge = 1 if need.kind.removesuffix("_vision") in _MERGED else merge
-    height, width = (max(1, side // step) * merge for side in sides(need))
+    merge = _merged(batch)
+    height, width = (max(1, side // (_patch_side(batch) * merge)) * merge for side in sides(batch))
     return 1, height, width
 
 
-def merged(need: Need) -> int:
+def _patch_side(batch: Batch) -> int:
+    return whole(batch.vision, "patch_size", "spatial_patch_size", default=14)
+
+
+def _merged(batch: Batch) -> int:
     """Patches in a row that become one token, or one window; both where a model has both."""
-    factors = [whole(need.vision, name, default=1) for name in (*_MERGES, "num_windows_side", "num_windows")]
-    if need.taken.keys() & {"target_sizes"}:
+    factors = [whole(batch.vision, name, default=1) for name in (*_MERGES, "num_windows_side", "num_windows")]
+    if "target_sizes" in batch.taken:
         return math.prod(factors)
     *others, side, count = factors
     return max(*others, side, count if side == 1 else 1)
 
 
-@makes("spatial_shapes", "target_sizes", "image_grid_hw")
-def shapes(need: Need) -> Any:
+def shapes(batch: Batch) -> Tensor:
     """Patches of each image in height and width (batch, 2)."""
-    return rows([list(grid(need)[1:])] * need.batch)
+    return rows([list(grid(batch)[1:])] * batch.size)
 
 
-@makes("pixel_attention_mask")
-def patch_mask(need: Need) -> Any:
-    """One for each patch (batch, patches), where images come in patches; whole images need none."""
-    if "tile_fine_mask" in need.taken or need.kind == "pi0":  # one for each tile or camera
-        return ones(*need.get("pixel_values").shape[:2], dtype="bool")
-    return ones(*need.get("pixel_values").shape[:2]) if "spatial_shapes" in need.taken else None
-
-
-@makes("image_position_ids", "pixel_position_ids")
-def patch_places(need: Need) -> Any:
+def patch_places(batch: Batch) -> Tensor:
     """Column and row of each patch (batch, patches, 2)."""
-    _, height, width = grid(need)
-    places = rows([[column, row] for row in range(height) for column in range(width)])
-    return places.expand(need.batch, -1, -1).clone()
+    _, height, width = grid(batch)
+    return rows([[column, row] for row in range(height) for column in range(width)]).repeat(batch.size, 1, 1)
 
 
-@makes("image_grid_thw", "grid_thw", "video_grid_thw")
-def grids(need: Need) -> Any:
-    """Each image's grid (batch, 3); None beside pixels that are no patches."""
-    return rows([list(grid(need))] * need.batch)
-
-
-@makes("image_merge_sizes", "merge_sizes")
-def merges(need: Need) -> Any:
-    return rows([[whole(need.vision, *_MERGES, default=1)]] * need.batch)[:, 0]
+def patch_mask(batch: Batch) -> Tensor | None:
+    """One for each patch (batch, patches), or for each tile (batch, tiles); whole images need none."""
+    if "tile_fine_mask" in batch.taken:
+        return ones(*batch.shape("pixel_values")[:2], dtype=torch.bool)
+    return ones(*batch.shape("pixel_values")[:2]) if "spatial_shapes" in batch.taken else None
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def channels(need: Need) -> int:
-    return whole(need.vision, *_CHANNELS, default=3)
+def channels(batch: Batch) -> int:
+    return whole(batch.vision, *_CHANNELS, default=3)
 
 
-def frames(need: Need) -> tuple[int, ...]:
+def frames(batch: Batch) -> tuple[int, ...]:
     """The frames of a clip, where the model is one of clips."""
-    kinds = getattr(need.model, "input_modalities", ())
+    kinds = getattr(batch.model, "input_modalities", ())
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    if need.kind not in _FILMS and ("video" not in kinds or "image" in kinds or "text" in kinds):
+    if batch.kind not in _OF_CLIPS and ("video" not in kinds or "image" in kinds or "text" in kinds):
         return ()
-    count = entry(need.vision, *_VIDEO)
+    count = entry(batch.vision, *_FRAMES)
     return (count,) if isinstance(count, int) else ()
 
 
-def sides(need: Need) -> tuple[int, int]:
+def sides(batch: Batch) -> tuple[int, int]:
     """Height and width of an image: what the model was made for, else the config's, else its processor's. What would
     not divide into whole windows of patches is cut off.
     """
-    height, width = _made_for(need) or _stated(need) or (SIDE, SIDE)
-    step = patch_side(need) * merged(need) if merged(need) > 1 else 1
+    height, width = _made_for(batch) or _stated(batch) or (SIDE, SIDE)
+    step = _patch_side(batch) * _merged(batch) if _merged(batch) > 1 else 1
     return max(height - height % step, step), max(width - width % step, step)
 
 
-def _made_for(need: Need) -> tuple[int, int] | None:
+def _made_for(batch: Batch) -> tuple[int, int] | None:
     """The size that follows from something else than an entry about sizes."""
-    counts = getattr(need.config, "projector_patch_to_query_dict", None)
-    if counts:  # the numbers of patches that a projector was made for
-        return (math.isqrt(min(map(int, counts))) * patch_side(need),) * 2
-    ratios = getattr(need.config, "scaled_images_ratios", None)
-    if ratios:  # the smallest copy of the image is one patch
-        return (int(need.number("patch_size", default=SIDE) / min(ratios)),) * 2
-    multiples, count = getattr(need.config, "channel_multiplier", None), getattr(need.config, "num_patches", None)
-    if multiples and isinstance(count, int):  # a codec of images halves them at each step but the first
-        return (count * 2 ** (len(multiples) - 1),) * 2
-    if "prompt_pixel_values" in need.taken:  # the image stands below its prompt
-        height, width = _stated(need) or (2 * SIDE, SIDE)
-        return height // 2, width
-    if need.kind.endswith("_rec"):
-        return _LINE
-    for module in need.model.modules():  # timm's models keep the size of their images
+    counts = getattr(batch.config, "projector_patch_to_query_dict", None)
+    if counts:  # the numbers of patches that Aria's projector was made for
+        return (math.isqrt(min(map(int, counts))) * _patch_side(batch),) * 2
+    ratios = getattr(batch.config, "scaled_images_ratios", None)
+    if ratios:  # Depth Pro's smallest copy of the image is one patch
+        return (int(batch.number("patch_size", default=SIDE) / min(ratios)),) * 2
+    if batch.kind.endswith("_rec"):
+        return LINE
+    for module in batch.model.modules():  # timm's models keep the size of their images
         if type(module).__module__.startswith("timm.") and both(getattr(module, "img_size", None)):
             return both(module.img_size)
     return None
 
 
-def _stated(need: Need) -> tuple[int, int] | None:
-    cut = need.preprocessor.get("crop_size") if need.preprocessor.get("do_center_crop", True) else None
-    stated = [getattr(config, name, None) for config in need.vision for name in _SIZES]
-    sizes = map(both, (*stated, cut, need.preprocessor.get("size")))
-    return next((found for found in sizes if found is not None), None)
+def _stated(batch: Batch) -> tuple[int, int] | None:
+    processor = batch.preprocessor
+    cut = processor.get("crop_size") if processor.get("do_center_crop", True) else None
+    stated = [getattr(config, name, None) for config in batch.vision for name in _SIZES]
+    return next((found for found in map(both, (*stated, cut, processor.get("size"))) if found is not None), None)
 
 
-# -- an image in tiles ------------------------------------------------------------------------------------------------
+def _tiles(batch: Batch) -> int:
+    """The most tiles that an image is cut into."""
+    return whole(batch.vision, "max_num_tiles", default=1)
 
 
-@makes("aspect_ratio_ids")
-def aspect_ratio(need: Need) -> Any:
-    """Which way an image was cut into tiles (batch, images): the first, one tile alone."""
-    return ones(need.batch, 1)
-
-
-@makes("aspect_ratio_mask")
-def tile_mask(need: Need) -> Any:
-    """Which tiles there are (batch, images, tiles)."""
-    return ones(need.batch, 1, whole(need.vision, "max_num_tiles", default=1))
-
-
-@makes("cross_attention_mask")
-def cross_mask(need: Need) -> Any:
-    """Which tiles each token looks at (batch, tokens, images, tiles): all."""
-    return ones(*need.get("input_ids").shape, 1, whole(need.vision, "max_num_tiles", default=1))
-
-
-@makes("image_attention_mask")
-def image_mask(need: Need) -> Any:
-    """Which images each token looks at (batch, tokens, images): the only one."""
-    return ones(*need.get("input_ids").shape, 1) if need.kind == "idefics" else None
+MAKERS: dict[str, Maker] = {
+    "pixel_values": pixels,
+    "image_pixel_values": pixels,
+    "high_res_pixel_values": pixels,
+    "pixel_values_videos": clip,
+    "hidden_states": patches,  # of towers that take patches beside their grid
+    "flattened_patches": flattened,
+    "image_sizes": image_sizes,
+    "spatial_shapes": shapes,
+    "target_sizes": shapes,
+    "image_grid_hw": shapes,
+    "image_grid_thw": lambda batch: rows([list(grid(batch))] * batch.size),
+    "grid_thw": lambda batch: rows([list(grid(batch))] * batch.size),
+    "image_merge_sizes": lambda batch: ones(batch.size) * whole(batch.vision, *_MERGES, default=1),
+    "image_position_ids": patch_places,
+    "pixel_attention_mask": patch_mask,
+    # Mllama's only image is one tile alone, the first of the aspect ratios, and every token attends to it.
+    "aspect_ratio_ids": lambda batch: ones(batch.size, 1),
+    "aspect_ratio_mask": lambda batch: ones(batch.size, 1, _tiles(batch)),
+    "cross_attention_mask": lambda batch: ones(*batch.shape("input_ids"), 1, _tiles(batch)),
+    # So it does in IDEFICS; in its successors, the images stand among the ids.
+    "image_attention_mask": lambda batch: ones(*batch.shape("input_ids"), 1) if batch.kind == "idefics" else None,
+}

@@ -1,4 +1,6 @@
-"""``--inputs file.py:make_inputs``: a user's function that returns the inputs of a model's call."""
+"""Inputs that are made on request: by memsize for a model that a library names, or by the user's function, as in
+``--inputs file.py:make_inputs``.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from memsize.errors import InputError, TargetError
-from memsize.loading.blame import describe
-from memsize.loading.building import random_numbers_kept, weightless
+from memsize.loading.building import random_numbers_kept, user_traceback, weightless
 from memsize.loading.scope import ImportScope
 from memsize.spec.request import InputMaker, Request
 
@@ -59,7 +60,7 @@ def _called(function: Callable[..., Any], asked: dict[str, Any], label: str, sco
     except TargetError:
         raise
     except (Exception, SystemExit) as error:
-        raise InputError(f"{label} failed {describe(error, is_theirs)}") from error
+        raise InputError(f"{label} failed {user_traceback(error, is_theirs)}") from error
     if found is None:
         raise InputError(f"{label} returned None, not the model's inputs")
     return found
