@@ -246,17 +246,16 @@ def verify(
     saved = None if against is None else read_measurements(os.fspath(against))
     if saved is None:
         # Before anything else: this may be all there is to say, and it must see the device untouched.
-        from memsize.analysis.verify.cuda_memory import CudaGauge
+        from memsize.analysis.verify.cuda_memory import CudaMemory
 
-        gauge = CudaGauge(device)
+        memory = CudaMemory(device)
     with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
         feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
-        from memsize.analysis.verify.case import Case
-        from memsize.analysis.verify.session import replayed, verified
+        from memsize.analysis.verify.verification import VerificationCase, verify_measurements, verify_step
 
-        case = Case(name, model, feed, asked, mode == "train", trained)
-        found = verified(case, gauge, say) if saved is None else replayed(case, saved)
+        case = VerificationCase(name, model, feed, asked, mode == "train", trained)
+        found = verify_step(case, memory, say) if saved is None else verify_measurements(case, saved)
     return replace(found, notes=(*found.notes, *notes, *([feed.note] if feed.note else [])))
 
 

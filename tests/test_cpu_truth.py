@@ -17,8 +17,8 @@ from benchmarks.cpu_truth import BY_DESIGN, RUNS, SMALL, EvenChoices, Held, Run,
 from benchmarks.truth.suite import NETS
 from memsize.constants.values import constant_of
 from memsize.model.inputs import feed_from_specs
-from memsize.records.measurement import Place
-from memsize.records.verification import Alignment, Difference
+from memsize.records.measurement import OpLocation
+from memsize.records.verification import Alignment, AllocationDifference
 from memsize.spec.inputs import parse_inputs
 from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python
@@ -102,8 +102,8 @@ def test_what_nobody_explains_is_found(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_a_reason_holds_where_it_is_meant_to() -> None:
-    def differing(kind: str, layer: str | None, op: str) -> Difference:
-        return Difference(kind, Place("forward", layer, op), 8, 8, False)  # type: ignore[arg-type]
+    def differing(kind: str, layer: str | None, op: str) -> AllocationDifference:
+        return AllocationDifference(kind, OpLocation("forward", layer, op), 8, 8, False)  # type: ignore[arg-type]
 
     kinds = {"": nn.Module, "layers": nn.LSTM, "head": nn.Linear}
     why = [cpu_truth._reason(differing("real only", layer, "mm"), kinds) for layer in ("layers", "head", None)]
@@ -117,7 +117,7 @@ def test_a_reason_holds_where_it_is_meant_to() -> None:
 
 
 def test_a_row_of_the_table() -> None:
-    different = Difference("real only", Place("forward", None, "mm"), None, 8, False)
+    different = AllocationDifference("real only", OpLocation("forward", None, "mm"), None, 8, False)
     seen = Alignment(1200, 1201, 1199, (different, different, different))
     found = Held("net", seen, (BY_DESIGN[0], None, BY_DESIGN[0]), -16)
     assert line(found) == ["net", "1,200", "1,199", "2 recurrent layers, 1 unexplained", "-16 B"]

@@ -18,7 +18,7 @@ from memsize.documents.sections import (
     Title,
     Words,
 )
-from memsize.records.verification import Alignment, Checked, Comparison, Difference, Verification
+from memsize.records.verification import Alignment, AllocationDifference, FigureComparison, Verification, VerifiedRun
 from memsize.units import Bytes, dotted_cudnn
 
 MOST_DIFFERENCES = 20
@@ -69,13 +69,13 @@ def figure_table(found: Verification) -> Table:
     return Table("figures", "Figures", columns, rows, caption="Predicted beside measured")
 
 
-def _compared(run: Checked) -> Iterator[Comparison]:
+def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:
     yield from run.comparisons
     if run.tracked is not None:
         yield run.tracked
 
 
-def _figure_row(each: Comparison) -> tuple[Cell, ...]:
+def _figure_row(each: FigureComparison) -> tuple[Cell, ...]:
     low, high = each.predicted
     missing = Missing("nothing was measured")
     return (
@@ -107,7 +107,7 @@ def difference_table(alignment: Alignment) -> Table:
     return Table("differences", "Differences", columns, rows, caption=caption)
 
 
-def _difference_row(difference: Difference) -> tuple[Cell, ...]:
+def _difference_row(difference: AllocationDifference) -> tuple[Cell, ...]:
     place = difference.place
     return (
         difference.kind,

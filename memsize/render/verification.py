@@ -7,7 +7,7 @@ from typing import Any, Final
 from memsize.documents.data import as_json, records_as_csv
 from memsize.documents.verification import sections
 from memsize.records.codec import plain
-from memsize.records.verification import Checked, Comparison, Difference, Verification
+from memsize.records.verification import AllocationDifference, FigureComparison, Verification, VerifiedRun
 from memsize.render import check_format, draw
 
 SCHEMA: Final = "memsize.verification/1"
@@ -41,14 +41,14 @@ def data(found: Verification) -> dict[str, Any]:
     }
 
 
-def _run(run: Checked) -> dict[str, Any]:
+def _run(run: VerifiedRun) -> dict[str, Any]:
     seen = plain(run.measurement)
     del seen["log"]
     compared = [_comparison(each) for each in (*run.comparisons, *([run.tracked] if run.tracked else []))]
     return {"figures": compared, "assumptions": list(run.prediction.assumptions), **seen}
 
 
-def _comparison(each: Comparison) -> dict[str, Any]:
+def _comparison(each: FigureComparison) -> dict[str, Any]:
     return {
         "figure": each.figure,
         "benchmark": each.benchmark,
@@ -60,7 +60,7 @@ def _comparison(each: Comparison) -> dict[str, Any]:
     }
 
 
-def difference_data(each: Difference) -> dict[str, Any]:
+def difference_data(each: AllocationDifference) -> dict[str, Any]:
     """One difference, as files have it."""
     return {
         "kind": each.kind,
