@@ -336,10 +336,10 @@ def read_checkpoint(
     found = CheckpointReport(read(path))
     if against is None:
         return found
-    from memsize.checkpoint.against import compared, expected_from
+    from memsize.checkpoint.state_dict_diff import compared, expected_from
 
     with _loaded(against, arguments or {}, lambda _: None) as (name, model, *_):
-        return CheckpointReport(found.contents, compared(found.anatomy, expected_from(model), name))
+        return CheckpointReport(found.contents, compared(found.breakdown, expected_from(model), name))
 
 
 def _as_trace(subject: Any, input_size: InputSize | None, options: dict[str, Any]) -> Trace:

@@ -19,14 +19,14 @@ from torch import nn
 
 import memsize
 from memsize.checkpoint import read
-from memsize.checkpoint.accounting import Claims
-from memsize.checkpoint.against import Expected, Match, compared, expected_from
-from memsize.checkpoint.anatomy import Anatomy, View, halved
+from memsize.checkpoint.breakdown import Breakdown, halved
 from memsize.checkpoint.document import CheckpointReport
 from memsize.checkpoint.formats import render
-from memsize.checkpoint.ownership import Piece, given_out, strided_extent
-from memsize.checkpoint.record import USES, Contents, FileRecord, Mark, Storage, Tensor
+from memsize.checkpoint.record import USES, Contents, FileRecord, Mark, Match, Storage, Tensor, View
 from memsize.checkpoint.sections import module_table, parts_table
+from memsize.checkpoint.source import Claims
+from memsize.checkpoint.state_dict_diff import Expected, compared, expected_from
+from memsize.checkpoint.storage_index import Piece, share_out, strided_extent
 from memsize.cli import run
 from memsize.errors import CheckpointError, MemsizeError
 from memsize.records.trace import TensorSpec
@@ -54,7 +54,7 @@ def contents(*tensors: Tensor, **facts: Any) -> Contents:
 
 
 def kinds(*names: str, **facts: Any) -> list[str]:
-    return [place.kind for place in Anatomy(contents(*map(tensor, names), **facts)).places]
+    return [place.kind for place in Breakdown(contents(*map(tensor, names), **facts)).places]
 
 
 def codes(report: CheckpointReport) -> list[str]:
@@ -94,7 +94,7 @@ def test_parts_by_what_they_hold() -> None:
 
 
 def test_a_part_is_named_by_its_keys() -> None:
-    parts = Anatomy(contents(tensor("generator.w"), tensor("critic.w"), tensor("opt_g.x"))).parts
+    parts = Breakdown(contents(tensor("generator.w"), tensor("critic.w"), tensor("opt_g.x"))).parts
     assert [(part.kind, part.name, part.bytes) for part in parts] == [
         ("model", "generator, critic", 32),
         ("optimizer", "opt_g", 16),
@@ -103,24 +103,24 @@ def test_a_part_is_named_by_its_keys() -> None:
 
 def test_shared_tensors_count_once() -> None:
     shared = tensor("model.b", bytes=0, shared_with="model.a")
-    part = Anatomy(contents(tensor("model.a"), shared)).parts[0]
+    part = Breakdown(contents(tensor("model.a"), shared)).parts[0]
     assert (part.tensors, part.elements, part.bytes) == (2, 4, 16)
 
 
 # Modules
 
 
-def layered(count: int) -> Anatomy:
+def layered(count: int) -> Breakdown:
     names = [f"model.layers/{n}/{part}/weight" for n in range(count) for part in ("attn", "mlp")]
-    return Anatomy(contents(*map(tensor, names), tensor("model.head/weight")))
+    return Breakdown(contents(*map(tensor, names), tensor("model.head/weight")))
 
 
 def test_modules_down_to_a_depth() -> None:
-    anatomy = layered(2)
-    assert [g.name for g in anatomy.modules(View(1))] == ["model.layers", "model.head"]
-    assert [g.name for g in anatomy.modules(View(2))] == ["model.layers.0", "model.layers.1", "model.head.weight"]
-    assert len(anatomy.modules(View(None))) == 5
-    assert [g.bytes for g in anatomy.modules(View(0))] == [5 * 16]
+    breakdown = layered(2)
+    assert [g.name for g in breakdown.modules(View(1))] == ["model.layers", "model.head"]
+    assert [g.name for g in breakdown.modules(View(2))] == ["model.layers.0", "model.layers.1", "model.head.weight"]
+    assert len(breakdown.modules(View(None))) == 5
+    assert [g.bytes for g in breakdown.modules(View(0))] == [5 * 16]
 
 
 def test_modules_are_put_together_where_they_are_many() -> None:
@@ -133,7 +133,7 @@ def test_modules_are_put_together_where_they_are_many() -> None:
 
 def test_optimizer_state_is_gathered_by_what_it_is() -> None:
     names = [f"optimizer.state.{n}.{kind}" for n in range(3) for kind in ("exp_avg", "exp_avg_sq")]
-    groups = Anatomy(contents(*map(tensor, names))).modules(View(1))
+    groups = Breakdown(contents(*map(tensor, names))).modules(View(1))
     assert [(group.name, group.tensors) for group in groups] == [
         ("optimizer.state.*.exp_avg", 3),
         ("optimizer.state.*.exp_avg_sq", 3),
@@ -142,9 +142,9 @@ def test_optimizer_state_is_gathered_by_what_it_is() -> None:
 
 @given(st.lists(st.lists(st.sampled_from("abc01"), min_size=1, max_size=5), max_size=30), st.none() | st.integers(0, 6))
 def test_rows_add_up_at_every_depth(paths: list[list[str]], depth: int | None) -> None:
-    anatomy = Anatomy(contents(*(tensor(f"model.{'/'.join(path)}") for path in paths)))
-    for view in (View(depth), View(depth, folded=True), anatomy.fitting_view):
-        groups = anatomy.modules(view)
+    breakdown = Breakdown(contents(*(tensor(f"model.{'/'.join(path)}") for path in paths)))
+    for view in (View(depth), View(depth, folded=True), breakdown.fitting_view):
+        groups = breakdown.modules(view)
         assert sum(group.bytes for group in groups) == 16 * len(paths)
         assert sum(group.tensors for group in groups) == len(paths)
 
@@ -184,7 +184,7 @@ def test_views_cover_a_storage_once(drawn: list[tuple[int, int]]) -> None:
         Piece((str(n),), TensorSpec("uint8", (size,)), size, 0, start, size, size)
         for n, (start, size) in enumerate(drawn)
     ]
-    tensors, storages = given_out(pieces, [Storage("s", 0, 0, 80, 80)])
+    tensors, storages = share_out(pieces, [Storage("s", 0, 0, 80, 80)])
     union = {byte for start, size in drawn for byte in range(start, start + size)}
     assert sum(tensor.bytes for tensor in tensors) == len(union)
     assert storages[0].unneeded == 80 - len(union)
@@ -371,7 +371,7 @@ def test_quantized_weights_are_of_another_dtype(tmp_path: Path) -> None:
 
 
 def test_nothing_in_common() -> None:
-    match = compared(Anatomy(contents(tensor("a/b"))), {"c.d": Expected(TensorSpec("float32", (4,)))}, "Net")
+    match = compared(Breakdown(contents(tensor("a/b"))), {"c.d": Expected(TensorSpec("float32", (4,)))}, "Net")
     assert [(d.name, d.problem) for d in match.differences] == [("c.d", "missing"), ("a.b", "unexpected")]
 
 
@@ -400,6 +400,17 @@ def test_the_rows_of_the_parts_add_up_to_the_size_of_the_file(checkpoint: Path) 
     modules = module_table(report)
     assert modules.total is not None
     assert sum(row[5] for row in modules.rows) == modules.total[5]
+
+
+def test_rows_beyond_what_is_read_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.checkpoint.sections.MOST_MODULES", 2)
+    report = CheckpointReport(contents(*(tensor(f"{name}/w", unneeded=3) for name in "abcde")))
+    table = module_table(report)
+    assert [str(row[0]) for row in table.rows] == ["a", "b", "3 more (JSON has them all)"]
+    assert table.total is not None
+    assert table.rows[-1][5:7] == (3 * 16, 3 * 3)
+    for column in (2, 3, 5, 6):
+        assert sum(row[column] for row in table.rows) == table.total[column]
 
 
 @pytest.mark.parametrize("format", ["text", "markdown", "html", "json", "csv"])

@@ -22,9 +22,9 @@ _TITLES = ("library", "models", "inference", "training step", "parameter counts 
 _PAGE = """# Models that run
 
 memsize runs every model that a library knows by name, without weights: one inference in evaluation mode and one
-training step with AdamW, on a batch of {batch} of the inputs that memsize creates or, for the few types unlike any other,
-those of `benchmarks/zoo/inputs.py`. It compares the number of parameters with that of the model that the library's own
-constructor builds.
+training step with AdamW, on a batch of {batch} of the inputs that memsize creates or, for the few types unlike any
+other, those of `benchmarks/zoo/inputs.py`. It compares the number of parameters with that of the model that the
+library's own constructor builds.
 
     {command}
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from memsize.checkpoint.against import Match
-from memsize.checkpoint.anatomy import Anatomy, Group, View
-from memsize.checkpoint.findings import findings
-from memsize.checkpoint.record import Contents
+from memsize.checkpoint.findings import Inspection
+from memsize.checkpoint.record import Group, View
 from memsize.records.answer import Answer
-from memsize.records.finding import Finding
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -21,40 +17,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class CheckpointReport(Answer):
+class CheckpointReport(Inspection, Answer):
     """What a checkpoint weighs and why. `match` says how it fits a model, when one was named."""
-
-    contents: Contents
-    match: Match | None = None
-
-    @cached_property
-    def anatomy(self) -> Anatomy:
-        """The parts, dtypes and modules."""
-        return Anatomy(self.contents)
-
-    @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """What makes it larger than what it is for, and what is odd about it."""
-        return findings(self.anatomy, self.match)
-
-    @property
-    def size(self) -> int:
-        """The bytes of all files."""
-        return self.contents.size
 
     @property
     def parts(self) -> DataFrame:
         """One row per part: model, EMA, optimizer, scheduler, other."""
-        return _frame(self.anatomy.parts).rename(columns={"name": "where"})
+        return _frame(self.breakdown.parts).rename(columns={"name": "where"})
 
     @property
     def dtypes(self) -> DataFrame:
         """One row per dtype."""
-        return _frame(self.anatomy.dtypes).rename(columns={"name": "dtype"}).drop(columns=["part", "dtypes"])
+        return _frame(self.breakdown.dtypes).rename(columns={"name": "dtype"}).drop(columns=["part", "dtypes"])
 
     def modules(self, depth: int | None = None) -> DataFrame:
         """One row per module down to `depth` below its part; None takes each tensor by itself."""
-        return _frame(self.anatomy.modules(View(depth))).rename(columns={"name": "module"})
+        return _frame(self.breakdown.modules(View(depth))).rename(columns={"name": "module"})
 
     @property
     def tensors(self) -> DataFrame:

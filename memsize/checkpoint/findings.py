@@ -6,12 +6,12 @@ A rule's codes are stable: scripts and tests name them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
-from memsize.checkpoint.against import PROBLEMS, Match
-from memsize.checkpoint.anatomy import Anatomy, halved
+from memsize.checkpoint.breakdown import Breakdown, halved
 from memsize.checkpoint.dtypes import is_float
-from memsize.checkpoint.record import Tensor
+from memsize.checkpoint.record import PROBLEMS, Contents, Match, Tensor
 from memsize.records.finding import Finding
 from memsize.units import Bytes
 
@@ -21,16 +21,27 @@ NOTEWORTHY = 0.01
 _GGML_NAMES = ("Q", "IQ", "TQ", "MXFP", "NVFP")
 
 
-class Evidence(NamedTuple):
-    """What the rules look at."""
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint, and how it fits a model when one was named: what rules look at and reports are made of."""
 
-    anatomy: Anatomy
-    match: Match | None
+    contents: Contents
+    match: Match | None = None
+
+    @cached_property
+    def breakdown(self) -> Breakdown:
+        """The parts, dtypes and modules."""
+        return Breakdown(self.contents)
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """What makes it larger than what it is for, and what is odd about it, most important first."""
+        return tuple(finding for rule in RULES for finding in rule(self))
 
     @property
     def size(self) -> int:
         """The bytes of all files."""
-        return self.anatomy.contents.size
+        return self.contents.size
 
     def share(self, count: int) -> str:
         """`count` bytes as a percentage of the files."""
@@ -41,13 +52,7 @@ class Evidence(NamedTuple):
         return count > 0 and count >= NOTEWORTHY * self.size
 
 
-Rule = Callable[[Evidence], Iterator[Finding]]
-
-
-def findings(anatomy: Anatomy, match: Match | None = None) -> tuple[Finding, ...]:
-    """Everything that the rules find, most important first."""
-    evidence = Evidence(anatomy, match)
-    return tuple(finding for rule in RULES for finding in rule(evidence))
+Rule = Callable[[Inspection], Iterator[Finding]]
 
 
 def _names(tensors: list[Tensor]) -> tuple[str, ...]:
@@ -58,9 +63,9 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.bytes for tensor in tensors)
 
 
-def fits_the_model(evidence: Evidence) -> Iterator[Finding]:
+def fits_the_model(inspection: Inspection) -> Iterator[Finding]:
     """Whether ``load_state_dict`` would take the file, and what it would complain about."""
-    match = evidence.match
+    match = inspection.match
     if match is None:
         return
     values: dict[str, object] = {"model": match.model, "matching": match.matching}
@@ -83,9 +88,9 @@ def fits_the_model(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("tied-left-out", None, match.left_out, text, {"names": match.left_out})
 
 
-def names_changed(evidence: Evidence) -> Iterator[Finding]:
+def names_changed(inspection: Inspection) -> Iterator[Finding]:
     """Which change of names made the file's tensors meet the model's."""
-    match = evidence.match
+    match = inspection.match
     if match is None or not (match.dropped or match.added or match.wrappers):
         return
     changes = [
@@ -105,19 +110,19 @@ def names_changed(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def index_disagrees(evidence: Evidence) -> Iterator[Finding]:
+def index_disagrees(inspection: Inspection) -> Iterator[Finding]:
     """Tensors that an index promises and no file has."""
-    missing = evidence.anatomy.contents.missing
+    missing = inspection.contents.missing
     if missing:
         text = "The index promises {count} tensors that no file has: {names}."
         yield Finding("missing-tensors", None, missing, text, {"count": len(missing), "names": missing})
 
 
-def optimizer(evidence: Evidence) -> Iterator[Finding]:
+def optimizer(inspection: Inspection) -> Iterator[Finding]:
     """The optimizer's state, which only resuming a training needs."""
-    held = evidence.anatomy.of("optimizer")
-    size, model = _bytes(held), _bytes(evidence.anatomy.of("model"))
-    if evidence.matters(size):
+    held = inspection.breakdown.of("optimizer")
+    size, model = _bytes(held), _bytes(inspection.breakdown.of("model"))
+    if inspection.matters(size):
         yield Finding(
             "optimizer-dominates" if size >= model else "optimizer-state",
             size,
@@ -125,30 +130,30 @@ def optimizer(evidence: Evidence) -> Iterator[Finding]:
             "The optimizer's state takes {bytes}, {share} of the file"
             + (", {times} times the model's own weights" if size >= 2 * model > 0 else "")
             + ". Only resuming the training needs it.",
-            {"bytes": Bytes(size), "share": evidence.share(size), "times": f"{size / model:.1f}" if model else ""},
+            {"bytes": Bytes(size), "share": inspection.share(size), "times": f"{size / model:.1f}" if model else ""},
         )
 
 
-def ema(evidence: Evidence) -> Iterator[Finding]:
+def ema(inspection: Inspection) -> Iterator[Finding]:
     """A second, averaged copy of the weights."""
-    copies, model = evidence.anatomy.of("EMA"), evidence.anatomy.of("model")
+    copies, model = inspection.breakdown.of("EMA"), inspection.breakdown.of("model")
     size = _bytes(copies)
-    if model and evidence.matters(size):
+    if model and inspection.matters(size):
         yield Finding(
             "duplicate-weights-ema",
             size,
             (),
             "The weights are there twice: an EMA copy takes {bytes}, {share} of the file, beside the {model} of the "
             "model. Inference needs one of them.",
-            {"bytes": Bytes(size), "share": evidence.share(size), "model": Bytes(_bytes(model))},
+            {"bytes": Bytes(size), "share": inspection.share(size), "model": Bytes(_bytes(model))},
         )
 
 
-def views(evidence: Evidence) -> Iterator[Finding]:
+def views(inspection: Inspection) -> Iterator[Finding]:
     """Tensors that were saved as views: torch.save writes the whole storage behind each."""
-    wide = sorted((t for t in evidence.anatomy.contents.tensors if t.unneeded), key=lambda t: -t.unneeded)
+    wide = sorted((t for t in inspection.contents.tensors if t.unneeded), key=lambda t: -t.unneeded)
     size = sum(tensor.unneeded for tensor in wide)
-    if evidence.matters(size) or size >= 2**20:
+    if inspection.matters(size) or size >= 2**20:
         yield Finding(
             "view-keeps-whole-storage",
             size,
@@ -159,18 +164,18 @@ def views(evidence: Evidence) -> Iterator[Finding]:
                 "names": _names(wide),
                 "few": "a view" if len(wide) == 1 else "views",
                 "bytes": Bytes(size),
-                "share": evidence.share(size),
+                "share": inspection.share(size),
             },
         )
 
 
-def orphans(evidence: Evidence) -> Iterator[Finding]:
+def orphans(inspection: Inspection) -> Iterator[Finding]:
     """Storages that no tensor names, and bytes that belong to no record."""
-    size = evidence.anatomy.unowned
+    size = inspection.breakdown.unowned
     if size:
         text = "{bytes} of tensor data are named by no tensor."
         yield Finding("unnamed-storage", size, (), text, {"bytes": Bytes(size)})
-    rest = sum(file.bytes_for("unclaimed") for file in evidence.anatomy.contents.files)
+    rest = sum(file.bytes_for("unclaimed") for file in inspection.contents.files)
     if rest:
         text = (
             "{bytes} belong to nothing that the format knows of: data that was appended, or left from an older write."
@@ -178,11 +183,11 @@ def orphans(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("unclaimed-bytes", rest, (), text, {"bytes": Bytes(rest)})
 
 
-def doubles(evidence: Evidence) -> Iterator[Finding]:
+def doubles(inspection: Inspection) -> Iterator[Finding]:
     """float64 tensors, which are seldom meant."""
-    wide = [tensor for tensor in evidence.anatomy.contents.tensors if tensor.spec.dtype == "float64"]
+    wide = [tensor for tensor in inspection.contents.tensors if tensor.spec.dtype == "float64"]
     size = _bytes(wide)
-    if evidence.matters(size):
+    if inspection.matters(size):
         yield Finding(
             "float64-tensors",
             size,
@@ -192,11 +197,11 @@ def doubles(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def could_be_half(evidence: Evidence) -> Iterator[Finding]:
+def could_be_half(inspection: Inspection) -> Iterator[Finding]:
     """Weights in float32 that inference rarely needs to be."""
-    held = [tensor for tensor in evidence.anatomy.of("model") if tensor.spec.dtype == "float32"]
+    held = [tensor for tensor in inspection.breakdown.of("model") if tensor.spec.dtype == "float32"]
     size = _bytes(held)
-    if size and size >= _bytes(evidence.anatomy.of("model")) / 2 and evidence.matters(size):
+    if size and size >= _bytes(inspection.breakdown.of("model")) / 2 and inspection.matters(size):
         yield Finding(
             "fp32-could-be-half",
             size // 2,
@@ -206,13 +211,13 @@ def could_be_half(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def mixed(evidence: Evidence) -> Iterator[Finding]:
+def mixed(inspection: Inspection) -> Iterator[Finding]:
     """Only part of the model's weights was converted."""
     floats: dict[str, list[Tensor]] = {}
-    for tensor in evidence.anatomy.of("model"):
+    for tensor in inspection.breakdown.of("model"):
         if is_float(tensor.spec.dtype) and tensor.bytes:
             floats.setdefault(tensor.spec.dtype, []).append(tensor)
-    if len(floats) < 2 or any(_is_block(tensor) for tensor in evidence.anatomy.of("model")):
+    if len(floats) < 2 or any(_is_block(tensor) for tensor in inspection.breakdown.of("model")):
         return
     fewest = min(floats, key=lambda dtype: _bytes(floats[dtype]))
     shares = ", ".join(f"{dtype} {{{dtype}}}" for dtype in floats)
@@ -229,9 +234,9 @@ def _is_block(tensor: Tensor) -> bool:
     return tensor.spec.dtype.startswith(_GGML_NAMES)
 
 
-def blocks(evidence: Evidence) -> Iterator[Finding]:
+def blocks(inspection: Inspection) -> Iterator[Finding]:
     """What quantization in blocks comes to, per weight."""
-    held = evidence.anatomy.contents.tensors
+    held = inspection.contents.tensors
     if not any(map(_is_block, held)):
         return
     size, elements = _bytes(list(held)), sum(tensor.elements for tensor in held)
@@ -249,9 +254,9 @@ def blocks(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def shared(evidence: Evidence) -> Iterator[Finding]:
+def shared(inspection: Inspection) -> Iterator[Finding]:
     """Tensors that share memory and are stored once."""
-    ties = [tensor for tensor in evidence.anatomy.contents.tensors if tensor.shared_with]
+    ties = [tensor for tensor in inspection.contents.tensors if tensor.shared_with]
     if ties:
         yield Finding(
             "shared-storage",
@@ -266,12 +271,12 @@ def shared(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def prefixed(evidence: Evidence) -> Iterator[Finding]:
+def prefixed(inspection: Inspection) -> Iterator[Finding]:
     """Names that all begin as a wrapper's do."""
-    if evidence.match is not None:
+    if inspection.match is not None:
         return
     names: dict[str, list[str]] = {"model": [], "EMA": []}
-    for tensor, place in zip(evidence.anatomy.contents.tensors, evidence.anatomy.places, strict=True):
+    for tensor, place in zip(inspection.contents.tensors, inspection.breakdown.places, strict=True):
         if place.kind in names:
             names[place.kind].append(".".join(tensor.keys[place.root :]))
     for prefix, wrapper in _PREFIXES.items():
@@ -297,9 +302,9 @@ _PREFIXES = {
 }
 
 
-def pickled_code(evidence: Evidence) -> Iterator[Finding]:
+def pickled_code(inspection: Inspection) -> Iterator[Finding]:
     """Classes that only an unrestricted load would build."""
-    contents = evidence.anatomy.contents
+    contents = inspection.contents
     if contents.module:
         yield Finding(
             "whole-model-pickled",
@@ -320,25 +325,25 @@ def pickled_code(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def overhead(evidence: Evidence) -> Iterator[Finding]:
+def overhead(inspection: Inspection) -> Iterator[Finding]:
     """A file that is mostly not tensor data."""
-    files = evidence.anatomy.contents.files
+    files = inspection.contents.files
     size = sum(file.bytes_for("padding") + file.bytes_for("headers") + file.bytes_for("pickle") for file in files)
-    count = len(evidence.anatomy.contents.tensors)
-    if size >= 0.1 * evidence.size and size >= 2**16:
+    count = len(inspection.contents.tensors)
+    if size >= 0.1 * inspection.size and size >= 2**16:
         yield Finding(
             "overhead",
             size,
             (),
             "Padding, headers and pickled objects take {bytes}, {share} of the file: it has {count} tensors, many of "
             "them small.",
-            {"bytes": Bytes(size), "share": evidence.share(size), "count": count},
+            {"bytes": Bytes(size), "share": inspection.share(size), "count": count},
         )
 
 
-def compressed(evidence: Evidence) -> Iterator[Finding]:
+def compressed(inspection: Inspection) -> Iterator[Finding]:
     """Records that a general-purpose tool compressed."""
-    size = evidence.anatomy.contents.compressed
+    size = inspection.contents.compressed
     if size > 0:
         text = "Its records are compressed, by {bytes}: in memory the tensors take that much more, and mmap fails."
         yield Finding("compressed-records", size, (), text, {"bytes": Bytes(size)})

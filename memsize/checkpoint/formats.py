@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from memsize.checkpoint.anatomy import Group, View
-from memsize.checkpoint.document import CheckpointReport
-from memsize.checkpoint.record import USES, Tensor
+from memsize.checkpoint.findings import Inspection
+from memsize.checkpoint.record import USES, Group, Tensor, View
 from memsize.checkpoint.sections import remains, sections
 from memsize.documents.data import as_csv, as_json, finding_data, spec_data
 from memsize.render import check_format, draw
@@ -17,7 +16,7 @@ SCHEMA = "memsize.checkpoint/1"
 
 
 def render(
-    report: CheckpointReport, format: str, *, unit: str = "MiB", depth: int | None = None, width: int | None = None
+    report: Inspection, format: str, *, unit: str = "MiB", depth: int | None = None, width: int | None = None
 ) -> str:
     """`report` in one of `FORMATS`, ending in a newline. `depth` cuts the module table, and the rows of csv.
 
@@ -32,17 +31,17 @@ def render(
     return draw(sections(report, depth), format, unit, width)
 
 
-def data(report: CheckpointReport, unit: str = "MiB") -> dict[str, Any]:
+def data(report: Inspection, unit: str = "MiB") -> dict[str, Any]:
     """`report` as dicts, lists, strings, numbers and None. `unit` is for sentences: figures are in bytes."""
-    contents, anatomy = report.contents, report.anatomy
+    contents, breakdown = report.contents, report.breakdown
     return {
         "schema": SCHEMA,
         "path": contents.path,
         "format": contents.format,
         "bytes": contents.size,
         "uses": {use: sum(file.bytes_for(use) for file in contents.files) for use in USES},
-        "behind_views": anatomy.unneeded,
-        "unnamed": anatomy.unowned,
+        "behind_views": breakdown.unneeded,
+        "unnamed": breakdown.unowned,
         "saved_by_compression": contents.compressed,
         "files": [
             {
@@ -54,8 +53,8 @@ def data(report: CheckpointReport, unit: str = "MiB") -> dict[str, Any]:
             }
             for file in contents.files
         ],
-        "parts": [{"part": group.kind, "where": group.name, **_figures(group)} for group in anatomy.parts],
-        "dtypes": [{"dtype": group.name, **_figures(group)} for group in anatomy.dtypes],
+        "parts": [{"part": group.kind, "where": group.name, **_figures(group)} for group in breakdown.parts],
+        "dtypes": [{"dtype": group.name, **_figures(group)} for group in breakdown.dtypes],
         "tensors": list(tensor_rows(report)),
         "remains": dict(remains(report)),
         "against": _match(report),
@@ -67,9 +66,9 @@ def data(report: CheckpointReport, unit: str = "MiB") -> dict[str, Any]:
     }
 
 
-def tensor_rows(report: CheckpointReport) -> Iterator[dict[str, Any]]:
+def tensor_rows(report: Inspection) -> Iterator[dict[str, Any]]:
     """What is known of each tensor."""
-    for tensor, place in zip(report.contents.tensors, report.anatomy.places, strict=True):
+    for tensor, place in zip(report.contents.tensors, report.breakdown.places, strict=True):
         yield {
             "name": tensor.name,
             "part": place.kind,
@@ -85,7 +84,7 @@ def tensor_rows(report: CheckpointReport) -> Iterator[dict[str, Any]]:
         }
 
 
-def _stored(report: CheckpointReport, tensor: Tensor) -> dict[str, Any]:
+def _stored(report: Inspection, tensor: Tensor) -> dict[str, Any]:
     if tensor.storage is None:
         return {"file": None, "storage": None, "offset": None}
     storage = report.contents.storages[tensor.storage]
@@ -103,7 +102,7 @@ def _figures(group: Group, separator: str | None = None) -> dict[str, Any]:
     }
 
 
-def _match(report: CheckpointReport) -> dict[str, Any] | None:
+def _match(report: Inspection) -> dict[str, Any] | None:
     if report.match is None:
         return None
     return asdict(report.match) | {
@@ -120,7 +119,7 @@ def _match(report: CheckpointReport) -> dict[str, Any] | None:
     }
 
 
-def _csv(report: CheckpointReport, depth: int | None) -> str:
+def _csv(report: Inspection, depth: int | None) -> str:
     columns = ("part", "module", "tensors", "elements", "dtypes", "bytes", "unneeded")
-    groups = report.anatomy.modules(View(depth))
+    groups = report.breakdown.modules(View(depth))
     return as_csv(columns, ((group.kind, group.name, *_figures(group, "; ").values()) for group in groups))

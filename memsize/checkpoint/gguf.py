@@ -11,15 +11,12 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from memsize.checkpoint.accounting import Claims
 from memsize.checkpoint.dtypes import GGML
-from memsize.checkpoint.ownership import Piece, given_out
-from memsize.checkpoint.record import Contents, FileRecord, Storage
-from memsize.checkpoint.source import Source
-from memsize.checkpoint.texts import printable
+from memsize.checkpoint.record import Contents, Storage
+from memsize.checkpoint.source import Claims, Source, printable
+from memsize.checkpoint.storage_index import Piece, check_apart, file_contents
 from memsize.records.trace import TensorSpec
 
-FORMAT = "GGUF"
 MAGIC = b"GGUF"
 
 _STRING, _ARRAY = 8, 9
@@ -126,12 +123,9 @@ def read(source: Source) -> Contents:
     claims.claim(header.metadata_end, header.end - header.metadata_end, "headers")
     pieces, storages = _laid_out(source, header, data, claims)
     claims.pad_gaps(header.end, min(_last(storages, data, alignment), source.size))
-    tensors, kept = given_out(pieces, storages)
-    order = ", big-endian" if header.big_endian else ""
-    name = f"{FORMAT} v{header.version}{order}"
-    record = FileRecord(source.name, name, source.size, claims.sums(), len(tensors))
+    format = f"GGUF v{header.version}{', big-endian' if header.big_endian else ''}"
     values = tuple((key, str(value)) for key, value in header.values.items())
-    return Contents(source.name, name, (record,), kept, tensors, values=values)
+    return file_contents(source, format, claims, pieces, storages, values=values)
 
 
 def _laid_out(source: Source, header: _Header, data: int, claims: Claims) -> tuple[list[Piece], list[Storage]]:
@@ -144,7 +138,7 @@ def _laid_out(source: Source, header: _Header, data: int, claims: Claims) -> tup
         claims.claim(start, size, "tensors")
         storages.append(Storage(tensor.name, 0, start, size, size))
         pieces.append(Piece((tensor.name,), spec, elements, index, 0, size, size))
-    _check_overlaps(source, storages)
+    check_apart(source, storages)
     return pieces, storages
 
 
@@ -152,15 +146,6 @@ def _last(storages: list[Storage], data: int, alignment: int) -> int:
     """Where the padding after the last tensor ends."""
     end = max(((storage.offset or 0) + storage.bytes for storage in storages), default=data)
     return data + -(-(end - data) // alignment) * alignment
-
-
-def _check_overlaps(source: Source, storages: list[Storage]) -> None:
-    position, before = 0, ""
-    for storage in sorted((s for s in storages if s.bytes), key=lambda s: (s.offset or 0, s.bytes)):
-        start = storage.offset or 0
-        if start < position:
-            raise source.damaged(f"the data of {storage.name!r} overlaps that of {before!r}")
-        position, before = start + storage.bytes, storage.name
 
 
 def _measured(source: Source, tensor: _Described) -> tuple[TensorSpec, int, int]:

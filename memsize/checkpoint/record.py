@@ -1,13 +1,13 @@
-"""The frozen record of what a checkpoint file holds: its bytes, its storages, its tensors. Only readers make it.
+"""The frozen record of a checkpoint: its bytes, storages and tensors, what these add up to, and how they fit a model.
 
-Sizes are exact integers in bytes. Nothing here needs torch. Every text that comes out of a file is made printable
-before it gets in here.
+Only readers make `Contents`. Sizes are exact integers in bytes. Nothing here needs torch or knows how it was read or
+will be shown. Every text that comes out of a file is made printable before it gets in here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from memsize.records.trace import TensorSpec
 
@@ -20,9 +20,12 @@ USES: tuple[Use, ...] = ("tensors", "padding", "metadata", "pickle", "headers", 
 PartKind = Literal["model", "EMA", "optimizer", "scheduler", "other"]
 """What a part of a training checkpoint is."""
 
+KINDS: tuple[PartKind, ...] = ("model", "EMA", "optimizer", "scheduler", "other")
 
-MOST_TENSORS = 500_000
-"""No checkpoint file with more tensors is read: what describes them has to fit into memory."""
+Problem = Literal["missing", "unexpected", "wrong shape", "wrong dtype"]
+
+PROBLEMS: tuple[Problem, ...] = ("missing", "wrong shape", "wrong dtype", "unexpected")
+"""The most serious first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +120,70 @@ class Contents:
     def compressed(self) -> int:
         """By how many bytes compression makes the data smaller in the files than in memory."""
         return sum(storage.bytes - storage.file_bytes for storage in self.storages)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor belongs: the kind of its part, and how many of its keys name the part itself."""
+
+    kind: PartKind
+    root: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors taken together: a part, a dtype, a module. `bytes` is what they need, shared ones once; `unneeded` what
+    is saved along with them although no tensor covers it. `root` are the keys of the part that a module's name begins
+    with.
+    """
+
+    kind: PartKind
+    name: str
+    tensors: int
+    elements: int
+    bytes: int
+    unneeded: int
+    dtypes: tuple[str, ...]
+    root: str = ""
+
+
+class View(NamedTuple):
+    """Which modules are told apart: down to `depth` below their part (None: each tensor), or `folded`, where those that
+    differ in numbers only are one.
+    """
+
+    depth: int | None = None
+    folded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that is not as the model wants it; `file` and `model` are what each has."""
+
+    name: str
+    problem: Problem
+    file: TensorSpec | None
+    model: TensorSpec | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How a file fits a model. `key` is what the compared weights stand under in the file.
+
+    `dropped` and `added` are the prefixes that were, so that names meet; `wrappers` the steps that were left out of
+    names; `left_out` the tied tensors that the file leaves out, as safetensors does.
+    """
+
+    model: str
+    matching: int
+    differences: tuple[Difference, ...]
+    key: str = ""
+    dropped: str = ""
+    added: str = ""
+    wrappers: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def count(self, problem: Problem) -> int:
+        """How many tensors have that problem."""
+        return sum(difference.problem == problem for difference in self.differences)

@@ -11,16 +11,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from memsize.checkpoint.accounting import Claims
 from memsize.checkpoint.dtypes import SAFETENSORS
-from memsize.checkpoint.ownership import Piece, given_out
-from memsize.checkpoint.record import Contents, FileRecord, Storage
-from memsize.checkpoint.source import Source
-from memsize.checkpoint.texts import printable
+from memsize.checkpoint.record import Contents, Storage
+from memsize.checkpoint.source import Claims, Source, printable
+from memsize.checkpoint.storage_index import Piece, check_apart, file_contents
 from memsize.records.trace import TensorSpec
 from memsize.suggestions import suggestion
 
-FORMAT = "safetensors"
 LONGEST_HEADER = 100_000_000
 """The library's own limit (`MAX_HEADER_SIZE`)."""
 
@@ -51,10 +48,8 @@ def read(source: Source) -> Contents:
         claims.claim(base + begin, piece.span, "tensors")
         storages.append(Storage(piece.keys[0], 0, base + begin, piece.span, piece.span))
         pieces.append(piece)
-    _check_ranges(source, storages)
-    tensors, kept = given_out(pieces, storages)
-    record = FileRecord(source.name, FORMAT, source.size, claims.sums(), len(tensors))
-    return Contents(source.name, FORMAT, (record,), kept, tensors, values=tuple(_texts(metadata)))
+    check_apart(source, storages)
+    return file_contents(source, "safetensors", claims, pieces, storages, values=tuple(_texts(metadata)))
 
 
 def _header(source: Source) -> tuple[dict[str, Any], int]:
@@ -107,19 +102,6 @@ def _entry(source: Source, name: str, value: Any, index: int) -> tuple[Piece, in
         described = f"{code}{shape}"[:80]
         raise source.damaged(f"{name!r} is said to be {described}, which does not take its {size:,} bytes of data")
     return Piece((name,), TensorSpec(dtype, tuple(shape)), elements, index, 0, size, size), begin
-
-
-def _check_ranges(source: Source, storages: list[Storage]) -> None:
-    """Every range lies in the file, and no two of them overlap."""
-    ranges = sorted((storage.offset or 0, storage.bytes, storage.name) for storage in storages if storage.bytes)
-    end = max((start + size for start, size, _ in ranges), default=0)
-    position, before = 0, ""
-    for start, size, name in ranges:
-        if start + size > source.size:
-            raise source.cut_off(f"the tensor {name!r}", end)
-        if start < position:
-            raise source.damaged(f"the data of {name!r} overlaps that of {before!r}")
-        position, before = start + size, name
 
 
 def _texts(metadata: Any) -> Iterator[tuple[str, str]]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memsize.checkpoint.against import PROBLEMS, Difference
-from memsize.checkpoint.anatomy import Group, View, halved
-from memsize.checkpoint.document import CheckpointReport
-from memsize.checkpoint.record import FileRecord, PartKind, Tensor, Use
+from memsize.checkpoint.breakdown import halved
+from memsize.checkpoint.findings import Inspection
+from memsize.checkpoint.record import PROBLEMS, Difference, FileRecord, Group, PartKind, Tensor, Use, View
 from memsize.documents.sections import Cell, Column, Findings, Notes, Path, Section, Share, Specs, Table, Title, Words
 from memsize.units import Bytes
 
 MOST_DIFFERENCES = 40
 MOST_VALUES = 24
 MOST_FILES = 40
+MOST_MODULES = 10_000
 _LONGEST_VALUE = 100
 
 _USES: tuple[tuple[Use, str, str], ...] = (
@@ -26,10 +26,10 @@ _USES: tuple[tuple[Use, str, str], ...] = (
 )
 
 
-def sections(report: CheckpointReport, depth: int | None = None) -> tuple[Section, ...]:
+def sections(report: Inspection, depth: int | None = None) -> tuple[Section, ...]:
     """`report` in reading order. `depth` cuts the module table; by default it is as deep as it can be read."""
     parts: list[Section] = [title(report), parts_table(report)]
-    if len(report.anatomy.dtypes) > 1:
+    if len(report.breakdown.dtypes) > 1:
         parts.append(dtype_table(report))
     if report.contents.tensors:
         parts.append(module_table(report, depth))
@@ -48,7 +48,7 @@ def sections(report: CheckpointReport, depth: int | None = None) -> tuple[Sectio
     return tuple(parts)
 
 
-def title(report: CheckpointReport) -> Title:
+def title(report: Inspection) -> Title:
     """The file, its format, its size and what it holds."""
     contents = report.contents
     tensors, files = len(contents.tensors), len(contents.files)
@@ -67,10 +67,10 @@ _DTYPE = Column("dtype", "stored as", "words", 70, "the dtypes they are stored i
 _SHARE = Column("share", "% of all", "share", 85, "of the bytes of all files")
 
 
-def parts_table(report: CheckpointReport) -> Table:
+def parts_table(report: Inspection) -> Table:
     """What every byte of the files is for: the rows add up to their size."""
-    anatomy, size = report.anatomy, report.contents.size
-    rows = [(*_group_cells(group), Bytes(group.bytes), _share(group.bytes, size)) for group in anatomy.parts]
+    breakdown, size = report.breakdown, report.contents.size
+    rows = [(*_group_cells(group), Bytes(group.bytes), _share(group.bytes, size)) for group in breakdown.parts]
     rows += [(label, hint, None, None, None, Bytes(n), _share(n, size)) for label, hint, n in _rest(report)]
     columns = (
         Column("part", "part", "name", 100, "what it is for"),
@@ -88,21 +88,21 @@ def _group_cells(group: Group) -> tuple[Cell, ...]:
     return (str(group.kind), group.name, group.tensors, group.elements, Words(group.dtypes))
 
 
-def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
+def _rest(report: Inspection) -> Iterator[tuple[str, str, int]]:
     """What is no tensor's: each with a word on what it is, and its bytes."""
-    anatomy, contents = report.anatomy, report.contents
+    breakdown, contents = report.breakdown, report.contents
     figures = [
-        ("behind views", "no tensor covers it", anatomy.unneeded),
-        ("unnamed", "no tensor names it", anatomy.unowned),
+        ("behind views", "no tensor covers it", breakdown.unneeded),
+        ("unnamed", "no tensor names it", breakdown.unowned),
         ("compression", "what it saves", -contents.compressed),
     ]
     figures += [(label, hint, sum(file.bytes_for(use) for file in contents.files)) for use, label, hint in _USES]
     return (figure for figure in figures if figure[2])
 
 
-def dtype_table(report: CheckpointReport) -> Table:
+def dtype_table(report: Inspection) -> Table:
     """The tensors by dtype."""
-    groups, size = report.anatomy.dtypes, report.contents.size
+    groups, size = report.breakdown.dtypes, report.contents.size
     columns = (
         Column("dtype", "dtype", "name", 100, "how elements are stored"),
         *_COUNTS,
@@ -115,10 +115,10 @@ def dtype_table(report: CheckpointReport) -> Table:
     return Table("dtypes", "Dtypes", columns, rows, _total(groups, size, named=1))
 
 
-def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
+def module_table(report: Inspection, depth: int | None = None) -> Table:
     """The tensors by module, down to `depth` below their part; the rows add up to the tensors' bytes."""
-    view = report.anatomy.fitting_view if depth is None else View(depth)
-    groups, size = report.anatomy.modules(view), report.contents.size
+    view = report.breakdown.fitting_view if depth is None else View(depth)
+    groups, size = report.breakdown.modules(view), report.contents.size
     behind = any(group.unneeded for group in groups)
     columns = (
         Column("module", "module", "name", 100, "the names' common prefix"),
@@ -131,11 +131,16 @@ def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     )
     roots = {(group.kind, group.root) for group in groups}
     rows = []
-    for group in groups:
+    for group in groups[:MOST_MODULES]:
         extra = (Bytes(group.unneeded),) if behind else ()
         dtypes = Words(group.dtypes)
         figures = (group.tensors, group.elements, dtypes, Bytes(group.bytes), *extra, _share(group.bytes, size))
         rows.append((Path(_below(group, roots)), str(group.kind), *figures))
+    if len(groups) > MOST_MODULES:
+        more = groups[MOST_MODULES:]
+        extra = (Bytes(sum(group.unneeded for group in more)),) if behind else ()
+        _, *sums, share = _total(more, size, named=2, blank=1)
+        rows.append((Path(f"{len(more):,} more (JSON has them all)"), *sums, *extra, share))
     total = list(_total(groups, size, named=2, blank=1))
     if behind:
         total.insert(-1, Bytes(sum(group.unneeded for group in groups)))
@@ -157,7 +162,7 @@ def _total(groups: tuple[Group, ...], size: int, named: int, blank: int = 0) -> 
     return ("total", *[None] * (named - 1), *counts, *[None] * blank, Bytes(needed), _share(needed, size))
 
 
-def file_table(report: CheckpointReport) -> Table:
+def file_table(report: Inspection) -> Table:
     """The files, and what the bytes of each are for."""
     files = report.contents.files
     others = tuple(entry for entry in _USES if any(file.bytes_for(entry[0]) for file in files))
@@ -180,7 +185,7 @@ def file_table(report: CheckpointReport) -> Table:
     return Table("files", "Files", columns, tuple(rows), cells("total", files))
 
 
-def remains_table(report: CheckpointReport) -> Table:
+def remains_table(report: Inspection) -> Table:
     """What is left when only some of it is kept."""
     size = report.contents.size
     columns = (
@@ -192,14 +197,14 @@ def remains_table(report: CheckpointReport) -> Table:
     return Table("remains", "What remains", columns, rows)
 
 
-def remains(report: CheckpointReport) -> Iterator[tuple[str, int]]:
+def remains(report: Inspection) -> Iterator[tuple[str, int]]:
     """What is kept, and the bytes of tensor data that it takes: the tensors, the model's, the same in float16."""
-    anatomy = report.anatomy
+    breakdown = report.breakdown
     everything = list(report.contents.tensors)
     yield "the tensors", sum(tensor.bytes for tensor in everything)
     for kind in ("model", "EMA"):
-        held = anatomy.of(kind)
-        if held and (kind == "model" or anatomy.of("model")):
+        held = breakdown.of(kind)
+        if held and (kind == "model" or breakdown.of("model")):
             weights = _alone(held)
             size = sum(tensor.bytes for tensor in weights)
             if len(held) < len(everything):
@@ -225,7 +230,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return replace(tensor, bytes=tensor.elements * bits + 7 >> 3)
 
 
-def difference_table(report: CheckpointReport) -> Table:
+def difference_table(report: Inspection) -> Table:
     """What is not as the model wants it, the most serious first."""
     assert report.match is not None
     rows = sorted(report.match.differences, key=lambda difference: PROBLEMS.index(difference.problem))
@@ -251,7 +256,7 @@ def _difference(row: Difference) -> tuple[Cell, ...]:
     )
 
 
-def _values(report: CheckpointReport) -> Iterator[str]:
+def _values(report: Inspection) -> Iterator[str]:
     values = report.contents.values
     for name, value in values[:MOST_VALUES]:
         shown = value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 1]}…"

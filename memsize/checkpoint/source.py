@@ -1,17 +1,33 @@
-"""An open file that is read by position, within its bounds, and never as a whole."""
+"""An open file that is read by position and within its bounds, never as a whole, and what each of its bytes is for."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
-from memsize.checkpoint.texts import printable
+from memsize.checkpoint.record import USES, Use
 from memsize.errors import CheckpointError
+
+LONGEST = 300
+"""No name in a checkpoint is longer than this; what is longer is cut."""
+
+SMALL_FILE = 64 * 2**20
+"""Bytes of a file below which the limits on time and memory stay the same; above, they grow with the file."""
+
+
+def printable(text: str, longest: int = LONGEST) -> str:
+    """`text` with what a terminal would obey or not show written as escapes, and cut after `longest` characters."""
+    if len(text) > longest:
+        text = f"{text[: longest - 1]}…"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +37,11 @@ class Source:
     file: BinaryIO
     name: str
     size: int
+
+    @property
+    def scale(self) -> float:
+        """How much more than for a small file memsize is ready to do for this one."""
+        return max(1.0, self.size / SMALL_FILE)
 
     def read(self, offset: int, count: int, what: str) -> bytes:
         """`count` bytes from `offset`; raises `CheckpointError` that the file ends within `what`."""
@@ -57,3 +78,54 @@ def opened(path: Path) -> Iterator[Source]:
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is not a file")
         yield Source(file, printable(path.name), status.st_size)
+
+
+@dataclass(slots=True)
+class Claims:
+    """What a reader says the bytes of a file of `size` bytes are for, swept into sums that add up to its size.
+
+    A byte counts for the claim that starts first; one that nobody claims is `unclaimed`.
+    """
+
+    size: int
+    _claims: list[tuple[int, int, Use]] = field(default_factory=list)
+
+    def claim(self, start: int, length: int, use: Use) -> None:
+        """`length` bytes from `start` are for `use`."""
+        if length > 0:
+            self._claims.append((start, start + length, use))
+
+    def claim_around(self, start: int, length: int, use: Use, holes: Iterable[tuple[int, int]]) -> None:
+        """`length` bytes from `start` are for `use`, except `holes`: starts and lengths that others claim."""
+        position, end = start, start + length
+        for hole, size in sorted(holes):
+            if start <= hole < end:
+                self.claim(position, hole - position, use)
+                position = max(position, hole + size)
+        self.claim(position, end - position, use)
+
+    def pad_gaps(self, start: int, end: int) -> None:
+        """What no claim covers between `start` and `end` is padding."""
+        position = start
+        for first, last, _ in sorted(self._claims, key=itemgetter(0, 1)):
+            if last <= position:
+                continue
+            if first >= end:
+                break
+            self.claim(position, first - position, "padding")
+            position = last
+        self.claim(position, end - position, "padding")
+
+    def sums(self) -> tuple[int, ...]:
+        """The bytes of each of `USES`: together they are the file's size."""
+        sums = dict.fromkeys(USES, 0)
+        position = 0
+        for start, end, use in sorted(self._claims, key=itemgetter(0, 1)):
+            start, end = max(start, position), min(end, self.size)
+            if end <= start:
+                continue
+            sums["unclaimed"] += start - position
+            sums[use] += end - start
+            position = end
+        sums["unclaimed"] += self.size - position
+        return tuple(sums.values())

@@ -25,11 +25,12 @@ from memsize.constants.op_traits import OpTraits
 from memsize.constants.propagation import assumption_of, draws_one_number, middle_of_range, propagate
 from memsize.constants.values import constant_of, is_small, set_constant, state_of
 from memsize.errors import UnknownValueError
-from memsize.internals.dispatch_key import suspended
+from memsize.internals.meta_memo import MetaMemo
 from memsize.internals.pytree import map_tensors, tensors_in
 
 _aten = torch.ops.aten
 _PACK = _aten._pack_padded_sequence.default
+_MEMO = MetaMemo()
 _HOST_LIMIT = 2**31
 """Bytes of stand-in arguments that an op without a meta kernel may take on the CPU."""
 
@@ -57,9 +58,7 @@ class Evaluator:
         if op.quantizes:
             return self._on_cpu(func, op, args, kwargs)
         try:
-            # Below autograd autocast has had its say: a kernel written in Python must not be cast again.
-            with suspended():
-                return func(*args, **kwargs)
+            return _MEMO.run(func, args, kwargs)
         except NotImplementedError:
             return self._on_cpu(func, op, args, kwargs)
         except RuntimeError as error:

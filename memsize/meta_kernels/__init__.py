@@ -1,45 +1,38 @@
 """Shape rules: what an op returns on CUDA, answered directly for `meta` tensors.
 
-PyTorch's own `meta` kernels are mostly written in Python. They take 50 µs to 3 ms per call, and the first use of one
-imports sympy or torch._dynamo, which takes as long as importing torch. A rule answers in a few microseconds, or returns
-NotImplemented where it isn't certain: for unusual arguments, and for wrong ones, so that PyTorch's kernel raises its
-own words. Rules give shape, dtype and strides as the CUDA kernels do; where CUDA differs from the `meta` kernel, the
-rule says so and names its source.
+There are rules for two kinds of ops. Where CUDA's kernel returns something else than PyTorch's `meta` kernel, or where
+PyTorch has none, the rule says so and names its source. The others are what ordinary models are made of: most `meta`
+kernels are written in Python, and the first use of one imports sympy or torch._dynamo, which takes as long as importing
+torch. All else is left to PyTorch, whose answers `memsize.meta_kernels.memo` remembers.
+
+A rule gives shape, dtype and strides as the CUDA kernel does, in a few microseconds. It returns NotImplemented where it
+isn't certain: for unusual arguments, and for wrong ones, so that PyTorch's kernel raises its own words.
+
+Families of which CUDA decides more than the shapes (attention, recurrent layers) have theirs in `memsize.cuda`.
 
 `strides` is the arithmetic, `tensors` makes results, `registry` holds the table; every other file is one family of ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 
-from torch._ops import OpOverload
-
-from memsize.meta_kernels.registry import TABLE, Rule, Rules, shape_rule
+from memsize.meta_kernels.registry import RULES, Rule, Rules, shape_rule
 
 __all__ = ["Rule", "rules", "shape_rule"]
 
 
 @cache
-def rules() -> Mapping[OpOverload, Rule]:
+def rules() -> Rules:
     """Every shape rule, by overload. The families are imported at the first call."""
     from memsize.meta_kernels import (  # noqa: F401
-        activations,
-        attention,
-        convolution,
         factories,
-        indexing,
-        joining,
-        losses,
         matmul,
         norms,
         optimizers,
         pointwise,
-        pooling,
-        recurrent,
         reductions,
-        resampling,
+        spatial,
     )
 
-    return Rules(TABLE)
+    return RULES

@@ -1,30 +1,40 @@
-"""New tensors like others, copies, ranges, and tensors of zeros that a backward fills in part."""
+"""New tensors: like others, copies, ranges, zeros that a backward fills in part, joined tensors, rows of tables."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
 import torch
 
+from memsize.constants.values import constant_of, is_uniform
 from memsize.meta_kernels.registry import overloads, shape_rule
-from memsize.meta_kernels.tensors import META, Tensor, are_plain, empty, formatted, like, overlaps
+from memsize.meta_kernels.strides import Shape
+from memsize.meta_kernels.tensors import (
+    META,
+    Tensor,
+    are_alike,
+    are_plain,
+    empty,
+    formatted,
+    is_channels_last,
+    like,
+    overlaps,
+)
+
+_LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli clone _to_copy"
 
 
-@shape_rule(*overloads("empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli"))
+@shape_rule(*overloads(_LIKE))
 def _made_like(
     tensor: Any, *_: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-    memory_format: Any = None, generator: Any = None,
+    memory_format: Any = None, **__: Any,
 ) -> Any:  # fmt: skip
     if not are_plain(tensor) or (layout, pin_memory) not in ((None, None), (torch.strided, None), (None, False)):
         return NotImplemented
-    if device is not None and torch.device(device) != META:
-        return NotImplemented
-    return _in_format(tensor, dtype or tensor.dtype, memory_format)
-
-
-def _in_format(tensor: Tensor, dtype: torch.dtype, memory_format: torch.memory_format | None) -> Any:
-    if dtype.is_complex:
+    dtype = dtype or tensor.dtype
+    if dtype.is_complex or (device is not None and torch.device(device) != META):
         return NotImplemented
     if memory_format is None or memory_format is torch.preserve_format:
         return like(tensor, dtype)
@@ -34,43 +44,16 @@ def _in_format(tensor: Tensor, dtype: torch.dtype, memory_format: torch.memory_f
     return formatted(tensor.shape, dtype, channels_last=True) if tensor.dim() == rank else NotImplemented
 
 
-@shape_rule("aten::clone")
-def _clone(tensor: Any, *, memory_format: Any = None) -> Any:
-    return _in_format(tensor, tensor.dtype, memory_format) if are_plain(tensor) else NotImplemented
-
-
-@shape_rule("aten::_to_copy")
-def _to_copy(
-    tensor: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-    non_blocking: bool = False, memory_format: Any = None,
-) -> Any:  # fmt: skip
-    return _made_like(
-        tensor, dtype=dtype, layout=layout, device=device, pin_memory=pin_memory, memory_format=memory_format
-    )
-
-
-@shape_rule(*overloads("normal_ uniform_ exponential_"))
+@shape_rule("aten::normal_", "aten::uniform_", "aten::exponential_")
 def _filled_with_chance(tensor: Any, *_: Any, **__: Any) -> Any:
     """In place, without drawing: initialisers run on `meta` parameters too."""
     return tensor if are_plain(tensor) and tensor.is_floating_point() and not overlaps(tensor) else NotImplemented
 
 
-@shape_rule("aten::slice_backward", "aten::select_backward", "aten::diagonal_backward", "aten::unfold_backward")
+@shape_rule("aten::slice_backward", "aten::select_backward")
 def _padded_gradient(grad: Any, shape: Any, *_: Any) -> Any:
     """Row-major zeros of the whole input, of which the gradient fills a part (FunctionsManual.cpp)."""
     return empty(shape, grad.dtype) if are_plain(grad) else NotImplemented
-
-
-@shape_rule("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
-def _new(
-    tensor: Any, shape: Any, *_: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-) -> Any:
-    dtype = dtype or tensor.dtype
-    if not are_plain(tensor) or dtype.is_complex or layout not in (None, torch.strided) or pin_memory:
-        return NotImplemented
-    if min(shape, default=0) < 0 or (device is not None and torch.device(device) != META):
-        return NotImplemented
-    return empty(shape, dtype)
 
 
 def range_length(start: float, end: float, step: float) -> int | None:
@@ -80,47 +63,90 @@ def range_length(start: float, end: float, step: float) -> int | None:
     return ceil((end - start) / step)
 
 
-@shape_rule("aten::arange")
-def _arange(end: Any, **options: Any) -> Any:
-    return _arange_step(0, end, 1, **options)
-
-
-@shape_rule("aten::arange.start")
-def _arange_start(start: Any, end: Any, **options: Any) -> Any:
-    return _arange_step(start, end, 1, **options)
-
-
-@shape_rule("aten::arange.start_step")
-def _arange_step(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+@shape_rule("aten::arange", "aten::arange.start", "aten::arange.start_step")
+def _arange(*bounds: Any, dtype: Any = None, device: Any = None, **_: Any) -> Any:
     """Whole numbers only: floating ranges round, and PyTorch's kernel knows how."""
-    if device is None or torch.device(device) != META or not all(isinstance(n, int) for n in (start, end, step)):
+    if device is None or torch.device(device) != META or not all(isinstance(bound, int) for bound in bounds):
         return NotImplemented
-    length = range_length(start, end, step)
+    start, end, *step = (0, *bounds) if len(bounds) == 1 else bounds
+    length = range_length(start, end, step[0] if step else 1)
     return NotImplemented if length is None else empty((length,), dtype or torch.int64)
 
 
-@shape_rule("aten::repeat")
-def _repeat(tensor: Any, times: Any) -> Any:
-    """Row-major; extra counts come in front."""
-    extra = len(times) - tensor.dim()
-    if not are_plain(tensor) or extra < 0 or min(times, default=0) < 0:
+@shape_rule("aten::roll")
+def _roll(tensor: Any, *_: Any) -> Any:
+    """Like the input (cuda/TensorTransformations.cu, `roll_cuda`: `at::empty_like`)."""
+    return like(tensor) if are_plain(tensor) else NotImplemented
+
+
+# -- joined tensors ---------------------------------------------------------------------------------------------------
+
+
+def joined_shape(shapes: Sequence[Shape], dim: int) -> tuple[int, ...] | None:
+    """The shape of tensors joined along `dim`, None where another size differs."""
+    first = shapes[0]
+    rank = len(first)
+    if not rank or not -rank <= dim < rank or any(len(shape) != rank for shape in shapes):
+        return None
+    dim %= rank
+    before, after = tuple(first[:dim]), tuple(first[dim + 1 :])
+    if any(tuple(shape[:dim]) != before or tuple(shape[dim + 1 :]) != after for shape in shapes):
+        return None
+    return (*before, sum(shape[dim] for shape in shapes), *after)
+
+
+@shape_rule("aten::cat")
+def _cat(tensors: Any, dim: int = 0) -> Any:
+    """In the memory format that all tensors share, else row-major (TensorShape.cpp). An empty one-dimensional tensor
+    goes with everything. Mixed dtypes promote, which PyTorch's kernel does."""
+    if not tensors or not are_plain(*tensors) or not are_alike(*tensors):
         return NotImplemented
-    sizes = (*(1 for _ in range(extra)), *tensor.shape)
-    return empty([size * count for size, count in zip(sizes, times, strict=True)], tensor.dtype)
-
-
-@shape_rule("aten::flip", "aten::roll")
-def _moved(tensor: Any, *dims: Any) -> Any:
-    """Like the input (TensorTransformations.cpp: `at::empty_like`)."""
-    listed = dims[-1] if dims else ()
-    if not are_plain(tensor) or not all(-tensor.dim() <= dim < tensor.dim() for dim in listed):
+    shapes = [t.shape for t in tensors if t.shape != (0,)]
+    shape = joined_shape(shapes, dim) if shapes else None
+    if shape is None:
         return NotImplemented
-    if len(dims) == 2 and len(dims[0]) != len(listed) and (listed or len(dims[0]) != 1):
+    last = len(shape) in (4, 5) and all(map(is_channels_last, tensors))
+    return formatted(shape, tensors[0].dtype, last)
+
+
+@shape_rule("aten::stack")
+def _stack(tensors: Any, dim: int = 0) -> Any:
+    if not tensors or not are_plain(*tensors) or not are_alike(*tensors):
         return NotImplemented
-    return like(tensor)
+    shape = tensors[0].shape
+    rank = len(shape) + 1
+    if not -rank <= dim < rank or any(t.shape != shape for t in tensors):
+        return NotImplemented
+    dim %= rank
+    return empty((*shape[:dim], len(tensors), *shape[dim:]), tensors[0].dtype)
 
 
-@shape_rule("aten::tril", "aten::triu")
-def _triangle(tensor: Any, _diagonal: int = 0) -> Any:
-    """Row-major (structured kernel, TriangularOps.cpp)."""
-    return empty(tensor.shape, tensor.dtype) if are_plain(tensor) and tensor.dim() >= 2 else NotImplemented
+# -- embeddings -------------------------------------------------------------------------------------------------------
+
+
+@shape_rule("aten::embedding")
+def _embedding(weight: Any, indices: Any, *_: Any, **__: Any) -> Any:
+    if weight.dim() != 2 or indices.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    _refuse_beyond(indices, weight.shape[0])
+    if not are_plain(weight, indices):
+        return NotImplemented
+    return empty((*indices.shape, weight.shape[1]), weight.dtype)
+
+
+def _refuse_beyond(indices: Tensor, rows: int) -> None:
+    """A look-up beyond the table fails, as it would with data: a position after the last one, say."""
+    values = constant_of(indices)
+    if values is None or not values.numel():
+        return
+    largest = int(values.flatten()[0] if is_uniform(values) else values.max())
+    if largest >= rows:
+        raise IndexError(f"index {largest} is out of range: the table has {rows} rows")
+
+
+@shape_rule("aten::embedding_dense_backward")
+def _embedding_backward(grad: Any, indices: Any, count: int, _padding: int, _by_frequency: bool) -> Any:
+    """The gradient of the whole table (cuda/Embedding.cu)."""
+    if not are_plain(grad, indices) or not grad.dim() or grad.shape[:-1] != indices.shape:
+        return NotImplemented
+    return empty((count, grad.shape[-1]), grad.dtype)

@@ -12,28 +12,23 @@ from memsize.meta_kernels.tensors import are_alike, are_plain, empty, strided
 
 
 def product(one: Shape, other: Shape) -> tuple[int, ...] | None:
-    """``(n, k) @ (k, m) -> (n, m)``, also in batches of one size, and ``(n, k) @ (k,) -> (n,)``.
-
-    None for operands that don't fit.
-    """
+    """``(n, k) @ (k, m) -> (n, m)``, also in batches of one size; None for operands that don't fit."""
     rank = len(one)
-    if len(other) == 1:
-        return (one[0],) if rank == 2 and one[1] == other[0] else None
     if rank != len(other) or rank not in (2, 3) or one[-1] != other[-2] or one[:-2] != other[:-2]:
         return None
     return (*one[:-1], other[-1])
 
 
-def _multiplied(one: Any, other: Any, rank: int, other_rank: int) -> Any:
+def _multiplied(one: Any, other: Any, rank: int) -> Any:
     if not are_plain(one, other) or not are_alike(one, other) or one.dtype is torch.bool:
         return NotImplemented
-    shape = product(one.shape, other.shape) if (one.dim(), other.dim()) == (rank, other_rank) else None
+    shape = product(one.shape, other.shape) if one.dim() == rank else None
     return NotImplemented if shape is None else empty(shape, one.dtype)
 
 
-def _added(start: Any, one: Any, other: Any, rank: int, other_rank: int) -> Any:
+def _added(start: Any, one: Any, other: Any, rank: int) -> Any:
     """`start` must expand to the product's shape, which it never widens."""
-    result = _multiplied(one, other, rank, other_rank)
+    result = _multiplied(one, other, rank)
     if result is NotImplemented or not are_plain(start) or start.dtype is not one.dtype:
         return NotImplemented
     shape = result.shape
@@ -42,75 +37,22 @@ def _added(start: Any, one: Any, other: Any, rank: int, other_rank: int) -> Any:
 
 @shape_rule("aten::mm")
 def _mm(one: Any, other: Any) -> Any:
-    return _multiplied(one, other, 2, 2)
+    return _multiplied(one, other, 2)
 
 
 @shape_rule("aten::bmm")
 def _bmm(one: Any, other: Any) -> Any:
-    return _multiplied(one, other, 3, 3)
-
-
-@shape_rule("aten::mv")
-def _mv(one: Any, other: Any) -> Any:
-    return _multiplied(one, other, 2, 1)
-
-
-@shape_rule("aten::dot", "aten::vdot")
-def _dot(one: Any, other: Any) -> Any:
-    if not are_plain(one, other) or not are_alike(one, other) or one.dim() != 1 or one.shape != other.shape:
-        return NotImplemented
-    return empty((), one.dtype)
+    return _multiplied(one, other, 3)
 
 
 @shape_rule("aten::addmm", "aten::_addmm_activation")
 def _addmm(start: Any, one: Any, other: Any, **_: Any) -> Any:
-    return _added(start, one, other, 2, 2)
+    return _added(start, one, other, 2)
 
 
 @shape_rule("aten::baddbmm")
 def _baddbmm(start: Any, one: Any, other: Any, **_: Any) -> Any:
-    return _added(start, one, other, 3, 3)
-
-
-@shape_rule("aten::addmv")
-def _addmv(start: Any, one: Any, other: Any, **_: Any) -> Any:
-    return _added(start, one, other, 2, 1)
-
-
-@shape_rule("aten::addmm_")
-def _addmm_in_place(start: Any, one: Any, other: Any, **_: Any) -> Any:
-    return _into(start, one, other, 2)
-
-
-@shape_rule("aten::baddbmm_")
-def _baddbmm_in_place(start: Any, one: Any, other: Any, **_: Any) -> Any:
-    return _into(start, one, other, 3)
-
-
-def _into(start: Any, one: Any, other: Any, rank: int) -> Any:
-    result = _added(start, one, other, rank, rank)
-    return start if result is not NotImplemented and start.shape == result.shape else NotImplemented
-
-
-@shape_rule("aten::_trilinear")
-def _trilinear(
-    one: Any, two: Any, three: Any, expand1: list[int], expand2: list[int], expand3: list[int], sums: list[int],
-    _unroll: int = 1,
-) -> Any:  # fmt: skip
-    """Three tensors, each with its extra dimensions of size 1, multiplied and summed over `sums` (Linear.cpp)."""
-    if not are_plain(one, two, three) or not are_alike(one, two, three):
-        return NotImplemented
-    shape = broadcast([_with_ones(t.shape, dims) for t, dims in ((one, expand1), (two, expand2), (three, expand3))])
-    if shape is None:
-        return NotImplemented
-    return empty([size for dim, size in enumerate(shape) if dim not in sums], one.dtype)
-
-
-def _with_ones(shape: Shape, dims: list[int]) -> list[int]:
-    sizes = list(shape)
-    for dim in dims:
-        sizes.insert(dim, 1)
-    return sizes
+    return _added(start, one, other, 3)
 
 
 _GROUPED = (torch.float32, torch.float16, torch.bfloat16)

@@ -13,6 +13,13 @@ from memsize.meta_kernels.registry import shape_rule
 from memsize.meta_kernels.strides import Shape
 from memsize.meta_kernels.tensors import Tensor, accumulation, are_plain, empty, formatted, is_channels_last, like
 
+
+def _gradients(mask: Any, tensor: Tensor, shape: Shape, dtype: torch.dtype, row_major: bool = True) -> Any:
+    """The input's, and those of the parameters with their `shape` and `dtype`; None for each that `mask` leaves out."""
+    given = None if not mask[0] else empty(tensor.shape, tensor.dtype) if row_major else like(tensor)
+    return given, *(empty(shape, dtype) if wanted else None for wanted in mask[1:])
+
+
 # -- batch norm -------------------------------------------------------------------------------------------------------
 
 
@@ -21,10 +28,7 @@ def _fits_channels(tensor: Any, *per_channel: Any) -> bool:
     if not are_plain(tensor, *per_channel) or not tensor.is_floating_point() or tensor.dim() < 2:
         return False
     channels = tensor.shape[1:2]
-    for each in per_channel:
-        if each is not None and each.shape != channels:
-            return False
-    return bool(tensor.numel())
+    return bool(tensor.numel()) and all(each is None or each.shape == channels for each in per_channel)
 
 
 @shape_rule("aten::native_batch_norm", "aten::_native_batch_norm_legit")
@@ -37,7 +41,8 @@ def _batch_norm(
         return NotImplemented
     if not training and (mean is None or variance is None):
         return NotImplemented
-    return like(tensor), *_channel_statistics(tensor)
+    channels, dtype = tensor.shape[1:2], accumulation(tensor.dtype)
+    return like(tensor), empty(channels, dtype), empty(channels, dtype)
 
 
 @shape_rule("aten::_native_batch_norm_legit.no_stats")
@@ -45,11 +50,6 @@ def _batch_norm_without_running(
     tensor: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> Any:
     return _batch_norm(tensor, weight, bias, None, None, training, momentum, eps)
-
-
-def _channel_statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    shape, dtype = tensor.shape[1:2], accumulation(tensor.dtype)
-    return empty(shape, dtype), empty(shape, dtype)
 
 
 @shape_rule("aten::native_batch_norm_backward")
@@ -61,12 +61,7 @@ def _batch_norm_backward(
     if not _fits_channels(tensor, weight) or not are_plain(grad) or grad.shape != tensor.shape:
         return NotImplemented
     dtype = accumulation(tensor.dtype) if weight is None else weight.dtype
-    per_channel = tensor.shape[1:2]
-    return (
-        like(tensor) if mask[0] else None,
-        empty(per_channel, dtype) if mask[1] else None,
-        empty(per_channel, dtype) if mask[2] else None,
-    )
+    return _gradients(mask, tensor, tensor.shape[1:2], dtype, row_major=False)
 
 
 @shape_rule("aten::cudnn_batch_norm")
@@ -129,13 +124,9 @@ def _layer_norm_backward(
 ) -> Any:
     if not _fits_rows(tensor, normalized, weight, bias) or not are_plain(grad) or grad.shape != tensor.shape:
         return NotImplemented
-    if weight is None and (mask[1] or mask[2]):
+    if weight is None and any(mask[1:]):
         return NotImplemented
-    return (
-        empty(tensor.shape, tensor.dtype) if mask[0] else None,
-        empty(normalized, weight.dtype) if mask[1] else None,
-        empty(normalized, weight.dtype) if mask[2] else None,
-    )
+    return _gradients(mask, tensor, normalized, (tensor if weight is None else weight).dtype)
 
 
 @shape_rule("aten::_fused_rms_norm")
@@ -150,14 +141,12 @@ def _rms_norm(tensor: Any, normalized: Any, weight: Any, _eps: float | None) -> 
 def _rms_norm_backward(grad: Any, tensor: Any, normalized: Any, _rstd: Any, weight: Any, mask: Any) -> Any:
     if not _fits_rows(tensor, normalized, weight) or not are_plain(grad) or grad.shape != tensor.shape:
         return NotImplemented
-    wanted = mask[1] and weight is not None
-    return (
-        empty(tensor.shape, tensor.dtype) if mask[0] else None,
-        empty(normalized, weight.dtype) if wanted else None,
-    )
+    if weight is None:
+        return _gradients((mask[0], False), tensor, normalized, tensor.dtype)
+    return _gradients(mask, tensor, normalized, weight.dtype)
 
 
-# -- group norm -------------------------------------------------------------------------------------------------------
+# -- group norm and weight norm ---------------------------------------------------------------------------------------
 
 
 @shape_rule("aten::native_group_norm")
@@ -172,8 +161,7 @@ def _group_norm(
         return NotImplemented
     mixed = any(p is not None and p.dtype is not tensor.dtype for p in (weight, bias))
     dtype = torch.float32 if mixed else tensor.dtype
-    shape = (batch, groups)
-    return empty(tensor.shape, tensor.dtype), empty(shape, dtype), empty(shape, dtype)
+    return empty(tensor.shape, tensor.dtype), empty((batch, groups), dtype), empty((batch, groups), dtype)
 
 
 @shape_rule("aten::native_group_norm_backward")
@@ -181,32 +169,20 @@ def _group_norm_backward(
     grad: Any, tensor: Any, _mean: Any, _rstd: Any, weight: Any, _batch: int, channels: int, _pixels: int, _groups: int,
     mask: Any,
 ) -> Any:  # fmt: skip
+    """Row-major too, where PyTorch's `meta` kernel fails for what is neither row-major nor channels last."""
     if not _fits_channels(tensor, weight) or not are_plain(grad) or grad.shape != tensor.shape:
         return NotImplemented
-    if weight is None and (mask[1] or mask[2]):
+    if weight is None and any(mask[1:]):
         return NotImplemented
-    return (
-        empty(tensor.shape, tensor.dtype) if mask[0] else None,
-        empty((channels,), weight.dtype) if mask[1] else None,
-        empty((channels,), weight.dtype) if mask[2] else None,
-    )
-
-
-# -- weight norm ------------------------------------------------------------------------------------------------------
+    return _gradients(mask, tensor, (channels,), (tensor if weight is None else weight).dtype)
 
 
 @shape_rule("aten::_weight_norm_interface")
 def _weight_norm(direction: Any, length: Any, dim: int = 0) -> Any:
-    """The weight, and the norms that backward needs, in the accumulation's dtype (cuda/WeightNorm.cu)."""
+    """The weight, and the norms that backward needs, in the accumulation's dtype (cuda/WeightNorm.cu); PyTorch's `meta`
+    kernel says the same of bfloat16 alone."""
     if not are_plain(direction, length) or dim not in (0, direction.dim() - 1):
         return NotImplemented
     if length.numel() != direction.shape[dim] or not direction.is_contiguous() or not direction.numel():
         return NotImplemented
     return empty(direction.shape, direction.dtype), empty(length.shape, accumulation(length.dtype))
-
-
-@shape_rule("aten::_weight_norm_interface_backward")
-def _weight_norm_backward(grad: Any, direction: Any, length: Any, norms: Any, _dim: int) -> Any:
-    if not are_plain(grad, direction, length, norms) or grad.shape != direction.shape:
-        return NotImplemented
-    return like(direction), like(length)

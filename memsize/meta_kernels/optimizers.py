@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memsize.meta_kernels.registry import overloads, shape_rule
-from memsize.meta_kernels.tensors import META, Tensor, empty
+from memsize.meta_kernels.tensors import META, Tensor
 
 _UNARY = (
     "abs neg sqrt rsqrt reciprocal exp expm1 log log1p log2 log10 sign sigmoid tanh floor ceil round trunc cos sin erf"
@@ -62,36 +62,10 @@ def _in_place(tensors: Any, *others: Any, **options: Any) -> Any:
 
 @shape_rule(*_list_ops(""))
 def _out_of_place(tensors: Any, *others: Any, **options: Any) -> Any:
-    return _new_list(tensors) if _fit(tensors, *others, *options.values()) else NotImplemented
-
-
-def _new_list(tensors: Sequence[Tensor]) -> Any:
-    """New tensors with the same strides; NotImplemented for a tensor that is not row-major."""
-    if not all(t.is_contiguous() for t in tensors):
+    """New tensors with the same strides, where all are row-major."""
+    if not _fit(tensors, *others, *options.values()) or not all(t.is_contiguous() for t in tensors):
         return NotImplemented
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors]
-
-
-@shape_rule("aten::_foreach_pow.ScalarAndTensor")
-def _power_of_number(number: Any, exponents: Any) -> Any:
-    return _new_list(exponents) if _fit(exponents, number) else NotImplemented
-
-
-@shape_rule("aten::_foreach_norm.Scalar")
-def _norms(tensors: Any, _order: Any = 2, dtype: torch.dtype | None = None) -> Any:
-    """One number per tensor."""
-    if not _fit(tensors) or not all(t.numel() for t in tensors):
-        return NotImplemented
-    return [empty((), dtype or t.dtype) for t in tensors]
-
-
-@shape_rule("aten::_foreach_copy_")
-def _copy(tensors: Any, sources: Any, non_blocking: bool = False) -> Any:
-    """Copying converts dtypes and crosses devices."""
-    if not tensors or len(tensors) != len(sources) or not all(t.is_meta for t in tensors):
-        return NotImplemented
-    fits = all(t.shape == s.shape for t, s in zip(tensors, sources, strict=True))
-    return None if fits else NotImplemented
 
 
 @shape_rule(*overloads("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_", "", ".tensor_lr"))

@@ -1,4 +1,5 @@
-"""Elementwise ops: one input, two inputs with type promotion, comparisons, choices; each also in place.
+"""Elementwise ops: one input, two inputs with type promotion, comparisons, choices, each also in place; activation
+functions with their gradients, and dropout.
 
 Type promotion is asked of `torch.result_type` itself. Strides: `tensors.elementwise`.
 """
@@ -18,6 +19,7 @@ from memsize.meta_kernels.tensors import (
     are_plain,
     elementwise,
     empty,
+    like,
     mapped,
     overlaps,
     sorted_elementwise,
@@ -25,7 +27,8 @@ from memsize.meta_kernels.tensors import (
 
 _FLOATING = (
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
-    "sigmoid erf erfc erfinv reciprocal frac trunc ceil floor round logit digamma lgamma"
+    "sigmoid erf erfc erfinv reciprocal frac trunc ceil floor round logit digamma lgamma "
+    "gelu silu mish elu celu selu hardswish hardsigmoid hardtanh leaky_relu threshold"
 )
 _SIGNED = "neg abs sign sgn"
 _NUMBERS = (".Tensor", ".Scalar")
@@ -60,7 +63,7 @@ def _truth(dtype: torch.dtype) -> torch.dtype | None:
 # -- one input --------------------------------------------------------------------------------------------------------
 
 
-@shape_rule(*overloads(_FLOATING))
+@shape_rule(*overloads(_FLOATING + " softplus softshrink hardshrink"))
 def _unary(tensor: Any, *_: Any, **__: Any) -> Any:
     if not are_plain(tensor) or not tensor.is_floating_point():
         return NotImplemented
@@ -118,8 +121,7 @@ def _combined(dtype: torch.dtype, values: tuple[Any, ...], tensors: list[Tensor]
     if len(values) > len(tensors) and len(tensors) == 1:
         only = tensors[0]
         return sorted_elementwise(dtype, only.shape, only) if only.dim() else elementwise(dtype, only)
-    result = elementwise(dtype, *tensors) if tensors else None
-    return NotImplemented if result is None else result
+    return elementwise(dtype, *tensors) if tensors else NotImplemented
 
 
 def binary_rule(promote: Promotion) -> Rule:
@@ -194,12 +196,6 @@ def _power_of_number(base: Any, exponent: Any) -> Any:
     return result if result is NotImplemented else empty(result.shape, result.dtype)
 
 
-@shape_rule("aten::div.Tensor_mode", "aten::div.Scalar_mode")
-def _rounded_quotient(one: Any, other: Any, *, rounding_mode: str | None) -> Any:
-    """Rounding keeps whole numbers whole; without it this is `div`."""
-    return (_whole if rounding_mode else _quotient)(one, other)
-
-
 # -- three inputs -----------------------------------------------------------------------------------------------------
 
 
@@ -211,18 +207,9 @@ def _where(condition: Any, one: Any, other: Any) -> Any:
     return _combined(torch.result_type(one, other), (), tensors)
 
 
-@shape_rule("aten::addcmul", "aten::addcdiv", "aten::lerp.Scalar", "aten::lerp.Tensor")
-def _blended(one: Any, two: Any, three: Any = None, **_: Any) -> Any:
-    """Tensors of one floating dtype; mixed ones promote, and PyTorch's kernel does that."""
-    tensors = _operands(one, two, three)
-    if not tensors or not are_alike(*tensors) or not one.is_floating_point():
-        return NotImplemented
-    result = elementwise(one.dtype, *tensors)
-    return NotImplemented if result is None else result
-
-
 @shape_rule("aten::addcmul_", "aten::addcdiv_", "aten::lerp_.Scalar", "aten::lerp_.Tensor")
 def _blended_in_place(one: Any, two: Any, three: Any = None, **_: Any) -> Any:
+    """Tensors of one floating dtype; mixed ones promote, and PyTorch's kernel does that."""
     tensors = _operands(one, two, three)
     if not tensors or tensors[0] is not one or not are_alike(*tensors) or not one.is_floating_point():
         return NotImplemented
@@ -273,6 +260,71 @@ shape_rule("aten::clamp_min.Tensor", "aten::clamp_max.Tensor")(binary_rule(_same
 shape_rule("aten::clamp_min_.Tensor", "aten::clamp_max_.Tensor")(binary_in_place_rule(_same))
 
 
-@shape_rule("aten::nan_to_num")
-def _nan_to_num(tensor: Any, *_: Any, **__: Any) -> Any:
-    return mapped(tensor) if are_plain(tensor) else NotImplemented
+# -- gradients of activation functions --------------------------------------------------------------------------------
+
+_READ = {
+    (0, 1): (
+        *overloads("gelu mish hardswish hardsigmoid hardtanh softplus sigmoid tanh log_sigmoid", "_backward"),
+        *overloads("rrelu_with_noise rrelu_with_noise_backward _prelu_kernel"),
+    ),
+    # Activation.cpp: these kernels read the input first, so that its strides decide.
+    (1, 0): overloads("threshold leaky_relu", "_backward"),
+    (0, 5): ("aten::elu_backward",),
+}
+"""Where an op has the operands of one dtype that its kernel reads, in the order in which it does."""
+
+
+def _reading_rule(positions: tuple[int, ...]) -> Rule:
+    def rule(*args: Any, **_: Any) -> Any:
+        operands = [args[position] for position in positions]
+        if not are_plain(*operands) or not are_alike(*operands) or not operands[0].is_floating_point():
+            return NotImplemented
+        return elementwise(operands[0].dtype, *operands)
+
+    return rule
+
+
+for _positions, _names in _READ.items():
+    shape_rule(*_names)(_reading_rule(_positions))
+
+
+@shape_rule("aten::_prelu_kernel_backward")
+def _prelu_backward(grad: Any, tensor: Any, weight: Any) -> Any:
+    if not are_plain(grad, tensor, weight) or not are_alike(grad, tensor, weight):
+        return NotImplemented
+    result = elementwise(grad.dtype, tensor, weight, grad)
+    return result if result is NotImplemented else (result, like(result))
+
+
+@shape_rule("aten::log_sigmoid_forward")
+def _log_sigmoid(tensor: Any) -> Any:
+    """CUDA keeps no buffer (Activation.cpp: an empty one)."""
+    if not are_plain(tensor) or not tensor.is_floating_point():
+        return NotImplemented
+    return like(tensor), empty((0,), tensor.dtype)
+
+
+@shape_rule("aten::glu_backward")
+def _glu_backward(grad: Any, tensor: Any, _dim: int) -> Any:
+    """Row-major, whatever the input's layout (cuda/GatedLinearUnit.cpp resizes a new tensor)."""
+    if not are_plain(grad, tensor) or not are_alike(grad, tensor):
+        return NotImplemented
+    return empty(tensor.shape, tensor.dtype) if grad.numel() * 2 == tensor.numel() else NotImplemented
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+@shape_rule("aten::native_dropout")
+def _dropout(tensor: Any, _probability: float, _train: bool | None) -> Any:
+    """The result and a mask of one byte per element (cuda/Dropout.cu)."""
+    if not are_plain(tensor) or not tensor.is_floating_point():
+        return NotImplemented
+    return like(tensor), like(tensor, torch.bool)
+
+
+@shape_rule("aten::native_dropout_backward")
+def _dropout_backward(grad: Any, mask: Any, _scale: float) -> Any:
+    if not are_plain(grad, mask) or mask.dtype is not torch.bool or grad.shape != mask.shape:
+        return NotImplemented
+    return like(grad)

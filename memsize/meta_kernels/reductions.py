@@ -1,17 +1,24 @@
-"""Sums, means, extremes, norms, scans and sorting. A reduction's output is row-major, whatever the input's strides."""
+"""Sums, means and norms; softmax and the losses, with their gradients.
+
+A reduction's output is row-major, whatever the input's strides. A reduced loss is one number; an unreduced one is
+elementwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from memsize.meta_kernels.registry import Rule, shape_rule
-from memsize.meta_kernels.strides import Shape
-from memsize.meta_kernels.tensors import Tensor, are_plain, empty, like
+from memsize.meta_kernels.registry import overloads, shape_rule
+from memsize.meta_kernels.strides import Shape, broadcast
+from memsize.meta_kernels.tensors import are_alike, are_plain, elementwise, empty
 
 Dims = int | Sequence[int] | None
+_UNREDUCED = 0
+
+# -- sums, means and norms --------------------------------------------------------------------------------------------
 
 
 def reduced_shape(shape: Shape, dims: Dims, keepdim: bool) -> tuple[int, ...] | None:
@@ -35,41 +42,23 @@ def reduced_shape(shape: Shape, dims: Dims, keepdim: bool) -> tuple[int, ...] | 
     return tuple(size for dim, size in enumerate(shape) if dim not in chosen)
 
 
-def _reduced(tensor: Tensor, dims: Dims, keepdim: bool, *dtypes: torch.dtype) -> Any:
-    shape = reduced_shape(tensor.shape, dims, keepdim)
-    if shape is None or not dtypes:
-        return NotImplemented
-    results = tuple(empty(shape, dtype) for dtype in dtypes)
-    return results[0] if len(results) == 1 else results
-
-
-def _summed(tensor: Tensor) -> torch.dtype:
-    """Whole numbers and truth values are counted in int64."""
-    return tensor.dtype if tensor.is_floating_point() else torch.int64
-
-
-def _is_floating(tensor: Any) -> bool:
-    return are_plain(tensor) and tensor.is_floating_point()
-
-
 @shape_rule("aten::sum.dim_IntList")
 def _sum(tensor: Any, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    return _reduced(tensor, dims, keepdim, dtype or _summed(tensor)) if are_plain(tensor) else NotImplemented
+    """Whole numbers and truth values are counted in int64."""
+    shape = reduced_shape(tensor.shape, dims, keepdim) if are_plain(tensor) else None
+    if shape is None:
+        return NotImplemented
+    return empty(shape, dtype or (tensor.dtype if tensor.is_floating_point() else torch.int64))
 
 
-@shape_rule("aten::sum", "aten::prod")
+@shape_rule("aten::sum")
 def _sum_of_all(tensor: Any, *, dtype: torch.dtype | None = None) -> Any:
     return _sum(tensor, None, dtype=dtype)
 
 
-@shape_rule("aten::prod.dim_int")
-def _product(tensor: Any, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    return _sum(tensor, dim, keepdim, dtype=dtype)
-
-
 @shape_rule("aten::mean.dim")
 def _mean(tensor: Any, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    return _reduced(tensor, dims, keepdim, dtype or tensor.dtype) if _is_floating(tensor) else NotImplemented
+    return _sum(tensor, dims, keepdim, dtype=dtype) if tensor.is_floating_point() else NotImplemented
 
 
 @shape_rule("aten::mean")
@@ -77,108 +66,105 @@ def _mean_of_all(tensor: Any, *, dtype: torch.dtype | None = None) -> Any:
     return _mean(tensor, None, dtype=dtype)
 
 
-@shape_rule("aten::var.correction", "aten::std.correction")
-def _deviation(tensor: Any, dims: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _reduced(tensor, dims, keepdim, tensor.dtype) if _is_floating(tensor) else NotImplemented
-
-
-@shape_rule("aten::var_mean.correction", "aten::std_mean.correction")
-def _deviation_and_mean(tensor: Any, dims: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _reduced(tensor, dims, keepdim, tensor.dtype, tensor.dtype) if _is_floating(tensor) else NotImplemented
-
-
-@shape_rule("aten::logsumexp")
-def _logsumexp(tensor: Any, dims: Dims, keepdim: bool = False) -> Any:
-    return _reduced(tensor, dims, keepdim, tensor.dtype) if _is_floating(tensor) and dims else NotImplemented
-
-
 @shape_rule("aten::linalg_vector_norm")
 def _vector_norm(
     tensor: Any, _order: Any = 2, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    if not _is_floating(tensor) or tensor.numel() == 0:
+    return _mean(tensor, dims, keepdim, dtype=dtype) if tensor.numel() else NotImplemented
+
+
+# -- softmax ----------------------------------------------------------------------------------------------------------
+
+
+@shape_rule("aten::_softmax", "aten::_log_softmax")
+def _softmax(tensor: Any, dim: int, half_to_float: bool) -> Any:
+    """A row-major output (SoftMax.cpp); `half_to_float` widens it."""
+    if not are_plain(tensor) or not tensor.is_floating_point() or reduced_shape(tensor.shape, dim, True) is None:
         return NotImplemented
-    return _reduced(tensor, dims, keepdim, dtype or tensor.dtype)
-
-
-@shape_rule("aten::norm.ScalarOpt_dim")
-def _norm(tensor: Any, _order: Any, dims: Dims, keepdim: bool = False) -> Any:
-    return _reduced(tensor, dims, keepdim, tensor.dtype) if _is_floating(tensor) else NotImplemented
-
-
-@shape_rule("aten::norm.Scalar")
-def _norm_of_all(tensor: Any, _order: Any = 2) -> Any:
-    return _norm(tensor, None, None)
-
-
-@shape_rule("aten::amax", "aten::amin")
-def _extreme(tensor: Any, dims: Dims = (), keepdim: bool = False) -> Any:
-    return _reduced(tensor, dims, keepdim, tensor.dtype) if _has_values(tensor) else NotImplemented
-
-
-def _has_values(tensor: Any) -> bool:
-    """Whether there is a value to pick: an extreme of nothing is an error."""
-    return are_plain(tensor) and tensor.numel() > 0
-
-
-@shape_rule("aten::max", "aten::min")
-def _extreme_of_all(tensor: Any) -> Any:
-    return _extreme(tensor, None)
-
-
-@shape_rule("aten::max.dim", "aten::min.dim")
-def _extreme_and_index(tensor: Any, dim: int, keepdim: bool = False) -> Any:
-    return _reduced(tensor, dim, keepdim, tensor.dtype, torch.int64) if _has_values(tensor) else NotImplemented
-
-
-@shape_rule("aten::argmax", "aten::argmin")
-def _extreme_index(tensor: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    return _reduced(tensor, dim, keepdim, torch.int64) if _has_values(tensor) else NotImplemented
-
-
-@shape_rule("aten::any.dim", "aten::any.dims", "aten::all.dim", "aten::all.dims")
-def _truth(tensor: Any, dims: Dims = None, keepdim: bool = False) -> Any:
-    """Bytes stay bytes, for the sake of old programs (ReduceOps.cpp)."""
-    if not are_plain(tensor) or (isinstance(dims, Sequence) and not dims):
+    if half_to_float and tensor.dtype is not torch.float16:
         return NotImplemented
-    return _reduced(tensor, dims, keepdim, torch.uint8 if tensor.dtype is torch.uint8 else torch.bool)
+    return empty(tensor.shape, torch.float32 if half_to_float else tensor.dtype)
 
 
-@shape_rule("aten::any", "aten::all")
-def _truth_of_all(tensor: Any) -> Any:
-    return _truth(tensor)
-
-
-# -- scans and sorting ------------------------------------------------------------------------------------------------
-
-
-@shape_rule("aten::cumsum", "aten::cumprod")
-def _scan(tensor: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    """Row-major (structured kernel, ReduceOps.cpp)."""
-    if not are_plain(tensor) or reduced_shape(tensor.shape, dim, True) is None:
+@shape_rule("aten::_safe_softmax")
+def _safe_softmax(tensor: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """The result only: on its way CUDA also makes a softmax, a comparison and its reduction."""
+    if not are_plain(tensor) or not tensor.is_floating_point() or reduced_shape(tensor.shape, dim, True) is None:
         return NotImplemented
-    return empty(tensor.shape, dtype or _summed(tensor))
+    return empty(tensor.shape, dtype or tensor.dtype)
 
 
-def _sort_rule(dim_of: Callable[..., int]) -> Rule:
-    def rule(tensor: Any, *args: Any, **options: Any) -> Any:
-        if not are_plain(tensor) or reduced_shape(tensor.shape, dim_of(*args, **options), True) is None:
-            return NotImplemented
-        return like(tensor), like(tensor, torch.int64)
-
-    return rule
-
-
-shape_rule("aten::sort")(_sort_rule(lambda dim=-1, descending=False: dim))
-shape_rule("aten::sort.stable")(_sort_rule(lambda stable=None, dim=-1, descending=False: dim))
-
-
-@shape_rule("aten::topk")
-def _topk(tensor: Any, count: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    if not are_plain(tensor) or not tensor.dim() or not -tensor.dim() <= dim < tensor.dim():
+@shape_rule("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
+def _softmax_backward(grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+    if not are_plain(grad, output) or grad.shape != output.shape or reduced_shape(grad.shape, dim, True) is None:
         return NotImplemented
-    shape = list(tensor.shape)
-    if not 0 <= count <= shape[dim]:
+    return empty(grad.shape, dtype)
+
+
+# -- negative log-likelihood ------------------------------------------------------------------------------------------
+
+
+def _fits_classes(tensor: Any, target: Any, weight: Any) -> bool:
+    """Whether class scores ``(C)``, ``(N, C)`` or ``(N, C, H, W)`` meet a class per sample or pixel."""
+    if not are_plain(tensor, target, weight) or not tensor.is_floating_point() or tensor.numel() == 0:
+        return False
+    if target.dtype not in (torch.int64, torch.uint8) or tensor.dim() not in (1, 2, 4):
+        return False
+    classes = tensor.shape[1] if tensor.dim() > 1 else tensor.shape[0]
+    samples = (*tensor.shape[:1], *tensor.shape[2:]) if tensor.dim() > 1 else ()
+    return target.shape == samples and (weight is None or weight.numel() == classes)
+
+
+@shape_rule("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+def _nll_loss(tensor: Any, target: Any, weight: Any, reduction: int, _ignored: int) -> Any:
+    """The loss and the sum of weights that divides it."""
+    if not _fits_classes(tensor, target, weight):
         return NotImplemented
-    shape[dim] = count
-    return empty(shape, tensor.dtype), empty(shape, torch.int64)
+    shape = target.shape if reduction == _UNREDUCED else ()
+    return empty(shape, tensor.dtype), empty((), tensor.dtype)
+
+
+@shape_rule("aten::nll_loss_backward", "aten::nll_loss2d_backward")
+def _nll_loss_backward(
+    grad: Any, tensor: Any, target: Any, weight: Any, _reduction: int, _ignored: int, _total: Any
+) -> Any:
+    if not _fits_classes(tensor, target, weight) or not are_plain(grad):
+        return NotImplemented
+    return empty(tensor.shape, tensor.dtype)
+
+
+# -- differences ------------------------------------------------------------------------------------------------------
+
+
+@shape_rule(*overloads("mse_loss smooth_l1_loss huber_loss"))
+def _difference(tensor: Any, target: Any, reduction: int = 1, *_: Any) -> Any:
+    if not are_plain(tensor, target) or not are_alike(tensor, target) or not tensor.is_floating_point():
+        return NotImplemented
+    if reduction == _UNREDUCED:
+        return elementwise(tensor.dtype, tensor, target)
+    fits = broadcast((tensor.shape, target.shape)) is not None
+    return empty((), tensor.dtype) if fits else NotImplemented
+
+
+@shape_rule(*overloads("mse_loss smooth_l1_loss huber_loss", "_backward"))
+def _difference_backward(grad: Any, tensor: Any, target: Any, *_: Any) -> Any:
+    if not are_plain(grad, tensor, target) or not are_alike(grad, tensor, target):
+        return NotImplemented
+    return elementwise(tensor.dtype, tensor, target, grad)
+
+
+@shape_rule("aten::binary_cross_entropy", "aten::binary_cross_entropy_with_logits")
+def _binary_cross_entropy(tensor: Any, target: Any, *options: Any) -> Any:
+    """`options` are one or two tensors of weights, and the reduction at the end if it isn't the mean."""
+    *weights, reduction = options if options and isinstance(options[-1], int) else (*options, 1)
+    if not are_plain(*weights) or tensor.shape != target.shape:
+        return NotImplemented
+    return _difference(tensor, target, reduction)
+
+
+@shape_rule("aten::binary_cross_entropy_backward")
+def _binary_cross_entropy_backward(grad: Any, tensor: Any, target: Any, weight: Any = None, _reduction: int = 1) -> Any:
+    """Like the input (cuda/Loss.cu: `at::empty_like(input)`)."""
+    if not are_plain(grad, tensor, target, weight) or not are_alike(grad, tensor) or tensor.shape != target.shape:
+        return NotImplemented
+    return elementwise(tensor.dtype, tensor)

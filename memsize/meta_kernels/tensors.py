@@ -90,8 +90,8 @@ def accumulation(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def elementwise(dtype: torch.dtype, *tensors: Tensor) -> Tensor | None:
-    """The output of an elementwise op that reads `tensors`; None when their shapes don't go together.
+def elementwise(dtype: torch.dtype, *tensors: Tensor) -> Any:
+    """The output of an elementwise op that reads `tensors`; NotImplemented when their shapes don't go together.
 
     Source: TensorIterator. Where all operands have one shape and are all row-major, all channels last or all laid out
     in the same dense way, the output is too; elsewhere the strides are sorted.
@@ -101,7 +101,7 @@ def elementwise(dtype: torch.dtype, *tensors: Tensor) -> Tensor | None:
     for other in others:
         if other.shape != shape:
             joined = layout.broadcast([t.shape for t in tensors])
-            return None if joined is None else sorted_elementwise(dtype, joined, *tensors)
+            return NotImplemented if joined is None else sorted_elementwise(dtype, joined, *tensors)
     if all(t.is_contiguous() for t in tensors):
         return _empty(shape, dtype=dtype, device=META)
     if len(shape) == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors):

@@ -36,7 +36,7 @@ class MetaDispatchMode(TorchDispatchMode):
         self.device = torch.device(device)
         self.evaluator = Evaluator()
         self._computes = device != "meta"
-        self._rules = {} if self._computes else rules()
+        self._rules = rules()
         self._regions: list[ExitStack] = []
         """What each entry has opened: a mode may be entered again inside of itself."""
 
@@ -64,7 +64,7 @@ class MetaDispatchMode(TorchDispatchMode):
         if self._computes:
             return func(*args, **kwargs)
         refuse_mixed(func, args)
-        rule = self._rules.get(func)
+        rule = self._rules[func]
         result = NotImplemented if rule is None else rule(*args, **kwargs)
         if result is NotImplemented:
             result = self.evaluator.evaluate(func, args, kwargs)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from memsize.checkpoint.dtypes import BITS, is_float
-from memsize.checkpoint.record import Contents, PartKind, Tensor
+from memsize.checkpoint.record import KINDS, Contents, Group, PartKind, Place, Tensor, View
 
-KINDS: tuple[PartKind, ...] = ("model", "EMA", "optimizer", "scheduler", "other")
 MOST_ROWS = 30
 """How many rows of modules are shown unasked."""
 DEEPEST = 8
@@ -44,42 +41,8 @@ _PACKED = re.compile(r"(^|\.)(_packed_params|_packed_weight(_ih|_hh)?|_all_weigh
 _FLAT_EMA = re.compile(r"^(model_ema|ema|ema_model|module_ema)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor belongs: the kind of its part, and how many of its keys name the part itself."""
-
-    kind: PartKind
-    root: int
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Tensors taken together: a part, a dtype, a module. `bytes` is what they need, shared ones once; `unneeded` what
-    is saved along with them although no tensor covers it. `root` are the keys of the part that a module's name begins
-    with.
-    """
-
-    kind: PartKind
-    name: str
-    tensors: int
-    elements: int
-    bytes: int
-    unneeded: int
-    dtypes: tuple[str, ...]
-    root: str = ""
-
-
-class View(NamedTuple):
-    """Which modules are told apart: down to `depth` below their part (None: each tensor), or `folded`, where those that
-    differ in numbers only are one.
-    """
-
-    depth: int | None = None
-    folded: bool = False
-
-
-class Anatomy:
-    """`contents` taken apart."""
+class Breakdown:
+    """`contents` taken apart: by part, by dtype, by module."""
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents

@@ -10,16 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from memsize.checkpoint.anatomy import Anatomy
-from memsize.checkpoint.record import Tensor
+from memsize.checkpoint.breakdown import Breakdown
+from memsize.checkpoint.record import Difference, Match, Tensor
 from memsize.records.trace import TensorSpec
-
-Problem = Literal["missing", "unexpected", "wrong shape", "wrong dtype"]
-
-PROBLEMS: tuple[Problem, ...] = ("missing", "wrong shape", "wrong dtype", "unexpected")
-"""The most serious first."""
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 """Steps that a wrapper puts into the names of what it wraps: compile, FSDP, checkpointing, DataParallel."""
@@ -31,39 +26,6 @@ class Expected(NamedTuple):
 
     spec: TensorSpec
     tied: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One tensor that is not as the model wants it; `file` and `model` are what each has."""
-
-    name: str
-    problem: Problem
-    file: TensorSpec | None
-    model: TensorSpec | None
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """How a file fits a model. `key` is what the compared weights stand under in the file.
-
-    `dropped` and `added` are the prefixes that were, so that names meet; `wrappers` the steps that were left out of
-    names; `left_out` the tied tensors that the file leaves out, as safetensors does.
-    """
-
-    model: str
-    matching: int
-    differences: tuple[Difference, ...]
-    key: str = ""
-    dropped: str = ""
-    added: str = ""
-    wrappers: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-
-    def count(self, problem: Problem) -> int:
-        """How many tensors have that problem."""
-        return sum(difference.problem == problem for difference in self.differences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +51,9 @@ class _Naming:
         return len(self.wrappers), len(self.dropped) + len(self.added)
 
 
-def compared(anatomy: Anatomy, expected: Mapping[str, Expected], model: str) -> Match:
+def compared(breakdown: Breakdown, expected: Mapping[str, Expected], model: str) -> Match:
     """How the model part of a checkpoint fits the tensors that a model expects, by name."""
-    held = anatomy.of("model") or anatomy.of("EMA") or list(anatomy.contents.tensors)
+    held = breakdown.of("model") or breakdown.of("EMA") or list(breakdown.contents.tensors)
     naming = _naming(tuple(tensor.name for tensor in held), expected)
     plain = [tensor for tensor in held if tensor.wrapper is None]
     named = {name: tensor for tensor in plain if (name := naming.of(tensor.name)) is not None}

@@ -1,4 +1,4 @@
-"""What a pickled object holds: its tensors and plain values, each by the keys down to it.
+"""The walk through what a pickle stands for: its tensors and plain values, each by the keys down to it.
 
 A module that was pickled whole is walked as its ``state_dict()`` names it. Lists and tuples count as keys by number.
 """
@@ -8,22 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from memsize.checkpoint.arrays import array_of
 from memsize.checkpoint.dtypes import BITS
-from memsize.checkpoint.ownership import Piece, strided_extent
-from memsize.checkpoint.record import MOST_TENSORS, Mark, PartKind
-from memsize.checkpoint.texts import printable
-from memsize.checkpoint.values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue
+from memsize.checkpoint.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue, array_of
+from memsize.checkpoint.record import Mark, PartKind
+from memsize.checkpoint.source import Source, printable
+from memsize.checkpoint.storage_index import Piece, strided_extent
 from memsize.errors import CheckpointError
 from memsize.records.trace import TensorSpec
 
-MOST_VISITS = 1_500_000
-MOST_ITEMS = 32_000_000
-MOST_LETTERS = 100_000_000
-"""Values that are walked, items that are looked at, and letters in names: a pickle may point to the same list from many
-places."""
+MOST_TENSORS = 125_000
+MOST_VISITS = 5 * MOST_TENSORS
+MOST_ITEMS = 16_000_000
+MOST_LETTERS = 25_000_000
+"""What is found in a small file, what is walked, what is looked at, letters in names: a pickle may point to one list
+from many places. Larger files may have more in proportion."""
 
 DEEPEST = 100
 _LONGEST_KEY = 200
@@ -40,8 +40,8 @@ _SCALER = frozenset(("scale", "growth_factor"))
 
 
 @dataclass(slots=True)
-class Holdings:
-    """Everything that was found."""
+class Found:
+    """Everything that the pickles of a file hold."""
 
     pieces: list[Piece] = field(default_factory=list)
     values: list[tuple[str, str]] = field(default_factory=list)
@@ -50,76 +50,72 @@ class Holdings:
     """The class of a module that was pickled whole, if there is one."""
 
 
-@dataclass(slots=True)
-class _Step:
-    """A value to walk, and how it was reached. `leaves` is a container that has been walked to its end, and `before`
-    how many tensors were found until then: one without any is not walked again.
-    """
+class _Step(NamedTuple):
+    """A value to walk, and how it was reached."""
 
     keys: Keys
     value: Any
     wrapper: str | None = None
     trainable: bool | None = None
-    leaves: int | None = None
-    before: int = 0
 
 
-@dataclass(slots=True)
 class _Budget:
-    """What is left of the work and the memory that one walk may take."""
+    """What is left of the work and the memory that the walk through one file may take."""
 
-    name: str
-    visits: int = MOST_VISITS
-    items: int = MOST_ITEMS
-    letters: int = MOST_LETTERS
-    tensors: int = MOST_TENSORS
+    def __init__(self, source: Source) -> None:
+        self._name = source.name
+        self.most = int(MOST_TENSORS * source.scale)
+        self.tensors = self.most
+        self.visits = int(MOST_VISITS * source.scale)
+        self.items = int(MOST_ITEMS * source.scale)
+        self.letters = int(MOST_LETTERS * source.scale)
 
     def check(self) -> None:
         """Raise `CheckpointError` when anything is used up."""
         if min(self.visits, self.items, self.letters, self.tensors) < 0:
             raise CheckpointError(
-                f"{self.name} holds more than memsize reads: {MOST_TENSORS:,} tensors, or {MOST_ITEMS:,} values, "
-                "each counted once for each place that points to it"
+                f"{self._name} holds more than memsize reads in a file of this size: {self.most:,} tensors, or as many "
+                "values as these might have, each counted once for each place that points to it"
             )
 
 
-def holdings(root: Any, locate: Locate, name: str) -> Holdings:
-    """What `root` holds. Raises `CheckpointError` for what is nested too deeply or without end."""
-    found, budget = Holdings(), _Budget(name)
-    path: set[int] = set()
+def walk(root: Any, locate: Locate, source: Source, found: Found) -> None:
+    """Add what `root` holds to `found`. Raises `CheckpointError` for what is nested too deeply or without end."""
+    budget = _Budget(source)
+    open_now: set[int] = set()
     barren: set[int] = set()
-    steps = [_Step((), root)]
-    while steps:
-        step = steps.pop()
+    """Containers that were walked and have no tensor: they are not walked again."""
+    levels: list[tuple[Iterator[_Step], int, int]] = [(iter([_Step((), root)]), 0, 0)]
+    while levels:
+        steps, container, before = levels[-1]
+        step = next(steps, None)
+        if step is None:
+            levels.pop()
+            open_now.discard(container)
+            if before == len(found.pieces):
+                barren.add(container)
+            continue
         value = step.value
-        if step.leaves is not None:
-            path.discard(step.leaves)
-            if step.before == len(found.pieces):
-                barren.add(step.leaves)
-        elif isinstance(value, TensorValue | StorageValue):
+        budget.visits -= 1
+        budget.letters -= 8 * len(step.keys)
+        if isinstance(value, TensorValue | StorageValue):
             budget.tensors -= 1
             budget.letters -= sum(map(len, step.keys))
-            budget.check()
             found.pieces.append(_piece(step, locate))
         elif not isinstance(value, _CONTAINERS):
             _note(step, found)
-        elif id(value) not in path and id(value) not in barren:
-            # To look at an entry of a dictionary takes about as long as at eight items of a list.
-            budget.items -= 8 * len(value.pairs) if isinstance(value, Dict) else len(_items(value))
-            budget.check()
-            inner = list(_inner(step, found))
-            budget.visits -= len(inner)
-            budget.letters -= 8 * len(inner) * len(step.keys)
-            if len(path) > DEEPEST:
-                raise CheckpointError(f"{name} holds objects that are nested more than {DEEPEST} deep")
-            path.add(id(value))
-            steps.append(_Step((), None, leaves=id(value), before=len(found.pieces)))
-            steps.extend(reversed(inner))
+        elif value not in ((), []) and id(value) not in open_now and id(value) not in barren:
+            # An entry of a dictionary gets a text for its key, and takes as much time and memory as 40 items of a list.
+            budget.items -= 40 * len(value) if isinstance(value, Dict) else len(_items(value))
+            if len(levels) > DEEPEST + 1:
+                raise CheckpointError(f"{source.name} holds objects that are nested more than {DEEPEST} deep")
+            open_now.add(id(value))
+            levels.append((_inner(step, found), id(value), len(found.pieces)))
+        budget.check()
     _describe(root, found)
-    return found
 
 
-def _describe(root: Any, found: Holdings) -> None:
+def _describe(root: Any, found: Found) -> None:
     """Say in a few words what stands at the top and holds no tensor: a scheduler's state, a configuration."""
     if not isinstance(root, Dict):
         return
@@ -133,7 +129,7 @@ def _describe(root: Any, found: Holdings) -> None:
 
 def _shape_of(value: Any) -> str:
     if isinstance(value, Dict):
-        return f"a dictionary of {len(value.pairs):,}"
+        return f"a dictionary of {len(value):,}"
     if isinstance(value, list | tuple):
         return f"a list of {len(value):,}"
     return printable(str(value.made_by)) if isinstance(value, Object) else "an object"
@@ -143,7 +139,7 @@ def _items(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _inner(step: _Step, found: Holdings) -> Iterator[_Step]:
+def _inner(step: _Step, found: Found) -> Iterator[_Step]:
     """What a container holds, in order."""
     value = step.value
     if isinstance(value, Dict):
@@ -188,7 +184,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | Global)
 
 
-def _mark(keys: Keys, entries: dict[str, Any], found: Holdings) -> None:
+def _mark(keys: Keys, entries: dict[str, Any], found: Found) -> None:
     """Note what a dictionary shows itself to be."""
     names = entries.keys()
     kind: PartKind | None = None
@@ -202,7 +198,7 @@ def _mark(keys: Keys, entries: dict[str, Any], found: Holdings) -> None:
         found.marks.append(Mark(keys, kind))
 
 
-def _of_object(step: _Step, value: Object, found: Holdings) -> Iterator[_Step]:
+def _of_object(step: _Step, value: Object, found: Found) -> Iterator[_Step]:
     """What an object was made with and what it was given later; a module as its ``state_dict()``."""
     array = array_of(value)
     if array is not None:
@@ -250,7 +246,7 @@ def _piece(step: _Step, locate: Locate) -> Piece:
     )
 
 
-def _note(step: _Step, found: Holdings) -> None:
+def _note(step: _Step, found: Found) -> None:
     """Keep a plain value that stands near the top: an epoch, a version, a best score."""
     if len(step.keys) != 1 or len(found.values) >= _SHOWN_VALUES:
         return

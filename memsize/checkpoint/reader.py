@@ -1,20 +1,21 @@
-"""A checkpoint in several files: by its ``index.json``, by the numbers in their names, or by the folder they are in."""
+"""A checkpoint by its path: one file of any format, several by their index or their numbers, or a folder with these."""
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memsize.checkpoint import gguf, safetensors, torch_files
 from memsize.checkpoint.record import Contents, Storage, Tensor
-from memsize.checkpoint.source import opened
-from memsize.checkpoint.texts import printable
+from memsize.checkpoint.source import Source, opened, printable
 from memsize.errors import CheckpointError
-
-ReadFile = Callable[[Path], Contents]
 
 LONGEST_INDEX = 256 * 2**20
 SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
@@ -24,24 +25,104 @@ _ASIDE = ("training_args.bin", "scheduler.pt", "scaler.pt")
 """Small files that the Trainer of transformers writes beside a model: not the model."""
 
 
-def read_folder(folder: Path, read_file: ReadFile) -> Contents:
+def read(path: str | os.PathLike[str]) -> Contents:
+    """What the checkpoint at `path` holds: a file, an index of several files, or a folder with either.
+
+    Raises `CheckpointError` for what is not a checkpoint, is damaged, or would run code when it is loaded.
+    """
+    place = Path(path).expanduser()
+    with _no_collection():
+        if place.is_dir():
+            return _read_folder(place)
+        if place.name.endswith(".json"):
+            return _read_index(place)
+        return _one_of_several(_read_file(place), place)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: what is read is kept, and going over it again and again takes a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _read_file(path: Path) -> Contents:
+    """What the single file at `path` holds."""
+    with opened(path) as source:
+        contents = _read_source(source)
+        # A byte that two records claim would count twice: only a file made to deceive has one.
+        if contents.files[0].bytes_for("tensors") != sum(storage.file_bytes for storage in contents.storages):
+            raise source.damaged("its records overlap")
+        return contents
+
+
+def _read_source(source: Source) -> Contents:
+    if source.size == 0:
+        raise CheckpointError(f"{source.name} is empty")
+    if gguf.looks_like(source):
+        return gguf.read(source)
+    if torch_files.is_zip(source):
+        return torch_files.read_zip(source)
+    if torch_files.is_legacy(source):
+        return torch_files.read_legacy(source)
+    if safetensors.looks_like(source) or source.name.endswith(".safetensors"):
+        _check_pointer(source)
+        return safetensors.read(source)
+    _check_pointer(source)
+    raise CheckpointError(_unknown(source))
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def _check_pointer(source: Source) -> None:
+    """Refuse what git-lfs leaves in place of a file that was not fetched."""
+    start = source.read(0, min(source.size, 200), "its first bytes")
+    if start.startswith(_POINTER):
+        size = next((line[5:] for line in start.splitlines() if line.startswith(b"size ")), b"")
+        real = f" of {int(size):,} bytes" if size.isdigit() else ""
+        raise CheckpointError(f"{source.name} is a Git LFS pointer, not the file{real} itself: git lfs pull fetches it")
+
+
+def _unknown(source: Source) -> str:
+    start = source.read(0, min(source.size, 16), "its first bytes")
+    known = "safetensors, GGUF, and what torch.save writes"
+    if start[:1] == b"\x80" or start[:1] in (b"(", b"]", b"}"):
+        return f"{source.name} is a plain pickle and not what torch.save writes; memsize reads {known}"
+    if start.lstrip()[:1] == b"<":
+        return f"{source.name} is a web page, perhaps in place of a download; memsize reads {known}"
+    if start.startswith(b"\x89HDF"):
+        return f"{source.name} is an HDF5 file; memsize reads {known}"
+    shown = printable(start.decode("latin-1"))
+    return f"{source.name} is not a checkpoint that memsize knows (it begins with {shown!r}); it reads {known}"
+
+
+# Several files
+
+
+def _read_folder(folder: Path) -> Contents:
     """The checkpoint in `folder`: by its index, by its numbered files, or the only one there."""
     names = sorted(path.name for path in folder.iterdir())
     for ending in _INDEX:
         indexes = [name for name in names if name.endswith(ending)]
         if indexes:
             note = _beside(names, indexes[0])
-            return _noted(read_index(folder / indexes[0], read_file), _name_of(folder), note)
+            return _noted(_read_index(folder / indexes[0]), _name_of(folder), note)
     for suffix in SUFFIXES:
         files = [name for name in names if name.endswith(suffix) and name not in _ASIDE]
         if files:
-            return _few(folder, files, read_file)
+            return _few(folder, files)
     raise CheckpointError(f"{folder} holds no checkpoint: no file ends in {', '.join(SUFFIXES)}")
 
 
-def _few(folder: Path, files: Sequence[str], read_file: ReadFile) -> Contents:
+def _few(folder: Path, files: Sequence[str]) -> Contents:
     if len(files) == 1:
-        return replace(read_file(folder / files[0]), path=f"{_name_of(folder)}/{printable(files[0])}")
+        return replace(_read_file(folder / files[0]), path=f"{_name_of(folder)}/{printable(files[0])}")
     matches = [match for name in files if (match := _NUMBERED.fullmatch(name))]
     stems = {(match["stem"], match["count"]) for match in matches}
     if len(matches) != len(files) or len(stems) != 1:
@@ -50,10 +131,10 @@ def _few(folder: Path, files: Sequence[str], read_file: ReadFile) -> Contents:
     count = int(matches[0]["count"])
     if len(files) != count:
         raise CheckpointError(f"{folder} holds {len(files)} of the {count} files of {matches[0]['stem']}")
-    return joined(_name_of(folder), [read_file(folder / name) for name in files])
+    return _joined(_name_of(folder), [_read_file(folder / name) for name in files])
 
 
-def read_index(path: Path, read_file: ReadFile) -> Contents:
+def _read_index(path: Path) -> Contents:
     """The checkpoint whose ``weight_map`` says which file has which tensor."""
     index = _parsed(path)
     wanted = index.get("weight_map") if isinstance(index, dict) else None
@@ -66,11 +147,11 @@ def read_index(path: Path, read_file: ReadFile) -> Contents:
         if not (path.parent / name).is_file():
             absent = sum(not (path.parent / other).is_file() for other in files)
             raise CheckpointError(f"{path.name}: {absent} of its {len(files)} files are missing, such as {name}")
-    contents = joined(printable(path.name), [read_file(path.parent / name) for name in files])
+    contents = _joined(printable(path.name), [_read_file(path.parent / name) for name in files])
     return _compared(contents, index, wanted)
 
 
-def one_of_several(contents: Contents, path: Path) -> Contents:
+def _one_of_several(contents: Contents, path: Path) -> Contents:
     """`contents` of a single file, with a note when its name says that it is one of several."""
     match = _NUMBERED.fullmatch(path.name)
     if match is None or int(match["count"]) < 2:
@@ -107,7 +188,7 @@ def _compared(contents: Contents, index: dict[str, Any], wanted: dict[str, str])
     return replace(contents, missing=missing, notes=tuple(notes))
 
 
-def joined(name: str, parts: Iterable[Contents]) -> Contents:
+def _joined(name: str, parts: Iterable[Contents]) -> Contents:
     """Several files as one checkpoint."""
     contents = list(parts)
     storages: list[Storage] = []

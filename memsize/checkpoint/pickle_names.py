@@ -4,7 +4,7 @@ A pickle names functions and classes and says what to call them with; unpickling
 and keeps them as values, so that no name is dangerous to memsize itself. The policy is about what a reader is told:
 
 * **known** names are those that ``torch.load(weights_only=True)`` allows, and a few containers of Python: their meaning
-  is built in (`memsize.checkpoint.rebuild`).
+  is built in (`memsize.checkpoint.pickle_values`).
 * **opaque** names are all others: an ``argparse.Namespace``, a class of the user's. What they were given is searched
   for tensors, and their names are reported, since ``weights_only`` refuses the file and plain ``torch.load`` would
   import and call them.

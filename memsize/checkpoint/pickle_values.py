@@ -1,20 +1,118 @@
-"""What the functions that a checkpoint's pickle names would make of their arguments, as values.
+"""What a pickle stands for, as plain values: storages, tensors, dictionaries, and what its calls would return.
 
-Source: `torch._utils`, `torch._tensor` and the classes' own ``__reduce__``. A function that is not here makes an
-`Object`, whose arguments are kept and searched for tensors.
+Nothing that a pickle names is imported or called. The functions that put tensors together have rules here, from
+`torch._utils`, `torch._tensor` and the classes' own ``__reduce__``; any other call makes an `Object`, whose arguments
+are kept and searched for tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from memsize.checkpoint.dtypes import torch_dtype
-from memsize.checkpoint.values import Composite, Dict, Global, Object, StorageValue, TensorValue
+from memsize.checkpoint.dtypes import BITS, torch_dtype
 
 Args = tuple[Any, ...]
 MOST_DIMENSIONS = 64
 _LARGEST = 2**63
+
+
+class Global(NamedTuple):
+    """A class or a function, by its dotted name."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+class Blob(NamedTuple):
+    """Bytes, or a text, too long to be kept: where they stand in the pickle's file, and how many they are."""
+
+    start: int
+    length: int
+    text: bool
+
+
+class StorageValue(NamedTuple):
+    """A storage that a pickle mentions by its key: its dtype, how many elements it claims, and from which on."""
+
+    key: str
+    dtype: str
+    elements: int
+    base: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Dict:
+    """A dictionary of any kind. `flat` has a key, its value, the next key, and so on: in the order in which they were
+    set, and without hashing keys, which a pickle could make collide.
+    """
+
+    flat: list[Any] = field(default_factory=list)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.flat += (key, value)
+
+    def __len__(self) -> int:
+        return len(self.flat) // 2
+
+    @property
+    def pairs(self) -> Iterable[tuple[Any, Any]]:
+        """The keys with their values."""
+        return zip(self.flat[::2], self.flat[1::2], strict=True)
+
+
+@dataclass(slots=True, eq=False)
+class Object:
+    """Anything that a pickle makes by a call: what it would call, with what, and what it adds to the result: states,
+    items of a list, and `entries` of a dictionary.
+    """
+
+    made_by: Any
+    args: tuple[Any, ...] = ()
+    states: list[Any] = field(default_factory=list)
+    items: list[Any] = field(default_factory=list)
+    entries: Dict | None = None
+
+    def append(self, item: Any) -> None:
+        """Add an item, as the unpickler does to a list."""
+        self.items.append(item)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.entries is None:
+            self.entries = Dict()
+            self.states.append(self.entries)
+        self.entries[key] = value
+
+
+@dataclass(slots=True, eq=False)
+class TensorValue:
+    """A strided tensor of a storage: `offset` and `stride` in elements. `storage` is None when it keeps no data.
+
+    A numpy array that stands in the pickle itself has a `Blob` for a storage.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: StorageValue | Blob | None
+    trainable: bool | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Composite:
+    """A tensor that is kept in others: sparse, quantized per channel, nested, or a wrapper subclass.
+
+    `inner` may hold anything: the tensors in it are its parts. An empty `kind` is a plain tensor with attributes.
+    """
+
+    kind: str
+    inner: list[tuple[str, Any]]
+    trainable: bool | None = None
 
 
 def meaning(made_by: Any, args: Args) -> Any:
@@ -30,7 +128,7 @@ def dtype_of(value: Any) -> str:
     module, _, name = value.path.rpartition(".") if isinstance(value, Global) else ("", "", "")
     dtype = torch_dtype(name) if module == "torch" else None
     if dtype is None:
-        raise ValueError(f"not a dtype: {value}")
+        raise ValueError("not a dtype")
     return dtype
 
 
@@ -100,20 +198,17 @@ def _quantized(args: Args) -> Any:
 
 def _sparse(args: Args) -> Composite:
     layout, data = args[:2]
-    names = ("indices", "values") if layout == "torch.sparse_coo" else _COMPRESSED.get(layout, ())
-    if not names or not isinstance(data, tuple):
-        raise ValueError(f"not a sparse layout: {layout}")
-    return Composite(str(layout).removeprefix("torch."), list(zip(names, data, strict=False)))
+    if not isinstance(layout, str) or layout not in _SPARSE or not isinstance(data, tuple):
+        raise ValueError("not a sparse tensor")
+    return Composite(layout.removeprefix("torch."), list(zip(_SPARSE[layout], data, strict=False)))
 
 
-_COMPRESSED = {
-    f"torch.sparse_{kind}": (f"{compressed}_indices", f"{plain}_indices", "values")
-    for kind, compressed, plain in (
-        ("csr", "crow", "col"),
-        ("csc", "ccol", "row"),
-        ("bsr", "crow", "col"),
-        ("bsc", "ccol", "row"),
-    )
+_SPARSE = {
+    "torch.sparse_coo": ("indices", "values"),
+    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
 }
 
 
@@ -124,7 +219,7 @@ def _nested(args: Args) -> Composite:
 def _from_type(args: Args) -> Any:
     """``_rebuild_from_type_v2(function, type, its arguments, state)``: a tensor subclass, or attributes on a tensor."""
     function, kind, inner_args, state = args[:4]
-    if not str(function).startswith("torch._utils."):
+    if not _path(function).startswith("torch._utils."):
         return Composite(_short(kind), [("", inner_args), ("", state)])
     inner = meaning(function, inner_args)
     if isinstance(inner, TensorValue) and not _holds_more(state):
@@ -136,7 +231,7 @@ def _from_type(args: Args) -> Any:
 def _holds_more(state: Any) -> bool:
     """Whether a tensor's state may hold tensors of its own."""
     if isinstance(state, Dict):
-        return bool(state.pairs)
+        return bool(state.flat)
     return state is not None and state != ()
 
 
@@ -152,16 +247,21 @@ def _moved(args: Args) -> Any:
 
 def _short(kind: Any) -> str:
     """``torchao Int8Tensor`` for ``torchao.quantization…Int8Tensor``."""
-    root, _, rest = str(kind).partition(".")
-    return f"{root} {rest.rpartition('.')[2]}" if isinstance(kind, Global) and rest else "wrapper"
+    root, _, rest = _path(kind).partition(".")
+    return f"{root} {rest.rpartition('.')[2]}" if rest else "wrapper"
+
+
+def _path(value: Any) -> str:
+    """A name's text. Other values are never made texts of: a tuple of tuples of tuples may have one without end."""
+    return value.path if isinstance(value, Global) else ""
 
 
 def _mapping(args: Args) -> Dict:
     """A dictionary class, called with nothing, with pairs, or with another dictionary."""
-    given = next((arg for arg in args if isinstance(arg, Dict | list)), None)
+    given = next((arg for arg in args if isinstance(arg, Dict | list)), ())
     if isinstance(given, Dict):
-        return Dict(given.pairs)
-    return Dict([(pair[0], pair[1]) for pair in given or () if isinstance(pair, list | tuple) and len(pair) == 2])
+        return Dict(given.flat)
+    return Dict([part for pair in given if isinstance(pair, list | tuple) and len(pair) == 2 for part in pair])
 
 
 def _items(args: Args) -> Any:
@@ -181,7 +281,7 @@ def _reconstructed(args: Args) -> Any:
     if isinstance(made, Object) and state is not None:
         made.states.append(state)
     elif isinstance(made, Dict) and isinstance(state, Dict):
-        return Dict(state.pairs)
+        return Dict(state.flat)
     return made
 
 
@@ -191,8 +291,8 @@ def _made_anew(args: Args) -> Any:
 
 def _class(kind: Any) -> Any:
     """What an object is to be made of: not by another way to make objects, which could go on without end."""
-    if str(kind).startswith("copyreg."):
-        raise ValueError(f"not a class: {kind}")
+    if _path(kind).startswith("copyreg."):
+        raise ValueError("not a class")
     return kind
 
 
@@ -231,3 +331,54 @@ _RULES: dict[str, Callable[[Args], Any]] = {
         for name in "build_intlist build_tensorlist build_doublelist build_boollist restore_type_tag".split()
     },
 }
+
+
+_ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+_BUFFERS = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")
+_KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
+
+
+def array_of(value: Object) -> TensorValue | None:
+    """The numpy array that an object is, None when it is none or a small one.
+
+    numpy pickles an array as ``_reconstruct(ndarray, (0,), b'b')`` with a state of version, shape, dtype, Fortran order
+    and bytes; from protocol 5 on as ``_frombuffer``. Arrays of a kilobyte or less count with the pickle they are in.
+    """
+    path = _path(value.made_by)
+    state = value.states[0] if value.states else None
+    if path in _ARRAYS and isinstance(state, tuple) and len(state) == 5:
+        return _array(state[1], state[2], state[4])
+    if path in _BUFFERS and len(value.args) == 4:
+        buffer, dtype, shape, _ = value.args
+        return _array(shape, dtype, buffer)
+    return None
+
+
+def _array(shape: Any, kind: Any, data: Any) -> TensorValue | None:
+    dtype = _dtype(kind)
+    if dtype is None or not isinstance(data, Blob):
+        return None
+    try:
+        extent = sizes(shape)
+    except ValueError:
+        return None
+    elements = math.prod(extent)
+    if elements * BITS[dtype] >> 3 > data.length:
+        return None
+    # A text holds each byte above 127 in two: what the elements take is its first part, the rest is encoding.
+    shape = extent or (elements,)
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return TensorValue(dtype, shape, strides, 0, data)
+
+
+def _dtype(kind: Any) -> str | None:
+    """torch's name of ``numpy.dtype('f4', …)``."""
+    if not (isinstance(kind, Object) and kind.made_by == Global("numpy.dtype") and kind.args):
+        return None
+    code = kind.args[0]
+    if not isinstance(code, str) or not code[1:].isdecimal() or len(code) > 4:
+        return None
+    if code == "b1":
+        return "bool"
+    name = f"{_KINDS.get(code[0], '')}{int(code[1:]) * 8}"
+    return name if name in BITS else None
