@@ -34,7 +34,7 @@ from benchmarks.truth.suite import NETS, Build
 from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.measure import measure
 from memsize.analysis.verify.prediction import predict
-from memsize.analysis.verify.verification import VerificationCase
+from memsize.analysis.verify.verification import Experiment
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
@@ -162,7 +162,7 @@ class Run:
     """One of the runs: how its case is made, and whether attention is left to each device's own kernels."""
 
     name: str
-    make: Callable[[], VerificationCase]
+    make: Callable[[], Experiment]
     own: bool
 
 
@@ -175,11 +175,11 @@ def _run(line: str) -> Run:
     parts = [net, kind, scenario, *([given] if training else [])]
     name = "/".join([*parts, *([f"x{backwards}"] if backwards else []), *(["own-attention"] if own else [])])
 
-    def make() -> VerificationCase:
+    def make() -> Experiment:
         with Weightless():
             model = build()
         feed = feed_from_specs(parse_inputs(inputs.format(length=more[0] if more else "").split()), int(batch))
-        return VerificationCase(name, model, feed, scenario_named(scenario), training is not None, training)
+        return Experiment(name, model, feed, scenario_named(scenario), training is not None, training)
 
     return Run(name, make, own)
 

@@ -252,9 +252,9 @@ def verify(
     with _loaded(model_or_target, arguments or {}, say) as (name, model, notes, maker):
         feed = _feed(model, maker, input_size, inputs, input_data, (batch_size, seq_len, mode == "train"))
 
-        from memsize.analysis.verify.verification import VerificationCase, verify_measurements, verify_step
+        from memsize.analysis.verify.verification import Experiment, verify_measurements, verify_step
 
-        case = VerificationCase(name, model, feed, asked, mode == "train", trained)
+        case = Experiment(name, model, feed, asked, mode == "train", trained)
         found = verify_step(case, memory, say) if saved is None else verify_measurements(case, saved)
     return replace(found, notes=(*found.notes, *notes, *([feed.note] if feed.note else [])))
 

@@ -26,7 +26,7 @@ from memsize.analysis.verify.cuda_memory import AllocationEvent, CudaMemory, all
 from memsize.analysis.verify.measure import OpSpan, located, measure
 from memsize.analysis.verify.prediction import convolves, predict
 from memsize.analysis.verify.verification import (
-    VerificationCase,
+    Experiment,
     verification_of,
     verify_measurements,
     verify_step,
@@ -87,12 +87,12 @@ def case(
     train: Training | None = None,
     batch: int = 4,
     mode: bool = True,
-) -> VerificationCase:
+) -> Experiment:
     feed = feed_from_specs(parse_inputs([size]), batch)
-    return VerificationCase(type(model).__name__, model, feed, scenario_named(scenario), mode, train)
+    return Experiment(type(model).__name__, model, feed, scenario_named(scenario), mode, train)
 
 
-def checked(what: VerificationCase) -> Verification:
+def checked(what: Experiment) -> Verification:
     with StandIn() as memory:
         return verify_step(what, memory, lambda _: None)
 
@@ -372,7 +372,7 @@ CONVOLVED = 4 * 2 * (16 * 16 * 16 + 32 * 14 * 14) + 2 * 32 * 16 * 9
 """Bytes of a float16 convolution's input (4, 16, 16, 16), output (4, 32, 14, 14) and weight (32, 16, 3, 3)."""
 
 
-def convolved() -> VerificationCase:
+def convolved() -> Experiment:
     return case(nn.Conv2d(16, 32, 3, bias=False), "16,16,16", mode=False, scenario="fp16")
 
 
@@ -397,7 +397,7 @@ def test_recorded_workspaces_are_exact() -> None:
     assert (benchmarked.least.requested, benchmarked.most.requested) == (CONVOLVED, CONVOLVED + 9000)
 
 
-def asked_of(what: VerificationCase) -> list[Convolution]:
+def asked_of(what: Experiment) -> list[Convolution]:
     plans = Plans(STACK.capability)
     what.trace(STACK, plans)
     return list(plans.answers)
@@ -631,7 +631,7 @@ def test_a_replay_is_what_the_run_was() -> None:
         (case(perceptron(), "64"), "its optimizer is 'sgd-momentum:foreach', here it is None"),
     ],
 )
-def test_a_file_of_another_run_is_refused(other: VerificationCase, says: str) -> None:
+def test_a_file_of_another_run_is_refused(other: Experiment, says: str) -> None:
     saved = SavedMeasurements((Measurement(case(perceptron(), "64", train=SGD).workload(), STACK),), "", "", "")
     with pytest.raises(InputError, match=says):
         verify_measurements(other, saved)

@@ -19,7 +19,7 @@ from benchmarks.nets.language import GPT2, Bert, T5Small, llama_tied, llama_unti
 from benchmarks.nets.recurrent import Recurrent
 from benchmarks.nets.residual import ResNet18, ResNet50
 from benchmarks.nets.visual import SwinTiny, ViTBase
-from memsize.analysis.verify.verification import VerificationCase
+from memsize.analysis.verify.verification import Experiment
 from memsize.loading.weightless import Weightless
 from memsize.model.inputs import feed_from_specs
 from memsize.spec.inputs import parse_inputs
@@ -176,13 +176,13 @@ class Entry:
     inputs: tuple[str, ...]
 
     @cached_property
-    def case(self) -> VerificationCase:
+    def case(self) -> Experiment:
         """The workload, built without its weights."""
         build, _ = NETS[self.net]
         with Weightless():
             model = build()
         feed = feed_from_specs(parse_inputs(self.inputs), self.batch)
-        return VerificationCase(
+        return Experiment(
             self.name, model, feed, scenario_named(self.scenario), self.training is not None, self.training
         )
 

@@ -46,7 +46,7 @@ _NOT_COMPARED = ("model", "seed", "benchmark")
 
 
 @dataclass(frozen=True)
-class VerificationCase:
+class Experiment:
     """What is both predicted and run: training steps, or one inference without `training`.
 
     `mode` is the model's training flag.
@@ -60,7 +60,7 @@ class VerificationCase:
     training: Training | None
 
     def workload(self, benchmark: bool = False) -> MeasuredWorkload:
-        """The case as a file of measurements has it."""
+        """The experiment as a file of measurements has it."""
         training = self.training
         optimizer = training and training.optimizer
         loss = training and training.loss
@@ -94,7 +94,7 @@ class VerificationCase:
     def predict(
         self, stack: SoftwareStack, *, benchmark: bool = False, recorded: Sequence[ConvolutionWorkspace] = ()
     ) -> Prediction:
-        """The prediction of the case on a GPU of `stack`.
+        """The prediction of the experiment on a GPU of `stack`.
 
         `recorded` are the workspaces that cuDNN named when a measurement was made: of the first plans, or with
         `benchmark` of the greediest. Without them the cuDNN of this machine is asked, if there is one.
@@ -108,7 +108,7 @@ class VerificationCase:
         return predict(self.trace(stack), stack, _asked(plans), greediest=trace)
 
     def plan(self, device: torch.device, *, benchmark: bool = False, track: bool = True) -> MeasurementPlan:
-        """How the case is run for real on `device`."""
+        """How the experiment is run for real on `device`."""
         build = partial(materialized_setup, self.name, self.model, self.feed, self.scenario, self.mode, device)
         return MeasurementPlan(self.workload(benchmark), build, self.training, track)
 
@@ -129,24 +129,24 @@ def _asked(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:
     )
 
 
-def verify_step(case: VerificationCase, memory: DeviceMemory, say: Callable[[str], None]) -> Verification:
-    """Run the case on the device of `memory`, with convolutions also under cuDNN's benchmark, and compare.
+def verify_step(experiment: Experiment, memory: DeviceMemory, say: Callable[[str], None]) -> Verification:
+    """Run the experiment on the device of `memory`, with convolutions also under cuDNN's benchmark, and compare.
 
     Raises what `measure` raises.
     """
     say("predicting")
     stack = memory.stack()
-    usual = case.predict(stack)
-    predictions = {False: usual, True: case.predict(stack, benchmark=True)} if usual.convolutional else {False: usual}
+    usual = experiment.predict(stack)
+    predictions = {False: usual, True: experiment.predict(stack, benchmark=True)} if usual.convolutional else {False: usual}
     found: list[VerifiedRun] = []
     for benchmark, said in predictions.items():
         say(f"running on {memory.device}{', cudnn.benchmark on' if benchmark else ''}")
-        seen = measure(case.plan(memory.device, benchmark=benchmark), memory)
+        seen = measure(experiment.plan(memory.device, benchmark=benchmark), memory)
         found.append(VerifiedRun(replace(seen, workspaces=said.workspaces), said))
     return verification_of(tuple(found))
 
 
-def verify_measurements(case: VerificationCase, saved: SavedMeasurements) -> Verification:
+def verify_measurements(experiment: Experiment, saved: SavedMeasurements) -> Verification:
     """Compare the measurements of a file with today's prediction for the GPU and software that they were made on.
 
     Raises `InputError` where the file is of another workload.
@@ -154,8 +154,8 @@ def verify_measurements(case: VerificationCase, saved: SavedMeasurements) -> Ver
     if not saved.measurements:
         raise InputError("the file holds no measurement")
     for each in saved.measurements:
-        _check_same_workload(each.workload, case.workload())
-    return verification_of(tuple(_verified(case, each) for each in saved.measurements), (f"measured on {saved.date}",))
+        _check_same_workload(each.workload, experiment.workload())
+    return verification_of(tuple(_verified(experiment, each) for each in saved.measurements), (f"measured on {saved.date}",))
 
 
 def verification_of(runs: tuple[VerifiedRun, ...], notes: tuple[str, ...] = ()) -> Verification:
@@ -164,8 +164,8 @@ def verification_of(runs: tuple[VerifiedRun, ...], notes: tuple[str, ...] = ()) 
     return Verification(runs, notes, alignment=None if measured is None else align(runs[0].prediction.log, measured))
 
 
-def _verified(case: VerificationCase, seen: Measurement) -> VerifiedRun:
-    said = case.predict(seen.stack, benchmark=seen.workload.benchmark, recorded=seen.workspaces)
+def _verified(experiment: Experiment, seen: Measurement) -> VerifiedRun:
+    said = experiment.predict(seen.stack, benchmark=seen.workload.benchmark, recorded=seen.workspaces)
     return VerifiedRun(seen, said)
 
 
