@@ -40,7 +40,7 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
 from memsize.cuda.region import cuda_semantics
 from memsize.loading.weightless import Weightless
-from memsize.model.inputs import feed_from_specs
+from memsize.model.inputs import inputs_from_specs
 from memsize.records.verification import Alignment, AllocationDifference
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
@@ -178,8 +178,9 @@ def _run(line: str) -> Run:
     def make() -> Experiment:
         with Weightless():
             model = build()
-        feed = feed_from_specs(parse_inputs(inputs.format(length=more[0] if more else "").split()), int(batch))
-        return Experiment(name, model, feed, scenario_named(scenario), training is not None, training)
+        specs = parse_inputs(inputs.format(length=more[0] if more else "").split())
+        given = inputs_from_specs(specs, int(batch))
+        return Experiment(name, model, given, training is not None, scenario_named(scenario), training)
 
     return Run(name, make, own)
 

@@ -37,7 +37,7 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
 from memsize.errors import InputError, OutputError, ScenarioError
 from memsize.loading.weightless import Weightless
-from memsize.model.inputs import feed_from_specs
+from memsize.model.inputs import inputs_from_data, inputs_from_specs
 from memsize.model.materialize import materialize
 from memsize.records.gpu import Interval
 from memsize.records.measurement import (
@@ -88,8 +88,8 @@ def case(
     batch: int = 4,
     mode: bool = True,
 ) -> Experiment:
-    feed = feed_from_specs(parse_inputs([size]), batch)
-    return Experiment(type(model).__name__, model, feed, scenario_named(scenario), mode, train)
+    inputs = inputs_from_specs(parse_inputs([size]), batch)
+    return Experiment(type(model).__name__, model, inputs, mode, scenario_named(scenario), train)
 
 
 def checked(what: Experiment) -> Verification:
@@ -304,7 +304,7 @@ def test_what_no_gpu_runs_is_refused(scenario: str) -> None:
 def test_int8_weights_are_torchaos() -> None:
     pytest.importorskip("torchao")
     setup = case(perceptron(), "64", "int8-weight").plan(torch.device("cpu")).build()
-    assert type(setup.twin[0].weight.data).__name__ == "Int8Tensor"  # type: ignore[index]
+    assert type(setup.model[0].weight.data).__name__ == "Int8Tensor"  # type: ignore[index]
     found = checked(case(perceptron(), "64", "int8-weight", mode=False))
     # data, scales and zero points are there; MemTracker asks a wrapper for a storage that it does not have
     assert found.runs[0].measurement.peaks is not None
@@ -789,6 +789,20 @@ def test_the_command(net: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "the measurement is of another run" in capsys.readouterr().err
     assert run([*arguments, "--save", "m.json"]) == 2
     assert "--force" in capsys.readouterr().err
+
+
+def test_a_model_runs_and_is_predicted_as_it_is() -> None:
+    """Inputs whose dtype the user chose are cast in the run and in its prediction, or in neither."""
+    model = nn.Linear(64, 32).bfloat16()
+    for data in (torch.zeros(4, 64), torch.zeros(4, 64, dtype=torch.bfloat16)):
+        inputs = inputs_from_data(data)
+        what = Experiment("m", model, inputs, True, scenario_named("as-given"), Training("sgd", "mean", steps=2))
+        found = checked(what)
+        (seen,) = found.runs
+        assert seen.measurement.workload.scenario == "as-given"
+        # 64·32 + 32 weights, their gradients, the 4·64 inputs and the 4·32 outputs in 2 B
+        assert what.trace(STACK).inputs[0].bytes == 4 * 64 * 2
+        assert seen.prediction.least.requested == seen.measurement.steady.requested + 2 * BLAS  # forward and backward
 
 
 def test_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

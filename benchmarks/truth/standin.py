@@ -17,7 +17,7 @@ import torch
 from memsize.analysis.verify.cuda_memory import AllocationEvent, allocation_events
 from memsize.device.allocator import replay
 from memsize.records.measurement import DeviceUse, Peaks, SoftwareStack
-from memsize.records.trace import Role
+from memsize.records.roles import Role
 from memsize.tracing.ledger import Ledger
 
 STACK = SoftwareStack(

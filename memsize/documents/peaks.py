@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memsize.documents.sections import Cell, Column, Label, Path, Remark, Section, Table, role_column
-from memsize.records.roles import in_order
-from memsize.records.trace import Role
+from memsize.records.roles import Role, in_order
 from memsize.units import Bytes
 
 if TYPE_CHECKING:

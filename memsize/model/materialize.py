@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from memsize.constants.values import constant_of
 from memsize.errors import MemsizeError
 from memsize.internals.pytree import arguments_in, map_tensors
-from memsize.model.inputs import Call
+from memsize.spec.subject import Call
 from memsize.units import format_bytes
 
 _CPU: Final = torch.device("cpu")

@@ -20,7 +20,10 @@ from memsize.errors import InputError
 from memsize.records.trace import Trace
 from memsize.units import Bytes
 
-SCHEMA = "memsize.trace/1"
+SCHEMA = "memsize.trace/2"
+"""What `encode` writes. /2 added the streams of storages, the roots, and the world."""
+READ = ("memsize.trace/1", SCHEMA)
+"""What `decode` takes."""
 
 Convert = Callable[[Any], Any]
 
@@ -42,9 +45,9 @@ def encode(trace: Trace) -> dict[str, Any]:
 
 
 def decode(data: object) -> Trace:
-    """The trace that `data` encodes; raises `InputError` when it is not a trace of this version."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    """The trace that `data` encodes; raises `InputError` when it is not a trace of a version in `READ`."""
+    found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    if not isinstance(data, dict) or found not in READ:
         raise InputError(f"not a memsize trace: expected schema {SCHEMA!r}, found {found!r}")
     try:
         trace: Trace = coder(Trace).read({key: value for key, value in data.items() if key != "schema"})
@@ -74,6 +77,8 @@ def coder(hint: Any) -> Coder:
         return _sequence(arguments[0]) if arguments[1:] == (...,) else _fixed(arguments)
     if origin is typing.Literal:
         return Coder(_same, _choice(frozenset(arguments)), is_plain=True)
+    if origin is typing.Annotated:  # an open set of names, with those that there are: roles
+        return Coder(_same, _choice(frozenset(arguments[1])), is_plain=True)
     if origin in (Mapping, dict):
         return _mapping(*arguments)
     if hint is object:
@@ -126,7 +131,7 @@ def _fixed(items: tuple[Any, ...]) -> Coder:
 
 
 def _mapping(key: Any, value: Any) -> Coder:
-    if key is str or typing.get_origin(key) is typing.Literal:
+    if key is str or typing.get_origin(key) in (typing.Literal, typing.Annotated):
         names, inner = coder(key), coder(value)
 
         def read(data: Any) -> Any:
@@ -143,7 +148,7 @@ def _mapping(key: Any, value: Any) -> Coder:
 
 
 def _dataclass(cls: Any) -> Coder:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     fields = [(field.name, coder(hints[field.name])) for field in dataclasses.fields(cls) if field.init]
     readers = {name: each.read for name, each in fields}
 
@@ -161,7 +166,7 @@ def _dataclass(cls: Any) -> Coder:
 
 
 def _named_tuple(cls: Any) -> Coder:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     inner = [coder(hints[name]) for name in cls._fields]
     least = len(inner) - len(cls._field_defaults)
     if all(each.is_plain for each in inner):

@@ -9,8 +9,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any, Final, NamedTuple
 
 from memsize.errors import InputError
-from memsize.records.roles import ROLES
-from memsize.records.trace import Role
+from memsize.records.roles import ROLES, Role
 
 SCHEMA: Final = "memsize.timeline/1"
 

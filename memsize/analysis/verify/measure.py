@@ -19,12 +19,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
+from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import IndexPair, gaps, matched
 from memsize.analysis.verify.cuda_memory import AllocationEvent, DeviceMemory
 from memsize.errors import InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
 from memsize.internals.pytree import tensors_in
-from memsize.model.inputs import Feed
 from memsize.model.materialize import executable_call, materialize
 from memsize.model.meta_copy import in_mode, inside
 from memsize.precision.quantized import apply_torchao
@@ -124,7 +124,7 @@ class _Inference:
         self.result = None
         args, kwargs = self.setup.call
         with torch.no_grad(), self.setup.autocast():
-            self.result = self.setup.twin(*args, **kwargs)
+            self.result = self.setup.model(*args, **kwargs)
 
     def warmed_up(self) -> int:
         """Nothing runs: what is predicted is the first forward."""
@@ -226,8 +226,8 @@ class OpMarker(Ledger):
 
     @contextmanager
     def listening(self, setup: Setup) -> Iterator[list[OpSpan]]:
-        """While open, the ops of the setup's twin are marked."""
-        calls = Calls(setup.twin, self)
+        """While open, the ops of the setup's model are marked."""
+        calls = Calls(setup.model, self)
         calls.complete = True  # no table is wanted: only which module is running
         self._paths = [seen.path for seen in calls.seen]
         with calls.watched(), steps_watched(self), self:
@@ -292,7 +292,7 @@ def _tracked(plan: MeasurementPlan, setup: Setup, step: _Step, device: torch.dev
     if not plan.track:
         return {}
     try:
-        return {"tracked": _tracked_peak(step, (setup.twin, *step.held()), device)}
+        return {"tracked": _tracked_peak(step, (setup.model, *step.held()), device)}
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # MemTracker fails in many ways on what it cannot follow
@@ -313,29 +313,27 @@ def _tracked_peak(step: Callable[[], Any], held: Iterable[Any], device: torch.de
 # -- the model on the device ------------------------------------------------------------------------------------------
 
 
-def materialized_setup(
-    name: str, model: nn.Module, feed: Feed, scenario: Scenario, training: bool, device: torch.device
-) -> Setup:
-    """A copy of `model` and its inputs on `device`, with values, ready to run under `scenario`.
+def materialized_setup(runner: Runner, scenario: Scenario, device: torch.device) -> Setup:
+    """A copy of the runner's model and its inputs on `device`, with values, ready to run under `scenario`.
 
     Weights that were not loaded get random values in the dtype in which the scenario keeps them; small tensors keep the
     values that the constructor gave them.
 
     Raises `ScenarioError` for a scenario that does not run on a GPU, or whose library is missing.
     """
-    twin = copy.deepcopy(inside(model))
-    recipe = _apply(twin, scenario, device)
-    in_mode(twin, training)
-    call = executable_call(feed.call(feed.batch_size, recipe.floating), device)
-    give_shapes(twin, call, training, str(device))
+    model = copy.deepcopy(inside(runner.model))
+    recipe = _apply(model, scenario, device)
+    in_mode(model, runner.training)
+    call = executable_call(runner.call(scenario, recipe.floating), device)
+    give_shapes(model, call, runner.training, str(device))
     autocast = partial(torch.autocast, device.type, getattr(torch, scenario.autocast)) if scenario.autocast else None
     return Setup(
-        model=name,
+        name=runner.name,
         scenario=scenario.name,
-        twin=twin,
+        model=model,
         call=call,
-        training=training,
-        batch_size=feed.batch_size,
+        training=runner.training,
+        batch_size=runner.inputs.batch_size,
         device=str(device),
         masters=scenario.master_weights,
         scaled=scenario.autocast == "float16",
@@ -343,17 +341,17 @@ def materialized_setup(
     )
 
 
-def _apply(twin: nn.Module, scenario: Scenario, device: torch.device) -> Recipe:
-    """`twin` on the device in the scenario's precision: casts come before the move, torchao quantizes after it."""
+def _apply(model: nn.Module, scenario: Scenario, device: torch.device) -> Recipe:
+    """`model` on the device in the scenario's precision: casts come before the move, torchao quantizes after it."""
     if scenario.recipe != "quantized":
-        recipe = apply_scenario(twin, scenario)
-        materialize(twin, device)
+        recipe = apply_scenario(model, scenario)
+        materialize(model, device)
         return recipe
     layout = scenario.layout or ""
     config = layout[len(TORCHAO) :] if layout.startswith(TORCHAO) else _BY_TORCHAO.get(layout)
     if config is None:
         raise ScenarioError(f"{scenario.name} cannot be run on a GPU here: torchao:CONFIG runs what torchao quantizes")
-    floating = floating_dtype(twin) or torch.float32
-    materialize(twin, device)
-    apply_torchao(twin, config)
-    return Recipe(twin, floating)
+    floating = floating_dtype(model) or torch.float32
+    materialize(model, device)
+    apply_torchao(model, config)
+    return Recipe(model, floating)

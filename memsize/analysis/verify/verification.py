@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from memsize.analysis.runner import Study
+from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.cuda_memory import DeviceMemory
 from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
@@ -22,7 +22,7 @@ from memsize.cuda.semantics import CUDNN
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace
 from memsize.errors import InputError
 from memsize.internals.isolation import collector_paused
-from memsize.model.inputs import Feed, input_tensors
+from memsize.model.inputs import ModelInputs, input_tensors
 from memsize.records.gpu import Card
 from memsize.records.measurement import (
     ConvolutionWorkspace,
@@ -38,8 +38,7 @@ from memsize.spec.training import Training
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import gpu_semantics
 from memsize.units import dotted_cudnn
-from memsize.workloads.inference import run_inference
-from memsize.workloads.training import run_training
+from memsize.workloads.training import step_workload
 
 _NOT_COMPARED = ("model", "seed", "benchmark")
 """Fields of a workload that may differ between a file and the command: the target may have another path here."""
@@ -54,9 +53,9 @@ class Experiment:
 
     name: str
     model: nn.Module
-    feed: Feed
-    scenario: Scenario
+    inputs: ModelInputs
     mode: bool
+    scenario: Scenario
     training: Training | None
 
     def workload(self, benchmark: bool = False) -> MeasuredWorkload:
@@ -66,8 +65,8 @@ class Experiment:
         loss = training and training.loss
         return MeasuredWorkload(
             model=self.name,
-            inputs=tuple(f"{each.name}={each.spec}" for each in input_tensors(self.feed.call())),
-            batch_size=self.feed.batch_size,
+            inputs=tuple(f"{each.name}={each.spec}" for each in input_tensors(self.inputs.call())),
+            batch_size=self.inputs.batch_size,
             scenario=self.scenario.name,
             optimizer=getattr(optimizer, "__name__", optimizer),  # type: ignore[arg-type]
             loss=getattr(loss, "__name__", loss),  # type: ignore[arg-type]
@@ -82,14 +81,14 @@ class Experiment:
     def trace(self, stack: SoftwareStack, plans: Plans | None = None) -> Trace:
         """The simulated run on a GPU of `stack`; convolutions take the workspaces that `plans` say."""
         where = Card(stack.gpu, stack.capability, stack.total, "measured")
-        study = Study(self.name, self.model, self.feed, self.mode, lambda _: None, where, self.training)
+        runner = self._runner(where)
         with collector_paused():
             setup = replace(
-                study.prepared(self.scenario, self.feed.batch_size),
+                runner.setup(self.scenario),
                 semantics=partial(gpu_semantics, capability=stack.capability, cudnn=stack.cudnn or CUDNN),
                 workspaces=workspaces(stack, plans or Plans(stack.capability, installed)),
             )
-            return run_inference(setup) if self.training is None else run_training(setup, self.training)
+            return step_workload(self.training).run(setup)
 
     def predict(
         self, stack: SoftwareStack, *, benchmark: bool = False, recorded: Sequence[ConvolutionWorkspace] = ()
@@ -109,8 +108,11 @@ class Experiment:
 
     def plan(self, device: torch.device, *, benchmark: bool = False, track: bool = True) -> MeasurementPlan:
         """How the experiment is run for real on `device`."""
-        build = partial(materialized_setup, self.name, self.model, self.feed, self.scenario, self.mode, device)
+        build = partial(materialized_setup, self._runner(), self.scenario, device)
         return MeasurementPlan(self.workload(benchmark), build, self.training, track)
+
+    def _runner(self, gpu: Card | None = None) -> Runner:
+        return Runner(self.name, self.model, self.inputs, self.mode, gpu=gpu)
 
 
 def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
@@ -137,7 +139,9 @@ def verify_step(experiment: Experiment, memory: DeviceMemory, say: Callable[[str
     say("predicting")
     stack = memory.stack()
     usual = experiment.predict(stack)
-    predictions = {False: usual, True: experiment.predict(stack, benchmark=True)} if usual.convolutional else {False: usual}
+    predictions = {False: usual}
+    if usual.convolutional:
+        predictions[True] = experiment.predict(stack, benchmark=True)
     found: list[VerifiedRun] = []
     for benchmark, said in predictions.items():
         say(f"running on {memory.device}{', cudnn.benchmark on' if benchmark else ''}")
@@ -155,7 +159,8 @@ def verify_measurements(experiment: Experiment, saved: SavedMeasurements) -> Ver
         raise InputError("the file holds no measurement")
     for each in saved.measurements:
         _check_same_workload(each.workload, experiment.workload())
-    return verification_of(tuple(_verified(experiment, each) for each in saved.measurements), (f"measured on {saved.date}",))
+    runs = tuple(_verified(experiment, each) for each in saved.measurements)
+    return verification_of(runs, (f"measured on {saved.date}",))
 
 
 def verification_of(runs: tuple[VerifiedRun, ...], notes: tuple[str, ...] = ()) -> Verification:
