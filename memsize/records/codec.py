@@ -77,8 +77,6 @@ def coder(hint: Any) -> Coder:
         return _sequence(arguments[0]) if arguments[1:] == (...,) else _fixed(arguments)
     if origin is typing.Literal:
         return Coder(_same, _choice(frozenset(arguments)), is_plain=True)
-    if origin is typing.Annotated:  # an open set of names, with those that there are: roles
-        return Coder(_same, _choice(frozenset(arguments[1])), is_plain=True)
     if origin in (Mapping, dict):
         return _mapping(*arguments)
     if hint is object:
@@ -131,7 +129,7 @@ def _fixed(items: tuple[Any, ...]) -> Coder:
 
 
 def _mapping(key: Any, value: Any) -> Coder:
-    if key is str or typing.get_origin(key) in (typing.Literal, typing.Annotated):
+    if key is str or typing.get_origin(key) is typing.Literal:
         names, inner = coder(key), coder(value)
 
         def read(data: Any) -> Any:
@@ -148,7 +146,7 @@ def _mapping(key: Any, value: Any) -> Coder:
 
 
 def _dataclass(cls: Any) -> Coder:
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = typing.get_type_hints(cls)
     fields = [(field.name, coder(hints[field.name])) for field in dataclasses.fields(cls) if field.init]
     readers = {name: each.read for name, each in fields}
 
@@ -166,7 +164,7 @@ def _dataclass(cls: Any) -> Coder:
 
 
 def _named_tuple(cls: Any) -> Coder:
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = typing.get_type_hints(cls)
     inner = [coder(hints[name]) for name in cls._fields]
     least = len(inner) - len(cls._field_defaults)
     if all(each.is_plain for each in inner):

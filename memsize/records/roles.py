@@ -7,7 +7,7 @@ A new role is one more entry. Everything that reads a trace takes it from here, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 
 class RoleTitle(NamedTuple):
@@ -37,7 +37,10 @@ TITLES: Final[dict[str, RoleTitle]] = {
 ROLES: Final = tuple(TITLES)
 _PLACES: Final = {role: place for place, role in enumerate(ROLES)}
 
-Role = Annotated[str, ROLES]
+if TYPE_CHECKING:
+    Role = str  # a type checker cannot read the table
+else:
+    Role = Literal[ROLES]
 """What a storage is for. It has one role, so the roles of live storages add up to the live total.
 
 An `activation` is kept for backward; an `output` is the model's own, and not kept; a `cast copy` is autocast's (or a
