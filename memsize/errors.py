@@ -56,5 +56,5 @@ class UnknownValueError(RuntimeError):
     """A value was asked for that only real data could tell, or weights that were not loaded.
 
     It is raised inside the model's code, so it is a `RuntimeError` as PyTorch's own refusals are. The user sees it as
-    the cause of a `ForwardError` or a `TargetError`.
+    the cause of a `ForwardError`; a model whose constructor meets it is built with its weights in memory.
     """
