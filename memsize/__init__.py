@@ -68,7 +68,7 @@ __all__ = [
 
 _HOMES = {
     "memsize.api": ("audit_layout", "compare", "fit", "read_checkpoint", "report", "shape_rule", "trace", "verify"),
-    "memsize.analysis.compare": ("Comparison",),
+    "memsize.records.comparison": ("Comparison",),
     "memsize.records.report": ("Report",),
     "memsize.errors": (
         "CheckpointError",

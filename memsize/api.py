@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memsize.analysis.step import StepTrace
-    from memsize.checkpoint.document import CheckpointReport
+    from memsize.checkpoint.report import CheckpointReport
     from memsize.cuda.cudnn.plans import Plans
     from memsize.device.config import AllocatorConfig
     from memsize.model.inputs import ModelInputs
@@ -275,12 +275,14 @@ def audit_layout(
     """
     asked = scenario_named(scenario)
     with _opened(Subject.of(model_or_target, input_size, **given), progress or (lambda _: None)) as found:
+        from memsize.analysis.findings.layout import findings
         from memsize.analysis.layout import audit
         from memsize.analysis.runner import Runner
         from memsize.records.layout import LayoutReport
 
         runner = Runner(*found.run)
-        return LayoutReport(audit(lambda: runner.setup(asked)), found.notes)
+        audited = audit(lambda: runner.setup(asked))
+        return LayoutReport(audited, found.notes, findings(audited))
 
 
 def compare(before: Any, after: Any, input_size: InputSize | Any = None, **options: Any) -> Comparison:
@@ -310,7 +312,7 @@ def read_checkpoint(
     `TargetError` for the target.
     """
     from memsize.checkpoint import read
-    from memsize.checkpoint.document import CheckpointReport
+    from memsize.checkpoint.report import CheckpointReport
 
     found = CheckpointReport(read(path))
     if against is None:

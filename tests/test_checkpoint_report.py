@@ -20,18 +20,19 @@ from torch import nn
 import memsize
 from memsize.checkpoint import read
 from memsize.checkpoint.breakdown import Breakdown, halved
-from memsize.checkpoint.document import CheckpointReport
-from memsize.checkpoint.formats import render
 from memsize.checkpoint.record import USES, Contents, FileRecord, Mark, Match, Storage, Tensor, View
-from memsize.checkpoint.sections import module_table, parts_table
+from memsize.checkpoint.report import CheckpointReport
 from memsize.checkpoint.source import Claims
 from memsize.checkpoint.state_dict_diff import Expected, compared, expected_from
 from memsize.checkpoint.storage_index import Piece, share_out, strided_extent
 from memsize.cli import run
+from memsize.documents.checkpoint import module_table, parts_table
 from memsize.errors import CheckpointError, MemsizeError
 from memsize.records.trace import TensorSpec
+from memsize.render import FORMATS, render
 from memsize.units import Bytes
 from tests.checkpoints import gguf_bytes
+from tests.test_render import check
 
 
 def tensor(name: str, shape: tuple[int, ...] = (4,), dtype: str = "float32", **facts: Any) -> Tensor:
@@ -403,7 +404,7 @@ def test_the_rows_of_the_parts_add_up_to_the_size_of_the_file(checkpoint: Path) 
 
 
 def test_rows_beyond_what_is_read_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.checkpoint.sections.MOST_MODULES", 2)
+    monkeypatch.setattr("memsize.documents.checkpoint.MOST_MODULES", 2)
     report = CheckpointReport(contents(*(tensor(f"{name}/w", unneeded=3) for name in "abcde")))
     table = module_table(report)
     assert [str(row[0]) for row in table.rows] == ["a", "b", "3 more (JSON has them all)"]
@@ -418,6 +419,37 @@ def test_every_format(checkpoint: Path, format: str) -> None:
     text = render(memsize.read_checkpoint(checkpoint), format)
     assert text.endswith("\n")
     assert "queue" in text
+
+
+def made_by_hand() -> CheckpointReport:
+    """A training checkpoint: a model with a tensor that is a view, its EMA copy, two moments of an optimizer."""
+    mebi = 2**18
+    held = contents(
+        *(tensor(f"model.{name}", (mebi,)) for name in ("stem.weight", "body.0.weight", "body.1.weight")),
+        tensor("model.queue", (16,), unneeded=4 * mebi - 64),
+        tensor("ema.stem.weight", (mebi,)),
+        tensor("optimizer.state.0.exp_avg", (mebi,)),
+        tensor("optimizer.state.0.step", (), "int64"),
+        values=(("epoch", "3"), ("git", "x" * 120)),
+        marks=(Mark(("optimizer",), "optimizer"),),
+        classes=("numpy.ndarray",),
+        notes=("a note",),
+    )
+    file = replace(held.files[0], name="x-00001.pt", size=held.size + 700, uses=(held.size, 0, 0, 500, 200, 0, 0))
+    other = FileRecord("x-00002.pt", "PyTorch zip", 96, (0, 64, 0, 0, 0, 0, 32), 0)
+    expected = {name: Expected(TensorSpec("float32", (mebi,))) for name in ("stem.weight", "body.0.weight", "fc.bias")}
+    held = replace(held, files=(file, other))
+    return CheckpointReport(held, compared(Breakdown(held), expected, "Net"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_golden(format: str) -> None:
+    check(f"checkpoint{FORMATS[format][0]}", render(made_by_hand(), format))
+
+
+def test_golden_to_a_depth() -> None:
+    check("checkpoint.80.txt", render(made_by_hand(), "text", width=80, depth=1))
+    check("checkpoint.1.csv", render(made_by_hand(), "csv", depth=1))
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])

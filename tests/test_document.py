@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -10,12 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from memsize.documents.layers import COLUMNS
-from memsize.documents.report import sections
-from memsize.documents.sections import Findings, Heading, Missing, Notes, Stop, Table
+from memsize.analysis.compare import compare_traces
+from memsize.analysis.timeline import timeline
+from memsize.documents import document
+from memsize.documents.report import COLUMNS
+from memsize.documents.sections import Column, Findings, Missing, Notes, Stop, Table, Title
 from memsize.records.aggregates import Totals, totals
+from memsize.records.answer import Drawable, FlatTable
 from memsize.records.finding import Finding
+from memsize.records.layout import Audit, LayerFormats, LayoutReport
+from memsize.records.layout import Run as LayoutRun
 from memsize.records.report import FIGURES, Report
+from memsize.render import FORMATS, render
 from memsize.units import Bytes
 from tests import records
 
@@ -116,13 +124,66 @@ def test_a_report_prints_itself() -> None:
 
 
 def test_sections_in_reading_order() -> None:
-    assert [type(part) for part in sections(records.toy_report())] == [Heading, Table, Table, Findings]
-    assert [type(part) for part in sections(records.structures_report())] == [Heading, Table, Notes, Notes]
-    assert [type(part) for part in sections(records.failing_report())] == [Heading, Stop, Table]
+    assert [type(part) for part in document(records.toy_report()).sections()] == [Title, Table, Table, Findings]
+    assert [type(part) for part in document(records.structures_report()).sections()] == [Title, Table, Notes, Notes]
+    assert [type(part) for part in document(records.failing_report()).sections()] == [Title, Stop, Table]
+
+
+def answers() -> dict[str, Drawable]:
+    """An answer of each kind that can be made without torch."""
+    report = records.toy_report()
+    comparison = compare_traces(records.toy(), records.toy("fp16", "float16"))
+    forward = LayoutRun((LayerFormats("", "Net", 0, True, 1),))
+    layout = LayoutReport(Audit("net", (), "fp32", True, forward, forward))
+    return {
+        "report": report,
+        "why": report.why(),
+        "comparison": comparison,
+        "layout": layout,
+        "timeline": timeline(records.toy()),
+    }
+
+
+@pytest.mark.parametrize("kind", answers())
+@pytest.mark.parametrize("format", [*FORMATS, "notebook"])
+def test_every_answer_is_drawn_in_every_format(kind: str, format: str) -> None:
+    answer = answers()[kind]
+    assert answer.kind == kind
+    text = render(answer, format)
+    assert text.strip()
+    if format == "json":
+        assert json.loads(text)["schema"].startswith(f"memsize.{kind}/")
+    if format == "csv":
+        first = next(iter(document(answer).tables().values()))
+        assert text.splitlines()[0] == ",".join(first.columns)
+        assert len(list(csv.reader(io.StringIO(text)))) == 1 + len(list(first.rows))
+
+
+def test_a_view_is_for_answers_that_have_it() -> None:
+    with pytest.raises(TypeError, match="depth"):
+        render(records.toy_report().why(), "text", depth=1)
+
+
+def test_flat_tables_become_records_and_frames() -> None:
+    rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
+    assert FlatTable.of(iter(rows)).records() == rows
+    assert FlatTable.of(rows).frame().to_dict("records") == rows
+    assert FlatTable.of([]) == ((), ())
+    assert list(FlatTable(("a",), ()).frame().columns) == ["a"]
+
+
+def test_tables_lose_columns_and_keep_their_total() -> None:
+    columns = tuple(Column(key, key, "bytes", 1) for key in "abc")
+    rows = ((Bytes(1), Bytes(0), Missing("why")), (Bytes(2), None, Missing("why")))
+    whole = Table("t", "", columns, rows, (Bytes(3), Bytes(0), None))
+    assert whole.picked("ca").rows == ((Missing("why"), 1), (Missing("why"), 2))
+    assert whole.without("a").total == (0, None)
+    assert whole.without_empty("b", "c").keys == ("a",)
+    assert whole.without_empty("a", "b").keys == ("a", "c")
 
 
 def table(report: Report, name: str, **options: object) -> Table:
-    return next(p for p in sections(report, **options) if isinstance(p, Table) and p.name == name)  # type: ignore[arg-type]
+    return next(p for p in document(report, **options).sections() if isinstance(p, Table) and p.name == name)
 
 
 def keys(table: Table) -> list[str]:

@@ -12,11 +12,14 @@ from torch import nn
 from torch.nn.utils import prune
 
 import memsize
+from memsize.analysis.compare import compare_traces
 from memsize.analysis.crossover import find_crossover
 from memsize.records.answer import Why
 from memsize.records.finding import Finding
+from memsize.render import render
 from memsize.units import Bytes
-from tests import models
+from tests import models, records
+from tests.test_render import check
 
 
 def found(model: nn.Module, size: object, **options: object) -> dict[str, Finding]:
@@ -168,6 +171,15 @@ def test_in_a_notebook_they_are_pages() -> None:
     assert listed.count("<li>") == len(comparison.findings)
     assert "nothing to explain" in Why(())._repr_html_()
     assert "&lt;b&gt;" in Why([Finding("code", None, (), "<b>")])._repr_html_()
+
+
+def test_golden_comparison() -> None:
+    comparison = compare_traces(records.toy(), records.toy("fp16", "float16"))
+    check("comparison.html", comparison._repr_html_())
+    check("comparison.txt", f"{comparison!r}\n")
+    check("comparison.json", comparison.to_json())
+    check("comparison.csv", render(comparison, "csv"))
+    check("comparison.why.html", comparison.why()._repr_html_())
 
 
 def test_compare_with_an_input_also_compares_what_is_kept() -> None:

@@ -41,7 +41,7 @@ from memsize.model.inputs import inputs_from_data, inputs_from_specs
 from memsize.records.finding import Finding
 from memsize.records.fit import Bind, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.trace import Event, InputTensor, Storage, TensorSpec, Trace
-from memsize.render.fit import render
+from memsize.render import render
 from memsize.spec.inputs import parse_input
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.subject import Subject

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import memsize
+from memsize.analysis.findings.layout import findings
 from memsize.analysis.layout import format_of
 from memsize.api import audit_layout
 from memsize.cli import run
-from memsize.documents.layout import sections
+from memsize.documents import document
 from memsize.documents.sections import Findings, Table
 from memsize.errors import ForwardError, OutputError
-from memsize.records.layout import LayoutReport
-from memsize.render.layout import render
+from memsize.records.layout import Audit, Copy, Format, LayerFormats, LayoutReport, Loss, Run
+from memsize.records.trace import InputTensor, TensorSpec
+from memsize.render import FORMATS, render
+from tests.test_render import check
 
 Write = Callable[[str, str], Path]
 
@@ -295,7 +298,7 @@ def test_rows_add_up_to_the_total_at_every_depth() -> None:
     model = nn.Sequential(nn.Sequential(inner, nn.ReLU()), nn.Conv2d(8, 3, 3))
     report = audit(model)
     for depth in (None, 0, 1, 2, 3):
-        table = next(part for part in sections(report, depth) if isinstance(part, Table))
+        table = next(part for part in document(report, depth=depth).sections() if isinstance(part, Table))
         for column in (-1, -2):
             assert sum(row[column] for row in table.rows) == table.total[column]
     assert report.layers["copied_bytes"].sum() == report.audit.last.copied == 2 * IMAGE
@@ -314,10 +317,47 @@ def test_each_format_of_the_report() -> None:
     for form in ("text", "markdown", "html"):
         assert "convolution" in render(report, form) and "channels last" in render(report, form)
     assert "channels last" in report._repr_html_()
-    assert any(isinstance(part, Findings) for part in sections(report))
+    assert any(isinstance(part, Findings) for part in document(report).sections())
     assert "Channels last is lost in" in str(report.why())
     with pytest.raises(OutputError):
         render(report, "pdf")
+
+
+def made_by_hand() -> LayoutReport:
+    """A net whose second layer loses channels last by a clone, so that the third copies it back in its kernel."""
+    image = TensorSpec("float32", (1, 8, 16, 16))
+    last: tuple[Format, ...] = ("channels last",)
+    rows: tuple[Format, ...] = ("row-major",)
+    layers = (
+        LayerFormats("", "Net", 0, False, 1, (), last, last, (TensorSpec("float32", (1, 10)),)),
+        LayerFormats("stem", "Conv2d", 1, True, 1, last, last, last, (image,)),
+        LayerFormats("blocks", "Sequential", 1, False, 1, (), last, last, (image,)),
+        LayerFormats("blocks.0", "Shuffle", 2, True, 2, (), last, rows, (image, image)),
+        LayerFormats("blocks.1", "Conv2d", 2, True, 1, last, rows, last, (image,)),
+        LayerFormats("fc", "Linear", 1, True, 1, (), (), (), (TensorSpec("float32", (1, 10)),)),
+    )
+    clone = Copy("blocks.0", "clone", image, "channels last", "row-major", IMAGE, False, "net.py:7")
+    back = Copy("blocks.1", "convolution", image, "row-major", "channels last", IMAGE, True)
+    audit = Audit(
+        model="net.py:Net",
+        inputs=(InputTensor("image", TensorSpec("float32", (1, 3, 16, 16)), 3072),),
+        scenario="fp32",
+        training=True,
+        plain=Run(layers, (Copy("", "clone", image, "other", "row-major", IMAGE, False),), ()),
+        last=Run(layers, (clone, back), (Loss("blocks.0", "clone", image, "row-major", "net.py:7"),)),
+        converted=2,
+        converted_inputs=1,
+    )
+    return LayoutReport(audit, ("a note with <markup> | in it",), findings(audit))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_golden(format: str) -> None:
+    check(f"layout{FORMATS[format][0]}", render(made_by_hand(), format))
+
+
+def test_golden_at_a_terminals_width() -> None:
+    check("layout.80.txt", render(made_by_hand(), "text", width=80, depth=1))
 
 
 def test_json_to_a_file(tmp_path: Path) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 
 import pytest
 
-from memsize.documents.layers import COLUMNS
+from memsize.documents.report import COLUMNS, FILE_NAMES
 from memsize.errors import OutputError
 from memsize.records.aggregates import totals
 from memsize.records.report import Report
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, format_of, render
 from memsize.render.cells import draw_specs, shorten_path
-from memsize.render.csv import NAMES
 from tests import records
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -127,13 +126,13 @@ def test_csv_is_the_layer_table_in_exact_bytes() -> None:
     whole = totals(records.structures())
     for name in ("parameter_bytes", "buffer_bytes", "attribute_bytes", "cast_bytes", "output_bytes", "saved_bytes"):
         assert sum(int(row[name]) for row in rows) == getattr(whole, name)
-    assert list(rows[0]) == list(NAMES.values())
+    assert list(rows[0]) == list(FILE_NAMES.values())
     lstm = next(row for row in rows if row["path"] == "blocks.0.lstm")
     assert lstm["marks"] == "×3; never used: bias_ih_l0"
 
 
 def test_every_column_has_a_name_in_files() -> None:
-    assert tuple(NAMES) == COLUMNS
+    assert tuple(FILE_NAMES) == COLUMNS
 
 
 class _Tags(HTMLParser):

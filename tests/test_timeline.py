@@ -30,8 +30,7 @@ from memsize.records.aggregates import peak as peak_of
 from memsize.records.roles import ROLES, TITLES, Role, in_order
 from memsize.records.timeline import Phase, Stretch, Timeline, courses, from_data, to_data
 from memsize.records.trace import Event, Storage, Trace
-from memsize.render import plot
-from memsize.render.timeline import FORMATS, render
+from memsize.render import FORMATS, plot, render
 from tests import records
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -292,6 +291,16 @@ def test_golden_at_a_terminals_width(name: str, width: int) -> None:
     check(f"timeline.{name}.{width}.txt", text)
 
 
+@pytest.mark.parametrize("name", ["steps", "inference"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_golden(name: str, format: str) -> None:
+    check(f"timeline.{name}{FORMATS[format][0]}", render(timeline(TRACES[name]()), format))
+
+
+def test_golden_in_a_notebook() -> None:
+    check("timeline.notebook.html", StepTrace(two_steps())._repr_html_())
+
+
 @pytest.mark.parametrize("width", [60, 100, 133, None])
 def test_text_fits_other_widths(width: int | None) -> None:
     for made in TRACES.values():
@@ -312,8 +321,8 @@ def test_the_chart_reaches_its_height_at_the_peak_only() -> None:
 def test_sizes_follow_the_unit(unit: str) -> None:
     found = timeline(two_steps())
     shown = {"B": "16,777,220", "KiB": "16,384.00", "GB": "0.02"}[unit]  # 16 · 2^20 + 4
-    assert shown in render(found, "text", unit)
-    assert shown in render(found, "html", unit)
+    assert shown in render(found, "text", unit=unit)
+    assert shown in render(found, "html", unit=unit)
 
 
 class _Tags(HTMLParser):
@@ -346,7 +355,7 @@ class _Tags(HTMLParser):
 @pytest.mark.parametrize("name", TRACES)
 def test_html_is_whole_and_fetches_nothing(name: str) -> None:
     found = timeline(TRACES[name]())
-    for page in (render(found, "html"), plot.fragment(found), StepTrace(TRACES[name]())._repr_html_()):
+    for page in (render(found, "html"), found._repr_html_(), StepTrace(TRACES[name]())._repr_html_()):
         tags = _Tags()
         tags.feed(page)
         assert tags.open == []
@@ -365,7 +374,7 @@ def test_the_picture_says_what_it_shows() -> None:
 
 def test_areas_are_as_high_as_their_bytes() -> None:
     found = timeline(two_steps())
-    picture = plot._picture(found, "MiB")
+    picture = plot.picture(found, "MiB")
     frame = picture["frame"]
     heights = {role: [float(pair.split(",")[1]) for pair in points.split()] for role, points, _ in picture["areas"]}
     assert min(heights["temporary"]) == frame.y(found.peak.bytes)  # the last role ends where everything does
@@ -499,7 +508,7 @@ def test_the_command_draws_one_inference(toy_target: str, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (["--format", "markdown"], "no format 'markdown'"),
+        (["--format", "pdf"], "no format 'pdf'"),
         (["--scenario", "fp23"], "no scenario 'fp23'"),
         (["--train", "adamv"], "no optimizer 'adamv'"),
         (["--gpu", "a1000"], "no GPU 'a1000'"),

@@ -63,8 +63,7 @@ from memsize.records.verification import (
     off_by,
     read_measurements,
 )
-from memsize.render import FORMATS
-from memsize.render.verification import render
+from memsize.render import FORMATS, render
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training

@@ -19,7 +19,7 @@ from benchmarks.truth.suite import SUITE
 from memsize.analysis.verify.verification import verify_measurements
 from memsize.records.measurement import SavedMeasurements, decode
 from memsize.records.verification import AllocationDifference
-from memsize.render.verification import render
+from memsize.render import render
 
 
 def logs(path: Path) -> Iterator[tuple[str, SavedMeasurements]]:

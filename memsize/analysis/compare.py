@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from memsize.analysis.findings.evidence import Evidence
 from memsize.analysis.findings.precision import mixed_dtypes, wrappers_that_misreport
 from memsize.records.aggregates import stored_dtypes, totals
-from memsize.records.comparison import Change, Comparison, _how
+from memsize.records.comparison import Change, Comparison, stored_as
 from memsize.records.finding import Finding
 from memsize.records.trace import Trace
 from memsize.units import Bytes
-
-if TYPE_CHECKING:
-    pass
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
@@ -68,7 +64,7 @@ def _changed(pairs: tuple[Change, ...]) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[Change]] = {}
     for pair in pairs:
         if pair.before and pair.after and not pair.same:
-            groups.setdefault((_how(pair.before), _how(pair.after)), []).append(pair)
+            groups.setdefault((stored_as(pair.before), stored_as(pair.after)), []).append(pair)
     for (old, new), members in groups.items():
         yield Finding(
             "tensors-changed",

@@ -67,9 +67,7 @@ class StepTrace:
     @property
     def timeline(self) -> DataFrame:
         """One row per event: its phase, step, layer and op, live bytes by role after it, allocated and reserved."""
-        from pandas import DataFrame
-
-        return DataFrame(timeline(self.trace, self.config).table())
+        return timeline(self.trace, self.config).tables()["events"].frame()
 
     def snapshot(self, path: str | Path) -> None:
         """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""
@@ -90,9 +88,7 @@ class StepTrace:
         return cls(decode(json.loads(text)))
 
     def _repr_html_(self) -> str:
-        from memsize.render.plot import fragment
-
-        return fragment(timeline(self.trace, self.config))
+        return timeline(self.trace, self.config)._repr_html_()
 
     def __repr__(self) -> str:
         peak = self.peak

@@ -56,8 +56,6 @@ def checkpoint(
     FILE is a file written by torch.save (.pt, .pth, .bin, .ckpt), a safetensors or GGUF file, an index.json of several
     files, or a folder with one of these. Only headers are read, and nothing that a pickle names is run.
     """
-    from memsize.checkpoint.formats import render
-
     values = parse_arguments(arguments)
     if target is None and values:
         raise InputError("--arg is for the model of --against: name one")
@@ -69,5 +67,5 @@ def checkpoint(
 
         progress(f"reading {path}")
         found = api.read_checkpoint(path, against=target, arguments=values)
-        text = render(found, output.format, unit=output.unit, depth=depth, width=output.width)
+        text = output.drawn(found, depth=depth)
     output.write(text)

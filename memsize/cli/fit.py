@@ -81,7 +81,6 @@ def fit(
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import api
-        from memsize.render.fit import render
 
         found = api.fit(
             subject,
@@ -97,5 +96,5 @@ def fit(
             progress=progress,
         )
         progress("writing the answer")
-        text = render(found, output.format, unit=output.unit, width=output.width)
+        text = output.drawn(found)
     output.write(text)

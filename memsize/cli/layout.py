@@ -39,12 +39,11 @@ def layout(subject: Subject, scenario: str, depth: int | None, output: Destinati
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import api
-        from memsize.render.layout import render
 
         found = api.audit_layout(
             subject,
             scenario=asked.name,
             progress=progress,
         )
-        text = render(found, output.format, unit=output.unit, depth=depth, width=output.width)
+        text = output.drawn(found, depth=depth)
     output.write(text)

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from memsize.errors import OutputError
-from memsize.render import FORMATS, format_of
+from memsize.records.answer import Drawable
+from memsize.render import FORMATS, format_of, render
 from memsize.suggestions import suggestion
 
 
@@ -27,6 +29,10 @@ class Destination:
     overwrite: bool = False
     width: int | None = None
     unit: str = "MiB"
+
+    def drawn(self, answer: Drawable, **view: Any) -> str:
+        """`answer` in this format; `view` as `memsize.render.render` takes it."""
+        return render(answer, self.format, unit=self.unit, width=self.width, **view)
 
     def write(self, content: str | bytes) -> None:
         """Write `content`; a file is announced on stderr. Raises `OutputError` when it cannot be written."""

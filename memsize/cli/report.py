@@ -21,12 +21,11 @@ from memsize.cli.progress import Progress
 from memsize.cli.subject import subject_options, training_options
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
-from memsize.documents.layers import COLUMNS
+from memsize.documents.report import COLUMNS
 from memsize.errors import ForwardError, OutputError
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report
 from memsize.records.trace import Failure
-from memsize.render import render
 from memsize.spec.scenario import SCENARIOS, select
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
@@ -94,7 +93,7 @@ def report(
             progress=progress,
         )
         progress("writing the report")
-        text = render(found, output.format, unit=output.unit, depth=depth, columns=chosen, width=output.width)
+        text = output.drawn(found, depth=depth, columns=chosen)
     output.write(text)
     if error is not None:
         # A text on stdout has said why already.

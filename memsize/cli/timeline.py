@@ -16,7 +16,7 @@ from memsize.cli.subject import subject_options, training_options
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.records.gpu import DEFAULT_GPU
-from memsize.render.timeline import FORMATS, render
+from memsize.render import FORMATS
 from memsize.spec.scenario import scenario_named
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @allocator_option
 @execute_option
 @scenario_option
-@output_options_for(FORMATS)
+@output_options_for({**FORMATS, "snapshot": (".pickle", ".pkl")})
 def timeline(
     subject: Subject,
     training: Training | None,
@@ -85,4 +85,4 @@ def _content(traced: StepTrace, output: Destination) -> str | bytes:
         return pickled(traced.trace, traced.config)
     from memsize.analysis.timeline import timeline
 
-    return render(timeline(traced.trace, traced.config), output.format, output.unit, output.width)
+    return output.drawn(timeline(traced.trace, traced.config))

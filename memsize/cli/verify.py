@@ -73,7 +73,6 @@ def verify(
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import __version__, api
         from memsize.records.measurement import encode
-        from memsize.render.verification import render
 
         found = api.verify(
             subject,
@@ -84,7 +83,7 @@ def verify(
             progress=progress,
         )
         found = replace(found, command=shlex.join(["memsize", *sys.argv[1:]]), version=__version__)
-        text = render(found, output.format, unit=output.unit, width=output.width)
+        text = output.drawn(found)
     output.write(text)
     if kept is not None:
         kept.write(json.dumps(encode(found.saved())) + "\n")

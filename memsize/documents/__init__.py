@@ -1,1 +1,85 @@
-"""Every answer as a document of typed sections."""
+"""Every answer as a document: figures as data, flat tables, and typed sections in reading order.
+
+One module for each kind of answer, of the same name. A document adds no fact to its answer, and knows no format.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Final, Generic, TypeVar
+
+from memsize.documents.sections import Section
+from memsize.records.answer import Drawable, FlatTable
+from memsize.records.finding import Finding
+
+A = TypeVar("A", bound=Drawable)
+
+
+@dataclass(frozen=True)
+class Document(ABC, Generic[A]):
+    """One answer for its readers. A document that can show more or less of it has that as further fields."""
+
+    indent: ClassVar[int | None] = 2
+    """How far JSON indents the data; None is for long columns of numbers, in one line."""
+
+    answer: A
+
+    @abstractmethod
+    def data(self, unit: str) -> dict[str, Any]:
+        """Everything as dicts, lists, tuples and scalars. `unit` is for sentences: figures are in bytes."""
+
+    @abstractmethod
+    def sections(self) -> tuple[Section, ...]:
+        """What is shown, in reading order."""
+
+    def tables(self) -> dict[str, FlatTable]:
+        """The flat tables by name. The first is the one that a format of a single table holds."""
+        return self.answer.tables()
+
+
+_DOCUMENTS: Final = {
+    "report": "memsize.documents.report:ReportDocument",
+    "fit": "memsize.documents.fit:FitDocument",
+    "layout": "memsize.documents.layout:LayoutDocument",
+    "verification": "memsize.documents.verification:VerificationDocument",
+    "checkpoint": "memsize.documents.checkpoint:CheckpointDocument",
+    "timeline": "memsize.documents.timeline:TimelineDocument",
+    "comparison": "memsize.documents.comparison:ComparisonDocument",
+    "why": "memsize.documents.comparison:WhyDocument",
+}
+"""The document of each kind of answer, imported when it is asked for: drawing one answer costs no other's code."""
+
+
+def document(answer: Drawable, **view: Any) -> Document[Any]:
+    """The document of `answer`. `view` are the document's own fields, such as a report's `depth` and `columns`.
+
+    Raises `OutputError` for a column or a depth that there is not.
+    """
+    made: Document[Any] = resolve_name(_DOCUMENTS[answer.kind])(answer, **view)
+    return made
+
+
+def plain(value: Any) -> Any:
+    """A frozen record, at any depth, as dicts, lists and scalars. A field `spec` becomes the fields `dtype` and
+    `shape` in its place.
+    """
+    if is_dataclass(value):
+        found: dict[str, Any] = {}
+        for field in fields(value):
+            part = plain(getattr(value, field.name))
+            found |= part if field.name == "spec" else {field.name: part}
+        return found
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def renamed(data: dict[str, Any], **names: str) -> dict[str, Any]:
+    """`data` with the fields in `names` called otherwise, in their places: ``renamed(data, specs="output")``."""
+    return {names.get(name, name): value for name, value in data.items()}
+
+
+def findings_data(findings: Iterable[Finding], unit: str) -> list[dict[str, Any]]:
+    """Findings, their sentences in `unit`."""
+    return [{"code": f.code, "layers": f.layers, "bytes": f.bytes, "text": f.text(unit)} for f in findings]

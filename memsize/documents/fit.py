@@ -1,45 +1,95 @@
-"""A fit as typed sections: the largest sizes, by GPU where there are several, the remedies, and why."""
+"""A fit as a document: the largest sizes, by GPU where there are several, the remedies, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from memsize.analysis.fit.explain import UNITS_OF, first_line
+from memsize.documents import Document, findings_data, plain
 from memsize.documents.sections import (
     Cell,
     Column,
-    Findings,
     Label,
     Missing,
-    Notes,
     Path,
     Remark,
     Section,
     Table,
     Title,
+    explained,
+    listed,
 )
 from memsize.records.finding import join_names
-from memsize.records.fit import ANSWERED, Fit, FitRow, RemedyRow
+from memsize.records.fit import Bind, Budget, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.roles import noun
 from memsize.units import Bytes
 
-_OUTCOMES = {"fits": "fits", "saves": "helps", "no help": "no help here", "not here": "not here"}
+SCHEMA: Final = "memsize.fit/1"
+_OUTCOMES: Final = {"fits": "fits", "saves": "helps", "no help": "no help here", "not here": "not here"}
 
 
-def sections(fit: Fit) -> tuple[Section, ...]:
-    """`fit` in reading order."""
-    parts: list[Section] = [fit_title(fit)]
-    if len(fit.budgets) > 1:
-        parts.append(overview_table(fit))
-    parts.append(fit_table(fit))
-    if fit.remedied is not None:
-        parts.append(remedy_table(fit))
-    if fit.findings:
-        parts.append(Findings("Why", fit.findings))
-    if fit.notes:
-        parts.append(Notes("Notes", fit.notes))
-    return tuple(parts)
+class FitDocument(Document[Fit]):
+    """A fit."""
+
+    def sections(self) -> tuple[Section, ...]:
+        """The answers, by GPU where there are several, the remedies where they were tried, and why."""
+        fit = self.answer
+        return (
+            fit_title(fit),
+            *([overview_table(fit)] if len(fit.budgets) > 1 else []),
+            fit_table(fit),
+            *([remedy_table(fit, fit.remedied)] if fit.remedied else []),
+            *explained(fit.findings),
+            *listed("Notes", fit.notes),
+        )
+
+    def data(self, unit: str) -> dict[str, Any]:
+        """Everything but the traces."""
+        fit = self.answer
+        rows = zip(fit.tables()["rows"].records(), map(_extra_data, fit.fit_rows), strict=True)
+        return {
+            "schema": SCHEMA,
+            "model": fit.model,
+            "inputs": plain(fit.inputs),
+            "vary": fit.vary,
+            "asked": fit.asked,
+            "optimizer": fit.optimizer or None,
+            "budgets": [_budget_data(budget) for budget in fit.budgets],
+            "rows": [row | extra for row, extra in rows],
+            "remedies": plain(fit.remedied),
+            "findings": findings_data(fit.findings, unit),
+            "notes": fit.notes,
+            "runs": fit.runs,
+        }
+
+
+def _budget_data(budget: Budget) -> dict[str, Any]:
+    return {
+        "name": budget.name,
+        "device": budget.device,
+        "context": budget.context,
+        "margin": budget.margin,
+        "allocator": budget.allocator,
+    }
+
+
+def _extra_data(row: FitRow) -> dict[str, Any]:
+    """What no flat row of `Fit.tables` can hold."""
+    return {
+        "roles": row.bind.roles if row.bind else None,
+        "largest": _largest_data(row.bind),
+        "looked": row.looked,
+        "step": row.step,
+        "refused": dict(row.refused),
+    }
+
+
+def _largest_data(bind: Bind | None) -> dict[str, Any] | None:
+    if bind is None or bind.largest is None:
+        return None
+    most = bind.largest
+    return {"tensors": most.tensors, **plain(most.spec), "bytes": most.bytes}
 
 
 def fit_title(fit: Fit) -> Title:
@@ -68,49 +118,41 @@ def overview_table(fit: Fit) -> Table:
 
 def fit_table(fit: Fit) -> Table:
     """One row per scenario and GPU, with its peaks and what binds."""
-    searched = any(row.next_size is not None for row in fit.fit_rows)
-    columns = [Column("scenario", "scenario", "name", 100, "how the model is stored and run")]
-    if len(fit.budgets) > 1:
-        columns.append(Column("gpu", "GPU", "text", 99, "where it is run"))
     step = UNITS_OF.get(fit.vary, "step")
     answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
-    columns += [
+    columns = (
+        Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
+        Column("gpu", "GPU", "text", 99, "where it is run"),
         Column("size", answer, "count", 98, "the answer"),
         Column("peak", "needs", "bytes", 95, "the least that the allocator needs for it"),
         Column("headroom", "left", "bytes", 80, "what the allocator has beyond that"),
-    ]
-    if searched:
-        columns += [
-            Column("next_size", "next", "count", 84, "the next size, which does not fit"),
-            Column("next_peak", "needs", "bytes", 83, "the least that the allocator would need for it"),
-            Column("per_step", f"per {step}", "bytes", 75, "what one more adds to what tensors ask for at their peak"),
-        ]
-    columns += [
+        Column("next_size", "next", "count", 84, "the next size, which does not fit"),
+        Column("next_peak", "needs", "bytes", 83, "the least that the allocator would need for it"),
+        Column("per_step", f"per {step}", "bytes", 75, "what one more adds to what tensors ask for at their peak"),
         Column("fixed", "fixed", "bytes", 70, "what does not depend on the size"),
         Column("bind", "mostly", "text", 90, "the role with most bytes where the next size runs out"),
         Column("phase", "in", "text", 86, "the phase in which it runs out"),
         Column("layer", "at", "name", 72, "the layer at which it runs out, or the op beside them"),
-    ]
-    return Table(
-        name="fit",
-        title="Fit",
-        columns=tuple(columns),
-        rows=tuple(_row(fit, row, searched) for row in fit.fit_rows),
-        remarks=tuple(_remarks(fit)),
     )
+    rows = tuple(_fit_cells(fit, row) for row in fit.fit_rows)
+    table = Table("fit", "Fit", columns, rows, remarks=tuple(_remarks(fit)))
+    if len(fit.budgets) == 1:
+        table = table.without("gpu")
+    searched = any(row.next_size is not None for row in fit.fit_rows)
+    return table if searched else table.without("next_size", "next_peak", "per_step")
 
 
-def _row(fit: Fit, row: FitRow, searched: bool) -> tuple[Cell, ...]:
+def _fit_cells(fit: Fit, row: FitRow) -> tuple[Cell, ...]:
     bind = row.bind
-    several: tuple[Cell, ...] = (row.gpu,) if len(fit.budgets) > 1 else ()
-    following: tuple[Cell, ...] = (row.next_size, _bytes(row, row.next_peak), _bytes(row, row.per_step))
     return (
         Label(row.scenario, hint=row.title),
-        *several,
+        row.gpu,
         _answer(fit, row),
         _bytes(row, row.peak),
         _bytes(row, row.headroom),
-        *(following if searched else ()),
+        row.next_size,
+        _bytes(row, row.next_peak),
+        _bytes(row, row.per_step),
         _bytes(row, row.fixed),
         noun(bind.role) if bind else None,
         bind.phase if bind else None,
@@ -168,23 +210,20 @@ def _remark(fit: Fit, row: FitRow) -> str | None:
     return None
 
 
-def remedy_table(fit: Fit) -> Table:
+def remedy_table(fit: Fit, found: Remedied) -> Table:
     """The remedies, most bytes saved first; those that mean nothing here are named below."""
-    found = fit.remedied
-    assert found is not None
     columns = (
         Column("remedy", "remedy", "name", 100, "what is done"),
         Column("outcome", "at this size", "text", 95, "whether it fits with this remedy alone"),
         Column("saved", "saves", "bytes", 98, "how much less the allocator needs"),
         Column("peak", "needs then", "bytes", 90, "the least that the allocator needs with it"),
     )
-    tried = [row for row in found.rows if row.outcome != "not here"]
     return Table(
         name="remedies",
         title="What would make it fit",
         caption=f"Remedies for {found.scenario} at {fit.vary} {found.size:,} on {found.gpu}, each run by itself",
         columns=columns,
-        rows=tuple(_remedy_row(row) for row in tried),
+        rows=tuple(_remedy_cells(row) for row in found.rows if row.outcome != "not here"),
         remarks=tuple(_remedy_remarks(found.rows)),
     )
 
@@ -199,38 +238,5 @@ def _remedy_remarks(rows: Iterable[RemedyRow]) -> Iterator[Remark]:
             yield Remark(row.name, "not here", first_line(row.reason or ""))
 
 
-def _remedy_row(row: RemedyRow) -> tuple[Cell, ...]:
-    return (
-        Label(row.name, hint=row.title),
-        _OUTCOMES[row.outcome],
-        Bytes(row.saved or 0),
-        Bytes(row.peak or 0),
-    )
-
-
-def records(fit: Fit) -> Iterator[dict[str, Any]]:
-    """The rows with plain values: what json, csv and the DataFrame hold."""
-    for row in fit.fit_rows:
-        bind = row.bind
-        yield {
-            "scenario": row.scenario,
-            "gpu": row.gpu,
-            "budget": row.budget,
-            "status": row.status,
-            "size": row.size if row.status in ANSWERED or row.status == "exceeds" else None,
-            "peak": row.peak,
-            "headroom": row.headroom,
-            "next_size": row.next_size,
-            "next_peak": row.next_peak,
-            "per_step": row.per_step,
-            "fixed": row.fixed,
-            "binds": bind.role if bind else None,
-            "phase": bind.phase if bind else None,
-            "layer": bind.layer if bind else None,
-            "op": bind.op if bind else None,
-            "runs": len(row.looked),
-            "reason": row.reason,
-        }
-
-
-__all__ = ["fit_table", "fit_title", "overview_table", "records", "remedy_table", "sections"]
+def _remedy_cells(row: RemedyRow) -> tuple[Cell, ...]:
+    return Label(row.name, hint=row.title), _OUTCOMES[row.outcome], Bytes(row.saved or 0), Bytes(row.peak or 0)

@@ -1,38 +1,83 @@
-"""The memory-format audit as typed sections, in reading order."""
+"""The memory-format audit as a document: how each layer's tensors lie under channels last, and what copies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
-from memsize.documents.sections import Cell, Column, Findings, Notes, Path, Section, Specs, Table, Title, Words
+from memsize.documents import Document, findings_data, plain, renamed
+from memsize.documents.sections import (
+    Cell,
+    Column,
+    Path,
+    Section,
+    Specs,
+    Table,
+    Title,
+    Words,
+    explained,
+    input_text,
+    listed,
+)
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, LayoutReport, shortened
 from memsize.units import Bytes
 
-MOST_COPIES = 20
-_MARKS: dict[Format, str] = {
-    "channels last": "channels last",
-    "row-major": "row-major",
-    "either": "either",
-    "other": "strided",
-}
+SCHEMA: Final = "memsize.layout/1"
+MOST_COPIES: Final = 20
+_STRIDED: Final[dict[Format, str]] = {"other": "strided"}
+"""How formats are called in tables where that is not their name."""
 
 
-def sections(report: LayoutReport, depth: int | None = None) -> tuple[Section, ...]:
-    """`report` in reading order. `depth` cuts the layer table: deeper layers are added to their parents."""
-    parts: list[Section] = [title(report), layer_table(report.audit, depth)]
-    if report.audit.last.copies:
-        parts.append(copy_table(report.audit))
-    if report.findings:
-        parts.append(Findings("Why", report.findings))
-    if report.notes:
-        parts.append(Notes("Notes", report.notes))
-    return tuple(parts)
+@dataclass(frozen=True)
+class LayoutDocument(Document[LayoutReport]):
+    """A memory-format audit. `depth` cuts the layer table: what deeper layers copy is added to their parents."""
+
+    depth: int | None = None
+
+    def sections(self) -> tuple[Section, ...]:
+        """What was rearranged, the formats of each layer, the copies, and why."""
+        report = self.answer
+        return (
+            title(report),
+            layer_table(report.audit, self.depth),
+            *([copy_table(report.audit)] if report.audit.last.copies else []),
+            *explained(report.findings),
+            *listed("Notes", report.notes),
+        )
+
+    def data(self, unit: str) -> dict[str, Any]:
+        """Everything that is known, whatever `depth` says."""
+        report, audit = self.answer, self.answer.audit
+        return {
+            "schema": SCHEMA,
+            "model": audit.model,
+            "scenario": audit.scenario,
+            "training": audit.training,
+            "inputs": plain(audit.inputs),
+            "converted": {"inputs": audit.converted_inputs, "weights": audit.converted},
+            "copied_bytes": audit.last.copied,
+            "row_major_copied_bytes": audit.plain.copied,
+            "layers": [_layer_data(audit, layer) for layer in audit.last.layers],
+            "copies": plain(audit.last.copies),
+            "row_major_copies": plain(audit.plain.copies),
+            "losses": plain(audit.last.losses),
+            "findings": findings_data(report.findings, unit),
+            "notes": report.notes,
+        }
+
+
+def _layer_data(audit: Audit, layer: LayerFormats) -> dict[str, Any]:
+    return renamed(plain(layer), specs="output") | {
+        "copied_bytes": audit.last.copied_in(layer.path),
+        "row_major_copied_bytes": audit.plain.copied_in(layer.path),
+    }
 
 
 def title(report: LayoutReport) -> Title:
     """The model, its inputs and what was rearranged."""
     audit = report.audit
-    inputs = ", ".join(str(item.spec) if item.name.isdigit() else f"{item.name} {item.spec}" for item in audit.inputs)
+    inputs = ", ".join(map(input_text, audit.inputs))
     converted = f"{audit.converted:,} weight{'' if audit.converted == 1 else 's'} to channels last"
     given = f"{audit.converted_inputs:,} input{'' if audit.converted_inputs == 1 else 's'}"
     phrases: list[tuple[str | Bytes, ...]] = [(f"input {inputs}",), (f"{given} and {converted}",)]
@@ -104,7 +149,7 @@ def _row_of(path: str, paths: set[str]) -> str:
 
 
 def _words(formats: tuple[Format, ...]) -> Words:
-    return Words(_MARKS[each] for each in shortened(formats))
+    return Words(_STRIDED.get(each, each) for each in shortened(formats))
 
 
 def copy_table(audit: Audit) -> Table:
@@ -131,8 +176,8 @@ def _copy_row(copy: Copy) -> tuple[Cell, ...]:
         Path(copy.layer) if copy.layer else "(the model itself)",
         copy.op,
         Specs((copy.tensor,)),
-        _MARKS[copy.before],
-        _MARKS[copy.after],
+        _STRIDED.get(copy.before, copy.before),
+        _STRIDED.get(copy.after, copy.after),
         "in the kernel" if copy.hidden else "an op",
         copy.place,
         Bytes(copy.bytes),

@@ -1,50 +1,367 @@
-"""A report as typed sections, in reading order."""
+"""A report as a document: its layers, its scenarios side by side, their peaks on a GPU, and why.
+
+Adding up a column of the layer table gives the same figure of the whole model, at every depth and in every format. A
+figure that is not known is `Missing` in a table and null in the data, where the scenario's `reason` says why.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
-from memsize.documents.layers import layer_table
-from memsize.documents.peaks import peak_sections
-from memsize.documents.scenarios import scenario_table
-from memsize.documents.sections import Findings, Heading, Notes, Section, Stop
-from memsize.records.aggregates import COUNTED, stored_dtypes
+from memsize.documents import Document, findings_data, plain, renamed
+from memsize.documents.sections import (
+    Cell,
+    Column,
+    Label,
+    Missing,
+    Path,
+    Remark,
+    Section,
+    Share,
+    Specs,
+    Stop,
+    Table,
+    Title,
+    Words,
+    explained,
+    input_text,
+    listed,
+    role_column,
+)
+from memsize.errors import OutputError
+from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
+from memsize.records.answer import FlatTable
+from memsize.records.gpu import Living, Outlook
+from memsize.records.report import FIGURES, Report, ScenarioResult, figures
+from memsize.records.roles import Role, in_order
+from memsize.suggestions import suggestion
 from memsize.units import Bytes
 
-if TYPE_CHECKING:
-    from memsize.records.report import Report
+SCHEMA: Final = "memsize.report/1"
+
+_LAYER_COLUMNS: Final = (
+    Column("layer", "layer", "name", 100, "the module's path in the model"),
+    Column("type", "type", "text", 60, "its class"),
+    Column("output", "output", "specs", 70, "every tensor that it returns"),
+    Column("calls", "calls", "count", 20, "how often it was called"),
+    Column("parameters", "parameters", "count", 80, "elements of its own parameters, tied ones once"),
+    Column("dtype", "stored as", "words", 50, "the dtypes in which its parameters are stored"),
+    Column("stored", "stored", "bytes", 95, "bytes of its own parameters"),
+    Column("buffers", "buffers", "bytes", 62, "bytes of its own buffers"),
+    Column("unregistered", "not registered", "bytes", 88, "bytes of tensors that it holds as plain attributes"),
+    Column("cast", "cast copies", "bytes", 65, "copies of parameters in another dtype, made while it runs"),
+    Column("new", "new output", "bytes", 85, "new memory that its outputs take; views and in-place results: 0"),
+    Column("saved", "kept for backward", "bytes", 90, "what its ops keep for backward, parameters apart"),
+    Column("notes", "notes", "words", 92, "ties, views, calls, what was never called or used"),
+)
+
+COLUMNS: Final = tuple(column.key for column in _LAYER_COLUMNS)
+"""The columns of the layer table, in the order in which they stand by default."""
+
+FILE_NAMES: Final = dict(
+    zip(
+        COLUMNS,
+        "path type outputs calls parameters stored_as parameter_bytes buffer_bytes attribute_bytes cast_bytes "
+        "output_bytes saved_bytes marks".split(),
+        strict=True,
+    )
+)
+"""What each column is called in files: the names that the data have for the same figures."""
 
 
-def sections(report: Report, *, depth: int | None = None, columns: Sequence[str] | None = None) -> tuple[Section, ...]:
-    """`report` in reading order. `columns` picks those of the layer table; by default empty ones are left out."""
-    parts: list[Section] = [heading(report)]
-    if report.stopped:
-        parts.append(Stop(report.stopped))
-    parts.append(layer_table(report, depth, columns))
-    if report.scenario_results:
-        parts.append(scenario_table(report))
-    parts.extend(peak_sections(report))
-    if report.findings:
-        parts.append(Findings("Why", report.findings))
-    if report.assumptions:
-        parts.append(Notes("Assumed", report.assumptions))
-    if report.remarks:
-        parts.append(Notes("Notes", report.remarks))
-    return tuple(parts)
+@dataclass(frozen=True)
+class ReportDocument(Document[Report]):
+    """A report. `depth` cuts the layer table, whose rows still add up; `columns` picks from `COLUMNS`, by default those
+    that say something.
+    """
+
+    depth: int | None = None
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for key in self.columns or ():
+            if key not in COLUMNS:
+                raise OutputError(f"no column {key!r}: {suggestion(key, COLUMNS)}")
+        if self.depth is not None and self.depth < 0:
+            raise OutputError(f"depth {self.depth} is below the model itself, which is depth 0")
+
+    def sections(self) -> tuple[Section, ...]:
+        """What it is about, where the run stopped, the tables, why, and what was taken for granted."""
+        report = self.answer
+        outlooks = (outlook for result in report.scenario_results for outlook in (result.training, result.inference))
+        return (
+            title(report),
+            *([Stop(report.stopped)] if report.stopped else []),
+            layer_table(report, self.depth, self.columns),
+            *([scenario_table(report)] if report.scenario_results else []),
+            *([peak_table(report), living_table(report)] if any(outlooks) else []),
+            *explained(report.findings),
+            *listed("Assumed", report.assumptions),
+            *listed("Notes", report.remarks),
+        )
+
+    def tables(self) -> dict[str, FlatTable]:
+        """The layer table as it is shown, all its columns unless some are chosen, and what else the report has."""
+        table = layer_table(self.answer, self.depth, self.columns or COLUMNS)
+        names = tuple(FILE_NAMES[key] for key in table.keys)
+        return self.answer.tables() | {"layers": FlatTable(names, table.rows)}
+
+    def data(self, unit: str) -> dict[str, Any]:
+        """Everything that is known, whatever `depth` and `columns` say."""
+        report, trace, totals = self.answer, self.answer.trace, self.answer.totals
+        return {
+            "schema": SCHEMA,
+            "model": report.model,
+            "scenario": trace.scenario,
+            "torch": trace.torch,
+            "training": trace.training,
+            "batch_size": trace.batch_size,
+            "inputs": plain(trace.inputs),
+            "parameters": {"count": totals.parameters, "trainable": totals.trainable, "bytes": totals.parameter_bytes},
+            "buffers": {"bytes": totals.buffer_bytes},
+            "attributes": {"bytes": totals.attribute_bytes},
+            "totals": figures(totals),
+            "layers": [_layer_data(row) for row in own_rows(trace)],
+            "tensors": plain(trace.tensors),
+            "scenarios": [_scenario_data(result, report.fp32) for result in report.scenario_results],
+            "findings": findings_data(report.findings, unit),
+            "assumptions": report.assumptions,
+            "notes": report.remarks,
+            "gpu": report.gpu or None,
+            "optimizer": report.optimizer or None,
+            "failure": plain(report.stopped),
+        }
 
 
-def heading(report: Report) -> Heading:
-    """The model, its input and what it stores."""
-    totals = report.totals
-    counted = [tensor for tensor in report.trace.tensors if tensor.kind in COUNTED]
-    return Heading(
-        model=report.model,
-        inputs=report.trace.inputs,
-        scenario=report.trace.scenario,
-        parameters=totals.parameters,
-        trainable=totals.trainable,
-        stored=Bytes(totals.parameter_bytes),
-        dtypes=stored_dtypes(counted),
-        buffers=Bytes(totals.buffer_bytes),
+def _layer_data(row: Row) -> dict[str, Any]:
+    data = renamed(plain(row), dtypes="stored_as")
+    del data["layers"]
+    return data
+
+
+def _scenario_data(result: ScenarioResult, baseline: Totals | None) -> dict[str, Any]:
+    shares = ("parameter_bytes", "output_bytes", "saved_bytes", "inference", "training")
+    return {
+        "name": result.name,
+        "title": result.title,
+        "status": result.status,
+        "reason": result.reason,
+        **figures(result.totals),
+        "inference": _outlook_data(result.inference),
+        "training": _outlook_data(result.training),
+        "untrained": result.untrained,
+        "of_fp32": {name.removesuffix("_bytes"): result.share(name, baseline) for name in shares},
+    }
+
+
+def _outlook_data(outlook: Outlook | None) -> dict[str, Any] | None:
+    if outlook is None:
+        return None
+    return asdict(outlook) | {"storages": [living._asdict() for living in outlook.storages]}
+
+
+def title(report: Report) -> Title:
+    """The model, its input and what it stores; the scenario where it is not run as given."""
+    totals, inputs = report.totals, report.trace.inputs
+    phrases: list[tuple[str | Bytes, ...]] = []
+    if report.trace.scenario != "as-given":
+        phrases.append(("as", report.trace.scenario))
+    if inputs:
+        phrases.append((f"input{'s' if len(inputs) > 1 else ''}", ", ".join(map(input_text, inputs))))
+    stored: list[str | Bytes] = [f"{totals.parameters:,} parameters,", Bytes(totals.parameter_bytes)]
+    if dtypes := stored_dtypes(tensor for tensor in report.trace.tensors if tensor.kind in COUNTED):
+        *first, last = dtypes
+        stored.append(f"in {', '.join(first)} and {last}" if first else f"in {last}")
+    if totals.trainable != totals.parameters:
+        stored.append(f"({totals.trainable:,} trainable)")
+    phrases.append(tuple(stored))
+    if totals.buffer_bytes:
+        phrases.append(("buffers", Bytes(totals.buffer_bytes)))
+    return Title(report.model, tuple(phrases))
+
+
+def layer_table(report: Report, depth: int | None = None, columns: Sequence[str] | None = None) -> Table:
+    """The layer table down to `depth`; its rows add up to its total. `layer` is always its first column."""
+    rows = visible(report.trace, depth)
+    table = Table(
+        name="layers",
+        title="Layers",
+        columns=_LAYER_COLUMNS,
+        rows=tuple(map(_layer_cells, rows)),
+        total=_total_cells(report.totals, "so far" if report.stopped else "total"),
+        chosen=columns is not None,
+        hint="--columns chooses; a file or a pipe gets them all.",
+    )
+    if columns is not None:
+        return table.picked(dict.fromkeys(("layer", *columns)))
+    # How often a layer is called stands in its notes; a dtype that all share, in the heading.
+    dtypes = {row.dtypes for row in rows if row.parameter_bytes}
+    table = table.without("calls", *(["dtype"] if len(dtypes) < 2 else []))
+    return table.without_empty("buffers", "unregistered", "cast", "notes")
+
+
+def _layer_cells(row: Row) -> tuple[Cell, ...]:
+    return (
+        Path(row.path),
+        row.type,
+        Specs(output.spec for output in row.outputs),
+        row.calls,
+        row.parameters,
+        Words(row.dtypes),
+        Bytes(row.parameter_bytes),
+        Bytes(row.buffer_bytes),
+        Bytes(row.attribute_bytes),
+        Bytes(row.cast_bytes),
+        Bytes(row.output_bytes),
+        Bytes(row.saved_bytes),
+        Words(row.marks),
+    )
+
+
+def _total_cells(totals: Totals, label: str) -> tuple[Cell, ...]:
+    return (
+        label,
+        None,
+        None,
+        None,
+        totals.parameters,
+        None,
+        Bytes(totals.parameter_bytes),
+        Bytes(totals.buffer_bytes),
+        Bytes(totals.attribute_bytes),
+        Bytes(totals.cast_bytes),
+        Bytes(totals.output_bytes),
+        Bytes(totals.saved_bytes),
+        None,
+    )
+
+
+_INFERENCE = "the model, its input, cast copies and all outputs; the peak is smaller, as outputs are freed"
+_TRAINING = "the model, its input, cast copies and what is kept for backward: without gradients and optimizer state"
+_SCENARIO_COLUMNS: Final = (
+    (Column("stored", "parameters", "bytes", 95, "bytes of stored parameters"), 85),
+    (Column("buffers", "buffers", "bytes", 42, "bytes of registered buffers"), 0),
+    (Column("unregistered", "not registered", "bytes", 43, "bytes of tensors held as plain attributes"), 0),
+    (Column("master", "master weights", "bytes", 44, "float32 copies of parameters that the optimizer keeps"), 0),
+    (Column("cast", "cast copies", "bytes", 75, "copies of parameters in another dtype, made while it runs"), 0),
+    (Column("new", "outputs", "bytes", 60, "new memory that layers' outputs take"), 35),
+    (Column("saved", "kept for backward", "bytes", 80, "what backward needs, parameters apart"), 45),
+    (Column("input", "input", "bytes", 30, "bytes of the model's input"), 0),
+    (Column("inference", "inference total", "bytes", 70, _INFERENCE), 50),
+    (Column("training", "training up to backward", "bytes", 90, _TRAINING), 55),
+)
+"""The columns of `FIGURES`, in their order, each with the weight of the column of its share of float32's (0: none)."""
+
+
+def scenario_table(report: Report) -> Table:
+    """The scenarios side by side, each figure beside its share of float32's where that is known."""
+    baseline = report.fp32
+    columns = [Column("scenario", "scenario", "name", 100, "how the model is stored and run")]
+    for column, weight in _SCENARIO_COLUMNS:
+        columns.append(column)
+        if weight and baseline:
+            meaning = f"{column.title} ÷ fp32's"
+            columns.append(Column(f"{column.key}_of_fp32", "% of fp32", "share", weight, meaning))
+    table = Table(
+        name="scenarios",
+        title="Scenarios",
+        columns=tuple(columns),
+        rows=tuple(_scenario_cells(result, baseline) for result in report.scenario_results),
+        remarks=tuple(
+            Remark(result.name, result.status, result.reason) for result in report.scenario_results if result.reason
+        ),
+    )
+    return table.without_empty("buffers", "unregistered", "master", "cast")
+
+
+def _scenario_cells(result: ScenarioResult, baseline: Totals | None) -> tuple[Cell, ...]:
+    cells: list[Cell] = [Label(result.name, result.status == "modelled", result.title)]
+    for name, (_, weight) in zip(FIGURES, _SCENARIO_COLUMNS, strict=True):
+        size = result.figure(name)
+        cells.append(Missing(result.reason or result.status) if size is None else Bytes(size))
+        if weight and baseline:
+            share = result.share(name, baseline)
+            cells.append(None if share is None else Share(share))
+    return tuple(cells)
+
+
+def peak_table(report: Report) -> Table:
+    """One row per scenario and run: its peak in the allocator's terms, and what is alive there by role."""
+    runs = [(r, run, look) for r in report.scenario_results for run, look in _outlooks(r) if look]
+    roles = in_order(role for _, _, look in runs for role in look.roles)
+    columns = (
+        Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
+        Column("run", "peak of", "text", 98, "one forward without gradients, or a training step"),
+        Column("requested", "requested", "bytes", 95, "what tensors ask for"),
+        Column("allocated", "allocated", "bytes", 90, "the caching allocator's blocks"),
+        Column("reserved", "reserved", "bytes", 92, "the caching allocator's segments"),
+        Column("device_low", "device from", "bytes", 80, "reserved and the CUDA context, at least"),
+        Column("device_high", "to", "bytes", 80, "reserved and the CUDA context, at most"),
+        Column("phase", "in", "text", 85, "the phase that the peak falls in"),
+        Column("layer", "at", "name", 70, "the layer that the peak falls in"),
+        *(role_column(role, " alive at the peak") for role in roles),
+    )
+    # A100, H100, L4 and RTX begin with a vowel when they are read out.
+    article = "an" if report.gpu[:1] in "AHLR" else "a"
+    trained = f", training with {report.optimizer}" if report.optimizer else ""
+    return Table(
+        name="peaks",
+        title="Peaks",
+        caption=f"Peaks on {article} {report.gpu}{trained}",
+        columns=columns,
+        rows=tuple(_peak_cells(result, run, look, roles) for result, run, look in runs),
+        remarks=tuple(Remark(r.name, "training", r.untrained) for r in report.scenario_results if r.untrained),
+    )
+
+
+def _outlooks(result: ScenarioResult) -> tuple[tuple[str, Outlook | None], ...]:
+    return ("inference", result.inference), ("training", result.training)
+
+
+def _peak_cells(result: ScenarioResult, run: str, look: Outlook, roles: Sequence[Role]) -> tuple[Cell, ...]:
+    return (
+        Label(result.name, result.status == "modelled", result.title),
+        run,
+        Bytes(look.requested),
+        Bytes(look.allocated),
+        Bytes(look.reserved),
+        Bytes(look.device.low),
+        Bytes(look.device.high),
+        look.peak_phase,
+        Path(look.peak_layer) if look.peak_layer else "",
+        *(Bytes(look.roles.get(role, 0)) for role in roles),
+    )
+
+
+def living_table(report: Report, count: int = 8) -> Table:
+    """The largest storages alive at the peak of the first scenario that has one, of its training if that was run."""
+    result, look = next((r, look) for r in report.scenario_results if (look := r.training or r.inference))
+    columns = (
+        Column("bytes", "bytes", "bytes", 100, "the storage's size"),
+        Column("role", "role", "text", 95, "what it is for"),
+        Column("layer", "layer", "name", 90, "the layer that it belongs to or was made in"),
+        Column("op", "op", "text", 70, "the op that made it"),
+        Column("phase", "made in", "text", 60, "the phase that it was made in"),
+        Column("tensor", "tensor", "text", 80, "its dtype and shape"),
+    )
+    run = "training" if result.training else "inference"
+    return Table(
+        name="living",
+        title="Alive at the peak",
+        caption=f"Alive at the peak of {result.name}, {run}: the largest",
+        columns=columns,
+        rows=tuple(map(_living_cells, look.storages[:count])),
+    )
+
+
+def _living_cells(living: Living) -> tuple[Cell, ...]:
+    return (
+        Bytes(living.bytes),
+        living.role,
+        None if living.layer is None else Path(living.layer),
+        living.op,
+        living.phase,
+        f"{living.dtype}[{','.join(map(str, living.shape))}]",
     )

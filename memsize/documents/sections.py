@@ -7,11 +7,13 @@ its row; `Missing` is a figure that is not known, with the reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeVar
 
 from memsize.records.finding import Finding
 from memsize.records.roles import TITLES, Role
+from memsize.records.timeline import Timeline
 from memsize.records.trace import Failure, InputTensor, TensorSpec
 from memsize.units import Bytes
 
@@ -88,22 +90,8 @@ def role_column(role: Role, meaning: str = "") -> Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
-    """What the report is about, in one line."""
-
-    model: str
-    inputs: tuple[InputTensor, ...]
-    scenario: str
-    parameters: int
-    trainable: int
-    stored: Bytes
-    dtypes: tuple[str, ...]
-    buffers: Bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Title:
-    """What any other document is about, in one line: a name, and phrases of words and sizes."""
+    """What a document is about, in one line: a name, and phrases of words and sizes."""
 
     name: str
     phrases: tuple[tuple[str | Bytes, ...], ...]
@@ -148,6 +136,38 @@ class Table:
         """Whether a row is marked as modelled."""
         return any(isinstance(row[0], Label) and row[0].modelled for row in self.rows)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of its columns."""
+        return tuple(column.key for column in self.columns)
+
+    def picked(self, keys: Iterable[str]) -> Table:
+        """The table with the columns of `keys` alone, in their order."""
+        places = [self.keys.index(key) for key in keys]
+        return replace(
+            self,
+            columns=_at(places, self.columns),
+            rows=tuple(_at(places, row) for row in self.rows),
+            total=None if self.total is None else _at(places, self.total),
+        )
+
+    def without(self, *keys: str) -> Table:
+        """The table without the columns of `keys`."""
+        return self.picked(key for key in self.keys if key not in keys)
+
+    def without_empty(self, *keys: str) -> Table:
+        """The table without those columns of `keys` in which no row has a figure or a word."""
+        columns = zip(self.keys, zip(*self.rows, strict=True), strict=False)
+        told = {key for key, cells in columns if any(cell and not isinstance(cell, Missing) for cell in cells)}
+        return self.without(*{*keys} - told)
+
+
+T = TypeVar("T")
+
+
+def _at(places: Sequence[int], items: Sequence[T]) -> tuple[T, ...]:
+    return tuple(items[place] for place in places)
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:
@@ -165,4 +185,26 @@ class Notes:
     lines: tuple[str, ...]
 
 
-Section = Heading | Title | Stop | Table | Findings | Notes
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """The live bytes of a run that has events, over its events."""
+
+    timeline: Timeline
+
+
+Section = Title | Chart | Stop | Table | Findings | Notes
+
+
+def input_text(tensor: InputTensor) -> str:
+    """An input of a model. An argument's name is worth showing, a position is not."""
+    return str(tensor.spec) if tensor.name.isdecimal() else f"{tensor.name} {tensor.spec}"
+
+
+def listed(title: str, lines: tuple[str, ...]) -> tuple[Section, ...]:
+    """`lines` under their title; nothing where there are none."""
+    return (Notes(title, lines),) if lines else ()
+
+
+def explained(findings: tuple[Finding, ...]) -> tuple[Section, ...]:
+    """`findings` as the answer to why; nothing where there are none."""
+    return (Findings("Why", findings),) if findings else ()

@@ -1,25 +1,38 @@
-"""A timeline as typed sections: what it is of, and how each phase runs."""
+"""A timeline as a document: what it is of, its chart, and how each phase runs."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-from memsize.documents.sections import Cell, Column, Notes, Path, Section, Table, Title, Words, role_column
+from memsize.documents import Document
+from memsize.documents.sections import Cell, Chart, Column, Path, Section, Table, Title, Words, listed, role_column
 from memsize.records.roles import in_order
-from memsize.records.timeline import Course, Timeline, courses
+from memsize.records.timeline import Course, Timeline, courses, to_data
 from memsize.units import Bytes
 
 
-def timeline_sections(found: Timeline) -> tuple[Section, ...]:
-    """Everything in reading order; a chart has its place after the title."""
-    parts: list[Section] = [timeline_title(found)]
-    if len(found):
-        parts += [course_table(found), alive_table(found)]
-    if found.assumptions:
-        parts.append(Notes("Assumed", found.assumptions))
-    if found.notes:
-        parts.append(Notes("Notes", found.notes))
-    return tuple(parts)
+class TimelineDocument(Document[Timeline]):
+    """A timeline. Its data are columns of numbers, one for each event."""
+
+    indent = None
+
+    def sections(self) -> tuple[Section, ...]:
+        """Everything in reading order; of a run without events there is nothing to show but the title."""
+        found = self.answer
+        if not len(found):
+            return (timeline_title(found),)
+        return (
+            timeline_title(found),
+            Chart(found),
+            course_table(found),
+            alive_table(found),
+            *listed("Assumed", found.assumptions),
+            *listed("Notes", found.notes),
+        )
+
+    def data(self, unit: str) -> dict[str, Any]:
+        """The columns, and the peak."""
+        return to_data(self.answer)
 
 
 def timeline_title(found: Timeline) -> Title:
@@ -46,11 +59,11 @@ def course_table(found: Timeline) -> Table:
         Column("layer", "at", "name", 95, "the layer that runs at that moment"),
         Column("op", "op", "text", 85, "the op that runs at that moment"),
     )
-    rows = tuple(_course_row(course) for course in courses(found))
+    rows = tuple(map(_course_cells, courses(found)))
     return Table("phases", "Phases", columns, rows, caption="Live bytes, phase by phase")
 
 
-def _course_row(course: Course) -> tuple[Cell, ...]:
+def _course_cells(course: Course) -> tuple[Cell, ...]:
     summit = course.summit
     return (
         *_phase_cells(course),

@@ -1,28 +1,32 @@
-"""A verification as typed sections: figures beside each other, then the allocations that differ."""
+"""A verification as a document: figures beside each other, then the allocations that differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
 
+from memsize.documents import Document, plain, renamed
 from memsize.documents.sections import (
     Cell,
     Change,
     Column,
     Label,
     Missing,
-    Notes,
     Path,
     Section,
     Signed,
     Table,
     Title,
     Words,
+    listed,
 )
 from memsize.records.verification import Alignment, AllocationDifference, FigureComparison, Verification, VerifiedRun
 from memsize.units import Bytes, dotted_cudnn
 
-MOST_DIFFERENCES = 20
-_HINTS = {
+SCHEMA: Final = "memsize.verification/1"
+MOST_DIFFERENCES: Final = 20
+_HINTS: Final = {
     "requested": "what tensors ask for",
     "allocated": "the caching allocator's blocks",
     "reserved": "the caching allocator's segments",
@@ -31,16 +35,45 @@ _HINTS = {
 }
 
 
-def sections(found: Verification) -> tuple[Section, ...]:
-    """`found` in reading order."""
-    parts: list[Section] = [title(found), figure_table(found)]
-    if found.alignment is not None and found.alignment.differences:
-        parts.append(difference_table(found.alignment))
-    assumptions = dict.fromkeys(text for run in found.runs for text in run.prediction.assumptions)
-    if assumptions:
-        parts.append(Notes("Assumed", tuple(assumptions)))
-    notes = tuple(dict.fromkeys((*_notes(found), *found.notes)))
-    return (*parts, Notes("Notes", notes)) if notes else tuple(parts)
+class VerificationDocument(Document[Verification]):
+    """A verification."""
+
+    def sections(self) -> tuple[Section, ...]:
+        """The figures beside each other, the allocations that differ, and how both were made."""
+        found = self.answer
+        assumptions = dict.fromkeys(text for run in found.runs for text in run.prediction.assumptions)
+        return (
+            title(found),
+            figure_table(found),
+            *([difference_table(found.alignment)] if found.alignment and found.alignment.differences else []),
+            *listed("Assumed", tuple(assumptions)),
+            *listed("Notes", tuple(dict.fromkeys((*_notes(found), *found.notes)))),
+        )
+
+    def data(self, unit: str) -> dict[str, Any]:
+        """Everything but the logs."""
+        found, alignment = self.answer, self.answer.alignment
+        differences = found.tables()["differences"].records()
+        counts = alignment and {
+            "predicted": alignment.predicted,
+            "measured": alignment.real,
+            "matched": alignment.matched,
+        }
+        return {
+            "schema": SCHEMA,
+            "model": found.model,
+            "runs": [_run_data(run) for run in found.runs],
+            "allocations": counts,
+            "differences": [renamed(each, difference="kind") for each in differences] if alignment else None,
+            "notes": found.notes,
+        }
+
+
+def _run_data(run: VerifiedRun) -> dict[str, Any]:
+    seen = plain(replace(run.measurement, log=None))
+    del seen["log"]
+    figures = [each.record() for each in _compared(run)]
+    return {"figures": figures, "assumptions": run.prediction.assumptions, **seen}
 
 
 def title(found: Verification) -> Title:
@@ -54,7 +87,7 @@ def title(found: Verification) -> Title:
 
 def figure_table(found: Verification) -> Table:
     """One row per figure and run."""
-    columns: tuple[Column, ...] = (
+    columns = (
         Column("figure", "peak", "name", 100, "what is compared"),
         Column("benchmark", "cudnn.benchmark", "text", 85, "torch.backends.cudnn.benchmark in that run"),
         Column("predicted", "predicted", "bytes", 98, "the least that memsize says"),
@@ -63,10 +96,9 @@ def figure_table(found: Verification) -> Table:
         Column("difference", "off by", "bytes", 96, "predicted less measured; nothing inside the interval"),
         Column("share", "%", "share", 95, "the same as a share of what was measured"),
     )
-    rows = tuple(_figure_row(each) for run in found.runs for each in _compared(run))
-    if len(found.runs) == 1:
-        columns, rows = (columns[0], *columns[2:]), tuple((row[0], *row[2:]) for row in rows)
-    return Table("figures", "Figures", columns, rows, caption="Predicted beside measured")
+    rows = tuple(_figure_cells(each) for run in found.runs for each in _compared(run))
+    table = Table("figures", "Figures", columns, rows, caption="Predicted beside measured")
+    return table if len(found.runs) > 1 else table.without("benchmark")
 
 
 def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:
@@ -75,7 +107,7 @@ def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:
         yield run.tracked
 
 
-def _figure_row(each: FigureComparison) -> tuple[Cell, ...]:
+def _figure_cells(each: FigureComparison) -> tuple[Cell, ...]:
     low, high = each.predicted
     missing = Missing("nothing was measured")
     return (
@@ -103,11 +135,11 @@ def difference_table(alignment: Alignment) -> Table:
     found = alignment.differences
     shown = f"the first {MOST_DIFFERENCES} of {len(found):,} (JSON has them all)"
     caption = f"Allocations of the last step that differ{', ' + shown if len(found) > MOST_DIFFERENCES else ''}"
-    rows = tuple(map(_difference_row, found[:MOST_DIFFERENCES]))
+    rows = tuple(map(_difference_cells, found[:MOST_DIFFERENCES]))
     return Table("differences", "Differences", columns, rows, caption=caption)
 
 
-def _difference_row(difference: AllocationDifference) -> tuple[Cell, ...]:
+def _difference_cells(difference: AllocationDifference) -> tuple[Cell, ...]:
     place = difference.place
     return (
         difference.kind,

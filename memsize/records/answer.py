@@ -2,31 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from memsize.records.finding import Finding
 
 if TYPE_CHECKING:
-    from memsize.documents.sections import Section
+    from pandas import DataFrame
 
 
-class Why(tuple[Finding, ...]):
+class FlatTable(NamedTuple):
+    """Plain values in rows and columns, as a csv file and a DataFrame hold them. The rows can be read once."""
+
+    columns: tuple[str, ...]
+    rows: Iterable[Sequence[object]]
+
+    @classmethod
+    def of(cls, records: Iterable[Mapping[str, object]]) -> FlatTable:
+        """The table of `records`, which all have the same keys."""
+        rest = iter(records)
+        first = next(rest, None)
+        if first is None:
+            return cls((), ())
+        return cls(tuple(first), (tuple(record.values()) for record in chain((first,), rest)))
+
+    def records(self) -> list[dict[str, object]]:
+        """Its rows as dicts."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def frame(self) -> DataFrame:
+        """The table as a DataFrame; pandas is imported here."""
+        from pandas import DataFrame
+
+        return DataFrame(list(self.rows), columns=list(self.columns))
+
+
+class Drawable:
+    """What `memsize.render` draws in any format. `kind` names the module of `memsize.documents` that says how."""
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+
+    def tables(self) -> dict[str, FlatTable]:
+        """Everything in it that is a table, by name."""
+        raise NotImplementedError
+
+    def _drawn(self, format: str) -> str:
+        # The one import that goes up: records know no format, but notebooks and print() ask them for their text.
+        from memsize.render import render
+
+        return render(self, format)
+
+    def _repr_html_(self) -> str:
+        return self._drawn("notebook")
+
+
+class Why(tuple[Finding, ...], Drawable):
     """The findings of an answer, most important first; it prints as numbered sentences, in a notebook as a list."""
+
+    kind = "why"
+
+    def tables(self) -> dict[str, FlatTable]:
+        """`findings`: one row for each."""
+        columns = ("code", "bytes", "layers", "text")
+        return {"findings": FlatTable(columns, ((f.code, f.bytes, ", ".join(f.layers), f.text()) for f in self))}
 
     def __repr__(self) -> str:
         return "\n".join(f"{n}. {finding.text()}" for n, finding in enumerate(self, 1)) or "nothing to explain"
 
-    def _repr_html_(self) -> str:
-        from memsize.documents.sections import Findings, Notes
-        from memsize.render.html import embedded
 
-        return embedded([Findings("Why", self) if self else Notes("Why", (repr(self),))])
-
-
-class Answer:
-    """The base of the answers. Each has findings, sections for its readers, and a way to be drawn in a format."""
+class Answer(Drawable):
+    """The base of the answers."""
 
     __slots__ = ()
 
@@ -60,16 +109,3 @@ class Answer:
         return self._drawn("text").rstrip("\n")
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        from memsize.render.html import embedded
-
-        return embedded(self._sections())
-
-    def _sections(self) -> Sequence[Section]:
-        """What a reader is shown."""
-        raise NotImplementedError
-
-    def _drawn(self, form: str) -> str:
-        """The answer in one of the formats of `memsize.render.FORMATS`."""
-        raise NotImplementedError

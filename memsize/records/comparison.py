@@ -1,12 +1,12 @@
-"""memsize.records.comparison."""
+"""`Comparison`: what two models store, tensor by tensor, and what changed from one to the other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from memsize.records.aggregates import Totals, stored_dtypes, totals
-from memsize.records.answer import Why
+from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.trace import StoredTensor, Trace
 from memsize.units import format_bytes
@@ -35,10 +35,12 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Comparison:
+class Comparison(Answer):
     """Two traces, tensor by tensor. It prints as a few sentences, in a notebook as a page; `changes` is the table
     behind them.
     """
+
+    kind: ClassVar = "comparison"
 
     before: Trace
     after: Trace
@@ -50,22 +52,14 @@ class Comparison:
         """What the two add up to."""
         return totals(self.before), totals(self.after)
 
+    def tables(self) -> dict[str, FlatTable]:
+        """`changes`, as the property of this name has it."""
+        return {"changes": FlatTable.of(map(_change_record, self.pairs))}
+
     @property
     def changes(self) -> DataFrame:
         """One row per tensor of either model: how each stores it, in bytes, and whether that changed."""
-        from pandas import DataFrame
-
-        return DataFrame([_row(pair) for pair in self.pairs])
-
-    def why(self) -> Why:
-        """What changed, what did not, and why, most important first."""
-        return Why(self.findings)
-
-    def _repr_html_(self) -> str:
-        from memsize.documents.comparison import sections
-        from memsize.render.html import embedded
-
-        return embedded(sections(self))
+        return self.tables()["changes"].frame()
 
     def __repr__(self) -> str:
         first, second = self.totals
@@ -73,21 +67,25 @@ class Comparison:
         lines += [f"{self.after.model}: {second.parameters:,} parameters, {format_bytes(second.stored)} stored"]
         return "\n".join(lines + [f"{n}. {finding.text()}" for n, finding in enumerate(self.findings, 1)])
 
+    __str__ = __repr__
+
 
 def _stored(tensor: StoredTensor) -> tuple[object, ...]:
     return tensor.spec, tensor.bytes, tensor.parts, tensor.tied_to
 
 
-def _how(tensor: StoredTensor) -> str:
+def stored_as(tensor: StoredTensor) -> str:
+    """How a tensor is stored: its dtype, or its wrapper and the dtypes in it."""
     return f"{tensor.wrapper} ({', '.join(stored_dtypes([tensor]))})" if tensor.parts else tensor.spec.dtype
 
 
-def _row(pair: Change) -> dict[str, object]:
+def _change_record(pair: Change) -> dict[str, object]:
+    tensor = pair.after or pair.before
     return {
         "name": pair.name,
-        "layer": (pair.after or pair.before).layer if pair.after or pair.before else "",  # type: ignore[union-attr]
-        "before": _how(pair.before) if pair.before else None,
-        "after": _how(pair.after) if pair.after else None,
+        "layer": tensor.layer if tensor else "",
+        "before": stored_as(pair.before) if pair.before else None,
+        "after": stored_as(pair.after) if pair.after else None,
         "before_bytes": pair.before.bytes if pair.before else 0,
         "after_bytes": pair.after.bytes if pair.after else 0,
         "changed": not pair.same,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card
 from memsize.records.roles import Role
@@ -14,8 +14,6 @@ from memsize.records.trace import InputTensor, TensorSpec, Trace
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from memsize.documents.sections import Section
 
 Status = Literal["found", "open", "refused", "endless", "constant", "none", "fits", "exceeds", "unavailable"]
 """What an answer is.
@@ -130,35 +128,48 @@ class Fit(Answer):
     traces: Mapping[tuple[str, int], Trace] = field(default_factory=dict)
     runs: int = 0
 
+    def tables(self) -> dict[str, FlatTable]:
+        """`rows` and `remedies`, as the properties of these names have them."""
+        columns = ("name", "title", "cost", "outcome", "peak", "saved", "reason")
+        remedies = self.remedied.rows if self.remedied else ()
+        return {
+            "rows": FlatTable.of(map(_row_record, self.fit_rows)),
+            "remedies": FlatTable(columns, [tuple(getattr(row, name) for name in columns) for row in remedies]),
+        }
+
     @property
     def rows(self) -> DataFrame:
         """One row per scenario and GPU; sizes are counts, everything else is bytes."""
-        from pandas import DataFrame
-
-        from memsize.documents.fit import records
-
         whole = ("size", "budget", "peak", "headroom", "next_size", "next_peak", "per_step", "fixed", "runs")
-        return DataFrame(list(records(self))).astype(dict.fromkeys(whole, "Int64"))
+        return self.tables()["rows"].frame().astype(dict.fromkeys(whole, "Int64"))
 
     @property
     def remedies(self) -> DataFrame:
         """One row per remedy that was tried; empty where none was."""
-        from pandas import DataFrame
+        return self.tables()["remedies"].frame().astype({"peak": "Int64", "saved": "Int64"})
 
-        columns = ("name", "title", "cost", "outcome", "peak", "saved", "reason")
-        rows = self.remedied.rows if self.remedied else ()
-        frame = DataFrame([[getattr(row, name) for name in columns] for row in rows], columns=list(columns))
-        return frame.astype({"peak": "Int64", "saved": "Int64"})
 
-    def _sections(self) -> Sequence[Section]:
-        from memsize.documents.fit import sections
-
-        return sections(self)
-
-    def _drawn(self, form: str) -> str:
-        from memsize.render.fit import render
-
-        return render(self, form)
+def _row_record(row: FitRow) -> dict[str, object]:
+    bind = row.bind
+    return {
+        "scenario": row.scenario,
+        "gpu": row.gpu,
+        "budget": row.budget,
+        "status": row.status,
+        "size": row.size if row.status in ANSWERED or row.status == "exceeds" else None,
+        "peak": row.peak,
+        "headroom": row.headroom,
+        "next_size": row.next_size,
+        "next_peak": row.next_peak,
+        "per_step": row.per_step,
+        "fixed": row.fixed,
+        "binds": bind.role if bind else None,
+        "phase": bind.phase if bind else None,
+        "layer": bind.layer if bind else None,
+        "op": bind.op if bind else None,
+        "runs": len(row.looked),
+        "reason": row.reason,
+    }
 
 
 @dataclass(frozen=True, slots=True)

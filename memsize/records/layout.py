@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.trace import InputTensor, TensorSpec
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from memsize.documents.sections import Section
 
 Format = Literal["channels last", "row-major", "either", "other"]
 """How an image (4-D) or a volume (5-D) lies in memory. "either" is both at once: one channel, or one pixel; "other" is
@@ -106,56 +102,46 @@ class Audit:
     """Whether convolutions compute in float64, for which cuDNN has no channels last."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class LayoutReport(Answer):
     """What `memsize layout` found: where channels last is kept, which op loses it, and what that copies."""
 
     kind: ClassVar = "layout"
 
     audit: Audit
-    notes: tuple[str, ...] = field(default=())
-
-    @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """Whether channels last pays in copies, and what stands in its way."""
-        from memsize.analysis.findings.layout import findings
-
-        return findings(self.audit)
+    notes: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def model(self) -> str:
         """The model's name."""
         return self.audit.model
 
+    def tables(self) -> dict[str, FlatTable]:
+        """`layers` and `copies`, as the properties of these names have them."""
+        return {
+            "layers": FlatTable.of(_layer_record(self.audit, layer) for layer in self.audit.last.layers),
+            "copies": FlatTable(
+                ("layer", "op", "tensor", "before", "after", "bytes", "hidden", "place"),
+                (
+                    (c.layer, c.op, str(c.tensor), c.before, c.after, c.bytes, c.hidden, c.place)
+                    for c in self.audit.last.copies
+                ),
+            ),
+        }
+
     @property
     def layers(self) -> DataFrame:
         """One row per module. `copied_bytes` are its own and add up to the total, so do `row_major_copied_bytes`."""
-        from pandas import DataFrame
-
-        return DataFrame([layer_row(self.audit, layer) for layer in self.audit.last.layers])
+        return self.tables()["layers"].frame()
 
     @property
     def copies(self) -> DataFrame:
         """One row per copy of a format that the forward makes under channels last."""
-        from pandas import DataFrame
-
-        names = ["layer", "op", "tensor", "before", "after", "bytes", "hidden", "place"]
-        rows = [[getattr(copy, name) for name in names] for copy in self.audit.last.copies]
-        return DataFrame(rows, columns=names).astype({"tensor": str})
-
-    def _sections(self) -> Sequence[Section]:
-        from memsize.documents.layout import sections
-
-        return sections(self)
-
-    def _drawn(self, form: str) -> str:
-        from memsize.render.layout import render
-
-        return render(self, form)
+        return self.tables()["copies"].frame()
 
 
-def layer_row(audit: Audit, layer: LayerFormats) -> dict[str, Any]:
-    """What is known of one layer, as a flat record."""
+def _layer_record(audit: Audit, layer: LayerFormats) -> dict[str, object]:
     return {
         "path": layer.path,
         "type": layer.type,

@@ -1,25 +1,22 @@
 """`Report`: what `memsize report` found out about one model, as a value that can be read, drawn and tabulated.
 
-The figures stand in the record (`trace`, `scenario_results`, `findings`); everything else here is a view of it. The
-DataFrames need pandas and the texts a renderer: both are imported when asked for.
+The figures stand in the record (`trace`, `scenario_results`, `findings`); everything else here is a view of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from memsize.records.aggregates import Totals, own_rows, stored_dtypes, totals
-from memsize.records.answer import Answer
+from memsize.records.aggregates import Row, Totals, own_rows, stored_dtypes, totals
+from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import Outlook
-from memsize.records.trace import Failure, Trace
+from memsize.records.trace import Failure, StoredTensor, Trace
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from memsize.documents.sections import Section
 
 Status = Literal["run", "modelled", "unavailable"]
 """How a scenario's figures came about: its trace was run, some are computed from another run, or there are none."""
@@ -119,94 +116,74 @@ class Report(Answer):
     def _traces(self) -> tuple[Trace, ...]:
         return (self.trace, *(result.trace for result in self.scenario_results if result.trace))
 
+    def tables(self) -> dict[str, FlatTable]:
+        """`layers`, `scenarios` and `tensors`, as the properties of these names have them."""
+        shares = (f"{name}_of_fp32" for name in FIGURES)
+        return {
+            "layers": FlatTable.of(map(_layer_record, own_rows(self.trace))),
+            "scenarios": FlatTable(("name", "status", "reason", *FIGURES, *shares), self._scenario_rows()),
+            "tensors": FlatTable.of(map(_tensor_record, self.trace.tensors)),
+        }
+
     @property
     def layers(self) -> DataFrame:
         """One row per module, each with its own figures: columns add up to the totals."""
-        from pandas import DataFrame
-
-        rows = [
-            {
-                "path": row.path,
-                "type": row.type,
-                "depth": row.depth,
-                "calls": row.calls,
-                "output": ", ".join(str(output.spec) for output in row.outputs),
-                "stored_as": ", ".join(row.dtypes),
-                "parameters": row.parameters,
-                "trainable": row.trainable,
-                "parameter_bytes": row.parameter_bytes,
-                "buffer_bytes": row.buffer_bytes,
-                "attribute_bytes": row.attribute_bytes,
-                "output_bytes": row.output_bytes,
-                "saved_bytes": row.saved_bytes,
-                "cast_bytes": row.cast_bytes,
-                "marks": ", ".join(row.marks),
-            }
-            for row in own_rows(self.trace)
-        ]
-        return DataFrame(rows)
+        return self.tables()["layers"].frame()
 
     @property
     def scenarios(self) -> DataFrame:
         """One row per scenario: its figures in bytes, and each as a share of float32's (``…_of_fp32``)."""
-        from pandas import DataFrame
-
-        baseline = self.fp32
-        shares = [f"{name}_of_fp32" for name in FIGURES]
-        rows = [
-            (
-                result.name,
-                result.status,
-                result.reason,
-                *(result.figure(name) for name in FIGURES),
-                *(result.share(name, baseline) for name in FIGURES),
-            )
-            for result in self.scenario_results
-        ]
-        frame = DataFrame(rows, columns=["name", "status", "reason", *FIGURES, *shares])
-        return frame.astype(dict.fromkeys(FIGURES, "Int64")).set_index("name")
+        return self.tables()["scenarios"].frame().astype(dict.fromkeys(FIGURES, "Int64")).set_index("name")
 
     @property
     def tensors(self) -> DataFrame:
         """One row per tensor that the model holds: what it claims to be and what it stores."""
-        from pandas import DataFrame
+        return self.tables()["tensors"].frame()
 
-        rows = [
-            {
-                "name": tensor.name,
-                "kind": tensor.kind,
-                "layer": tensor.layer,
-                "dtype": tensor.spec.dtype,
-                "stored_as": ", ".join(stored_dtypes([tensor])),
-                "shape": tensor.spec.shape,
-                "elements": tensor.elements,
-                "bytes": tensor.bytes,
-                "reported_bytes": tensor.reported_bytes,
-                "trainable": tensor.trainable,
-                "tied_to": tensor.tied_to,
-                "wrapper": tensor.wrapper,
-                "used": tensor.used,
-                "differentiable": tensor.differentiable,
-            }
-            for tensor in self.trace.tensors
-        ]
-        return DataFrame(rows)
-
-    def _sections(self) -> Sequence[Section]:
-        from memsize.documents.report import sections
-
-        return sections(self)
-
-    def _drawn(self, form: str) -> str:
-        from memsize.render import render
-
-        return render(self, form)
+    def _scenario_rows(self) -> Iterator[tuple[object, ...]]:
+        baseline = self.fp32
+        for result in self.scenario_results:
+            shares = (result.share(name, baseline) for name in FIGURES)
+            yield (result.name, result.status, result.reason, *map(result.figure, FIGURES), *shares)
 
 
-def _peaks(run: str, outlook: Outlook | None) -> dict[str, int | None]:
-    """The peaks of one run by column name."""
-    names = ("requested", "allocated", "reserved")
-    return {f"{run}_{name}": None if outlook is None else int(getattr(outlook, name)) for name in names}
+def _layer_record(row: Row) -> dict[str, object]:
+    return {
+        "path": row.path,
+        "type": row.type,
+        "depth": row.depth,
+        "calls": row.calls,
+        "output": ", ".join(str(output.spec) for output in row.outputs),
+        "stored_as": ", ".join(row.dtypes),
+        "parameters": row.parameters,
+        "trainable": row.trainable,
+        "parameter_bytes": row.parameter_bytes,
+        "buffer_bytes": row.buffer_bytes,
+        "attribute_bytes": row.attribute_bytes,
+        "output_bytes": row.output_bytes,
+        "saved_bytes": row.saved_bytes,
+        "cast_bytes": row.cast_bytes,
+        "marks": ", ".join(row.marks),
+    }
+
+
+def _tensor_record(tensor: StoredTensor) -> dict[str, object]:
+    return {
+        "name": tensor.name,
+        "kind": tensor.kind,
+        "layer": tensor.layer,
+        "dtype": tensor.spec.dtype,
+        "stored_as": ", ".join(stored_dtypes([tensor])),
+        "shape": tensor.spec.shape,
+        "elements": tensor.elements,
+        "bytes": tensor.bytes,
+        "reported_bytes": tensor.reported_bytes,
+        "trainable": tensor.trainable,
+        "tied_to": tensor.tied_to,
+        "wrapper": tensor.wrapper,
+        "used": tensor.used,
+        "differentiable": tensor.differentiable,
+    }
 
 
 def figures(totals: Totals | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""memsize.records.timeline."""
+"""`Timeline`: live bytes by role after each event of a run, its phases, and what the allocator holds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from memsize.errors import InputError
+from memsize.records.answer import Drawable, FlatTable
 from memsize.records.roles import ROLES, Role
 
 SCHEMA: Final = "memsize.timeline/1"
@@ -45,12 +46,14 @@ class Summit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Drawable):
     """One value per event in each of its columns; `live` has a column for each role that occurs, in order of `ROLES`.
 
     `layer` indexes `layers`, the paths of modules; -1 is outside the model. `delta` is what the event itself changes.
     `allocated` and `reserved` are the caching allocator's blocks and segments. Phases follow each other without a gap.
     """
+
+    kind: ClassVar = "timeline"
 
     model: str
     scenario: str
@@ -121,10 +124,10 @@ class Timeline:
             depth -= 1
         return found
 
-    def table(self) -> dict[str, tuple[Any, ...]]:
-        """The timeline as named columns for a file or a data frame: one value per event, None outside the model."""
+    def tables(self) -> dict[str, FlatTable]:
+        """`events`: one row per event. Its layer is None outside the model, its step where the run has none."""
         spans = [(phase, phase.stop - phase.start) for phase in self.phases]
-        return {
+        columns = {
             "event": tuple(range(len(self))),
             "phase": tuple(phase.name for phase, count in spans for _ in range(count)),
             "step": tuple(phase.step or None for phase, count in spans for _ in range(count)),
@@ -136,6 +139,7 @@ class Timeline:
             "allocated": self.allocated,
             "reserved": self.reserved,
         }
+        return {"events": FlatTable(tuple(columns), zip(*columns.values(), strict=True))}
 
     def _stretches(self, depth: int) -> tuple[Stretch, ...]:
         cut: list[str | None] = [".".join(path.split(".")[:depth]) for path in self.layers]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
 from memsize.records.measurement import (
@@ -23,8 +22,6 @@ from memsize.records.run_file import is_run_file, read_run
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from memsize.documents.sections import Section
 
 FIGURES: Final = ("requested", "allocated", "reserved", "device")
 """What is compared: the allocator's peaks, and what the process takes on the device."""
@@ -47,6 +44,18 @@ class FigureComparison(NamedTuple):
     def share(self) -> float | None:
         """The difference as a share of what was measured."""
         return None if self.difference is None or not self.measured else self.difference / self.measured
+
+    def record(self) -> dict[str, object]:
+        """The figure as files have it."""
+        return {
+            "figure": self.figure,
+            "benchmark": self.benchmark,
+            "predicted": self.predicted.low,
+            "predicted_most": self.predicted.high,
+            "measured": self.measured,
+            "difference": self.difference,
+            "share": self.share,
+        }
 
 
 def off_by(predicted: Interval, measured: int) -> int:
@@ -121,42 +130,31 @@ class Verification(Answer):
         """Every figure of every run."""
         return tuple(comparison for run in self.runs for comparison in run.comparisons)
 
+    def tables(self) -> dict[str, FlatTable]:
+        """`figures` and `differences`, as the properties of these names have them."""
+        found = self.alignment.differences if self.alignment else ()
+        return {
+            "figures": FlatTable.of(each.record() for each in self.comparisons),
+            "differences": FlatTable(
+                ("difference", "phase", "layer", "op", "predicted", "measured", "at_peak"),
+                [(d.kind, d.place.phase, d.place.layer, d.place.op, d.predicted, d.real, d.at_peak) for d in found],
+            ),
+        }
+
     @property
     def figures(self) -> DataFrame:
         """One row per figure and run, in bytes."""
-        from pandas import DataFrame
-
-        rows = [
-            (each.figure, each.benchmark, *each.predicted, each.measured, each.difference, each.share)
-            for each in self.comparisons
-        ]
-        columns = ["figure", "benchmark", "predicted", "predicted_most", "measured", "difference", "share"]
-        return DataFrame(rows, columns=columns).astype({"measured": "Int64", "difference": "Int64"})
+        return self.tables()["figures"].frame().astype({"measured": "Int64", "difference": "Int64"})
 
     @property
     def differences(self) -> DataFrame:
         """One row per allocation of the last step that is not as predicted, in their order."""
-        from pandas import DataFrame
-
-        found = self.alignment.differences if self.alignment else ()
-        rows = [(d.kind, d.place.phase, d.place.layer, d.place.op, d.predicted, d.real, d.at_peak) for d in found]
-        columns = ["difference", "phase", "layer", "op", "predicted", "measured", "at_peak"]
-        return DataFrame(rows, columns=columns).astype({"predicted": "Int64", "measured": "Int64"})
+        return self.tables()["differences"].frame().astype({"predicted": "Int64", "measured": "Int64"})
 
     def saved(self, *, logs: bool = True) -> SavedMeasurements:
         """The measurements alone, as a file has them; `logs` keeps the allocations of the last step."""
         kept = (run.measurement if logs else replace(run.measurement, log=None) for run in self.runs)
         return SavedMeasurements(tuple(kept), self.command, datetime.now(UTC).date().isoformat(), self.version)
-
-    def _sections(self) -> Sequence[Section]:
-        from memsize.documents.verification import sections
-
-        return sections(self)
-
-    def _drawn(self, form: str) -> str:
-        from memsize.render.verification import render
-
-        return render(self, form)
 
 
 DifferenceKind = Literal["predicted only", "real only", "other size", "freed later", "freed earlier"]

@@ -1,93 +1,57 @@
-"""A report in the format that its reader wants: text, markdown, json, csv or html.
+"""`render`: any answer in the format that its reader wants.
 
-Each format is one module with one function. They draw the same sections and add no fact.
+Each format is one module, and a line in the table below. It draws the sections, the data or a flat table of any
+document (`memsize.documents`), knows none of them in particular, and adds no fact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any, Final
 
-from memsize.documents.layers import COLUMNS
-from memsize.documents.report import sections
-from memsize.documents.sections import Section
+from memsize.documents import document
 from memsize.errors import OutputError
+from memsize.records.answer import Drawable
 from memsize.suggestions import suggestion
 from memsize.units import DECIMAL, UNITS
 
-if TYPE_CHECKING:
-    from memsize.records.report import Report
+__all__ = ["FORMATS", "format_of", "render"]
 
-
-__all__ = ["COLUMNS", "FORMATS", "check_format", "draw", "format_of", "render"]
-
-FORMATS: dict[str, tuple[str, ...]] = {
-    "text": (".txt",),
-    "markdown": (".md", ".markdown"),
-    "json": (".json",),
-    "csv": (".csv",),
-    "html": (".html", ".htm"),
+_FORMATS: Final = {
+    "text": ("memsize.render.text:draw", (".txt",)),
+    "markdown": ("memsize.render.markdown:draw", (".md", ".markdown")),
+    "json": ("memsize.render.json:draw", (".json",)),
+    "csv": ("memsize.render.csv:draw", (".csv",)),
+    "html": ("memsize.render.html:page", (".html", ".htm")),
+    "notebook": ("memsize.render.html:fragment", ()),
 }
-"""The formats, each with the suffixes of its files."""
+"""What draws each format, imported when it is asked for, and the suffixes of its files (none: it is never a file).
+
+All are called alike: with a document, the unit of bytes, and a width in characters, which only text minds.
+"""
+
+FORMATS: Final[Mapping[str, tuple[str, ...]]] = {name: suffixes for name, (_, suffixes) in _FORMATS.items() if suffixes}
+"""The formats of files, each with its suffixes."""
 
 
-def render(
-    report: Report,
-    format: str,
-    *,
-    unit: str = "MiB",
-    depth: int | None = None,
-    columns: Sequence[str] | None = None,
-    width: int | None = None,
-) -> str:
-    """`report` in one of `FORMATS`, ending in a newline.
+def render(answer: Drawable, format: str, *, unit: str = "MiB", width: int | None = None, **view: Any) -> str:
+    """`answer` in one of `FORMATS`, ending in a newline; or as ``"notebook"``, which is a part of a page.
 
-    `unit` is what bytes are drawn in (json and csv always hold exact bytes). `depth` cuts the layer table, whose rows
-    still add up; `columns` picks from `COLUMNS`. Text fits `width` characters when it is given, and is complete when it
-    isn't. json holds everything, whatever `depth` and `columns` say; csv holds the layer table. Raises `OutputError`
-    for an unknown format, unit or column.
+    `unit` is what bytes are drawn in (json and csv always hold exact bytes). Text fits `width` characters when it is
+    given, and is complete when it isn't. `view` chooses what of the answer is shown, where that can be chosen: the
+    fields of its document, such as `depth` and `columns` of a report. json holds everything, whatever it says; csv
+    holds the document's first flat table.
+
+    Raises `OutputError` for an unknown format, unit or column, and for a depth that there is not.
     """
-    check_format(format)
-    _check(unit, UNITS | DECIMAL, "unit")
-    for column in columns or ():
-        _check(column, COLUMNS, "column")
-    if depth is not None and depth < 0:
-        raise OutputError(f"depth {depth} is below the model itself, which is depth 0")
-    chosen = None if columns is None else ("layer", *(key for key in dict.fromkeys(columns) if key != "layer"))
-    if format == "json":
-        from memsize.render import json
-
-        return json.render(report, unit)
-    if format == "csv":
-        from memsize.render import csv
-
-        return csv.render(report, depth, chosen)
-    return draw(sections(report, depth=depth, columns=chosen), format, unit, width)
-
-
-def draw(parts: Sequence[Section], format: str, unit: str = "MiB", width: int | None = None) -> str:
-    """The sections of any document as text, markdown or html, ending in a newline.
-
-    Raises `OutputError` for an unknown format or unit.
-    """
-    _check(format, ("text", "markdown", "html"), "format")
-    _check(unit, UNITS | DECIMAL, "unit")
-    if format == "markdown":
-        from memsize.render import markdown
-
-        return markdown.render(parts, unit)
-    if format == "html":
-        from memsize.render import html
-
-        return html.render(parts, unit)
-    from memsize.render import text
-
-    return text.render(parts, unit, width)
-
-
-def check_format(name: str) -> None:
-    """Raise `OutputError` unless `name` is one of `FORMATS`."""
-    _check(name, FORMATS, "format")
+    if format not in _FORMATS:
+        raise OutputError(f"no format {format!r}: {suggestion(format, FORMATS)}")
+    if unit not in UNITS | DECIMAL:
+        raise OutputError(f"no unit {unit!r}: {suggestion(unit, UNITS | DECIMAL)}")
+    place, _ = _FORMATS[format]
+    text: str = resolve_name(place)(document(answer, **view), unit, width)
+    return text
 
 
 def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:
@@ -97,8 +61,3 @@ def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> st
             return format
     known = ", ".join(suffix for suffixes in formats.values() for suffix in suffixes)
     raise OutputError(f"cannot tell a format from the file name {name!r}: end it in one of {known}, or name the format")
-
-
-def _check(name: str, known: Sequence[str] | dict[str, tuple[str, ...]] | dict[str, int], what: str) -> None:
-    if name not in known:
-        raise OutputError(f"no {what} {name!r}: {suggestion(name, known)}")

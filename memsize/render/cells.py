@@ -9,7 +9,6 @@ from memsize.documents.sections import (
     Cell,
     Change,
     Column,
-    Heading,
     Label,
     Missing,
     Path,
@@ -31,7 +30,7 @@ MODELLED = "* modelled: not all of its figures come from a run"
 """What the mark behind a scenario's name means."""
 
 
-def draw(cell: Cell, unit: str) -> str:
+def draw_cell(cell: Cell, unit: str) -> str:
     """A cell as text. Bytes are drawn without their unit: it stands once, in the column's title."""
     match cell:
         case None:
@@ -85,31 +84,12 @@ def draw_title(column: Column, unit: str) -> str:
     return f"{column.title}, {unit}" if column.kind == "bytes" else column.title
 
 
-def draw_heading(heading: Heading, unit: str) -> tuple[str, ...]:
-    """The phrases of a report's first line: the scenario where there is one, the input, the parameters, the buffers."""
-    named = (_input_text(tensor.name, tensor.spec) for tensor in heading.inputs)
-    inputs = f"input{'s' if len(heading.inputs) > 1 else ''} {', '.join(named)}"
-    stored = f"{heading.parameters:,} parameters, {format_bytes(heading.stored, unit)}"
-    if heading.dtypes:
-        stored += f" in {_listed(heading.dtypes)}"
-    if heading.trainable != heading.parameters:
-        stored += f" ({heading.trainable:,} trainable)"
-    run_as = [] if heading.scenario == "as-given" else [f"as {heading.scenario}"]
-    buffers = [f"buffers {format_bytes(heading.buffers, unit)}"] if heading.buffers else []
-    return (*run_as, *([inputs] if heading.inputs else []), stored, *buffers)
-
-
 def draw_phrases(title: Title, unit: str) -> tuple[str, ...]:
     """The phrases of a title, with its sizes in `unit`."""
     return tuple(
         " ".join(format_bytes(word, unit) if isinstance(word, Bytes) else word for word in phrase)
         for phrase in title.phrases
     )
-
-
-def _input_text(name: str, spec: TensorSpec) -> str:
-    """An argument's name is worth showing, a position is not."""
-    return str(spec) if name.isdecimal() else f"{name} {spec}"
 
 
 def draw_failure(failure: Failure) -> tuple[str, ...]:
@@ -123,11 +103,6 @@ def draw_failure(failure: Failure) -> tuple[str, ...]:
         "Below are the layers that ran before it. Outputs and what is kept for backward are counted up to there; "
         "what is stored is complete.",
     )
-
-
-def _listed(words: tuple[str, ...]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def shorten(text: str, width: int) -> str:

@@ -19,15 +19,15 @@ _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _EIGHTHS: Final = len(_BLOCKS) - 1
 
 
-def render(found: Timeline, unit: str, width: int | None = None) -> str:
-    """The chart of a timeline that has events, in at most `width` characters, ending in a newline."""
+def lines(found: Timeline, unit: str, width: int | None = None) -> Iterator[str]:
+    """The chart of a timeline that has events, in at most `width` characters."""
     peaks = [draw_bytes(max(column), unit) for column in found.live.values()]
     labels = [noun(role) for role in found.live]
     left = max(map(len, (*labels, draw_bytes(found.peak.bytes, unit)))) + 1
     right = max(map(len, (*peaks, "at most")))
     room = max((width or WIDTH) - left - 2 - right, LEAST)
     spread = _spread(found.columns(room), room)
-    lines = [
+    drawn = [
         _mark(found, spread, left, left + room + 2 + right, unit),
         *_bars([found.total[event] for event in spread], found.peak.bytes, left, unit),
         *(f"{'':<{left}} {line}" for line in _bands(found, room)),
@@ -37,7 +37,7 @@ def render(found: Timeline, unit: str, width: int | None = None) -> str:
             for label, column, peak in zip(labels, found.live.values(), peaks, strict=True)
         ),
     ]
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    return (line.rstrip() for line in drawn)
 
 
 def _spread(events: Sequence[int], room: int) -> list[int]:

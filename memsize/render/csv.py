@@ -1,52 +1,28 @@
-"""The layer table as comma-separated values, for spreadsheets and scripts: one header row, exact bytes, no total row.
+"""The first table of an answer as comma-separated values: one header row, exact bytes, no total row.
 
-A csv file holds one table; scenarios, tensors and findings are in the json format. Several values in one cell are
-separated by a semicolon and a space.
+What else the answer holds is in the json format. Several values in one cell are separated by a semicolon and a space.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from typing import Any
 
-from memsize.documents.data import as_csv
-from memsize.documents.layers import COLUMNS, layer_table
-from memsize.documents.sections import Cell, Path, Specs, Words
-from memsize.records.report import Report
+from memsize.documents import Document
 
 SEPARATOR = "; "
 
-NAMES = {
-    "layer": "path",
-    "type": "type",
-    "output": "outputs",
-    "calls": "calls",
-    "parameters": "parameters",
-    "dtype": "stored_as",
-    "stored": "parameter_bytes",
-    "buffers": "buffer_bytes",
-    "unregistered": "attribute_bytes",
-    "cast": "cast_bytes",
-    "new": "output_bytes",
-    "saved": "saved_bytes",
-    "notes": "marks",
-}
-"""What each column is called in a file: the names that the json format has for the same figures."""
+
+def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
+    """The first of the flat tables of `document`, whatever `unit` says."""
+    table = next(iter(document.tables().values()))
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(table.columns)
+    writer.writerows(map(_value, row) for row in table.rows)
+    return file.getvalue()
 
 
-def render(report: Report, depth: int | None = None, columns: Sequence[str] | None = None) -> str:
-    """The layer table of `report`, all its columns unless some are chosen."""
-    table = layer_table(report, depth, columns or COLUMNS)
-    names = [NAMES[column.key] for column in table.columns]
-    return as_csv(names, ([_value(cell) for cell in row] for row in table.rows))
-
-
-def _value(cell: Cell) -> str | int:
-    if cell is None:
-        return ""
-    if isinstance(cell, Words | Specs):
-        return SEPARATOR.join(map(str, cell))
-    if isinstance(cell, Path):
-        return str(cell)
-    if isinstance(cell, int):
-        return int(cell)
-    return str(cell)
+def _value(cell: object) -> object:
+    return SEPARATOR.join(map(str, cell)) if isinstance(cell, tuple) else cell

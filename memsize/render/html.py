@@ -1,64 +1,74 @@
-"""A report as a web page, or as a fragment for a notebook: one template, no scripts, nothing fetched."""
+"""An answer as a web page, or as a part of one for a notebook: one template, no scripts, nothing fetched."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memsize.documents.sections import Cell, Column, Heading, Label, Missing, Section, Signed, Table, Title
-from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_phrases
+from memsize.documents import Document
+from memsize.documents.sections import Cell, Chart, Column, Label, Missing, Section, Signed, Table, Title
+from memsize.render import plot
+from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_phrases
 from memsize.render.text import LEFT
 from memsize.units import Bytes
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jinja2 import Template
 
 
-def render(parts: Iterable[Section], unit: str) -> str:
-    """`parts` as a page that stands on its own."""
-    return _template().render(**context(parts, unit), standalone=True) + "\n"
+def page(document: Document[Any], unit: str, width: int | None = None) -> str:
+    """`document` as a page that stands on its own."""
+    return _template().render(_context(document, unit), standalone=True) + "\n"
 
 
-def embedded(parts: Iterable[Section], unit: str = "MiB") -> str:
-    """`parts` as a part of a page."""
-    return _template().render(**context(parts, unit), standalone=False)
+def fragment(document: Document[Any], unit: str, width: int | None = None) -> str:
+    """`document` as a part of a page."""
+    return _template().render(_context(document, unit), standalone=False)
 
 
 @cache
-def environment() -> Environment:
-    """Where the templates of pages are found, and how they are read."""
+def _template() -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("memsize.render", "."),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    return environment.get_template("page.html.j2")
 
 
-def _template() -> Template:
-    return environment().get_template("report.html.j2")
-
-
-def context(parts: Iterable[Section], unit: str) -> dict[str, object]:
-    """What the template of a report needs to draw `parts`."""
-    parts = tuple(parts)
-    heading = next(iter(parts), None)
+def _context(document: Document[Any], unit: str) -> dict[str, object]:
+    """What the template needs to draw a document."""
+    sections = document.sections()
+    first = sections[0]
+    chart = next((section for section in sections if isinstance(section, Chart)), None)
     return {
-        "parts": [(type(part).__name__, part) for part in parts],
-        "name": heading.model if isinstance(heading, Heading) else heading.name if isinstance(heading, Title) else "",
+        "divisions": list(_divisions(sections)),
+        "name": first.name if isinstance(first, Title) else "",
+        "picture": chart and plot.picture(chart.timeline, unit),
         "unit": unit,
-        "phrases": draw_heading,
-        "words": draw_phrases,
+        "phrases": draw_phrases,
         "stop": draw_failure,
         "modelled": MODELLED,
         "body": _body,
         "total": _total,
         "side": lambda column: "text" if column.kind in LEFT else "number",
     }
+
+
+def _divisions(sections: Sequence[Section]) -> Iterator[list[tuple[str, Section]]]:
+    """The sections with the names of their types. A chart ends a division: its colours are for that alone."""
+    division: list[tuple[str, Section]] = []
+    for section in sections:
+        division.append((type(section).__name__, section))
+        if isinstance(section, Chart):
+            yield division
+            division = []
+    yield division
 
 
 class _Cell(NamedTuple):
@@ -86,7 +96,7 @@ def _largest(table: Table, place: int) -> int:
 
 def _cell(cell: Cell, column: Column, unit: str, largest: int) -> _Cell:
     bar = 100 * cell / largest if isinstance(cell, Bytes) and largest else 0
-    return _Cell(draw(cell, unit), column.kind, _hint(cell), round(bar, 1))
+    return _Cell(draw_cell(cell, unit), column.kind, _hint(cell), round(bar, 1))
 
 
 def _hint(cell: Cell) -> str:

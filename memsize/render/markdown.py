@@ -1,31 +1,46 @@
-"""A report as GitHub-flavoured markdown."""
+"""An answer as GitHub-flavoured markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from memsize.documents.sections import Findings, Heading, Notes, Path, Section, Specs, Stop, Table, Title, Words
-from memsize.render.cells import MODELLED, draw, draw_failure, draw_heading, draw_phrases, draw_title
+from memsize.documents import Document
+from memsize.documents.sections import (
+    Cell,
+    Chart,
+    Findings,
+    Notes,
+    Path,
+    Section,
+    Specs,
+    Stop,
+    Table,
+    Title,
+    Words,
+)
+from memsize.render import chart
+from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
 from memsize.render.text import LEFT
 
 _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#~"})
 
 
-def render(sections: Iterable[Section], unit: str) -> str:
-    """`sections` as markdown, with bytes in `unit`."""
-    return "\n\n".join("\n".join(_block(section, unit)) for section in sections) + "\n"
+def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
+    """The sections of `document`, bytes in `unit`. Lines are as long as they are, whatever `width` says."""
+    return "\n\n".join("\n".join(_block(section, unit)) for section in document.sections()) + "\n"
 
 
 def _block(section: Section, unit: str) -> Iterator[str]:
     match section:
-        case Heading():
-            yield f"## {_escaped(section.model)}"
-            yield ""
-            yield _escaped(" · ".join(draw_heading(section, unit)))
         case Title():
             yield f"## {_escaped(section.name)}"
             yield ""
             yield _escaped(" · ".join(draw_phrases(section, unit)))
+        case Chart():
+            yield "```text"
+            yield from chart.lines(section.timeline, unit)
+            yield "```"
         case Stop():
             first, reason, reading = draw_failure(section.failure)
             yield f"**{_escaped(first)}**"
@@ -71,8 +86,8 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(cell: object, unit: str) -> str:
-    text = draw(cell, unit)  # type: ignore[arg-type]
+def _cell(cell: Cell, unit: str) -> str:
+    text = draw_cell(cell, unit)
     if isinstance(cell, Path | Specs) and text:
         return f"`{text}`".replace("|", "\\|")
     if isinstance(cell, Words):

@@ -1,4 +1,4 @@
-"""A timeline as a web page, or as a fragment for a notebook: areas stacked by role, no scripts, nothing fetched.
+"""A timeline as a picture in a web page: areas stacked by role.
 
 What a pointer rests on says what it is: a phase, a layer's stretch of events, a role.
 """
@@ -6,19 +6,13 @@ What a pointer rests on says what it is: a phase, a layer's stretch of events, a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from memsize.documents.timeline import timeline_sections
 from memsize.records.roles import TITLES, Role, noun
 from memsize.records.timeline import Timeline
-from memsize.render import html
 from memsize.render.cells import MODEL, draw_bytes, shorten_path
 from memsize.units import DECIMAL, UNITS, format_bytes
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 POINTS: Final = 900
 """How many moments are drawn: about one for each pixel."""
@@ -54,38 +48,15 @@ class Frame(NamedTuple):
         return round(self.bottom - (self.bottom - self.top) * size / self.most, 1)
 
 
-def render(found: Timeline, unit: str) -> str:
-    """`found` as a page that stands on its own."""
-    return _template().render(**_context(found, unit), standalone=True) + "\n"
-
-
-def fragment(found: Timeline, unit: str = "MiB") -> str:
-    """`found` as a part of a page."""
-    return _template().render(**_context(found, unit), standalone=False)
-
-
-@cache
-def _template() -> Template:
-    return html.environment().get_template("timeline.html.j2")
-
-
-def _context(found: Timeline, unit: str) -> dict[str, Any]:
-    title, *rest = timeline_sections(found)
-    return html.context(rest, unit) | {
-        "title": title,
-        "colours": {role: TITLES[role].colours for role in found.live},
-        "picture": _picture(found, unit) if len(found) else None,
-    }
-
-
-def _picture(found: Timeline, unit: str) -> dict[str, Any]:
-    """Everything that the template draws, in the picture's units."""
+def picture(found: Timeline, unit: str) -> dict[str, Any]:
+    """Everything that the template draws of a timeline that has events, in the picture's units."""
     frame = Frame(len(found), max(found.reserved))
     moments = found.columns(POINTS)
     edges = [frame.x(place * len(found) / len(moments)) for place in range(len(moments) + 1)]
     lines = {"allocated": found.allocated, "reserved": found.reserved}
     return {
         "frame": frame,
+        "colours": {role: TITLES[role].colours for role in found.live},
         "areas": list(_areas(found, frame, moments, edges, unit)),
         "lines": {name: _points(_outline(edges, _drawn(column, moments, frame))) for name, column in lines.items()},
         "ticks": [(frame.y(size), draw_bytes(size, unit)) for size in _ticks(frame.most, unit)],

@@ -1,18 +1,19 @@
-"""A report as plain text: complete, or fitted to a terminal's width."""
+"""An answer as plain text: complete, or fitted to a terminal's width."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memsize.documents.sections import Column, Findings, Heading, Notes, Section, Stop, Table, Title
+from memsize.documents import Document
+from memsize.documents.sections import Chart, Column, Findings, Notes, Section, Stop, Table, Title
+from memsize.render import chart
 from memsize.render.cells import (
     MODELLED,
-    draw,
+    draw_cell,
     draw_failure,
-    draw_heading,
     draw_phrases,
     draw_title,
     shorten,
@@ -29,18 +30,18 @@ LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
 """How far a column of texts may be shortened before a column is left out instead."""
 
 
-def render(sections: Iterable[Section], unit: str, width: int | None = None) -> str:
-    """`sections` as text in `unit`, no line longer than `width` when it is given and that is possible."""
-    blocks = ("\n".join(_block(section, unit, width)) for section in sections)
+def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
+    """The sections of `document`, with bytes in `unit`; no line is longer than `width` where that can be."""
+    blocks = ("\n".join(_block(section, unit, width)) for section in document.sections())
     return "\n\n".join(blocks) + "\n"
 
 
 def _block(section: Section, unit: str, width: int | None) -> Iterator[str]:
     match section:
-        case Heading():
-            yield from _heading(section.model, draw_heading(section, unit), width)
         case Title():
             yield from _heading(section.name, draw_phrases(section, unit), width)
+        case Chart():
+            yield from chart.lines(section.timeline, unit, width)
         case Stop():
             first, reason, reading = draw_failure(section.failure)
             yield from _wrapped(first, width)
@@ -118,8 +119,10 @@ def _table(table: Table, unit: str, width: int | None) -> Iterator[str]:
 
 
 def _columns(table: Table, unit: str) -> list[_Drawn]:
-    totals: Sequence[str] = [draw(cell, unit) for cell in table.total] if table.total else [""] * len(table.columns)
-    bodies = [tuple(draw(row[place], unit) for row in table.rows) for place in range(len(table.columns))]
+    totals: Sequence[str] = (
+        [draw_cell(cell, unit) for cell in table.total] if table.total else [""] * len(table.columns)
+    )
+    bodies = [tuple(draw_cell(row[place], unit) for row in table.rows) for place in range(len(table.columns))]
     return [
         _Drawn(column, _title(column, unit, body, total), body, total)
         for column, body, total in zip(table.columns, bodies, totals, strict=True)

@@ -1,15 +1,33 @@
-"""A checkpoint's report as typed sections, in reading order."""
+"""A checkpoint's report as a document: what every byte of the files is for, what would remain, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from memsize.checkpoint.breakdown import halved
-from memsize.checkpoint.findings import Inspection
-from memsize.checkpoint.record import PROBLEMS, Difference, FileRecord, Group, PartKind, Tensor, Use, View
-from memsize.documents.sections import Cell, Column, Findings, Notes, Path, Section, Share, Specs, Table, Title, Words
+from memsize.checkpoint.dtypes import BITS
+from memsize.checkpoint.record import PROBLEMS, USES, Difference, FileRecord, Group, Match, PartKind, Tensor, Use, View
+from memsize.checkpoint.report import CheckpointReport
+from memsize.documents import Document, findings_data, plain
+from memsize.documents.sections import (
+    Cell,
+    Column,
+    Path,
+    Section,
+    Share,
+    Specs,
+    Table,
+    Title,
+    Words,
+    explained,
+    listed,
+)
+from memsize.records.answer import FlatTable
 from memsize.units import Bytes
 
+SCHEMA: Final = "memsize.checkpoint/1"
 MOST_DIFFERENCES = 40
 MOST_VALUES = 24
 MOST_FILES = 40
@@ -26,29 +44,70 @@ _USES: tuple[tuple[Use, str, str], ...] = (
 )
 
 
-def sections(report: Inspection, depth: int | None = None) -> tuple[Section, ...]:
-    """`report` in reading order. `depth` cuts the module table; by default it is as deep as it can be read."""
-    parts: list[Section] = [title(report), parts_table(report)]
-    if len(report.breakdown.dtypes) > 1:
-        parts.append(dtype_table(report))
-    if report.contents.tensors:
-        parts.append(module_table(report, depth))
-    if len(report.contents.files) > 1:
-        parts.append(file_table(report))
-    if report.contents.tensors:
-        parts.append(remains_table(report))
-    if report.match and report.match.differences:
-        parts.append(difference_table(report))
-    if report.findings:
-        parts.append(Findings("Why", report.findings))
-    if report.contents.values:
-        parts.append(Notes("Also in it", tuple(_values(report))))
-    if report.contents.notes:
-        parts.append(Notes("Notes", report.contents.notes))
-    return tuple(parts)
+@dataclass(frozen=True)
+class CheckpointDocument(Document[CheckpointReport]):
+    """A checkpoint's report. `depth` cuts the module table; by default it is as deep as it can be read, and in files
+    each tensor by itself.
+    """
+
+    depth: int | None = None
+
+    def sections(self) -> tuple[Section, ...]:
+        """What the bytes are for, by part, dtype, module and file, what would remain of them, and why."""
+        report, contents = self.answer, self.answer.contents
+        return (
+            title(report),
+            parts_table(report),
+            *([dtype_table(report)] if len(report.breakdown.dtypes) > 1 else []),
+            *([module_table(report, self.depth)] if contents.tensors else []),
+            *([file_table(report)] if len(contents.files) > 1 else []),
+            *([remains_table(report)] if contents.tensors else []),
+            *([difference_table(report.match)] if report.match and report.match.differences else []),
+            *explained(report.findings),
+            *listed("Also in it", tuple(_values(report))),
+            *listed("Notes", contents.notes),
+        )
+
+    def tables(self) -> dict[str, FlatTable]:
+        """The modules down to `depth`, and what else the report has."""
+        return self.answer.tables() | {"modules": self.answer.module_table(self.depth)}
+
+    def data(self, unit: str) -> dict[str, Any]:
+        """Everything that is known, whatever `depth` says."""
+        report, contents, breakdown = self.answer, self.answer.contents, self.answer.breakdown
+        tables = report.tables()
+        return {
+            "schema": SCHEMA,
+            "path": contents.path,
+            "format": contents.format,
+            "bytes": contents.size,
+            "uses": {use: sum(file.bytes_for(use) for file in contents.files) for use in USES},
+            "behind_views": breakdown.unneeded,
+            "unnamed": breakdown.unowned,
+            "saved_by_compression": contents.compressed,
+            "files": [_file_data(file) for file in contents.files],
+            **{name: tables[name].records() for name in ("parts", "dtypes", "tensors")},
+            "remains": dict(remains(report)),
+            "against": plain(report.match),
+            "findings": findings_data(report.findings, unit),
+            "values": dict(contents.values),
+            "classes": contents.classes,
+            "missing": contents.missing,
+            "notes": contents.notes,
+        }
 
 
-def title(report: Inspection) -> Title:
+def _file_data(file: FileRecord) -> dict[str, Any]:
+    return {
+        "name": file.name,
+        "format": file.format,
+        "bytes": file.size,
+        "tensors": file.tensors,
+        "uses": dict(zip(USES, file.uses, strict=True)),
+    }
+
+
+def title(report: CheckpointReport) -> Title:
     """The file, its format, its size and what it holds."""
     contents = report.contents
     tensors, files = len(contents.tensors), len(contents.files)
@@ -67,7 +126,7 @@ _DTYPE = Column("dtype", "stored as", "words", 70, "the dtypes they are stored i
 _SHARE = Column("share", "% of all", "share", 85, "of the bytes of all files")
 
 
-def parts_table(report: Inspection) -> Table:
+def parts_table(report: CheckpointReport) -> Table:
     """What every byte of the files is for: the rows add up to their size."""
     breakdown, size = report.breakdown, report.contents.size
     rows = [(*_group_cells(group), Bytes(group.bytes), _share(group.bytes, size)) for group in breakdown.parts]
@@ -88,7 +147,7 @@ def _group_cells(group: Group) -> tuple[Cell, ...]:
     return (str(group.kind), group.name, group.tensors, group.elements, Words(group.dtypes))
 
 
-def _rest(report: Inspection) -> Iterator[tuple[str, str, int]]:
+def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
     """What is no tensor's: each with a word on what it is, and its bytes."""
     breakdown, contents = report.breakdown, report.contents
     figures = [
@@ -100,7 +159,7 @@ def _rest(report: Inspection) -> Iterator[tuple[str, str, int]]:
     return (figure for figure in figures if figure[2])
 
 
-def dtype_table(report: Inspection) -> Table:
+def dtype_table(report: CheckpointReport) -> Table:
     """The tensors by dtype."""
     groups, size = report.breakdown.dtypes, report.contents.size
     columns = (
@@ -112,41 +171,43 @@ def dtype_table(report: Inspection) -> Table:
     rows = tuple(
         (group.name, group.tensors, group.elements, Bytes(group.bytes), _share(group.bytes, size)) for group in groups
     )
-    return Table("dtypes", "Dtypes", columns, rows, _total(groups, size, named=1))
+    tensors, elements, needed, _ = _sums(groups)
+    return Table("dtypes", "Dtypes", columns, rows, ("total", tensors, elements, Bytes(needed), _share(needed, size)))
 
 
-def module_table(report: Inspection, depth: int | None = None) -> Table:
+def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     """The tensors by module, down to `depth` below their part; the rows add up to the tensors' bytes."""
     view = report.breakdown.fitting_view if depth is None else View(depth)
     groups, size = report.breakdown.modules(view), report.contents.size
-    behind = any(group.unneeded for group in groups)
     columns = (
         Column("module", "module", "name", 100, "the names' common prefix"),
         Column("part", "part", "text", 55, "the part it belongs to"),
         *_COUNTS,
         _DTYPE,
         Column("bytes", "needed", "bytes", 95, "bytes that its tensors need, shared ones once"),
-        *([Column("unneeded", "behind views", "bytes", 90, "storage that no tensor covers")] if behind else []),
+        Column("unneeded", "behind views", "bytes", 90, "storage that no tensor covers"),
         _SHARE,
     )
     roots = {(group.kind, group.root) for group in groups}
-    rows = []
-    for group in groups[:MOST_MODULES]:
-        extra = (Bytes(group.unneeded),) if behind else ()
-        dtypes = Words(group.dtypes)
-        figures = (group.tensors, group.elements, dtypes, Bytes(group.bytes), *extra, _share(group.bytes, size))
-        rows.append((Path(_below(group, roots)), str(group.kind), *figures))
-    if len(groups) > MOST_MODULES:
-        more = groups[MOST_MODULES:]
-        extra = (Bytes(sum(group.unneeded for group in more)),) if behind else ()
-        _, *sums, share = _total(more, size, named=2, blank=1)
-        rows.append((Path(f"{len(more):,} more (JSON has them all)"), *sums, *extra, share))
-    total = list(_total(groups, size, named=2, blank=1))
-    if behind:
-        total.insert(-1, Bytes(sum(group.unneeded for group in groups)))
+    rows: list[tuple[Cell, ...]] = [
+        (
+            Path(_below(group, roots)),
+            str(group.kind),
+            group.tensors,
+            group.elements,
+            Words(group.dtypes),
+            Bytes(group.bytes),
+            Bytes(group.unneeded),
+            _share(group.bytes, size),
+        )
+        for group in groups[:MOST_MODULES]
+    ]
+    if more := groups[MOST_MODULES:]:
+        rows.append(_module_sums(Path(f"{len(more):,} more (JSON has them all)"), more, size))
+    total = _module_sums("total", groups, size)
     caption = "Modules" if view.depth is None else f"Modules to depth {view.depth}"
     caption += ", numbered ones together" if view.folded else ""
-    return Table("modules", "Modules", columns, tuple(rows), tuple(total), caption=caption)
+    return Table("modules", "Modules", columns, tuple(rows), total, caption=caption).without_empty("unneeded")
 
 
 def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
@@ -155,14 +216,18 @@ def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
     return group.name.removeprefix(f"{group.root}.") if alone and group.root else group.name
 
 
-def _total(groups: tuple[Group, ...], size: int, named: int, blank: int = 0) -> tuple[Cell, ...]:
-    """The total of `groups`, behind `named` columns of names and before `blank` ones without a sum."""
-    needed = sum(group.bytes for group in groups)
-    counts = (sum(group.tensors for group in groups), sum(group.elements for group in groups))
-    return ("total", *[None] * (named - 1), *counts, *[None] * blank, Bytes(needed), _share(needed, size))
+def _sums(groups: tuple[Group, ...]) -> tuple[int, int, int, int]:
+    """The tensors, elements, bytes and unneeded bytes of all `groups`."""
+    tensors, elements = sum(group.tensors for group in groups), sum(group.elements for group in groups)
+    return tensors, elements, sum(group.bytes for group in groups), sum(group.unneeded for group in groups)
 
 
-def file_table(report: Inspection) -> Table:
+def _module_sums(label: str, groups: tuple[Group, ...], size: int) -> tuple[Cell, ...]:
+    tensors, elements, needed, unneeded = _sums(groups)
+    return label, None, tensors, elements, None, Bytes(needed), Bytes(unneeded), _share(needed, size)
+
+
+def file_table(report: CheckpointReport) -> Table:
     """The files, and what the bytes of each are for."""
     files = report.contents.files
     others = tuple(entry for entry in _USES if any(file.bytes_for(entry[0]) for file in files))
@@ -185,7 +250,7 @@ def file_table(report: Inspection) -> Table:
     return Table("files", "Files", columns, tuple(rows), cells("total", files))
 
 
-def remains_table(report: Inspection) -> Table:
+def remains_table(report: CheckpointReport) -> Table:
     """What is left when only some of it is kept."""
     size = report.contents.size
     columns = (
@@ -197,7 +262,7 @@ def remains_table(report: Inspection) -> Table:
     return Table("remains", "What remains", columns, rows)
 
 
-def remains(report: Inspection) -> Iterator[tuple[str, int]]:
+def remains(report: CheckpointReport) -> Iterator[tuple[str, int]]:
     """What is kept, and the bytes of tensor data that it takes: the tensors, the model's, the same in float16."""
     breakdown = report.breakdown
     everything = list(report.contents.tensors)
@@ -222,18 +287,13 @@ def _alone(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    from dataclasses import replace
-
-    from memsize.checkpoint.dtypes import BITS
-
     bits = BITS.get(tensor.spec.dtype, 0)
     return replace(tensor, bytes=tensor.elements * bits + 7 >> 3)
 
 
-def difference_table(report: Inspection) -> Table:
+def difference_table(match: Match) -> Table:
     """What is not as the model wants it, the most serious first."""
-    assert report.match is not None
-    rows = sorted(report.match.differences, key=lambda difference: PROBLEMS.index(difference.problem))
+    rows = sorted(match.differences, key=lambda difference: PROBLEMS.index(difference.problem))
     columns = (
         Column("name", "tensor", "name", 100, "its name in the model, or in the file if the model has none"),
         Column("problem", "problem", "text", 95, "what load_state_dict would complain about"),
@@ -241,7 +301,7 @@ def difference_table(report: Inspection) -> Table:
         Column("model", "in the model", "specs", 85, "what the model has"),
     )
     more = len(rows) - MOST_DIFFERENCES
-    caption = f"Differences from {report.match.model}"
+    caption = f"Differences from {match.model}"
     caption += f", the first {MOST_DIFFERENCES} of {len(rows):,} (JSON has them all)" if more > 0 else ""
     cells = tuple(map(_difference, rows[:MOST_DIFFERENCES]))
     return Table("differences", "Differences", columns, cells, caption=caption)
@@ -256,7 +316,7 @@ def _difference(row: Difference) -> tuple[Cell, ...]:
     )
 
 
-def _values(report: Inspection) -> Iterator[str]:
+def _values(report: CheckpointReport) -> Iterator[str]:
     values = report.contents.values
     for name, value in values[:MOST_VALUES]:
         shown = value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 1]}…"
