@@ -38,7 +38,7 @@ from memsize.cuda.cudnn.plans import Plans
 from memsize.errors import InputError, OutputError, ScenarioError
 from memsize.loading.weightless import Weightless
 from memsize.model.inputs import inputs_from_data, inputs_from_specs
-from memsize.model.materialize import materialize
+from memsize.model.materialize import executable, materialize
 from memsize.records.gpu import Interval
 from memsize.records.measurement import (
     NO_LOCATION,
@@ -324,6 +324,15 @@ def test_a_model_made_real_keeps_its_structure() -> None:
     norm = nn.BatchNorm1d(8192, device="meta")
     materialize(norm, torch.device("cpu"))
     assert bool((norm.weight == 1).all() and (norm.running_var == 1).all())
+
+
+def test_an_executable_copy_has_values_everywhere() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, device="meta"))
+    model.scale = torch.ones(4, device="meta")  # type: ignore[assignment]  # neither a parameter nor a buffer
+    copied = executable(model)
+    assert torch.equal(copied[0].weight, model[0].weight) and copied[0].weight is not model[0].weight
+    assert not copied.scale.is_meta and not any(tensor.is_meta for tensor in copied.state_dict().values())
+    assert model[1].weight.is_meta and model.scale.is_meta  # the user's own is left as it is
 
 
 def test_a_checkpoint_inside_the_model_is_recomputed_for_real() -> None:
