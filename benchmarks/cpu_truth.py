@@ -32,16 +32,16 @@ from benchmarks.nets.visual import ViTBase
 from benchmarks.truth.standin import STACK, StandIn
 from benchmarks.truth.suite import NETS, Build
 from memsize.analysis.verify.alignment import align
-from memsize.analysis.verify.experiment import Experiment
-from memsize.analysis.verify.prediction import predicted
-from memsize.analysis.verify.running import measure
+from memsize.analysis.verify.measure import measure
+from memsize.analysis.verify.prediction import predict
+from memsize.analysis.verify.verification import Experiment
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
 from memsize.cuda.region import cuda_semantics
 from memsize.loading.weightless import Weightless
 from memsize.model.inputs import inputs_from_specs
-from memsize.records.verification import Alignment, Difference
+from memsize.records.verification import Alignment, AllocationDifference
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training
@@ -219,11 +219,11 @@ def _kernels_of_both(own: bool) -> Iterator[None]:
 def held(run: Run) -> Held:
     """The run's step, real on the CPU, beside its prediction for a GPU without workspaces."""
     case = run.make()
-    with _kernels_of_both(run.own), EvenChoices(), StandIn(NO_WORKSPACES) as gauge:
-        said = predicted(case.trace(NO_WORKSPACES, NoPlans(STACK.capability)), NO_WORKSPACES)
-        plan = case.plan(gauge.device, track=False)
+    with _kernels_of_both(run.own), EvenChoices(), StandIn(NO_WORKSPACES) as memory:
+        said = predict(case.trace(NO_WORKSPACES, NoPlans(STACK.capability)), NO_WORKSPACES)
+        plan = case.plan(memory.device, track=False)
         with cuda_semantics(stands_for=("cpu",)):
-            seen = measure(replace(plan, realize=partial(_realized, plan.realize, case.scenario.autocast)), gauge)
+            seen = measure(replace(plan, build=partial(_with_cuda_casts, plan.build, case.scenario.autocast)), memory)
     assert seen.log is not None and seen.peaks is not None
     found = align(said.log, seen.log)
     kinds = {name: type(module) for name, module in case.model.named_modules()}
@@ -231,9 +231,9 @@ def held(run: Run) -> Held:
     return Held(run.name, found, reasons, said.most.requested - seen.peaks.requested)
 
 
-def _realized(realize: Callable[[], Setup], autocast: str | None) -> Setup:
+def _with_cuda_casts(build: Callable[[], Setup], autocast: str | None) -> Setup:
     """The real step's setup, under CUDA's casts where it is under the CPU's."""
-    setup = realize()
+    setup = build()
     return replace(setup, autocast=partial(autocast_region, getattr(torch, autocast))) if autocast else setup
 
 
@@ -291,13 +291,13 @@ class Held:
     peak: int
 
     @property
-    def unexplained(self) -> tuple[Difference, ...]:
+    def unexplained(self) -> tuple[AllocationDifference, ...]:
         """The differences that no reason covers."""
         both = zip(self.alignment.differences, self.reasons, strict=True)
         return tuple(difference for difference, reason in both if reason is None)
 
 
-def _reason(difference: Difference, kinds: Mapping[str, type[nn.Module]]) -> Reason | None:
+def _reason(difference: AllocationDifference, kinds: Mapping[str, type[nn.Module]]) -> Reason | None:
     """Why a difference is there; `kinds` are the types of the model's modules by path."""
     kind = kinds.get(difference.place.layer or "", nn.Module)
     for reason in BY_DESIGN:

@@ -26,7 +26,7 @@ from benchmarks.truth.outcomes import FOLDER, Outcome, Truth, path_of, read, wri
 from benchmarks.truth.suite import SUITE
 from memsize import __version__
 from memsize.errors import InputError
-from memsize.records.measurement import Stack
+from memsize.records.measurement import SoftwareStack
 from memsize.units import format_bytes
 
 _FIRST = 180.0
@@ -46,7 +46,7 @@ class Options:
     resume: bool = False
     logs: Path | None = None
     command: str = ""
-    gauge: str = CUDA
+    memory: str = CUDA
     lanes: int = max(1, (os.cpu_count() or 2) * 3 // 4)
 
 
@@ -87,8 +87,8 @@ def collect(options: Options) -> Path:
     """
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as name:
-        lanes, stack = Lanes(Path(name), options.gauge).stack(min(_FIRST, options.seconds))
-        where: Stack = worker.read(stack)
+        lanes, stack = Lanes(Path(name), options.memory).stack(min(_FIRST, options.seconds))
+        where: SoftwareStack = worker.read(stack)
         path = path_of(where, options.folder)
         truth = _begun(options, where, path)
         wanted = [each for each in options.names if (each, False) not in truth.done or _once_more(each, truth)]
@@ -103,7 +103,7 @@ def collect(options: Options) -> Path:
     return path
 
 
-def _begun(options: Options, stack: Stack, path: Path) -> Truth:
+def _begun(options: Options, stack: SoftwareStack, path: Path) -> Truth:
     fresh = Truth(stack, datetime.now(UTC).date().isoformat(), options.command, __version__)
     if not (options.resume and path.exists()):
         return fresh
@@ -148,7 +148,7 @@ def _measured(
             return
         said = predictions[name]
         known = None if isinstance(said, LaneError) else said
-        arguments = (options.gauge, name, benchmark, known, options.logs)
+        arguments = (options.memory, name, benchmark, known, options.logs)
         try:
             outcome: Outcome = worker.read(lanes.run(worker.write_outcome, arguments, min(options.each, left)))
         except LaneError as error:

@@ -25,7 +25,7 @@ from memsize.device.allocator import replay
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.device.workspace_bounds import requests, variants
-from memsize.records.measurement import Stack
+from memsize.records.measurement import SoftwareStack
 from memsize.records.trace import Trace
 
 GPUS = ("t4", "a100", "rtx 3090", "h100", "rtx 5090")
@@ -33,10 +33,10 @@ NETS = ("toy", "resnet18", "resnet50", "vgg16", "efficientnet-b0", "convnext-tin
 MIB = 2**20
 
 
-def stack(gpu: str) -> Stack:
+def stack(gpu: str) -> SoftwareStack:
     """The newest PyTorch on a card."""
     found = card(gpu)
-    return Stack(found.name, found.capability, found.bytes, "2.14.1", "3.12")
+    return SoftwareStack(found.name, found.capability, found.bytes, "2.14.1", "3.12")
 
 
 def entries(every: bool) -> list[Entry]:

@@ -246,15 +246,14 @@ def verify(
     saved = None if against is None else read_measurements(os.fspath(against))
     if saved is None:
         # Before anything else: this may be all there is to say, and it must see the device untouched.
-        from memsize.analysis.verify.cuda_memory import CudaGauge
+        from memsize.analysis.verify.cuda_memory import CudaMemory
 
-        gauge = CudaGauge(device)
+        memory = CudaMemory(device)
     with _opened(subject, say) as found:
-        from memsize.analysis.verify.experiment import Experiment
-        from memsize.analysis.verify.session import replayed, verified
+        from memsize.analysis.verify.verification import Experiment, verify_measurements, verify_step
 
         experiment = Experiment(*found.run, asked, trained)
-        checked = verified(experiment, gauge, say) if saved is None else replayed(experiment, saved)
+        checked = verify_step(experiment, memory, say) if saved is None else verify_measurements(experiment, saved)
     return replace(checked, notes=(*checked.notes, *found.notes))
 
 

@@ -104,3 +104,11 @@ def in_one_line(error: BaseException) -> str:
         return f"{type(error).__name__}: {error.msg}"
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+class DataDependentError(RuntimeError):
+    """A value was asked for that only real data could tell, or weights that were not loaded.
+
+    It is raised inside the model's code, so it is a `RuntimeError` as PyTorch's own refusals are. The user sees it as
+    the cause of a `ForwardError`; a model whose constructor meets it is built with its weights in memory.
+    """

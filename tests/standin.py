@@ -1,4 +1,4 @@
-"""The gauge that stands in for a GPU, where tests look for it."""
+"""The memory that stands in for a GPU's, where tests look for it."""
 
 from benchmarks.truth.standin import CONTEXT, STACK, StandIn, trace_entry
 

@@ -9,18 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsize.analysis.verify.alignment import align
-from memsize.analysis.verify.matching import Window, _shortest_edit, gaps, matched
-from memsize.records.measurement import NOWHERE, Entry, Log, Place, allocations, log_of
-from memsize.records.verification import Difference, Kind
+from memsize.analysis.verify.alignment import Window, _shortest_edit, align, gaps, matched
+from memsize.records.measurement import NO_LOCATION, AllocationLog, LogEntry, OpLocation, allocations, log_of
+from memsize.records.verification import AllocationDifference, DifferenceKind
 
-FC, ACT, HEAD = Place("forward", "fc", "addmm"), Place("forward", "act", "relu"), Place("forward", "head", "addmm")
-GRAD = Place("backward", "head", "mm")
+FC, ACT, HEAD = (
+    OpLocation("forward", "fc", "addmm"),
+    OpLocation("forward", "act", "relu"),
+    OpLocation("forward", "head", "addmm"),
+)
+GRAD = OpLocation("backward", "head", "mm")
 
-Event = tuple[int, int, Place]
+Event = tuple[int, int, OpLocation]
 
 
-def log(*events: Event) -> Log:
+def log(*events: Event) -> AllocationLog:
     return log_of(events)
 
 
@@ -65,30 +68,30 @@ def test_one_that_only_the_real_step_has() -> None:
     workspace = (9, 8_519_680, HEAD)
     real = (*STEP[:3], workspace, *STEP[3:])
     found = align(log(*STEP), log(*real))
-    assert found.differences == (Difference("real only", HEAD, None, 8_519_680, True),)
+    assert found.differences == (AllocationDifference("real only", HEAD, None, 8_519_680, True),)
     assert found.differences[0].bytes == 8_519_680
     turned = align(log(*real), log(*STEP))
-    assert turned.differences == (Difference("predicted only", HEAD, 8_519_680, None, True),)
+    assert turned.differences == (AllocationDifference("predicted only", HEAD, 8_519_680, None, True),)
     assert turned.differences[0].bytes == -8_519_680
 
 
 def test_another_size_at_the_same_place() -> None:
     real = [(s, d * 2, p) if s == 1 else (s, d, p) for s, d, p in STEP]
     found = align(log(*STEP), log(*real))
-    assert found.differences == (Difference("other size", ACT, 4096, 8192, True),)
+    assert found.differences == (AllocationDifference("other size", ACT, 4096, 8192, True),)
     assert found.differences[0].bytes == 4096
 
 
 def test_sizes_that_differ_within_a_block() -> None:
     # both are one block of 512 B, so they match at once; what was asked for differs all the same
     found = align(log((0, 500, FC)), log((0, 512, ACT)))
-    assert found.differences == (Difference("other size", FC, 500, 512, True),)
+    assert found.differences == (AllocationDifference("other size", FC, 500, 512, True),)
 
 
 def test_another_end() -> None:
     real = [event for event in STEP if event[:2] != (0, -4096)] + [(0, -4096, GRAD)]
     found = align(log(*STEP), log(*real))
-    assert found.differences == (Difference("freed later", FC, 4096, 4096, True),)
+    assert found.differences == (AllocationDifference("freed later", FC, 4096, 4096, True),)
     assert found.differences[0].bytes == 4096
     turned = align(log(*real), log(*STEP))
     assert [difference.kind for difference in turned.differences] == ["freed earlier"]
@@ -96,12 +99,12 @@ def test_another_end() -> None:
 
 
 def test_places_told_differently_are_no_difference() -> None:
-    real = [(s, d, NOWHERE if s == 2 else p) for s, d, p in STEP]
+    real = [(s, d, NO_LOCATION if s == 2 else p) for s, d, p in STEP]
     assert align(log(*STEP), log(*real)).differences == ()
 
 
 def test_what_nobody_noted_the_place_of_is_matched_by_size_only() -> None:
-    found = align(log((0, 512, NOWHERE)), log((0, 2048, NOWHERE)))
+    found = align(log((0, 512, NO_LOCATION)), log((0, 2048, NO_LOCATION)))
     assert [difference.kind for difference in found.differences] == ["predicted only", "real only"]
 
 
@@ -111,12 +114,12 @@ def test_differences_come_in_the_order_of_the_step() -> None:
     assert [difference.place for difference in found.differences] == [FC, HEAD]
 
 
-PLACES = st.sampled_from([FC, ACT, HEAD, GRAD, NOWHERE])
+PLACES = st.sampled_from([FC, ACT, HEAD, GRAD, NO_LOCATION])
 SIZES = st.sampled_from([4, 512, 513, 1024, 65_536, 2**20])
 
 
 @st.composite
-def logs(draw: st.DrawFn) -> Log:
+def logs(draw: st.DrawFn) -> AllocationLog:
     """Any log: storages appear in order, and some end."""
     events: list[Event] = []
     live: list[tuple[int, int]] = []
@@ -132,14 +135,14 @@ def logs(draw: st.DrawFn) -> Log:
 
 
 @given(logs())
-def test_a_log_is_as_itself(first: Log) -> None:
+def test_a_log_is_as_itself(first: AllocationLog) -> None:
     found = align(first, first)
     assert not found.differences
     assert found.matched == found.predicted == found.real
 
 
 @given(logs(), st.data())
-def test_an_allocation_put_in_is_found(first: Log, data: st.DataObject) -> None:
+def test_an_allocation_put_in_is_found(first: AllocationLog, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, len(first.entries)))
     # no other allocation has that size
     entries = [(e.storage, e.delta, first.places[e.place]) for e in first.entries]
@@ -150,7 +153,7 @@ def test_an_allocation_put_in_is_found(first: Log, data: st.DataObject) -> None:
     assert found.differences == tuple(only)
 
 
-MIRRORED: dict[Kind, Kind] = {
+MIRRORED: dict[DifferenceKind, DifferenceKind] = {
     "predicted only": "real only",
     "real only": "predicted only",
     "other size": "other size",
@@ -160,7 +163,7 @@ MIRRORED: dict[Kind, Kind] = {
 
 
 @given(logs(), logs())
-def test_swapping_the_sides_swaps_what_is_said_of_them(first: Log, second: Log) -> None:
+def test_swapping_the_sides_swaps_what_is_said_of_them(first: AllocationLog, second: AllocationLog) -> None:
     one, other = align(first, second), align(second, first)
     assert (one.predicted, one.real, one.matched) == (other.real, other.predicted, other.matched)
     assert Counter((MIRRORED[d.kind], d.real, d.predicted, d.at_peak) for d in one.differences) == Counter(
@@ -169,7 +172,7 @@ def test_swapping_the_sides_swaps_what_is_said_of_them(first: Log, second: Log) 
 
 
 @given(logs(), logs())
-def test_every_allocation_is_matched_or_told(first: Log, second: Log) -> None:
+def test_every_allocation_is_matched_or_told(first: AllocationLog, second: AllocationLog) -> None:
     found = align(first, second)
     kinds = Counter(difference.kind for difference in found.differences)
     assert found.matched + kinds["predicted only"] == found.predicted
@@ -216,7 +219,7 @@ def test_a_long_log_with_little_in_common() -> None:
 
 def test_a_hundred_thousand_events() -> None:
     """A large step, and the same with every hundredth allocation missing."""
-    places = [Place("forward", f"layers.{number // 10}", "addmm") for number in range(50_000)]
+    places = [OpLocation("forward", f"layers.{number // 10}", "addmm") for number in range(50_000)]
     events = [(number, 512 * (1 + number % 37), places[number]) for number in range(50_000)]
     ends = [(number, -512 * (1 + number % 37), places[number]) for number in reversed(range(50_000))]
     whole = log_of([*events, *ends])
@@ -226,11 +229,11 @@ def test_a_hundred_thousand_events() -> None:
 
 
 @pytest.mark.parametrize("log_", [log(), log(*STEP)])
-def test_a_log_beside_nothing(log_: Log) -> None:
+def test_a_log_beside_nothing(log_: AllocationLog) -> None:
     found = align(log_, log())
     assert found.predicted == len(found.differences) == len(allocations(log_))
 
 
 def test_places_are_kept_once() -> None:
     assert log(*STEP).places == (FC, ACT, HEAD, GRAD)
-    assert log(*STEP).entries[2] == Entry(0, -4096, 1)
+    assert log(*STEP).entries[2] == LogEntry(0, -4096, 1)

@@ -15,12 +15,12 @@ from torch import nn
 from benchmarks import cpu_truth
 from benchmarks.cpu_truth import BY_DESIGN, RUNS, SMALL, EvenChoices, Held, Run, held, line, main
 from benchmarks.truth.suite import NETS
-from memsize.constants.known import known
+from memsize.constants.values import constant_of
 from memsize.model.inputs import inputs_from_specs
-from memsize.records.measurement import Place
-from memsize.records.verification import Alignment, Difference
+from memsize.records.measurement import OpLocation
+from memsize.records.verification import Alignment, AllocationDifference
 from memsize.spec.inputs import parse_inputs
-from memsize.tracing.dispatch import Answers
+from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python
 
 RECURRENT, NORMS, ATTENTION = (reason.what for reason in BY_DESIGN)
@@ -102,8 +102,8 @@ def test_what_nobody_explains_is_found(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_a_reason_holds_where_it_is_meant_to() -> None:
-    def differing(kind: str, layer: str | None, op: str) -> Difference:
-        return Difference(kind, Place("forward", layer, op), 8, 8, False)  # type: ignore[arg-type]
+    def differing(kind: str, layer: str | None, op: str) -> AllocationDifference:
+        return AllocationDifference(kind, OpLocation("forward", layer, op), 8, 8, False)  # type: ignore[arg-type]
 
     kinds = {"": nn.Module, "layers": nn.LSTM, "head": nn.Linear}
     why = [cpu_truth._reason(differing("real only", layer, "mm"), kinds) for layer in ("layers", "head", None)]
@@ -117,7 +117,7 @@ def test_a_reason_holds_where_it_is_meant_to() -> None:
 
 
 def test_a_row_of_the_table() -> None:
-    different = Difference("real only", Place("forward", None, "mm"), None, 8, False)
+    different = AllocationDifference("real only", OpLocation("forward", None, "mm"), None, 8, False)
     seen = Alignment(1200, 1201, 1199, (different, different, different))
     found = Held("net", seen, (BY_DESIGN[0], None, BY_DESIGN[0]), -16)
     assert line(found) == ["net", "1,200", "1,199", "2 recurrent layers, 1 unexplained", "-16 B"]
@@ -126,9 +126,9 @@ def test_a_row_of_the_table() -> None:
 def test_choices_fall_as_they_are_assumed_to() -> None:
     with EvenChoices():
         chosen = torch.randn(12, 5).topk(2).indices
-    with Answers():
+    with MetaDispatchMode():
         unknown = torch.empty(1 << 20, device="meta")[: 12 * 5].view(12, 5)  # small ones are taken to be zeros
-        assumed = known(unknown.topk(2).indices)
+        assumed = constant_of(unknown.topk(2).indices)
     assert assumed is not None and chosen.equal(assumed)
 
 

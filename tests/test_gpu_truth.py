@@ -34,12 +34,12 @@ from benchmarks.truth.lanes import LaneError, Lanes
 from benchmarks.truth.outcomes import FOLDER, Outcome, Truth, outcome_of, path_of, paths, read, write
 from benchmarks.truth.suite import NETS, SUITE
 from benchmarks.truth.table import NOT_YET, table
-from memsize.analysis.verify.prediction import predicted
+from memsize.analysis.verify.prediction import predict
 from memsize.errors import InputError
 from memsize.loading.weightless import Weightless
 from memsize.records.gpu import Interval
-from memsize.records.measurement import DeviceUse, Log, MeasuredWorkload, Measurement, Peaks, Stack
-from memsize.records.verification import Checked, Prediction
+from memsize.records.measurement import AllocationLog, DeviceUse, MeasuredWorkload, Measurement, Peaks, SoftwareStack
+from memsize.records.verification import Prediction, VerifiedRun
 from tests.conftest import ROOT
 from tests.standin import STACK
 
@@ -111,7 +111,7 @@ WORKLOADS = [name if name.startswith(QUICK) else pytest.param(name, marks=pytest
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_workload_is_predicted(name: str) -> None:
-    said = SUITE[name].case.predicted(H100)
+    said = SUITE[name].case.predict(H100)
     assert 0 < said.least.requested <= said.least.allocated <= said.least.reserved <= said.device.low
     assert Peaks.most([said.most, said.least]) == said.most
     # it fits the smallest of the GPUs that it is meant for, with room for what is not foreseen
@@ -139,11 +139,16 @@ def row(
 ) -> Replayed:
     most = most if convolutional else EXACT
     said = Prediction(
-        EXACT, most, Interval(EXACT.reserved + 300 * MIB, most.reserved + 650 * MIB), 0, Log((), ()), convolutional
+        EXACT,
+        most,
+        Interval(EXACT.reserved + 300 * MIB, most.reserved + 650 * MIB),
+        0,
+        AllocationLog((), ()),
+        convolutional,
     )
     work = MeasuredWorkload(f"net-{number}", (), 8, "fp32", benchmark=benchmark)
     seen = Measurement(work, STACK, measured or EXACT, None, DeviceUse(device, "NVML, this process"), tracked=tracked)
-    return Replayed(f"net-{number}", Checked(seen, said))
+    return Replayed(f"net-{number}", VerifiedRun(seen, said))
 
 
 def rows(**changes: Callable[[int], Replayed]) -> list[Replayed]:
@@ -270,7 +275,7 @@ def measured_as_predicted() -> Truth:
     outcomes = []
     for name in CHEAP:
         case = SUITE[name].case
-        said = case.predicted(H100)
+        said = case.predict(H100)
         seen = Measurement(
             case.workload(),
             H100,
@@ -280,7 +285,7 @@ def measured_as_predicted() -> Truth:
             tracked=said.least.requested,
             log=said.log,
         )
-        outcomes.append(outcome_of(name, Checked(seen, said)))
+        outcomes.append(outcome_of(name, VerifiedRun(seen, said)))
     return Truth(H100, "2026-11-21", "python -m benchmarks.gpu_truth", "0.1.0", tuple(outcomes))
 
 
@@ -415,7 +420,7 @@ def test_the_table_of_a_measurement() -> None:
 
 
 def options(folder: Path, *names: str, **changes: object) -> Options:
-    usual = {"folder": folder / "truth", "gauge": STAND_IN, "lanes": 1, "command": "python -m benchmarks.gpu_truth"}
+    usual = {"folder": folder / "truth", "memory": STAND_IN, "lanes": 1, "command": "python -m benchmarks.gpu_truth"}
     return Options(names, **(usual | changes))  # type: ignore[arg-type]
 
 
@@ -451,7 +456,7 @@ def test_a_run_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_what_fails_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A gauge that cannot be made for the workload, and a limit that no workload keeps."""
+    """A memory that cannot be read for the workload, and a limit that no workload keeps."""
     names = ("perceptron/train/fp32/sgd/b64", "perceptron/infer/fp32/b64")
     path = collect(options(tmp_path, *names, each=0.01))
     failures = [outcome.failure for outcome in read(path).outcomes]
@@ -500,8 +505,8 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_truth_is_the_projects() -> None:
     assert FOLDER == ROOT / "tests" / "truth"
-    stack = Stack("g", (9, 0), 1, "2.11.0", "3.12")
-    assert predicted(SUITE[CHEAP[1]].case.trace(stack), stack).least.requested > 0
+    stack = SoftwareStack("g", (9, 0), 1, "2.11.0", "3.12")
+    assert predict(SUITE[CHEAP[1]].case.trace(stack), stack).least.requested > 0
 
 
 def test_measuring_needs_torch_and_little_else(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
@@ -511,9 +516,9 @@ def test_measuring_needs_torch_and_little_else(python: Callable[..., subprocess.
         "from benchmarks import gpu_truth\n"
         "from benchmarks.truth.suite import SUITE\n"
         "from tests.standin import STACK, StandIn\n"
-        "from memsize.analysis.verify.session import verified\n"
-        "with StandIn() as gauge:\n"
-        "    found = verified(SUITE['perceptron/train/fp32/sgd/b64'].case, gauge, print)\n"
+        "from memsize.analysis.verify.verification import verify_step\n"
+        "with StandIn() as memory:\n"
+        "    found = verify_step(SUITE['perceptron/train/fp32/sgd/b64'].case, memory, print)\n"
         "print(found.alignment.differences)\n"
     )
     done = python("-c", code)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import memsize
-from memsize.constants.known import known
+from memsize.constants.values import constant_of
 from memsize.model.meta_copy import meta_copy
 from memsize.model.stored import stored_tensors
 
@@ -191,9 +191,9 @@ def test_inputs_of_every_kind() -> None:
     assert isinstance(copied["packed"], PackedSequence)
     assert copied["packed"].data.is_meta
     assert copied["packed"].batch_sizes.tolist() == [2, 1, 1]
-    labels = known(copied["boxes"][0]["labels"])
+    labels = constant_of(copied["boxes"][0]["labels"])
     assert labels is not None and labels.tolist() == [1, 2]
-    again = known(meta_copy(copied)["boxes"][0]["labels"])
+    again = constant_of(meta_copy(copied)["boxes"][0]["labels"])
     assert again is not None and again.tolist() == [1, 2]
 
 
@@ -228,15 +228,15 @@ def test_numbers_that_models_look_at_stay_known() -> None:
     model.register_buffer("steps", torch.arange(6))
     model.register_buffer("later", model.steps[2:])
     twin: Any = meta_copy(model)
-    assert [known(tensor).tolist() for tensor in (twin.scale, twin.anchors, twin.later)] == [
+    assert [constant_of(tensor).tolist() for tensor in (twin.scale, twin.anchors, twin.later)] == [
         2.5,
         [1.5, 2.5],
         [2, 3, 4, 5],
     ]
-    assert known(twin.layer.weight) is known(twin.norm.running_mean) is None
-    assert known(twin.half().scale).dtype is torch.float16
-    known(twin.steps)[3] = 9
-    assert known(twin.later)[1] == 9
+    assert constant_of(twin.layer.weight) is constant_of(twin.norm.running_mean) is None
+    assert constant_of(twin.half().scale).dtype is torch.float16
+    constant_of(twin.steps)[3] = 9
+    assert constant_of(twin.later)[1] == 9
     assert model.steps.tolist() == list(range(6))
 
 

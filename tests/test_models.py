@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 from torch.utils.checkpoint import checkpoint
 
 import memsize
-from memsize.constants.assumptions import EVEN, KEEPS, MIXED
+from memsize.constants.assumptions import ALL_SELECTED, BALANCED, MIXED_DEVICES
 from memsize.model.inputs import inputs_from_data
 from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import totals, visible
@@ -119,7 +119,7 @@ def test_a_router_sends_every_expert_the_same_share(name: str) -> None:
     value = torch.randn(64, 16)
     trace = trace_of(model, value)
     assert [outputs(trace, f"experts.{expert}") for expert in range(4)] == [[f"float32[{share},16]"]] * 4
-    assert trace.assumptions == (EVEN,)
+    assert trace.assumptions == (BALANCED,)
     # However the tokens fall, there are as many of them.
     assert totals(trace).saved_bytes == totals(trace_of(model, value, device="cpu")).saved_bytes
 
@@ -131,7 +131,7 @@ def test_a_threshold_lets_everything_through() -> None:
 
     trace = trace_of(Model(forward, body=nn.Linear(16, 16), head=nn.Linear(16, 4)), torch.randn(100, 16))
     assert outputs(trace, "head") == ["float32[100,4]"]
-    assert trace.assumptions == (KEEPS,)
+    assert trace.assumptions == (ALL_SELECTED,)
 
 
 # -- every kind -------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_runs_counts_and_leaves_alone(name: str) -> None:
 def test_tensors_of_two_devices_are_noted(name: str) -> None:
     build, given = MODELS[name]
     report = memsize.report(build(), scenarios="fp32", **given)
-    assert report.trace.notes == (MIXED,)
+    assert report.trace.notes == (MIXED_DEVICES,)
 
 
 def test_a_random_decision_is_the_same_each_time() -> None:

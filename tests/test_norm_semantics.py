@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.norms import takes_cudnn
 from memsize.cuda.region import cuda_semantics
-from memsize.tracing.dispatch import Answers
+from memsize.tracing.dispatch import MetaDispatchMode
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HAS_CUDNN = torch.backends.cudnn.version() is not None
 needs_cudnn = pytest.mark.skipif(not HAS_CUDNN, reason="a CPU build chooses no kernel of CUDA's")
 
 
-class Log(Answers):
+class Log(MetaDispatchMode):
     """Answers every op by shape and writes down which ones were asked for, and what they returned."""
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class Log(Answers):
         self.ops: list[str] = []
         self.results: dict[str, Any] = {}
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = super().answer(func, args, kwargs)
+    def run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = super().run_op(func, args, kwargs)
         name = func._overloadpacket.__name__
         self.ops.append(name)
         self.results[name] = result

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.region import cuda_semantics
 from memsize.cuda.rnn import Batch, Net, reserve_bytes, weight_elements
-from memsize.tracing.dispatch import Answers
+from memsize.tracing.dispatch import MetaDispatchMode
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MODES = {"relu": 0, "tanh": 1, "lstm": 2, "gru": 3}
@@ -47,16 +47,16 @@ ANSWERED: list[tuple[str, int, bool, int, int, float, int, int]] = [
 ]
 
 
-class Log(Answers):
+class Log(MetaDispatchMode):
     """Answers every op by shape and writes down which ones were asked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[str] = []
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.ops.append(func._overloadpacket.__name__)
-        return super().answer(func, args, kwargs)
+        return super().run_op(func, args, kwargs)
 
 
 class Run:
@@ -344,7 +344,7 @@ def test_autocast_decides_about_the_steps_that_cudnn_does_not_take(kind: type[nn
     layer, before = kind(8, 16, num_layers=2, bidirectional=True), nn.Linear(8, 8)
     layer, before = layer.to("meta"), before.to("meta")
     x = torch.empty(5, 4, 8, device="meta", requires_grad=True)
-    with Answers(), cuda_semantics(capability=(7, 5)), autocast_region(BF16):
+    with MetaDispatchMode(), cuda_semantics(capability=(7, 5)), autocast_region(BF16):
         given: Any = before(x)
         if packed:
             given = pack_padded_sequence(given, torch.tensor([5, 4, 2, 1]))

@@ -26,7 +26,7 @@ from memsize.records.layout import Audit
 from memsize.records.report import Report
 from memsize.records.run_file import NEWEST, is_run_file, read_data, read_run, write_run
 from memsize.records.trace import InputTensor, TensorSpec, Trace
-from memsize.records.verification import Checked
+from memsize.records.verification import VerifiedRun
 from memsize.units import Bytes
 from memsize.version import VERSION
 from tests import records
@@ -68,7 +68,7 @@ def types(value: Any) -> Any:
 
 @settings(max_examples=10, deadline=None)
 @given(st.data())
-@pytest.mark.parametrize("record", [Report, FitRow, Remedied, Budget, Audit, Checked, Finding])
+@pytest.mark.parametrize("record", [Report, FitRow, Remedied, Budget, Audit, VerifiedRun, Finding])
 def test_what_is_read_is_what_was_written(record: type, data: st.DataObject) -> None:
     value = data.draw(st.from_type(record))
     back = round_trip(value)

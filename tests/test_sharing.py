@@ -16,7 +16,7 @@ import memsize
 from memsize.analysis.report import ReportBuilder
 from memsize.analysis.runner import Runner
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
-from memsize.constants.known import known
+from memsize.constants.values import constant_of
 from memsize.model.inputs import inputs_from_data
 from memsize.model.meta_copy import MetaCopier, in_mode, meta_copy
 from memsize.model.stored import stored_tensors
@@ -92,7 +92,7 @@ def things(module: nn.Module) -> set[int]:
     held: list[Any] = [*module.modules(), *module.parameters(), *module.buffers()]
     held += [value for each in module.modules() for value in vars(each).values() if isinstance(value, (dict, list))]
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not nn.parameter.is_lazy(tensor)]
-    values = map(known, tensors)
+    values = map(constant_of, tensors)
     return set(map(id, held)) | {value.untyped_storage()._cdata for value in values if value is not None}
 
 
@@ -100,7 +100,7 @@ def facts(module: nn.Module) -> list[Any]:
     """What a run could find out about a copy's tensors."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     named = [(name, tensor) for name, tensor in named if not nn.parameter.is_lazy(tensor)]
-    values = [(name, known(tensor)) for name, tensor in named]
+    values = [(name, constant_of(tensor)) for name, tensor in named]
     flags = [(n, type(t), t.dtype, t.requires_grad, t.device.type, t.is_leaf, t._is_view()) for n, t in named]
     return [stored_tensors(module), flags, [(n, None if value is None else value.tolist()) for n, value in values]]
 
@@ -121,7 +121,7 @@ def test_copies_keep_their_own_ties_and_views() -> None:
     copied: Any = copier.copy()
     assert copied.head.weight is copied.embed.weight
     assert copied.part.untyped_storage()._cdata == copied.whole.untyped_storage()._cdata
-    values = known(copied.whole), known(copied.part)
+    values = constant_of(copied.whole), constant_of(copied.part)
     assert values[0] is not None and values[1] is not None
     values[0][2] = 9
     assert values[1][0] == 9

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pack_sequence
 from benchmarks.zoo.operators import declare
 from memsize import api
 from memsize.cli import run
-from memsize.constants.known import known
+from memsize.constants.values import constant_of
 from memsize.errors import InputError, TargetError
 from memsize.internals.pytree import tensors_in
 from memsize.loading import load, load_inputs
@@ -636,7 +636,7 @@ def test_a_function_is_asked_for_what_it_can_give(functions: str) -> None:
 
 def test_its_values_stay_known(functions: str) -> None:
     _, kwargs = inputs_from_maker(load_inputs(f"{functions}:batched"), Request(2)).call()
-    values = known(kwargs["ids"])
+    values = constant_of(kwargs["ids"])
     assert values is not None and int(values.max()) < 50
 
 
@@ -719,7 +719,7 @@ def test_any_nest_of_tensors_is_taken_and_resized() -> None:
 
 def test_a_cast_input_keeps_its_values() -> None:
     _, kwargs = inputs_from_data({"boxes": torch.tensor([[1.0, 2, 3, 4]])}).call(floating=torch.float16)
-    values = known(kwargs["boxes"])
+    values = constant_of(kwargs["boxes"])
     assert kwargs["boxes"].dtype is torch.float16
     assert values is not None and values.dtype is torch.float16 and values.tolist() == [[1, 2, 3, 4]]
 
@@ -749,7 +749,7 @@ def test_a_range_is_spread_evenly() -> None:
     spec = parse_input("ids=6:int64:10..15")
     assert spec == InputSpec("ids", (6,), "int64", (10, 15)) and str(spec) == "ids=6:int64:10..15"
     _, kwargs = inputs_from_specs([spec], 2).call()
-    values = known(kwargs["ids"])
+    values = constant_of(kwargs["ids"])
     assert values is not None
     assert values.min() == 10 and values.max() == 15
     assert values.flatten().bincount()[10:].min() >= 1

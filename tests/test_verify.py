@@ -21,38 +21,48 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize.analysis.snapshot import snapshot
-from memsize.analysis.verify import cuda_memory as gauges
-from memsize.analysis.verify.cuda_memory import CudaGauge
-from memsize.analysis.verify.experiment import Experiment, workspaces
-from memsize.analysis.verify.history import Change, changes
-from memsize.analysis.verify.marking import Mark, placed
-from memsize.analysis.verify.materialized import place
-from memsize.analysis.verify.prediction import convolves, predicted
-from memsize.analysis.verify.running import measure
-from memsize.analysis.verify.session import replayed, verification_of, verified
+from memsize.analysis.verify import cuda_memory
+from memsize.analysis.verify.cuda_memory import AllocationEvent, CudaMemory, allocation_events
+from memsize.analysis.verify.measure import OpSpan, located, measure
+from memsize.analysis.verify.prediction import convolves, predict
+from memsize.analysis.verify.verification import (
+    Experiment,
+    verification_of,
+    verify_measurements,
+    verify_step,
+    workspaces,
+)
 from memsize.cli import run
 from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
 from memsize.errors import InputError, OutputError, ScenarioError
 from memsize.loading.weightless import Weightless
 from memsize.model.inputs import inputs_from_data, inputs_from_specs
+from memsize.model.materialize import executable, materialize
 from memsize.records.gpu import Interval
 from memsize.records.measurement import (
-    NOWHERE,
+    NO_LOCATION,
+    ConvolutionWorkspace,
     DeviceUse,
     MeasuredWorkload,
     Measurement,
+    OpLocation,
     Peaks,
-    Place,
-    Saved,
-    Stack,
-    Workspace,
+    SavedMeasurements,
+    SoftwareStack,
     decode,
     encode,
     log_of,
     read,
 )
-from memsize.records.verification import Checked, Difference, Prediction, Verification, off_by, read_measurements
+from memsize.records.verification import (
+    AllocationDifference,
+    Prediction,
+    Verification,
+    VerifiedRun,
+    off_by,
+    read_measurements,
+)
 from memsize.render import FORMATS, render
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
@@ -82,8 +92,8 @@ def case(
 
 
 def checked(what: Experiment) -> Verification:
-    with StandIn() as gauge:
-        return verified(what, gauge, lambda _: None)
+    with StandIn() as memory:
+        return verify_step(what, memory, lambda _: None)
 
 
 def perceptron() -> nn.Module:
@@ -112,7 +122,7 @@ def test_an_inference_is_as_predicted_but_for_the_workspace() -> None:
     found = checked(case(perceptron(), "64", mode=False))
     assert found.alignment is not None
     assert found.alignment.differences == (
-        Difference("predicted only", Place("forward", "0", "addmm"), BLAS, None, True),
+        AllocationDifference("predicted only", OpLocation("forward", "0", "addmm"), BLAS, None, True),
     )
     # weights and biases (64·128 + 128 + 128·10 + 10)·4, input 4·64·4, and of the outputs two layers' at a time
     weights = (64 * 128 + 128 + 128 * 10 + 10) * 4
@@ -249,12 +259,12 @@ def test_running_out_of_memory_is_a_measurement() -> None:
 
 
 def test_a_process_that_holds_memory_is_refused() -> None:
-    with StandIn() as gauge:
-        plan = case(perceptron(), "64").plan(gauge.device)
-        gauge.settle()
+    with StandIn() as memory:
+        plan = case(perceptron(), "64").plan(memory.device)
+        memory.settle()
         kept = torch.zeros(2**18)
         with pytest.raises(InputError, match=r"holds 1.00 MiB on the GPU already"):
-            measure(plan, gauge)
+            measure(plan, memory)
     assert kept.numel() == 2**18
 
 
@@ -287,12 +297,12 @@ def test_steps_that_the_scaler_leaves_out_are_run_again(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("scenario", ["int8-dynamic", "int8-static", "nf4", "int4-weight"])
 def test_what_no_gpu_runs_is_refused(scenario: str) -> None:
     with pytest.raises(ScenarioError, match="cannot be run on a GPU here"):
-        case(perceptron(), "64", scenario).plan(torch.device("cpu")).realize()
+        case(perceptron(), "64", scenario).plan(torch.device("cpu")).build()
 
 
 def test_int8_weights_are_torchaos() -> None:
     pytest.importorskip("torchao")
-    setup = case(perceptron(), "64", "int8-weight").plan(torch.device("cpu")).realize()
+    setup = case(perceptron(), "64", "int8-weight").plan(torch.device("cpu")).build()
     assert type(setup.model[0].weight.data).__name__ == "Int8Tensor"  # type: ignore[index]
     found = checked(case(perceptron(), "64", "int8-weight", mode=False))
     # data, scales and zero points are there; MemTracker asks a wrapper for a storage that it does not have
@@ -302,18 +312,27 @@ def test_int8_weights_are_torchaos() -> None:
 def test_a_model_made_real_keeps_its_structure() -> None:
     model = nn.LSTM(8, 16, 2)
     before = [tuple(parameter.shape) for parameter in model.parameters()]
-    place(model, torch.device("cpu"))
+    materialize(model, torch.device("cpu"))
     assert [tuple(parameter.shape) for parameter in model.parameters()] == before
     assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
     assert not model._weights_have_changed()  # or the first forward would lay them out once more
     tied = _Tied().to("meta")
     tied.head.weight = tied.embedding.weight
     tied.embedding.weight.requires_grad_(False)
-    place(tied, torch.device("cpu"))
+    materialize(tied, torch.device("cpu"))
     assert tied.head.weight is tied.embedding.weight and not tied.head.weight.requires_grad
     norm = nn.BatchNorm1d(8192, device="meta")
-    place(norm, torch.device("cpu"))
+    materialize(norm, torch.device("cpu"))
     assert bool((norm.weight == 1).all() and (norm.running_var == 1).all())
+
+
+def test_an_executable_copy_has_values_everywhere() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, device="meta"))
+    model.scale = torch.ones(4, device="meta")  # type: ignore[assignment]  # neither a parameter nor a buffer
+    copied = executable(model)
+    assert torch.equal(copied[0].weight, model[0].weight) and copied[0].weight is not model[0].weight
+    assert not copied.scale.is_meta and not any(tensor.is_meta for tensor in copied.state_dict().values())
+    assert model[1].weight.is_meta and model.scale.is_meta  # the user's own is left as it is
 
 
 def test_a_checkpoint_inside_the_model_is_recomputed_for_real() -> None:
@@ -338,17 +357,17 @@ def test_the_stack_decides_workspaces_and_context() -> None:
     assert workspaces(hopper) == (32 * MIB, MIB, None)
     assert workspaces(replace(hopper, torch="2.13.0", cublas_config=":4096:8")) == (32 * MIB, 0, None)
     what = case(perceptron(), "64")
-    said = what.predicted(hopper)
+    said = what.predict(hopper)
     assert (said.device.low - said.least.reserved, said.device.high - said.least.reserved) == (300 * MIB, 650 * MIB)
-    eager = what.predicted(replace(hopper, module_loading="EAGER"))
+    eager = what.predict(replace(hopper, module_loading="EAGER"))
     assert eager.device.low - eager.least.reserved == 1000 * MIB
-    expandable = what.predicted(replace(hopper, allocator="expandable_segments:True"))
+    expandable = what.predict(replace(hopper, allocator="expandable_segments:True"))
     assert expandable.least.reserved != said.least.reserved  # in steps of 20 MiB, and not of 32 at once
 
 
 def test_the_log_of_a_prediction_is_its_last_step() -> None:
     whole = case(perceptron(), "64", train=SGD).trace(STACK)
-    said = predicted(whole, STACK)
+    said = predict(whole, STACK)
     assert {each.phase for each in said.log.places} <= {"zero_grad", "forward", "loss", "backward", "optimizer", "step"}
     # gradients of the step before are there from before
     assert min(entry.storage for entry in said.log.entries) < 0
@@ -367,22 +386,22 @@ def convolved() -> Experiment:
 
 def test_an_estimated_workspace_may_be_twice_as_large() -> None:
     """Without cuDNN: from no workspace, where tensors alone are the peak, to twice that of all three operands."""
-    said = convolved().predicted(STACK)
+    said = convolved().predict(STACK)
     assert said.least.requested == CONVOLVED
     assert said.most.requested == CONVOLVED + 2 * CONVOLVED
     assert said.workspaces == ()
-    benchmarked = convolved().predicted(STACK, benchmark=True)
+    benchmarked = convolved().predict(STACK, benchmark=True)
     assert (benchmarked.least.requested, benchmarked.most.requested) == (CONVOLVED, CONVOLVED + 3 * CONVOLVED)
 
 
 def test_recorded_workspaces_are_exact() -> None:
     (convolution,) = asked_of(convolved())
-    said = convolved().predicted(STACK, recorded=[Workspace(str(convolution), 5000)])
+    said = convolved().predict(STACK, recorded=[ConvolutionWorkspace(str(convolution), 5000)])
     assert said.least == said.most
     assert said.least.requested == CONVOLVED + 5000
-    assert said.workspaces == (Workspace(str(convolution), 5000),)
+    assert said.workspaces == (ConvolutionWorkspace(str(convolution), 5000),)
     # of a benchmark the greediest plan was recorded; it may run any
-    benchmarked = convolved().predicted(STACK, benchmark=True, recorded=[Workspace(str(convolution), 9000)])
+    benchmarked = convolved().predict(STACK, benchmark=True, recorded=[ConvolutionWorkspace(str(convolution), 9000)])
     assert (benchmarked.least.requested, benchmarked.most.requested) == (CONVOLVED, CONVOLVED + 9000)
 
 
@@ -418,30 +437,32 @@ TRACE = [
 
 def test_a_history() -> None:
     # an address is used again by another storage; what was there before the history is below 0
-    assert list(changes(TRACE)) == [(0, 100), (-1, -700), (1, 600), (0, -100), (2, 300)]
+    assert list(allocation_events(TRACE)) == [(0, 100), (-1, -700), (1, 600), (0, -100), (2, 300)]
 
 
 def test_the_history_in_a_snapshot_is_the_trace() -> None:
     """memsize writes snapshots as PyTorch does: reading one gives the events that it was made of."""
     trace = case(perceptron(), "64", train=SGD).trace(STACK)
-    found = list(changes(snapshot(trace)["device_traces"][0]))
+    found = list(allocation_events(snapshot(trace)["device_traces"][0]))
     assert [change.delta for change in found] == [event.delta for event in trace.events]
     ids: dict[int, int] = {}
     assert all(ids.setdefault(e.storage, c.storage) == c.storage for e, c in zip(trace.events, found, strict=True))
 
 
-A, B = Place("forward", "a", "mm"), Place("backward", "a", "mm")
+A, B = OpLocation("forward", "a", "mm"), OpLocation("backward", "a", "mm")
 
 
 def test_places_come_from_the_marked_step() -> None:
-    marked = [Change(0, 512), Change(1, 1024), Change(1, -1024), Change(2, 2048)]
+    marked = [AllocationEvent(0, 512), AllocationEvent(1, 1024), AllocationEvent(1, -1024), AllocationEvent(2, 2048)]
     # the marked step has one allocation that the other lacks, and lacks the last
-    events = [Change(0, 512), Change(1, 2048), Change(-1, -64), Change(2, 4096)]
-    marks = [Mark(0, 1, A), Mark(1, 3, B)]
-    assert placed(events, marked, marks) == log_of([(0, 512, A), (1, 2048, B), (-1, -64, NOWHERE), (2, 4096, NOWHERE)])
+    events = [AllocationEvent(0, 512), AllocationEvent(1, 2048), AllocationEvent(-1, -64), AllocationEvent(2, 4096)]
+    marks = [OpSpan(0, 1, A), OpSpan(1, 3, B)]
+    assert located(events, marked, marks) == log_of(
+        [(0, 512, A), (1, 2048, B), (-1, -64, NO_LOCATION), (2, 4096, NO_LOCATION)]
+    )
     # as many of other sizes between two that are the same: a router sends other tokens
-    routed = [Change(0, 512), Change(1, 700), Change(2, 2048)]
-    assert placed(routed, marked, marks) == log_of([(0, 512, A), (1, 700, B), (2, 2048, B)])
+    routed = [AllocationEvent(0, 512), AllocationEvent(1, 700), AllocationEvent(2, 2048)]
+    assert located(routed, marked, marks) == log_of([(0, 512, A), (1, 700, B), (2, 2048, B)])
 
 
 class _Cuda:
@@ -474,7 +495,7 @@ class _Cuda:
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [TRACE]})
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
-        monkeypatch.setattr(gauges, "_nvml_of_this_process", lambda device: None)
+        monkeypatch.setattr(cuda_memory, "_nvml_of_this_process", lambda device: None)
 
     def _noted(self, name: str) -> Callable[..., None]:
         return lambda *args: self.calls.append(name)
@@ -489,16 +510,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> _Cuda:
     return _Cuda(monkeypatch)
 
 
-def test_a_gauge_of_a_gpu(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_gpu(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setattr(gauges, "_driver", lambda: "580.159.04")
-    gauge = CudaGauge()
-    assert gauge.device == torch.device("cuda", 0)
-    assert (gauge.count(), gauge.held(), gauge.peaks()) == (17, 0, Peaks(4096, 4096, 4096))
-    gauge.reset()
-    gauge.settle()
+    monkeypatch.setattr(cuda_memory, "_driver", lambda: "580.159.04")
+    memory = CudaMemory()
+    assert memory.device == torch.device("cuda", 0)
+    assert (memory.count(), memory.held(), memory.peaks()) == (17, 0, Peaks(4096, 4096, 4096))
+    memory.reset()
+    memory.settle()
     assert cuda.calls.count("reset") == cuda.calls.count("empty_cache") == 1
-    found = gauge.stack()
+    found = memory.stack()
     assert (found.gpu, found.capability, found.total, found.cuda, found.cudnn, found.driver, found.allocator) == (
         "NVIDIA H100 80GB HBM3",
         (9, 0),
@@ -508,45 +529,45 @@ def test_a_gauge_of_a_gpu(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
         "580.159.04",
         "expandable_segments:True",
     )
-    assert cuda.stats and (cuda.stats.clear() or gauge.count() == 0)  # before the first allocation
+    assert cuda.stats and (cuda.stats.clear() or memory.count() == 0)  # before the first allocation
 
 
-def test_the_gauge_records_the_history(cuda: _Cuda) -> None:
-    gauge = CudaGauge()
-    with gauge.recorded() as found:
+def test_the_history_is_recorded(cuda: _Cuda) -> None:
+    memory = CudaMemory()
+    with memory.recorded() as found:
         assert found == []
-    assert found == list(changes(TRACE))
+    assert found == list(allocation_events(TRACE))
     assert [call for call in cuda.calls if call.startswith("history")] == ["history all", "history None"]
-    with pytest.raises(ValueError, match="while recording"), gauge.recorded():
+    with pytest.raises(ValueError, match="while recording"), memory.recorded():
         raise ValueError("while recording")
     assert cuda.calls[-1] == "history None"
 
 
 def test_who_tells_the_devices_use(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    gauge = CudaGauge()
+    memory = CudaMemory()
     cuda.used += 700 * MIB
-    assert gauge.use() == DeviceUse(700 * MIB, "NVML, growth of the device")
-    monkeypatch.setattr(gauges, "_nvml_used", lambda device: None)
-    assert gauge.use() == DeviceUse(20 * 2**30, "mem_get_info")
-    monkeypatch.setattr(gauges, "_nvml_of_this_process", lambda device: 5 * MIB)
-    assert gauge.use() == DeviceUse(5 * MIB, "NVML, this process")
+    assert memory.use() == DeviceUse(700 * MIB, "NVML, growth of the device")
+    monkeypatch.setattr(cuda_memory, "_nvml_used", lambda device: None)
+    assert memory.use() == DeviceUse(20 * 2**30, "mem_get_info")
+    monkeypatch.setattr(cuda_memory, "_nvml_of_this_process", lambda device: 5 * MIB)
+    assert memory.use() == DeviceUse(5 * MIB, "NVML, this process")
 
 
-def test_what_the_gauge_refuses(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_are_refused(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="no GPU 3"):
-        CudaGauge(3)
+        CudaMemory(3)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     with pytest.raises(InputError, match="own caching allocator"):
-        CudaGauge()
+        CudaMemory()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="no GPU that PyTorch can use"):
-        CudaGauge()
+        CudaMemory()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 STACKS = st.builds(
-    Stack,
+    SoftwareStack,
     gpu=st.text(max_size=8),
     capability=st.tuples(st.integers(5, 12), st.integers(0, 9)),
     total=st.integers(0, 2**40),
@@ -557,9 +578,12 @@ STACKS = st.builds(
 
 @settings(max_examples=30)
 @given(
-    st.builds(Saved, st.lists(st.builds(Measurement, st.from_type(MeasuredWorkload), STACKS), max_size=3).map(tuple))
+    st.builds(
+        SavedMeasurements,
+        st.lists(st.builds(Measurement, st.from_type(MeasuredWorkload), STACKS), max_size=3).map(tuple),
+    )
 )
-def test_decode_inverts_encode(saved: Saved) -> None:
+def test_decode_inverts_encode(saved: SavedMeasurements) -> None:
     assert decode(json.loads(json.dumps(encode(saved)))) == saved
 
 
@@ -602,7 +626,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_replay_is_what_the_run_was() -> None:
     what = case(perceptron(), "64", train=SGD)
     found = checked(what)
-    again = replayed(what, found.saved())
+    again = verify_measurements(what, found.saved())
     assert again.comparisons == found.comparisons
     assert again.alignment == found.alignment
 
@@ -616,14 +640,14 @@ def test_a_replay_is_what_the_run_was() -> None:
     ],
 )
 def test_a_file_of_another_run_is_refused(other: Experiment, says: str) -> None:
-    saved = Saved((Measurement(case(perceptron(), "64", train=SGD).workload(), STACK),), "", "", "")
+    saved = SavedMeasurements((Measurement(case(perceptron(), "64", train=SGD).workload(), STACK),), "", "", "")
     with pytest.raises(InputError, match=says):
-        replayed(other, saved)
+        verify_measurements(other, saved)
 
 
 def test_an_empty_file_is_refused() -> None:
     with pytest.raises(InputError, match="holds no measurement"):
-        replayed(case(perceptron(), "64"), Saved((), "", "", ""))
+        verify_measurements(case(perceptron(), "64"), SavedMeasurements((), "", "", ""))
 
 
 # -- what a reader gets ------------------------------------------------------------------------------------------------
@@ -631,8 +655,11 @@ def test_an_empty_file_is_refused() -> None:
 
 def verification() -> Verification:
     """A convolutional net whose second run takes more, with every kind of difference; figures by hand, in bytes."""
-    conv, norm = Place("forward", "stem.conv", "convolution"), Place("forward", "stem.norm", "native_batch_norm")
-    back, seed = Place("backward", "stem.conv", "convolution_backward"), Place("step", None, "ones_like")
+    conv, norm = (
+        OpLocation("forward", "stem.conv", "convolution"),
+        OpLocation("forward", "stem.norm", "native_batch_norm"),
+    )
+    back, seed = OpLocation("backward", "stem.conv", "convolution_backward"), OpLocation("step", None, "ones_like")
     said = log_of([(0, 4 * MIB, conv), (1, 4 * MIB, norm), (2, 512, norm), (3, 512, seed), (0, -4 * MIB, back)])
     real = log_of(
         [(0, 4 * MIB, conv), (9, MIB, conv), (9, -MIB, conv), (0, -4 * MIB, conv), (1, 4 * MIB, norm), (2, 1024, norm)]
@@ -660,7 +687,7 @@ def verification() -> Verification:
     on = replace(
         off, workload=replace(work, benchmark=True), error="CUDA out of memory", tracked=None, log=None, skipped=0
     )
-    found = verification_of((Checked(off, prediction), Checked(on, prediction)), ("Net is a note",))
+    found = verification_of((VerifiedRun(off, prediction), VerifiedRun(on, prediction)), ("Net is a note",))
     return replace(found, command="memsize verify …", version="0.1.0")
 
 
@@ -748,9 +775,9 @@ def test_without_a_gpu_the_target_is_not_even_loaded(
 
 
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    gauge = StandIn()
-    monkeypatch.setattr(gauges, "CudaGauge", lambda device: gauge)
-    return gauge
+    memory = StandIn()
+    monkeypatch.setattr(cuda_memory, "CudaMemory", lambda device: memory)
+    return memory
 
 
 def test_the_command(net: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -800,5 +827,5 @@ def test_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_records_are_hand_built_without_torch() -> None:
     """A trace by hand is predicted too: no run is needed to compare a file."""
-    said = predicted(records.toy(), STACK)
+    said = predict(records.toy(), STACK)
     assert said.least.requested >= 0

@@ -16,13 +16,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from benchmarks.truth.suite import SUITE
-from memsize.analysis.verify.session import replayed
-from memsize.records.measurement import Saved, decode
-from memsize.records.verification import Difference
+from memsize.analysis.verify.verification import verify_measurements
+from memsize.records.measurement import SavedMeasurements, decode
+from memsize.records.verification import AllocationDifference
 from memsize.render import render
 
 
-def logs(path: Path) -> Iterator[tuple[str, Saved]]:
+def logs(path: Path) -> Iterator[tuple[str, SavedMeasurements]]:
     """The workloads of a file with their measurements, logs and all."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -30,7 +30,7 @@ def logs(path: Path) -> Iterator[tuple[str, Saved]]:
             yield data.pop("name"), decode(data)
 
 
-def summary(differences: Sequence[Difference]) -> list[str]:
+def summary(differences: Sequence[AllocationDifference]) -> list[str]:
     """How often each operation differs, and by how many bytes in all: the largest first."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     for name, saved in logs(Path(file)):
         if patterns and not any(fnmatch(name, pattern) for pattern in patterns):
             continue
-        found = replayed(SUITE[name].case, saved)
+        found = verify_measurements(SUITE[name].case, saved)
         print(render(found, "text", width=None if patterns else 160))
         if found.alignment is not None:
             print("\n".join(summary(found.alignment.differences)), "\n")

@@ -17,7 +17,7 @@ from typing import Final, Literal, cast
 from benchmarks.truth.outcomes import Outcome, Truth
 from benchmarks.truth.suite import SUITE
 from memsize.records.measurement import Measurement
-from memsize.records.verification import Checked, Comparison
+from memsize.records.verification import FigureComparison, VerifiedRun
 
 Sense = Literal["at least", "at most"]
 
@@ -27,7 +27,7 @@ class Replayed:
     """One measured workload beside today's prediction."""
 
     name: str
-    checked: Checked
+    checked: VerifiedRun
 
     @property
     def convolutional(self) -> bool:
@@ -39,12 +39,12 @@ class Replayed:
         """Whether it ran with `torch.backends.cudnn.benchmark`."""
         return self.checked.measurement.workload.benchmark
 
-    def comparison(self, figure: str) -> Comparison | None:
+    def comparison(self, figure: str) -> FigureComparison | None:
         """The figure beside its measurement, None where that is missing."""
         found = next(each for each in self.checked.comparisons if each.figure == figure)
         return None if found.measured is None else found
 
-    def tracked(self, figure: str) -> Comparison | None:
+    def tracked(self, figure: str) -> FigureComparison | None:
         """MemTracker's peak beside the same measurement."""
         own, peak = self.comparison(figure), self.checked.measurement.tracked
         return None if own is None or peak is None else own._replace(predicted=type(own.predicted)(peak, peak))
@@ -82,8 +82,8 @@ def replayed(truth: Truth) -> list[Replayed]:
     for name, outcomes in groupby(sorted(kept, key=_name), key=_name):
         for outcome in outcomes:
             seen = cast(Measurement, outcome.measurement)
-            said = SUITE[name].case.predicted(truth.stack, benchmark=outcome.benchmark, recorded=seen.workspaces)
-            found.append(Replayed(name, Checked(seen, said)))
+            said = SUITE[name].case.predict(truth.stack, benchmark=outcome.benchmark, recorded=seen.workspaces)
+            found.append(Replayed(name, VerifiedRun(seen, said)))
     return found
 
 
@@ -112,7 +112,7 @@ def figures(rows: Sequence[Replayed]) -> list[Figure]:
     ]
 
 
-_Fold = Callable[[Sequence[Comparison]], float]
+_Fold = Callable[[Sequence[FigureComparison]], float]
 
 
 def _figure(
@@ -145,15 +145,15 @@ def _underestimated(rows: Sequence[Replayed]) -> Figure:
     return Figure(what, "at most", 0, len(rows), sum(map(missed, rows)) if rows else None)
 
 
-def _errors(found: Iterable[Comparison]) -> list[float]:
+def _errors(found: Iterable[FigureComparison]) -> list[float]:
     return [abs(each.share or 0.0) for each in found]
 
 
-def _exact(found: Sequence[Comparison]) -> float:
+def _exact(found: Sequence[FigureComparison]) -> float:
     return sum(each.predicted.low == each.predicted.high == each.measured for each in found) / len(found)
 
 
-def _median(found: Sequence[Comparison]) -> float:
+def _median(found: Sequence[FigureComparison]) -> float:
     return median(_errors(found))
 
 
@@ -161,10 +161,10 @@ def _within(limit: float) -> _Fold:
     return lambda found: sum(error <= limit for error in _errors(found)) / len(found)
 
 
-def _inside(found: Sequence[Comparison]) -> float:
+def _inside(found: Sequence[FigureComparison]) -> float:
     return sum(each.difference == 0 for each in found) / len(found)
 
 
-def _widest(found: Sequence[Comparison]) -> float:
+def _widest(found: Sequence[FigureComparison]) -> float:
     """The widest interval, as a share of what was measured."""
     return max((each.predicted.high - each.predicted.low) / (each.measured or math.inf) for each in found)

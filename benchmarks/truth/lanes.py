@@ -23,7 +23,7 @@ from memsize.errors import MemsizeError
 
 _PRELOADED: Final = ("torch._dynamo", "torch.distributed._tools.mem_tracker", "benchmarks.truth.worker")
 """What every child needs: imported once. Neither initialises CUDA."""
-CUDA: Final = "memsize.analysis.verify.cuda_memory:CudaGauge"
+CUDA: Final = "memsize.analysis.verify.cuda_memory:CudaMemory"
 _POLL: Final = 0.02
 
 
@@ -36,7 +36,7 @@ class Lanes:
     """Starts children and waits for them. `folder` is where they leave their results."""
 
     folder: Path
-    gauge: str = CUDA
+    memory: str = CUDA
     method: str = "forkserver"
     _numbers: int = field(default=0, init=False)
 
@@ -50,11 +50,11 @@ class Lanes:
     def stack(self, limit: float) -> tuple[Lanes, Path]:
         """The file of the GPU and its software, and the lanes that reached it: these, or slower ones."""
         try:
-            return self, self.run(worker.write_stack, (self.gauge,), limit)
+            return self, self.run(worker.write_stack, (self.memory,), limit)
         except LaneError as error:
             if self.method == "spawn" or "no GPU" in str(error):
                 raise
-            return Lanes(self.folder, self.gauge, "spawn").stack(limit)
+            return Lanes(self.folder, self.memory, "spawn").stack(limit)
 
     def predictions(self, names: Sequence[str], stack: Path, limit: float, lanes: int) -> Iterator[tuple[str, Any]]:
         """The file of each workload's predictions or the `LaneError` that it ended in, as they come, several at a

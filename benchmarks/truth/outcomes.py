@@ -17,8 +17,8 @@ from typing import Final
 from memsize.analysis.verify.alignment import align
 from memsize.errors import InputError
 from memsize.records.codec import plain, reader
-from memsize.records.measurement import Log, Measurement, Peaks, Stack
-from memsize.records.verification import Checked, Difference, Prediction
+from memsize.records.measurement import AllocationLog, Measurement, Peaks, SoftwareStack
+from memsize.records.verification import AllocationDifference, Prediction, VerifiedRun
 
 SCHEMA: Final = "memsize.truth/1"
 FOLDER: Final = Path(__file__).resolve().parents[2] / "tests" / "truth"
@@ -48,7 +48,7 @@ class Compared:
     differing: int
     at_peak: int
     digest: str
-    first: tuple[Difference, ...] = ()
+    first: tuple[AllocationDifference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Outcome:
 class Truth:
     """The outcomes on one GPU and stack, and the command that made them."""
 
-    stack: Stack
+    stack: SoftwareStack
     date: str
     command: str
     memsize: str
@@ -89,7 +89,7 @@ class Truth:
         return {outcome.key for outcome in self.outcomes if outcome.measurement is not None}
 
 
-def outcome_of(name: str, checked: Checked) -> Outcome:
+def outcome_of(name: str, checked: VerifiedRun) -> Outcome:
     """What is kept of a workload that was run."""
     seen, said = checked.measurement, checked.prediction
     return Outcome(
@@ -101,7 +101,7 @@ def outcome_of(name: str, checked: Checked) -> Outcome:
     )
 
 
-def _compared(said: Prediction, log: Log) -> Compared:
+def _compared(said: Prediction, log: AllocationLog) -> Compared:
     found = align(said.log, log)
     # What is alive at the peak is told first: it is what the peak is off by.
     ordered = sorted(found.differences, key=lambda each: not each.at_peak)
@@ -117,7 +117,7 @@ def _compared(said: Prediction, log: Log) -> Compared:
     )
 
 
-def path_of(stack: Stack, folder: Path = FOLDER) -> Path:
+def path_of(stack: SoftwareStack, folder: Path = FOLDER) -> Path:
     """Where the truth of a GPU and stack lies: ``nvidia-h100-80gb-hbm3-torch-2.11.json``."""
     release = re.match(r"\d+\.\d+", stack.torch)
     name = f"{stack.gpu}-torch-{release[0] if release else stack.torch}"

@@ -1,4 +1,4 @@
-"""A gauge for machines without a GPU: it reads real tensors on the CPU as if they were on one.
+"""Stands in for a GPU's memory where there is none: reads real tensors on the CPU as if they were on one.
 
 The ledger that every real run on the CPU is compared with records what is allocated; the simulated allocator tells
 blocks and segments. What CUDA decides otherwise than the CPU is not in it.
@@ -14,13 +14,13 @@ from typing import Any, Self
 
 import torch
 
-from memsize.analysis.verify.history import Change, changes
+from memsize.analysis.verify.cuda_memory import AllocationEvent, allocation_events
 from memsize.device.allocator import replay
-from memsize.records.measurement import DeviceUse, Peaks, Stack
+from memsize.records.measurement import DeviceUse, Peaks, SoftwareStack
 from memsize.records.roles import Role
 from memsize.tracing.ledger import Ledger
 
-STACK = Stack(
+STACK = SoftwareStack(
     gpu="stand-in",
     capability=(8, 0),
     total=80 * 2**30,
@@ -35,11 +35,11 @@ CONTEXT = 400 * 2**20
 
 
 class StandIn:
-    """The gauge. It listens from its first `settle` until it is left: what a prediction makes on the host is not its
-    affair.
+    """The CPU as a `DeviceMemory`. It listens from its first `settle` until it is left, so that it does not count what
+    a prediction allocates on the host.
     """
 
-    def __init__(self, stack: Stack = STACK) -> None:
+    def __init__(self, stack: SoftwareStack = STACK) -> None:
         self.device = torch.device("cpu")
         self._stack = stack
         self._ledger = _HostApart("cpu")
@@ -79,17 +79,17 @@ class StandIn:
         return sum(1 for event in self._ledger.events if event.delta > 0)
 
     @contextmanager
-    def recorded(self) -> Iterator[list[Change]]:
+    def recorded(self) -> Iterator[list[AllocationEvent]]:
         """As the memory history would have it."""
         start = len(self._ledger.events)
-        found: list[Change] = []
+        found: list[AllocationEvent] = []
         yield found
-        found += changes(trace_entry(e.storage, e.delta) for e in self._ledger.events[start:])
+        found += allocation_events(trace_entry(e.storage, e.delta) for e in self._ledger.events[start:])
 
     def use(self) -> DeviceUse:
         return DeviceUse(self.peaks().reserved + CONTEXT, "mem_get_info")
 
-    def stack(self) -> Stack:
+    def stack(self) -> SoftwareStack:
         return self._stack
 
 

@@ -19,7 +19,7 @@ from benchmarks.nets.language import GPT2, Bert, T5Small, llama_tied, llama_unti
 from benchmarks.nets.recurrent import Recurrent
 from benchmarks.nets.residual import ResNet18, ResNet50
 from benchmarks.nets.visual import SwinTiny, ViTBase
-from memsize.analysis.verify.experiment import Experiment
+from memsize.analysis.verify.verification import Experiment
 from memsize.loading.weightless import Weightless
 from memsize.model.inputs import inputs_from_specs
 from memsize.spec.inputs import parse_inputs

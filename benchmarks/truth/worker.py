@@ -17,41 +17,41 @@ from typing import Any, cast
 from benchmarks.truth.outcomes import Outcome, outcome_of
 from benchmarks.truth.suite import SUITE
 from memsize import __version__
-from memsize.analysis.verify.cuda_memory import Gauge
-from memsize.analysis.verify.running import measure
-from memsize.records.measurement import Stack, encode
-from memsize.records.verification import Checked, Prediction, Verification
+from memsize.analysis.verify.cuda_memory import DeviceMemory
+from memsize.analysis.verify.measure import measure
+from memsize.records.measurement import SoftwareStack, encode
+from memsize.records.verification import Prediction, Verification, VerifiedRun
 
 Predictions = dict[bool, Prediction]
 """Of one workload, by whether cuDNN's benchmark is on."""
 
 
-def write_stack(gauge: str, out: Path) -> None:
+def write_stack(memory: str, out: Path) -> None:
     """Read the GPU and its software."""
-    _write(out, _made(gauge).stack())
+    _write(out, _made(memory).stack())
 
 
 def write_predictions(name: str, stack: Path, out: Path) -> None:
     """Predict a workload."""
-    where: Stack = read(stack)
+    where: SoftwareStack = read(stack)
     case = SUITE[name].case
-    said = {False: case.predicted(where)}
+    said = {False: case.predict(where)}
     if said[False].convolutional:
-        said[True] = case.predicted(where, benchmark=True)
+        said[True] = case.predict(where, benchmark=True)
     _write(out, said)
 
 
 def write_outcome(
-    gauge: str, name: str, benchmark: bool, predictions: Path | None, logs: Path | None, out: Path
+    memory: str, name: str, benchmark: bool, predictions: Path | None, logs: Path | None, out: Path
 ) -> None:
     """Measure a workload, and set it beside its prediction where there is one. `logs` gets the whole log too."""
-    where = _made(gauge)
+    where = _made(memory)
     seen = measure(SUITE[name].case.plan(where.device, benchmark=benchmark), where)
     if predictions is None:
         _write(out, Outcome(name, benchmark, seen, failure="there is no prediction"))
         return
     said = cast(Predictions, read(predictions))[benchmark]
-    checked = Checked(replace(seen, workspaces=said.workspaces), said)
+    checked = VerifiedRun(replace(seen, workspaces=said.workspaces), said)
     _write(out, outcome_of(name, checked))
     if logs is not None and seen.log is not None:
         saved = Verification((checked,), command=name, version=__version__).saved()
@@ -59,10 +59,10 @@ def write_outcome(
             file.write(json.dumps({"name": name, **encode(saved)}) + "\n")
 
 
-def _made(gauge: str) -> Gauge:
-    """The gauge that ``module:name`` makes."""
-    module, _, name = gauge.partition(":")
-    made: Gauge = getattr(importlib.import_module(module), name)()
+def _made(memory: str) -> DeviceMemory:
+    """The memory that ``module:name`` makes."""
+    module, _, name = memory.partition(":")
+    made: DeviceMemory = getattr(importlib.import_module(module), name)()
     return made
 
 

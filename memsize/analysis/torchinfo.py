@@ -9,7 +9,7 @@ from torch import nn
 from memsize.internals.isolation import undisturbed
 from memsize.records.trace import Reading
 from memsize.spec.subject import Call
-from memsize.tracing.dispatch import Answers
+from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.module_calls import Calls, Seen
 
 
@@ -24,7 +24,7 @@ def torchinfo_reading(model: nn.Module, call: Call) -> Reading | None:
     args, kwargs = call
     mode = "train" if model.training else "eval"
     try:
-        with undisturbed(), Answers():
+        with undisturbed(), MetaDispatchMode():
             summary = torchinfo.summary(
                 model, input_data=args or None, verbose=0, device="meta", mode=mode, cache_forward_pass=False, **kwargs
             )

@@ -1,7 +1,7 @@
 """What is taken for granted where only real data could tell, in the words that a report shows.
 
-Each assumption is the least surprising one for memory: finite numbers, routing that spreads evenly, conditions that
-hold. It is shown only when a decision of the model's relied on it.
+Each assumption is the least surprising one for memory: finite numbers, balanced routing, conditions that hold. It is
+shown only when a decision of the model's relied on it.
 """
 
 from __future__ import annotations
@@ -12,27 +12,31 @@ from typing import Any
 
 import torch
 
-from memsize.constants.known import ASSUMED_ELEMENTS, Cell, remember
+from memsize.constants.values import MAX_ASSUMED_ELEMENTS, ConstantState, set_constant
 
-FINITE = "every value is finite (isnan and isinf answer no)"
-APART = "no value that depends on the data equals a given number (x == 0 answers no): none was padded with it"
-EVEN = "choices by activations (top-k, argmax, sort) fall evenly: a router sends every expert the same share"
-KEEPS = "a selection by values that depend on the data (a boolean index, nonzero, nms) keeps every element: the most"
-COVERED = "objects whose masks a detector pastes into the image cover all of it: the most"
-EQUAL = "two tensors that the model compares as a whole (torch.equal, torch.allclose) are equal"
-CHECKED = "what PyTorch itself checks (that istft's windows add up to something) is in order"
-RANDOM = "random numbers that the model decides by are one fixed draw"
-NUMBER = "a number read out of an activation (.item()) is taken to be 1.0"
-PADDED = "the encoder computes the padding along: PyTorch's nested tensors, which leave it out, are not followed"
-COPIED = "values that the model copies to the CPU are taken to be 1.0, integers 0, conditions true"
+ALL_FINITE = "every value is finite (isnan and isinf answer no)"
+NOT_EQUAL = "no value that depends on the data equals a given number (x == 0 answers no): none was padded with it"
+BALANCED = "choices by activations (top-k, argmax, sort) fall evenly: a router sends every expert the same share"
+ALL_SELECTED = (
+    "a selection by values that depend on the data (a boolean index, nonzero, nms) keeps every element: the most"
+)
+MASKS_COVER_IMAGE = "objects whose masks a detector pastes into the image cover all of it: the most"
+COMPARED_EQUAL = "two tensors that the model compares as a whole (torch.equal, torch.allclose) are equal"
+CHECKS_PASS = "what PyTorch itself checks (that istft's windows add up to something) is in order"
+FIXED_DRAW = "random numbers that the model decides by are one fixed draw"
+ITEM_IS_ONE = "a number read out of an activation (.item()) is taken to be 1.0"
+PADDING_COMPUTED = (
+    "the encoder computes the padding along: PyTorch's nested tensors, which leave it out, are not followed"
+)
+COPIED_VALUES = "values that the model copies to the CPU are taken to be 1.0, integers 0, conditions true"
 
-MIXED = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
+MIXED_DEVICES = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
 """No assumption but a note: what runs here, and on a CPU, would not run as it is."""
 
 
-def assumed_of(cells: Sequence[Cell | None]) -> str | None:
-    """The first assumption among `cells`."""
-    return next((cell.assumed for cell in cells if cell is not None and cell.assumed), None)
+def first_assumption(states: Sequence[ConstantState | None]) -> str | None:
+    """The first assumption among `states`."""
+    return next((state.assumption for state in states if state is not None and state.assumption), None)
 
 
 def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
@@ -40,7 +44,7 @@ def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
 
     Row ``r`` takes ``r·k, r·k + 1, …, r·k + k - 1`` modulo `choices`. `dim` is None where there is one index per row.
     """
-    if not 0 < indices.numel() <= ASSUMED_ELEMENTS or not choices:
+    if not 0 < indices.numel() <= MAX_ASSUMED_ELEMENTS or not choices:
         return
     flat = torch.arange(indices.numel(), dtype=indices.dtype, device="cpu") % choices
     if dim is None or not indices.dim():
@@ -49,23 +53,23 @@ def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
         dim %= indices.dim()
         others = [size for place, size in enumerate(indices.shape) if place != dim]
         even = flat.view(*others, indices.shape[dim]).movedim(-1, dim).contiguous()
-    remember(indices, even, Cell(EVEN))
+    set_constant(indices, even, ConstantState(BALANCED))
 
 
-def even_counts(total: int, parts: int) -> torch.Tensor:
-    """`total` things counted into `parts` bins evenly."""
-    return torch.tensor([total // parts + (part < total % parts) for part in range(parts)], device="cpu")
+def even_counts(total: int, bins: int) -> torch.Tensor:
+    """`total` things counted into `bins` evenly."""
+    return torch.tensor([total // bins + (index < total % bins) for index in range(bins)], device="cpu")
 
 
-def with_number(op: str, number: Any) -> bool | None:
-    """The answer of whether data is exactly a finite `number`; None where that is not what is asked."""
+def compared_with_number(op: str, number: Any) -> bool | None:
+    """Whether data is (not) exactly a finite `number`, for ``eq`` and ``ne``; None where that is not what is asked."""
     if isinstance(number, bool) or not isinstance(number, (int, float)) or op not in ("eq", "ne"):
         return None
     return op == "ne"
 
 
-def with_infinity(op: str, number: Any) -> bool | None:
-    """The answer of a comparison of finite values with an infinite `number`; None where that is not what it is."""
+def compared_with_infinity(op: str, number: Any) -> bool | None:
+    """How finite values compare with an infinite `number`; None where `number` is not infinite."""
     if not isinstance(number, float) or not math.isinf(number):
         return None
     return {"eq": False, "ne": True, "lt": number > 0, "le": number > 0, "gt": number < 0, "ge": number < 0}[op]

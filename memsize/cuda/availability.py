@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,29 +22,30 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from memsize.cuda.semantics import current
-from memsize.internals.patching import Function, Substitution, Substitutions
+from memsize.internals.patching import Function, Patch, PatchSet
 
 
 def answered_as_cuda() -> AbstractContextManager[None]:
     """Answer as on CUDA while any thread is inside; the originals are back when the last one leaves."""
-    return _answers.standing()
+    return _answers.active()
 
 
-def _questions() -> tuple[Substitution, ...]:
+@cache
+def _questions() -> tuple[Patch, ...]:
     common: Any = torch.cuda.amp.common
     mode: Any = torch.amp.autocast_mode
     renamed = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
     return (
-        Substitution(common, "amp_definitely_not_available", _always(False)),
-        Substitution(torch.cuda, "is_bf16_supported", _always(True)),
-        *(Substitution(torch, name, _by_name) for name in renamed),
-        Substitution(torch.amp, "is_autocast_available", _by_name),
-        Substitution(mode, "is_autocast_available", _by_name),
-        Substitution(mode.autocast, "__init__", _by_name_in_method),
-        Substitution(mode, "_cast", _casting_stand_ins),
-        Substitution(torch, "clear_autocast_cache", _dropping_copies),
-        Substitution(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
-        Substitution(torch.utils.backend_registration, "_privateuse1_backend_name", _named_too),
+        Patch(common, "amp_definitely_not_available", _always(False)),
+        Patch(torch.cuda, "is_bf16_supported", _always(True)),
+        *(Patch(torch, name, _by_name) for name in renamed),
+        Patch(torch.amp, "is_autocast_available", _by_name),
+        Patch(mode, "is_autocast_available", _by_name),
+        Patch(mode.autocast, "__init__", _by_name_in_method),
+        Patch(mode, "_cast", _casting_stand_ins),
+        Patch(torch, "clear_autocast_cache", _dropping_copies),
+        Patch(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
+        Patch(torch.utils.backend_registration, "_privateuse1_backend_name", _named_too),
     )
 
 
@@ -129,4 +131,4 @@ def _inferring_cuda(original: Function) -> Function:
     return answer
 
 
-_answers = Substitutions(_questions, lambda: current() is not None)
+_answers = PatchSet(_questions, lambda: current() is not None)

@@ -112,9 +112,9 @@ def _values(sizes: Tensor) -> list[int] | None:
     """How many sequences go on at each step; None where only the data could tell."""
     if not sizes.is_meta:
         return sizes.tolist()
-    from memsize.constants.known import known
+    from memsize.constants.values import constant_of
 
-    value = known(sizes)
+    value = constant_of(sizes)
     return None if value is None else value.tolist()
 
 

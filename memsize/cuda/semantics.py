@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from memsize.internals.dispatch_key import KEY, _exclude, _include, _is_excluded, _is_included
+from memsize.internals.dispatch_key import KEY, exclude, include, is_excluded, is_included
 
 CastObserver = Callable[[Tensor, Tensor], None]
 STAND_INS = frozenset({"meta", "cpu"})
@@ -61,13 +61,13 @@ def current() -> Semantics | None:
 @contextlib.contextmanager
 def switched_on(semantics: Semantics) -> Iterator[None]:
     """Let the kernels of the key answer this thread, as `semantics` says; as before afterwards."""
-    outer, was_included, was_excluded = _thread.semantics, _is_included(KEY), _is_excluded(KEY)
+    outer, was_included, was_excluded = _thread.semantics, is_included(KEY), is_excluded(KEY)
     _thread.semantics = semantics
-    _include(KEY, True)
-    _exclude(KEY, False)
+    include(KEY, True)
+    exclude(KEY, False)
     try:
         yield
     finally:
-        _exclude(KEY, was_excluded)
-        _include(KEY, was_included)
+        exclude(KEY, was_excluded)
+        include(KEY, was_included)
         _thread.semantics = outer

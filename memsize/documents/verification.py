@@ -21,7 +21,7 @@ from memsize.documents.sections import (
     Words,
     listed,
 )
-from memsize.records.verification import Alignment, Checked, Comparison, Difference, Verification
+from memsize.records.verification import Alignment, AllocationDifference, FigureComparison, Verification, VerifiedRun
 from memsize.units import Bytes, dotted_cudnn
 
 SCHEMA: Final = "memsize.verification/1"
@@ -69,7 +69,7 @@ class VerificationDocument(Document[Verification]):
         }
 
 
-def _run_data(run: Checked) -> dict[str, Any]:
+def _run_data(run: VerifiedRun) -> dict[str, Any]:
     seen = plain(replace(run.measurement, log=None))
     del seen["log"]
     figures = [each.record() for each in _compared(run)]
@@ -101,13 +101,13 @@ def figure_table(found: Verification) -> Table:
     return table if len(found.runs) > 1 else table.without("benchmark")
 
 
-def _compared(run: Checked) -> Iterator[Comparison]:
+def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:
     yield from run.comparisons
     if run.tracked is not None:
         yield run.tracked
 
 
-def _figure_cells(each: Comparison) -> tuple[Cell, ...]:
+def _figure_cells(each: FigureComparison) -> tuple[Cell, ...]:
     low, high = each.predicted
     missing = Missing("nothing was measured")
     return (
@@ -139,7 +139,7 @@ def difference_table(alignment: Alignment) -> Table:
     return Table("differences", "Differences", columns, rows, caption=caption)
 
 
-def _difference_cells(difference: Difference) -> tuple[Cell, ...]:
+def _difference_cells(difference: AllocationDifference) -> tuple[Cell, ...]:
     place = difference.place
     return (
         difference.kind,

@@ -1,1 +1,1 @@
-"""The places of PyTorch that memsize reaches into: pytrees, a dispatch key, patched functions, global state."""
+"""The parts of PyTorch and Python that memsize reaches into: pytrees, a dispatch key, patches, global state."""

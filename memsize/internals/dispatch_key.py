@@ -1,4 +1,7 @@
-"""The dispatch key that nothing in PyTorch uses, and how a thread switches it on and off."""
+"""The dispatch key that nothing in PyTorch uses, and how a thread switches it on and off.
+
+The kernels of `memsize.cuda` are registered for it: they take an op before autograd records it.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,28 @@ Kernel = Callable[..., Any]
 
 KEY: torch._C.DispatchKey = torch._C.DispatchKey.__members__["AutocastIPU"]
 NAMESPACE = "aten"
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-_include = torch._C._dispatch_tls_set_dispatch_key_included
-_is_included = torch._C._dispatch_tls_is_dispatch_key_included
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+include = torch._C._dispatch_tls_set_dispatch_key_included
+is_included = torch._C._dispatch_tls_is_dispatch_key_included
+is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 class suspended:  # noqa: N801 - reads as the context manager that it is
-    """Call PyTorch with the kernels of the key passed over: what runs below autograd is no longer CUDA's to decide."""
+    """Call PyTorch without the kernels of the key: what runs below autograd is no longer CUDA's to decide."""
 
     __slots__ = ("_was_excluded",)
 
     def __enter__(self) -> None:
-        self._was_excluded = _is_excluded(KEY)
-        _exclude(KEY, True)
+        self._was_excluded = is_excluded(KEY)
+        exclude(KEY, True)
 
     def __exit__(self, *_: object) -> None:
-        _exclude(KEY, self._was_excluded)
+        exclude(KEY, self._was_excluded)
 
 
 def overload(name: str) -> Any:
     """The callable of the operator `name` (``"softmax.int"``, ``"torchvision::nms"``), without the checks of its Python
-    face.
+    wrapper.
     """
     namespace, _, own = name.rpartition("::")
     packet, _, variant = own.partition(".")

@@ -17,9 +17,9 @@ _COMPILER = "torch._dynamo"
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Storages end when their last reference does, never when the collector happens to come by.
+    """Pause Python's garbage collector: a storage ends with its last reference, never whenever the collector runs.
 
-    Every run then writes the same events, and many runs in a row do not pay for scanning each other's records.
+    So every run records the same events, and many runs in a row do not pay for scanning each other's records.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -31,7 +31,7 @@ def collector_paused() -> Iterator[None]:
 
 
 class CompilerImport:
-    """Notices that PyTorch's compiler was imported meanwhile, and lets go of what that keeps.
+    """Notices that PyTorch's compiler was imported during a run, and frees what that keeps alive.
 
     The first `torch.utils.checkpoint` of a process imports it, in the middle of the model's forward. The import leaves
     reference cycles with the frames that it runs in, and so with everything that the forwards above it hold.
@@ -41,7 +41,7 @@ class CompilerImport:
         self._pending = _COMPILER not in sys.modules
 
     def forget(self) -> None:
-        """To be called as often as modules are: collects once, when the import is over."""
+        """Collect once, when the import is over. Call it after every module call."""
         if self._pending and _COMPILER in sys.modules:
             self._pending = False
             gc.collect()
@@ -49,10 +49,10 @@ class CompilerImport:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Everything global that a forward may move is put back after, also after an error.
+    """Restore all global state that a forward may change, also after an error.
 
-    Meanwhile random numbers begin at a fixed seed, so that a model which decides by them (a layer left out now and
-    then) shows the same each time. A model's own warnings are about real data or devices; they would only puzzle here.
+    Inside, random numbers start from a fixed seed, so that a model with random control flow (a layer skipped now and
+    then) is the same each time, and warnings are ignored: a model's own are about real data or devices.
     """
     numpy = sys.modules.get("numpy")
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None

@@ -1,4 +1,4 @@
-"""Functions and names of PyTorch that are replaced for a while, and for some threads only.
+"""Patches of PyTorch: functions and names that are replaced for a while, and for some threads only.
 
 Replacing `Tensor.__getitem__` leaves a trace. A class whose `__getitem__` is Python code counts as a sequence, by a
 slot of its type. Deleting the attribute again leaves that slot set, for the class and those derived from it, and then
@@ -16,7 +16,7 @@ import functools
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
@@ -36,7 +36,7 @@ def item_slots(owner: type) -> Sequence[Slot]:
     return [(address, _at(address).value) for kind in _family(owner) if (address := _address(kind))]
 
 
-def put_back(slots: Sequence[Slot]) -> None:
+def restore(slots: Sequence[Slot]) -> None:
     """Let each slot hold again what it held."""
     for address, held in slots:
         _at(address).value = held
@@ -62,88 +62,81 @@ def _at(address: int) -> ctypes.c_void_p:
 
 
 Function = Callable[..., Any]
-"""A function of PyTorch, or what stands in for it."""
+"""A function of PyTorch, or its replacement."""
 
 _NOTHING = object()
 
 
-class Substitution(NamedTuple):
-    """A function of PyTorch, by the module or class that holds it, and what makes its stand-in out of the original.
+class Patch(NamedTuple):
+    """A function of PyTorch, by the module or class that holds it, and what makes its replacement out of the original.
 
-    It may also be a value: then its stand-in finds out itself which thread it answers.
+    It may also be a value: then its replacement finds out itself which thread asks.
     """
 
     owner: Any
     name: str
-    stand_in: Callable[[Function], Function]
+    replace: Callable[[Function], Function]
 
 
-class Substitutions:
-    """Stand-ins that are in place while any thread is inside, and answer only the threads for which `applies()` holds.
+class PatchSet:
+    """Patches that are in place while any thread is inside, and that only threads for which `applies()` holds notice.
 
-    `choose` names them when they are first needed; each is made once.
+    `choose` lists them whenever a thread comes in: a module that was not imported yet may be there the next time. It
+    must list equal patches each time, so that each replacement is made and put in place once.
     """
 
-    def __init__(self, choose: Callable[[], tuple[Substitution, ...]], applies: Callable[[], bool]) -> None:
+    def __init__(self, choose: Callable[[], Iterable[Patch]], applies: Callable[[], bool]) -> None:
         self._choose = choose
         self._applies = applies
-        self._chosen: tuple[Substitution, ...] = ()
-        self._made: dict[Substitution, tuple[Function, Function]] = {}
-        self._before: list[tuple[Any, str, Any]] = []
+        self._made: dict[Patch, tuple[Function, Function]] = {}
+        self._before: dict[Patch, Any] = {}
         self._lock = threading.Lock()
         self._inside = 0
 
     @contextlib.contextmanager
-    def standing(self) -> Iterator[None]:
-        """The stand-ins are in place; the originals are back when the last thread leaves."""
-        self.enter()
+    def active(self) -> Iterator[None]:
+        """The patches are in place; the originals are back when the last thread leaves."""
+        with self._lock:
+            self._inside += 1
+            for patch in self._choose():
+                if patch not in self._before:
+                    self._put(patch)
         try:
             yield
         finally:
-            self.leave()
+            with self._lock:
+                self._inside -= 1
+                while not self._inside and self._before:
+                    (owner, name, _), value = self._before.popitem()
+                    _set(owner, name, value)
 
-    def enter(self) -> None:
-        """Put the stand-ins in place, unless another thread has."""
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._chosen = self._chosen or self._choose()
-                for substitution in self._chosen:
-                    self._put(substitution)
-
-    def leave(self) -> None:
-        """Put the originals back, if no other thread is inside."""
-        with self._lock:
-            self._inside -= 1
-            while not self._inside and self._before:
-                self._set(*self._before.pop())
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        """Set, or for `_NOTHING` delete, without making a sequence of the class."""
-        slots = item_slots(owner) if name == "__getitem__" else ()
-        if value is _NOTHING:
-            delattr(owner, name)  # it was inherited
-        else:
-            setattr(owner, name, value)
-        put_back(slots)
-
-    def _put(self, substitution: Substitution) -> None:
-        owner, name, stand_in = substitution
+    def _put(self, patch: Patch) -> None:
+        owner, name, replace = patch
         original = getattr(owner, name)
-        made_of, made = self._made.get(substitution, (None, None))
+        made_of, made = self._made.get(patch, (None, None))
         if made_of is not original or made is None:
-            made = stand_in(original)
+            made = replace(original)
             if callable(original):
-                made = self._answering(original, made)
-            self._made[substitution] = original, made
-        self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
-        self._set(owner, name, made)
+                made = self._for_threads_inside(original, made)
+            self._made[patch] = original, made
+        self._before[patch] = vars(owner).get(name, _NOTHING)
+        _set(owner, name, made)
 
-    def _answering(self, original: Function, stand_in: Function) -> Function:
+    def _for_threads_inside(self, original: Function, replacement: Function) -> Function:
         applies = self._applies
 
         @functools.wraps(original)
-        def answered(*args: Any, **kwargs: Any) -> Any:
-            return (stand_in if applies() else original)(*args, **kwargs)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return (replacement if applies() else original)(*args, **kwargs)
 
-        return answered
+        return chosen
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Set, or for `_NOTHING` delete, without making a sequence of the class."""
+    slots = item_slots(owner) if name == "__getitem__" else ()
+    if value is _NOTHING:
+        delattr(owner, name)  # it was inherited
+    else:
+        setattr(owner, name, value)
+    restore(slots)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memsize.errors import DataDependentError
+
 SMALLEST = 4096
 """Floating tensors with this many elements or more are made on `meta`."""
 
@@ -29,10 +31,6 @@ SMALLEST_INTEGER = 2**20
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-
-
-class UnknownValueError(RuntimeError):
-    """An integer tensor that is really there was to be filled with numbers that were never made."""
 
 
 class Weightless(TorchDispatchMode):
@@ -82,7 +80,7 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """`func` with every tensor moved to `meta`; what it would write into a real tensor is not written."""
     written = [tensor for tensor in _written(func, args, kwargs) if not tensor.is_meta]
     if any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in written):
-        raise UnknownValueError(f"{func} fills a real {written[0].dtype} tensor from weights that were not made")
+        raise DataDependentError(f"{func} fills a real {written[0].dtype} tensor from weights that were not made")
     result = func(*map(_to_meta, args), **_for_meta(func, kwargs))
     return written[0] if len(written) == 1 and isinstance(result, torch.Tensor) else result
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memsize.constants.known import is_uniform, known
+from memsize.constants.values import constant_of, is_uniform
 from memsize.meta_kernels.registry import overloads, shape_rule
 from memsize.meta_kernels.strides import Shape
 from memsize.meta_kernels.tensors import (
@@ -136,7 +136,7 @@ def _embedding(weight: Any, indices: Any, *_: Any, **__: Any) -> Any:
 
 def _refuse_beyond(indices: Tensor, rows: int) -> None:
     """A look-up beyond the table fails, as it would with data: a position after the last one, say."""
-    values = known(indices)
+    values = constant_of(indices)
     if values is None or not values.numel():
         return
     largest = int(values.flatten()[0] if is_uniform(values) else values.max())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from memsize.constants.known import UNREADABLE, known, remember
+from memsize.constants.values import UNREADABLE, constant_of, set_constant
 from memsize.errors import InputError
 from memsize.internals.pytree import map_tensors, objects_in, tensors_in
 from memsize.loading import load_inputs
@@ -161,8 +161,8 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if not _is_cast(tensor) or tensor.dtype is dtype:
             return tensor
-        real = known(tensor) if tensor.is_meta else None
-        return tensor.to(dtype) if real is None else remember(tensor.to(dtype), real.to(dtype))
+        real = constant_of(tensor) if tensor.is_meta else None
+        return tensor.to(dtype) if real is None else set_constant(tensor.to(dtype), real.to(dtype))
 
     return map_tensors(cast, value)
 
@@ -199,9 +199,9 @@ def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex or dtype in UNREADABLE:
         return tensor
     if spec.span is not None:
-        return remember(tensor, _spread(spec.span, tensor))
+        return set_constant(tensor, _spread(spec.span, tensor))
     value = 1 if "mask" in (spec.name or "") else 0
-    return remember(tensor, torch.full(shape, value, dtype=dtype, device="cpu"))
+    return set_constant(tensor, torch.full(shape, value, dtype=dtype, device="cpu"))
 
 
 def _spread(span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
@@ -219,8 +219,8 @@ def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, An
 def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
     """`tensor` with another batch size; rows whose values are known come again in turn."""
     resized = torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-    value = known(tensor)
-    return resized if value is None else remember(resized, value[torch.arange(batch) % len(value)])
+    value = constant_of(tensor)
+    return resized if value is None else set_constant(resized, value[torch.arange(batch) % len(value)])
 
 
 def _record(name: str, tensor: torch.Tensor, met: set[Hashable]) -> InputTensor:

@@ -1,27 +1,35 @@
-"""The way out where a run without data cannot know which way a model goes: a copy that really computes, on the CPU."""
+"""Models and inputs with real values, for runs that really compute: on the CPU (`--execute`) or on a GPU (`verify`).
+
+Tensors that were built without values get random ones on the device itself, in their own dtype, so that nothing larger
+is there on the way. Memory depends on none of them, except where a model looks at its own numbers.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from memsize.constants.known import known
+from memsize.constants.values import constant_of
 from memsize.errors import MemsizeError
-from memsize.internals.pytree import map_tensors
+from memsize.internals.pytree import arguments_in, map_tensors
 from memsize.spec.subject import Call
 from memsize.units import format_bytes
 
-_SPREAD = 0.02
-"""Standard deviation of weights that were never made: small, so that activations stay finite through many layers."""
+_CPU: Final = torch.device("cpu")
+_STD: Final = 0.02
+"""Standard deviation of made-up weights: small, so that activations stay finite through many layers."""
+_REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 
 
 def executable(model: nn.Module) -> nn.Module:
-    """A copy of `model` on the CPU whose every tensor has values: its own, or random ones where it was built without.
+    """A copy of `model` on the CPU whose every tensor has values.
 
     Raises `MemsizeError` when the copy would not fit in memory.
     """
@@ -33,25 +41,52 @@ def executable(model: nn.Module) -> nn.Module:
             f"{format_bytes(available, 'GiB')} are free"
         )
     copied = copy.deepcopy(model)
-    made: dict[int, torch.Tensor] = {}
-    for module in copied.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and tensor.device.type != "cpu":
-                    table[name] = made.setdefault(id(tensor), _with_values(tensor))  # type: ignore[assignment]
+    materialize(copied, _CPU)
     return copied
 
 
-def executable_call(call: Call, device: torch.device | str = "cpu") -> Call:
-    """The same arguments with values, on `device`: known ones, zeros for integers, a normal distribution for the
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Move everything that `model.to(device)` moves, children first as it does; what has no values gets some."""
+    made: dict[int, torch.Tensor] = {}
+    originals: list[torch.Tensor] = []  # an id is one tensor's as long as that lives
+
+    def materialized(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = _materialized(name, tensor, device)
+            originals.append(tensor)
+        return made[id(tensor)]
+
+    for module in _children_first(model):
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = materialized(name, tensor)  # type: ignore[assignment]
+        for name, value in _attributes_without_values(module):
+            vars(module)[name] = map_tensors(partial(materialized, name), value)
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()  # else the first forward does it
+
+
+def executable_call(call: Call, device: torch.device | str = _CPU) -> Call:
+    """The same arguments with values, on `device`: constants, zeros for other integers, a normal distribution for the
     rest.
     """
-    real: Call = map_tensors(_with_values, call)
-    if torch.device(device).type != "cpu":
-        args, kwargs = real
-        moved = {name: _moved(each, device) for name, each in kwargs.items()}
-        return tuple(_moved(each, device) for each in args), moved
-    return real
+    real: Call = map_tensors(_argument, call)
+    if torch.device(device) == _CPU:
+        return real
+    args, kwargs = real
+    return tuple(_moved(each, device) for each in args), {name: _moved(each, device) for name, each in kwargs.items()}
+
+
+def _argument(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device == _CPU:
+        return tensor
+    value = constant_of(tensor) if tensor.is_meta else tensor.detach().cpu()
+    if value is not None:
+        return value.clone()
+    value = torch.zeros_like(tensor, device=_CPU)
+    return value.normal_() if value.is_floating_point() or value.is_complex() else value
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
@@ -61,13 +96,44 @@ def _moved(value: Any, device: torch.device | str) -> Any:
     return map_tensors(lambda tensor: tensor.to(device), value)
 
 
-def _with_values(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
+def _attributes_without_values(module: nn.Module) -> list[tuple[str, Any]]:
+    """Plain attributes that hold tensors without values. `to` leaves others where they are."""
+    held = [(name, value) for name, value in vars(module).items() if name not in _REGISTRIES]
+    return [(name, value) for name, value in held if any(tensor.is_meta for tensor in arguments_in([value]))]
+
+
+def _children_first(model: nn.Module) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        if id(module) not in seen:
+            seen.add(id(module))
+            for child in module.children():
+                yield from walk(child)
+            yield module
+
+    return walk(model)
+
+
+def _materialized(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.device == device:
         return tensor
-    value = known(tensor) if tensor.is_meta else tensor.detach().cpu()
-    if value is None:
-        value = torch.zeros_like(tensor, device="cpu")
-        if value.is_floating_point() or value.is_complex():
-            value.normal_(0.0, _SPREAD if isinstance(tensor, nn.Parameter) else 1.0)
-    value = value.clone()
-    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    if nn.parameter.is_lazy(tensor):
+        kind: Any = type(tensor)
+        return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]
+    if tensor.is_meta:
+        moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        _fill(name, moved)
+    else:
+        moved = tensor.detach().to(device)
+    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+
+
+def _fill(name: str, tensor: torch.Tensor) -> None:
+    """Values with which a network neither dies nor overflows: scales and variances of one, small weights."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor.zero_()
+    elif tensor.dim() == 1 and name in ("weight", "running_var"):
+        tensor.fill_(1)
+    else:
+        tensor.normal_(0.0, _STD)

@@ -1,6 +1,6 @@
 """Meta tensors in the place of real ones, with the same shape, strides, dtype, ties and flags, and no memory.
 
-Values that models look at stay known beside them (`memsize.constants.known`): those of small integer and boolean
+Values that models look at stay known beside them (`memsize.constants.values`): those of small integer and boolean
 tensors, of small floating buffers and inputs, and of parameters that are one number.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from memsize.constants.known import Cell, cell_of, is_small, known, remember
+from memsize.constants.values import ConstantState, constant_of, is_small, set_constant, state_of
 
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -55,7 +55,7 @@ class MetaTensors:
         self._copy_attribute = copy_attribute
         self._plain = plain
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._values: dict[int, tuple[torch.UntypedStorage, Cell]] = {}
+        self._values: dict[int, tuple[torch.UntypedStorage, ConstantState]] = {}
         self._alive: list[Any] = []
         """What these tables know by its address."""
 
@@ -78,7 +78,7 @@ class MetaTensors:
         ordinary = type(original) in _PLAIN_TYPES and not original.is_nested and not original.is_quantized
         if not ordinary or vars(original) or not _fills_storage(original):
             return
-        value, is_parameter = known(copied), isinstance(copied, nn.Parameter)
+        value, is_parameter = constant_of(copied), isinstance(copied, nn.Parameter)
         if value is None or _fills_storage(value):
             pristine = None if value is None else value.clone()
             layout = (original.shape, original.stride(), original.dtype, is_parameter, original.requires_grad)
@@ -94,9 +94,9 @@ class MetaTensors:
             copied.requires_grad_()
         if plain.value is None:
             return copied
-        value, cell = plain.value.clone(), Cell()
-        self._values[plain.storage] = value.untyped_storage(), cell
-        return remember(copied, value, cell)
+        value, state = plain.value.clone(), ConstantState()
+        self._values[plain.storage] = value.untyped_storage(), state
+        return set_constant(copied, value, state)
 
     def data(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
         """A plain tensor in the place of `original`: no parameter, no leaf that requires a gradient."""
@@ -108,9 +108,11 @@ class MetaTensors:
             return self._opaque(original)
         copied = self._strided(original)
         if original.is_meta:
-            cell = cell_of(original)
-            value = known(original)
-            return copied if cell is None or value is None else remember(copied, value.clone(), Cell(cell.assumed))
+            state = state_of(original)
+            value = constant_of(original)
+            if state is None or value is None:
+                return copied
+            return set_constant(copied, value.clone(), ConstantState(state.assumption))
         if not looked_at or not is_small(original):
             return copied
         has_values = original.untyped_storage().device.type != "meta"  # a FakeTensor only seems to have some
@@ -184,13 +186,13 @@ class MetaTensors:
         """Views of one small block keep sharing their values; of a large one each keeps a copy of its own."""
         storage = original.untyped_storage()
         if storage.nbytes() > 4 * original.numel() * original.element_size() + 1024:
-            return remember(copied, original.detach().cpu().clone())
+            return set_constant(copied, original.detach().cpu().clone())
         if storage._cdata not in self._values:
-            self._values[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage), Cell()
-        block, cell = self._values[storage._cdata]
+            self._values[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage), ConstantState()
+        block, state = self._values[storage._cdata]
         empty = torch.empty(0, dtype=original.dtype, device="cpu")
         value = empty.set_(block, original.storage_offset(), original.shape, original.stride())
-        return remember(copied, value, cell)
+        return set_constant(copied, value, state)
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:

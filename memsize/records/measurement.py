@@ -15,7 +15,7 @@ from memsize.errors import InputError
 from memsize.records.codec import plain, reader
 
 
-class Place(NamedTuple):
+class OpLocation(NamedTuple):
     """Where something happens: the phase of the step, the layer (None: outside the model), the operation."""
 
     phase: str
@@ -23,11 +23,11 @@ class Place(NamedTuple):
     op: str
 
 
-NOWHERE = Place("", None, "")
+NO_LOCATION = OpLocation("", None, "")
 """The place of what nobody noted."""
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """`delta` bytes of `storage` appear (> 0) or disappear (< 0). `place` indexes the places of its log.
 
     A storage below 0 was there before the log begins.
@@ -39,11 +39,11 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class AllocationLog:
     """What was allocated and freed, in order. Places stand in a table of their own, because they come again often."""
 
-    places: tuple[Place, ...]
-    entries: tuple[Entry, ...]
+    places: tuple[OpLocation, ...]
+    entries: tuple[LogEntry, ...]
 
 
 class Allocation(NamedTuple):
@@ -51,25 +51,25 @@ class Allocation(NamedTuple):
     whether it is alive when most bytes are."""
 
     bytes: int
-    place: Place
+    place: OpLocation
     freed: int | None
     at_peak: bool
 
 
-def log_of(events: Iterable[tuple[int, int, Place]]) -> Log:
+def log_of(events: Iterable[tuple[int, int, OpLocation]]) -> AllocationLog:
     """The log of ``(storage, delta, place)``."""
-    places: dict[Place, int] = {}
-    entries = tuple(Entry(storage, delta, places.setdefault(place, len(places))) for storage, delta, place in events)
-    return Log(tuple(places), entries)
+    places: dict[OpLocation, int] = {}
+    entries = tuple(LogEntry(storage, delta, places.setdefault(place, len(places))) for storage, delta, place in events)
+    return AllocationLog(tuple(places), entries)
 
 
-def allocations(log: Log) -> tuple[Allocation, ...]:
+def allocations(log: AllocationLog) -> tuple[Allocation, ...]:
     """The allocations of a log in order, each with its end.
 
     Growing in place is one more allocation; shrinking ends all that a storage has.
     """
     summit = _summit(log.entries)
-    begun: list[Entry] = []
+    begun: list[LogEntry] = []
     held: dict[int, list[int]] = {}
     freed: dict[int, int] = {}
     alive: set[int] = set()
@@ -87,7 +87,7 @@ def allocations(log: Log) -> tuple[Allocation, ...]:
     )
 
 
-def _summit(entries: Iterable[Entry]) -> int:
+def _summit(entries: Iterable[LogEntry]) -> int:
     """The first entry after which most bytes are alive; -1 where none adds to what was there before."""
     most, place = 0, -1
     for position, total in enumerate(_running(entries)):
@@ -96,7 +96,7 @@ def _summit(entries: Iterable[Entry]) -> int:
     return place
 
 
-def _running(entries: Iterable[Entry]) -> Iterator[int]:
+def _running(entries: Iterable[LogEntry]) -> Iterator[int]:
     total = 0
     for entry in entries:
         total += entry.delta
@@ -129,7 +129,7 @@ class MeasuredWorkload:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class SoftwareStack:
     """The GPU and the software that a run was measured on. `total` is what `mem_get_info` calls so.
 
     `cudnn` is as cuDNN counts (91501 is 9.15.1); `allocator`, `cublas_config` and `module_loading` are the settings of
@@ -181,7 +181,7 @@ class DeviceUse:
     source: Literal["NVML, this process", "NVML, growth of the device", "mem_get_info"]
 
 
-class Workspace(NamedTuple):
+class ConvolutionWorkspace(NamedTuple):
     """What cuDNN said of a convolution (`memsize.cuda.cudnn.Convolution` as text): the bytes of its workspace."""
 
     convolution: str
@@ -200,7 +200,7 @@ class Measurement:
     """
 
     workload: MeasuredWorkload
-    stack: Stack
+    stack: SoftwareStack
     peaks: Peaks | None = None
     steady: Peaks | None = None
     device: DeviceUse | None = None
@@ -209,12 +209,12 @@ class Measurement:
     untracked: str | None = None
     error: str | None = None
     seconds: float = 0.0
-    log: Log | None = None
-    workspaces: tuple[Workspace, ...] = ()
+    log: AllocationLog | None = None
+    workspaces: tuple[ConvolutionWorkspace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedMeasurements:
     """A file of measurements: when and by which command and version of memsize it was written."""
 
     measurements: tuple[Measurement, ...]
@@ -223,24 +223,26 @@ class Saved:
     memsize: str
 
 
-def encode(saved: Saved) -> dict[str, Any]:
+def encode(saved: SavedMeasurements) -> dict[str, Any]:
     """`saved` as dicts, lists and scalars, ready for `json.dump`."""
     return {"schema": SCHEMA, **plain(saved)}
 
 
-def decode(data: object) -> Saved:
+def decode(data: object) -> SavedMeasurements:
     """The measurements that `data` encodes; raises `InputError` when it holds none of this version."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise InputError(f"not a memsize measurement: expected schema {SCHEMA!r}, found {found!r}")
     try:
-        saved: Saved = reader(Saved)({key: value for key, value in data.items() if key != "schema"})
+        saved: SavedMeasurements = reader(SavedMeasurements)(
+            {key: value for key, value in data.items() if key != "schema"}
+        )
     except (TypeError, ValueError) as error:
         raise InputError(f"not a memsize measurement: {error}") from error
     return saved
 
 
-def read(path: str | Path) -> Saved:
+def read(path: str | Path) -> SavedMeasurements:
     """The measurements in a file; raises `InputError` where it cannot be read or holds none."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
-from memsize.records.measurement import Log, Measurement, Peaks, Place, Saved, Workspace, read
+from memsize.records.measurement import (
+    AllocationLog,
+    ConvolutionWorkspace,
+    Measurement,
+    OpLocation,
+    Peaks,
+    SavedMeasurements,
+    read,
+)
 from memsize.records.run_file import is_run_file, read_run
 
 if TYPE_CHECKING:
@@ -19,7 +27,7 @@ FIGURES: Final = ("requested", "allocated", "reserved", "device")
 """What is compared: the allocator's peaks, and what the process takes on the device."""
 
 
-class Comparison(NamedTuple):
+class FigureComparison(NamedTuple):
     """One figure beside its measurement. `predicted` is an interval where cuDNN or the CUDA context makes it one."""
 
     figure: str
@@ -58,19 +66,19 @@ def off_by(predicted: Interval, measured: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class VerifiedRun:
     """One measurement and the prediction of the same run."""
 
     measurement: Measurement
     prediction: Prediction
 
     @property
-    def comparisons(self) -> tuple[Comparison, ...]:
+    def comparisons(self) -> tuple[FigureComparison, ...]:
         """One for each figure."""
         said, seen = self.prediction, self.measurement
         benchmark = seen.workload.benchmark
         found = [
-            Comparison(
+            FigureComparison(
                 name,
                 benchmark,
                 Interval(getattr(said.least, name), getattr(said.most, name)),
@@ -79,16 +87,16 @@ class Checked:
             for name in FIGURES[:-1]
         ]
         used = None if seen.device is None or seen.error else seen.device.bytes
-        return (*found, Comparison("device", benchmark, said.device, used))
+        return (*found, FigureComparison("device", benchmark, said.device, used))
 
     @property
-    def tracked(self) -> Comparison | None:
+    def tracked(self) -> FigureComparison | None:
         """MemTracker's peak beside what was allocated; None where it could not follow the step."""
         seen = self.measurement
         if seen.tracked is None or seen.peaks is None:
             return None
         said = Interval(seen.tracked, seen.tracked)
-        return Comparison("MemTracker", seen.workload.benchmark, said, seen.peaks.allocated)
+        return FigureComparison("MemTracker", seen.workload.benchmark, said, seen.peaks.allocated)
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +108,7 @@ class Verification(Answer):
 
     kind: ClassVar = "verification"
 
-    runs: tuple[Checked, ...]
+    runs: tuple[VerifiedRun, ...]
     notes: tuple[str, ...] = ()
     command: str = ""
     version: str = ""
@@ -118,7 +126,7 @@ class Verification(Answer):
         return self.runs[0].measurement.workload.model
 
     @property
-    def comparisons(self) -> tuple[Comparison, ...]:
+    def comparisons(self) -> tuple[FigureComparison, ...]:
         """Every figure of every run."""
         return tuple(comparison for run in self.runs for comparison in run.comparisons)
 
@@ -143,26 +151,26 @@ class Verification(Answer):
         """One row per allocation of the last step that is not as predicted, in their order."""
         return self.tables()["differences"].frame().astype({"predicted": "Int64", "measured": "Int64"})
 
-    def saved(self, *, logs: bool = True) -> Saved:
+    def saved(self, *, logs: bool = True) -> SavedMeasurements:
         """The measurements alone, as a file has them; `logs` keeps the allocations of the last step."""
         kept = (run.measurement if logs else replace(run.measurement, log=None) for run in self.runs)
-        return Saved(tuple(kept), self.command, datetime.now(UTC).date().isoformat(), self.version)
+        return SavedMeasurements(tuple(kept), self.command, datetime.now(UTC).date().isoformat(), self.version)
 
 
-Kind = Literal["predicted only", "real only", "other size", "freed later", "freed earlier"]
+DifferenceKind = Literal["predicted only", "real only", "other size", "freed later", "freed earlier"]
 """How the real step differs: an allocation that it lacks, one that was not foreseen, another size, another end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class AllocationDifference:
     """One allocation that is not as predicted. Bytes are None on the side that lacks it.
 
     `place` is where the prediction has it, or the real step where only that does. `at_peak` says whether it is alive
     at the peak of the step, on either side.
     """
 
-    kind: Kind
-    place: Place
+    kind: DifferenceKind
+    place: OpLocation
     predicted: int | None
     real: int | None
     at_peak: bool
@@ -183,7 +191,7 @@ class Alignment:
     predicted: int
     real: int
     matched: int
-    differences: tuple[Difference, ...]
+    differences: tuple[AllocationDifference, ...]
     """How many allocations each log has, how many are matched, and what is not the same."""
 
 
@@ -197,16 +205,16 @@ class Prediction:
     most: Peaks
     device: Interval
     steady: int
-    log: Log
+    log: AllocationLog
     convolutional: bool = False
     """Whether a convolution runs: cuDNN's workspaces and its benchmark are theirs."""
-    workspaces: tuple[Workspace, ...] = ()
+    workspaces: tuple[ConvolutionWorkspace, ...] = ()
     """What cuDNN itself says that those convolutions take; nothing where it was not asked."""
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def read_measurements(path: str) -> Saved:
+def read_measurements(path: str) -> SavedMeasurements:
     """The measurements in a file: of a saved verification, or of one that holds them alone.
 
     Raises `InputError` where it is neither.

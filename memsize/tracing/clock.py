@@ -1,8 +1,8 @@
-"""Where in a run an op happens: which step and phase, and which layer.
+"""Where in a run an op happens: in which step, phase and layer.
 
-Forward ops belong to the module that is running. A backward op belongs to the module whose forward made its autograd
-node: nodes are numbered as they are made, so the numbers between a module's start and its end are its own. That a
-backward is running, PyTorch's engine says itself, also when the user's own loop called it.
+A forward op belongs to the module that is running. A backward op belongs to the module whose forward created its
+autograd node: nodes are numbered in order of creation, so the numbers between a module's start and end are its own.
+Autograd's engine itself tells whether a backward is running, also when the user's own loop called it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ _graph_task = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
 _next_number = torch._C._autograd._get_sequence_nr
 _NO_NUMBER = 2**63
-"""Accumulation nodes are numbered last, so that the engine runs them first; they belong to no forward."""
+"""Accumulation nodes have the highest numbers, so that the engine runs them first; they belong to no forward."""
 
 
 class Clock:
-    """`layer` indexes the run's layers (-1: outside every module), `phase` indexes `phases`; `step` is 0 before the
-    first.
+    """The place of the op that runs now.
+
+    `layer` indexes the run's layers (-1: outside every module), `phase` indexes `phases`; `step` is 0 before the first
+    step.
     """
 
     def __init__(self) -> None:
@@ -42,9 +44,7 @@ class Clock:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """A phase of the current step, as the record names it (``"forward 2"``); nested phases return to the outer
-        one.
-        """
+        """Open a phase of the current step, named as in the record (``"forward 2"``); the outer one goes on after."""
         self._settle()
         outer, self.phase = self.phase, self._index(name)
         try:
@@ -60,7 +60,7 @@ class Clock:
         return self.phases.index(label)
 
     def enter(self, layer: int) -> int:
-        """A module starts; returns the one that was running."""
+        """A module starts; returns the layer that was running, for `leave`."""
         if self._outside is not None:
             self._settle()
         outer, self.layer = self.layer, layer
@@ -69,7 +69,7 @@ class Clock:
         return outer
 
     def leave(self, outer: int) -> None:
-        """A module ended and `outer` goes on."""
+        """The module has ended and `outer` goes on."""
         self.layer = outer
         self._depth -= 1
         self._own(outer)
@@ -80,7 +80,7 @@ class Clock:
             self._owners.append(layer)
 
     def _settle(self) -> None:
-        """Go back to where backward was called, once it is over."""
+        """Return to the phase and layer that called backward, once it is over: the engine announces no end."""
         if self._outside is not None and _graph_task() == -1:
             self.phase, self.layer, self._depth = self._outside
             self._outside = None

@@ -1,11 +1,12 @@
 """What `DistributedDataParallel` adds to one process: buckets, in which gradients are sent to the others.
 
-It keeps them from the first step on: parameters are taken in reverse, and a bucket is closed once it has reached its
-limit, the first one's being smaller. Without ``gradient_as_bucket_view`` each gradient is stored
-twice, in ``.grad`` and in its bucket; with it, gradients are views of the buckets and are never freed. Source:
-`torch.nn.parallel.DistributedDataParallel` and ``compute_bucket_assignment_by_size`` of its reducer.
+They are kept from the first step on. Parameters fill them in reverse order, and a bucket is closed once it
+has reached its limit; the first one's is smaller, so that communication starts early. Without
+``gradient_as_bucket_view`` each gradient is stored twice, in ``.grad`` and in its bucket; with it, gradients are views
+of the buckets and are never freed. Source: `torch.nn.parallel.DistributedDataParallel` and
+``compute_bucket_assignment_by_size`` of its reducer.
 
-Known limits: parameters that it was told to ignore are in the buckets all the same; NCCL's own buffers lie outside
+Known limits: parameters that DDP was told to ignore are in the buckets all the same; NCCL's own buffers lie outside
 PyTorch's allocator; communication hooks are not run.
 """
 
@@ -19,8 +20,8 @@ from torch import nn
 
 from memsize.tracing.ledger import Ledger
 
-_FIRST = 2**20
-_LATER = 25 * 2**20
+_FIRST_LIMIT = 2**20
+_LIMIT = 25 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Buckets:
     are views of buckets.
     """
 
-    limit: int = _LATER
+    limit: int = _LIMIT
     views: bool = False
 
     def sizes(self, parameters: Iterable[torch.Tensor]) -> list[tuple[torch.dtype, int]]:
@@ -40,13 +41,13 @@ class Buckets:
         for parameter in reversed(list(parameters)):
             dtype = parameter.dtype
             filling[dtype] = filling.get(dtype, 0) + parameter.numel()
-            if filling[dtype] * dtype.itemsize >= (self.limit if dtype in first else min(_FIRST, self.limit)):
+            if filling[dtype] * dtype.itemsize >= (self.limit if dtype in first else min(_FIRST_LIMIT, self.limit)):
                 closed.append((dtype, filling.pop(dtype)))
                 first.add(dtype)
         return [*closed, *filling.items()]
 
     def hold(self, parameters: list[torch.Tensor], ledger: Ledger) -> list[torch.Tensor]:
-        """Make what stays for the whole training, as gradients; what must be kept alive is returned."""
+        """Allocate what stays for the whole training, as gradients; returns what has to be kept alive."""
         if self.views:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
@@ -64,7 +65,7 @@ def buckets_of(model: nn.Module) -> Buckets | None:
     model = getattr(model, "_orig_mod", model)
     if type(model).__name__ != "DistributedDataParallel":
         return None
-    limit = int(getattr(model, "bucket_bytes_cap", _LATER))
+    limit = int(getattr(model, "bucket_bytes_cap", _LIMIT))
     return Buckets(limit, bool(getattr(model, "gradient_as_bucket_view", False)))
 
 

@@ -1,4 +1,4 @@
-"""Why a forward failed, in words that say what to change."""
+"""Explain why a forward failed, with advice on what to change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_META = re.compile(r"Could not run '(?P<op>[\w:.]+)'")
 
 
 def explain(error: Exception, calls: Calls, ledger: Ledger) -> Failure:
-    """The layer that was running, what it was given, and the reason with advice where the cause is a known one."""
+    """The layer that was running, its inputs, and the reason, with advice where the cause is a common one."""
     running = calls.failed
     seen = calls.seen[running.layer if running else max(0, ledger.clock.layer)]
     reason = _reason(error, seen)
@@ -40,7 +40,7 @@ def _reason(error: Exception, seen: Seen) -> str:
 
 
 def _wanted(seen: Seen) -> str:
-    """What the layer was built for: its own description of itself."""
+    """What the layer was built for, by its own `extra_repr`."""
     described = seen.module.extra_repr() if seen.leaf else ""
     return f"{seen.path or seen.type} is built as {seen.type}({described})" if described else ""
 

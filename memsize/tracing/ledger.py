@@ -1,6 +1,6 @@
 """The ledger: writes down every storage that appears, is kept for backward, or disappears while a model runs.
 
-Each op is answered without computing (`answers`). New storages among its outputs become events; a weak reference to
+Each op runs without computing (`dispatch`). New storages among its outputs become events; a weak reference to
 each storage writes the event of its end. Nothing is summed here.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memsize.constants.propagation import carry_over
 from memsize.cuda.convolution import BACKWARD, FORWARD, Convolutions
 from memsize.cuda.kernels import kernel_copies, kernel_temporaries
 from memsize.cuda.matmul import CUBLAS, CUBLASLT
@@ -22,7 +23,7 @@ from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
 from memsize.tracing.clock import Clock
-from memsize.tracing.dispatch import DETACH, Answers, answers_itself
+from memsize.tracing.dispatch import DETACH, MetaDispatchMode, has_own_dispatch
 
 _aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ class Workspaces(NamedTuple):
 _NO_WORKSPACES = Workspaces()
 
 
-class Ledger(Answers):
+class Ledger(MetaDispatchMode):
     """Events of one run, each with the phase and layer that the `clock` shows.
 
     `device` is where the run's tensors live: ``"meta"``, or ``"cpu"`` for a run that really computes. `workspaces` are
@@ -78,16 +79,16 @@ class Ledger(Answers):
     # -- what happens during the run ---------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and answers_itself(types):
+        if types and has_own_dispatch(types):
             return NotImplemented
         if func is DETACH:
-            return self.values.carry(args[0], func(*args))
+            return carry_over(args[0], func(*args))
         self.clock.tick()
         self.last_op = op = func._overloadpacket.__name__
         if self.workspaces.blas and func in CUBLAS:
             self._take_workspace(op)
         self._mark_read(args)
-        result = self.answer(func, args, kwargs or {})
+        result = self.run_op(func, args, kwargs or {})
         copies = self._begin_copies(kernel_copies(func, args, kwargs), op)
         if func is FORWARD or func is BACKWARD:
             self._note_convolution(func, args, result, op)

@@ -1,16 +1,12 @@
-"""What PyTorch does in its Python face, before any op is dispatched: numbers from Python lists, devices by name.
+"""What PyTorch does in Python before an op is dispatched: numbers from Python lists, devices by name.
 
-``torch.tensor([1, 2], device=x.device)`` and ``x[:, [0, -1]]`` make their tensor below the dispatcher, where a mode
-sees nothing: on `meta` the numbers would be lost. ``x.cuda()`` and ``device="cuda"`` ask for a device that a machine
-without a GPU refuses and that a machine with one would really allocate on: during a run they mean where the run's
-tensors live. The stand-ins answer only the threads in which a run is under way.
+``torch.tensor([1, 2], device=x.device)`` and ``x[:, [0, -1]]`` make their tensor below the dispatcher, where a dispatch
+mode does not see it: on `meta` the numbers would be lost. ``x.cuda()`` and ``device="cuda"`` ask for a device that a
+machine without a GPU refuses and that a machine with one would really allocate on: during a run they mean where the
+run's tensors live. Only threads in which a run is under way see the replacements.
 
 Known limits: names that a module imported from torch itself (``from torch import zeros``) are not seen, nor are
 ``torch.cuda.FloatTensor`` and generators of a CUDA device.
-
-Torchvision's Mask R-CNN resizes each object's mask to its box and pastes it into a picture of the whole image
-(`paste_masks_in_image`): the boxes decide how much is made on the way, and their corners are asked for as numbers.
-Boxes that are not known are taken to cover the image.
 """
 
 from __future__ import annotations
@@ -18,9 +14,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,54 +23,10 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.utils._device import _device_constructors
 
-from memsize.constants.assumptions import COVERED, MIXED
-from memsize.constants.known import Cell, known, remember
-from memsize.internals.patching import Function, Substitution, Substitutions
+from memsize.constants.assumptions import MASKS_COVER_IMAGE, MIXED_DEVICES
+from memsize.constants.values import ConstantState, constant_of, set_constant
+from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
-
-_MODULE = "torchvision.models.detection.transform"
-_FUNCTION = "paste_masks_in_image"
-
-
-class _PastingThread(threading.local):
-    inside = 0
-
-
-_pasting_thread = _PastingThread()
-
-
-@contextmanager
-def boxes_answered() -> Iterator[None]:
-    """While open, this thread's boxes have corners, if torchvision's detectors are imported."""
-    module = sys.modules.get(_MODULE)
-    if not hasattr(module, _FUNCTION):
-        yield
-        return
-    assert module is not None
-    _pasting_thread.inside += 1
-    try:
-        with _pasting(module).standing():
-            yield
-    finally:
-        _pasting_thread.inside -= 1
-
-
-@cache
-def _pasting(module: ModuleType) -> Substitutions:
-    substitution = Substitution(module, _FUNCTION, _pasted)
-    return Substitutions(lambda: (substitution,), lambda: bool(_pasting_thread.inside))
-
-
-def _pasted(original: Function) -> Function:
-    def pasted(masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
-        if boxes.is_meta and known(boxes) is None:
-            height, width = img_shape
-            corners = torch.tensor([0, 0, width, height], dtype=boxes.dtype, device="cpu")
-            boxes = remember(boxes.detach(), corners.repeat(len(boxes), 1), Cell(COVERED))
-        return original(masks, boxes, img_shape, *args, **kwargs)
-
-    return pasted
-
 
 _META = torch.device("meta")
 _FACTORIES = """
@@ -86,29 +37,26 @@ _METHODS = "new_empty new_full new_ones new_zeros new_empty_strided"
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
+_DETECTION = "torchvision.models.detection.transform"
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.notes: list[dict[str, None]] = []
-        self.regions: list[ExitStack] = []
 
 
 _thread = _Thread()
 
 
-def enter(notes: dict[str, None]) -> None:
-    """From here on this thread's run is under way; what a reader should know goes into `notes`."""
-    with ExitStack() as regions:
-        regions.enter_context(_faces.standing())
-        regions.enter_context(_uncompiled())
-        regions.enter_context(boxes_answered())
-        _thread.regions.append(regions.pop_all())
-    _thread.notes.append(notes)
-
-
-def leave() -> None:
-    """The run that `enter` announced is over."""
-    _thread.notes.pop()
-    _thread.regions.pop().close()
+@contextmanager
+def overridden(notes: dict[str, None]) -> Iterator[None]:
+    """While open, a run is under way in this thread; what a reader should know about it goes into `notes`."""
+    with _overrides.active(), _uncompiled():
+        _thread.notes.append(notes)
+        try:
+            yield
+        finally:
+            _thread.notes.pop()
 
 
 @contextmanager
@@ -124,24 +72,32 @@ def _uncompiled() -> Iterator[None]:
         torch._C._set_graph_executor_optimize(optimizes)
 
 
-def _substitutions() -> tuple[Substitution, ...]:
+def _patches() -> tuple[Patch, ...]:
+    detection = sys.modules.get(_DETECTION)
+    if not hasattr(detection, "paste_masks_in_image"):
+        return _patches_of_torch()
+    return (*_patches_of_torch(), Patch(detection, "paste_masks_in_image", _masks_cover_image))
+
+
+@cache
+def _patches_of_torch() -> tuple[Patch, ...]:
     # PyTorch keeps a table of its factories by identity, made when it is first asked for: not while they are replaced.
     _device_constructors()
-    made = [(torch, "tensor"), (torch, "as_tensor"), (torch, "asarray")]
-    placed = [(torch, name) for name in _FACTORIES.split()] + [(Tensor, name) for name in _METHODS.split()]
+    from_numbers = [(torch, "tensor"), (torch, "as_tensor"), (torch, "asarray")]
+    with_device = [(torch, name) for name in _FACTORIES.split()] + [(Tensor, name) for name in _METHODS.split()]
     return (
-        *(Substitution(owner, name, _from_numbers) for owner, name in made),
-        *(Substitution(owner, name, _placed) for owner, name in placed),
-        Substitution(Tensor, "new_tensor", _new_tensor),
-        Substitution(Tensor, "__getitem__", _indexed),
-        Substitution(Tensor, "__setitem__", lambda original: _assigned(_indexed(original))),
-        Substitution(Tensor, "__format__", _formatted),
-        Substitution(Tensor, "to", _moved),
-        Substitution(Tensor, "cuda", _moved_to_cuda),
-        *(Substitution(torch._VF, name, _with_states_moved) for name in _RECURRENT),
-        Substitution(OpOverloadPacket, "__call__", _given_numbers),
-        Substitution(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
-        Substitution(torch.cuda, "current_device", lambda _: lambda: 0),
+        *(Patch(owner, name, _from_numbers) for owner, name in from_numbers),
+        *(Patch(owner, name, _on_device) for owner, name in with_device),
+        Patch(Tensor, "new_tensor", _new_tensor),
+        Patch(Tensor, "__getitem__", _indexed),
+        Patch(Tensor, "__setitem__", lambda original: _assigned(_indexed(original))),
+        Patch(Tensor, "__format__", _formatted),
+        Patch(Tensor, "to", _moved),
+        Patch(Tensor, "cuda", _moved_to_cuda),
+        *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT),
+        Patch(OpOverloadPacket, "__call__", _given_numbers),
+        Patch(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
+        Patch(torch.cuda, "current_device", lambda _: lambda: 0),
     )
 
 
@@ -237,7 +193,7 @@ def _given_numbers(original: Function) -> Function:
 
 
 def _number(value: Any) -> Any:
-    is_number = isinstance(value, Tensor) and value.is_meta and not value.dim() and known(value) is not None
+    is_number = isinstance(value, Tensor) and value.is_meta and not value.dim() and constant_of(value) is not None
     return value.item() if is_number else value
 
 
@@ -260,13 +216,13 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {"device": _META} if device is not None and _names_cuda(device) else kwargs
 
 
-def _placed(original: Function) -> Function:
+def _on_device(original: Function) -> Function:
     """A function that takes its device by keyword only."""
 
-    def placed(*args: Any, **kwargs: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **(_on_meta(kwargs) if "device" in kwargs else kwargs))
 
-    return placed
+    return made
 
 
 def _moved(original: Function) -> Function:
@@ -294,7 +250,7 @@ def _with_states_moved(original: Function) -> Function:
         place = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
         states = args[place]
         if tensor.is_meta and any(not state.is_meta for state in tensors_in(states)):
-            _thread.notes[-1][MIXED] = None
+            _thread.notes[-1][MIXED_DEVICES] = None
             moved = map_tensors(lambda state: state.to(_META), states)
             args = (*args[:place], moved, *args[place + 1 :])
         return original(tensor, *args)
@@ -302,4 +258,24 @@ def _with_states_moved(original: Function) -> Function:
     return called
 
 
-_faces = Substitutions(_substitutions, lambda: bool(_thread.notes))
+# -- torchvision ------------------------------------------------------------------------------------------------------
+
+
+def _masks_cover_image(original: Function) -> Function:
+    """Mask R-CNN resizes each object's mask to its box and pastes it into a picture of the whole image: the boxes
+    decide how much is allocated on the way, and their corners are read as numbers. Boxes that are data are taken to
+    cover the image.
+    """
+
+    def pasted(masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
+        if boxes.is_meta and constant_of(boxes) is None:
+            height, width = img_shape
+            corners = torch.tensor([0, 0, width, height], dtype=boxes.dtype, device="cpu")
+            corners = corners.repeat(len(boxes), 1)
+            boxes = set_constant(boxes.detach(), corners, ConstantState(MASKS_COVER_IMAGE))
+        return original(masks, boxes, img_shape, *args, **kwargs)
+
+    return pasted
+
+
+_overrides = PatchSet(_patches, lambda: bool(_thread.notes))

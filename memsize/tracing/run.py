@@ -133,8 +133,8 @@ class Run:
             phases=tuple(ledger.clock.phases),
             storages=storages,
             events=tuple(ledger.events),
-            assumptions=tuple(ledger.values.assumptions),
-            notes=(*setup.notes, *self._notes, *ledger.values.notes, *(convolutions.notes if convolutions else ())),
+            assumptions=tuple(ledger.evaluator.assumptions),
+            notes=(*setup.notes, *self._notes, *ledger.evaluator.notes, *(convolutions.notes if convolutions else ())),
             cudnn=convolutions.plans.source if convolutions else None,
             failure=failure,
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from memsize.constants.known import remember
+from memsize.constants.values import set_constant
 from memsize.errors import InputError
 from memsize.internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
@@ -73,7 +73,7 @@ class Losses:
             with torch.no_grad():
                 target = torch.empty(shape, dtype=dtype, device=self.ledger.device)
             if dtype is torch.int64 and target.is_meta:
-                remember(target, torch.zeros((), dtype=dtype).expand(shape))
+                set_constant(target, torch.zeros((), dtype=dtype).expand(shape))
             elif not target.is_meta:
                 target.zero_()
             self.ledger.mark(target, "input")

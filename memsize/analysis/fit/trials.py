@@ -11,7 +11,7 @@ from torch import nn
 
 from memsize.analysis.fit.footprint import Footprint, Replays
 from memsize.analysis.runner import Runner
-from memsize.constants.known import known, remember
+from memsize.constants.values import constant_of, set_constant
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError
 from memsize.internals.pytree import map_tensors
@@ -192,10 +192,10 @@ def _resized(call: Call, dimensions: Iterable[Dimension], size: int) -> Call:
 
 def _grown(tensor: torch.Tensor, dims: Iterable[int], size: int) -> torch.Tensor:
     """`tensor` with `dims` of another size; values that are known come again in turn."""
-    shape, value = list(tensor.shape), known(tensor)
+    shape, value = list(tensor.shape), constant_of(tensor)
     for dim in dims:
         if value is not None:
             value = value.index_select(dim, torch.arange(size) % shape[dim])
         shape[dim] = size
     grown = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    return grown if value is None else remember(grown, value)
+    return grown if value is None else set_constant(grown, value)

@@ -1,25 +1,32 @@
-"""A predicted log and a real one laid side by side: the first operations whose allocations differ.
+"""Align a predicted log of allocations with a real one, to find the ops where they differ.
 
-Allocations are matched by size and place, then by size where the places are told differently, then by place where the
-sizes differ. What is left over only one side has. Matched allocations that end at different moments differ too.
+Allocations are matched by size and location, then by size where the locations differ, then by location where the sizes
+differ. What is left over only one side has. Matched allocations that are freed at different moments differ too.
+
+Two sequences are matched in order. What occurs once in both is an anchor (patience diff, Bram Cohen). Between anchors
+the shortest edit is looked for (Myers, "An O(ND) Difference Algorithm", 1986) as long as it is cheap; beyond that the
+k-th of a kind is matched with the k-th.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-from memsize.analysis.verify.matching import Pair, gaps, matched
-from memsize.records.measurement import NOWHERE, Allocation, Log, allocations
-from memsize.records.verification import Alignment, Difference, Kind
+from memsize.records.measurement import NO_LOCATION, Allocation, AllocationLog, allocations
+from memsize.records.verification import Alignment, AllocationDifference, DifferenceKind
 
+IndexPair = tuple[int, int]
 _BLOCK: Final = 512
 """Requests that the allocator rounds to the same multiple are the same allocation."""
+_EFFORT: Final = 300_000
+"""Steps that one search for a shortest edit may take: a few tenths of a second, and some 500 edits."""
 
 
-def align(predicted: Log, real: Log) -> Alignment:
-    """The differences between two logs of one step; swapping the two swaps what is said of them, and nothing else."""
+def align(predicted: AllocationLog, real: AllocationLog) -> Alignment:
+    """The differences between two logs of one step; swapping the logs swaps the two sides and changes nothing else."""
     first, second = allocations(predicted), allocations(real)
     turned = _order(second) < _order(first)
     pairs = [(a, b) for b, a in _pairs(second, first)] if turned else _pairs(first, second)
@@ -39,13 +46,13 @@ def _blocks(each: Allocation) -> int:
 _KEYS: Final[tuple[Callable[[Allocation], Hashable], ...]] = (
     lambda each: (_blocks(each), each.place),
     _blocks,
-    lambda each: each.place if each.place != NOWHERE else id(each),
+    lambda each: each.place if each.place != NO_LOCATION else id(each),
 )
-"""By what allocations are matched, in turn. What nobody noted the place of is matched by its size alone."""
+"""By what allocations are matched, in turn. Where no location was noted, only the size counts."""
 
 
-def _pairs(first: Sequence[Allocation], second: Sequence[Allocation]) -> list[Pair]:
-    pairs: list[Pair] = []
+def _pairs(first: Sequence[Allocation], second: Sequence[Allocation]) -> list[IndexPair]:
+    pairs: list[IndexPair] = []
     for key in _KEYS:
         mine, theirs = list(map(key, first)), list(map(key, second))
         for window in list(gaps(pairs, len(first), len(second))):
@@ -58,27 +65,33 @@ def _pairs(first: Sequence[Allocation], second: Sequence[Allocation]) -> list[Pa
 
 
 def _differences(
-    first: Sequence[Allocation], second: Sequence[Allocation], pairs: Sequence[Pair]
-) -> Iterator[tuple[tuple[int, int], Difference]]:
+    first: Sequence[Allocation], second: Sequence[Allocation], pairs: Sequence[IndexPair]
+) -> Iterator[tuple[tuple[int, int], AllocationDifference]]:
     """Each difference with where it stands: after how many matches, and how far after the last of them."""
     mine, theirs = [a for a, _ in pairs], [b for _, b in pairs]
     for window in gaps(pairs, len(first), len(second)):
         after = bisect_left(mine, window.low)
         for place in range(window.low, window.high):
             each = first[place]
-            yield (after, place - window.low), Difference("predicted only", each.place, each.bytes, None, each.at_peak)
+            yield (
+                (after, place - window.low),
+                AllocationDifference("predicted only", each.place, each.bytes, None, each.at_peak),
+            )
         for place in range(window.other_low, window.other_high):
             each = second[place]
-            yield (after, place - window.other_low), Difference("real only", each.place, None, each.bytes, each.at_peak)
+            yield (
+                (after, place - window.other_low),
+                AllocationDifference("real only", each.place, None, each.bytes, each.at_peak),
+            )
     for rank, (a, b) in enumerate(pairs):
         kind = _unlike(first[a], second[b], mine, theirs)
         if kind is not None:
             said, seen = first[a], second[b]
             at_peak = said.at_peak or seen.at_peak
-            yield (rank, -1), Difference(kind, said.place, said.bytes, seen.bytes, at_peak)
+            yield (rank, -1), AllocationDifference(kind, said.place, said.bytes, seen.bytes, at_peak)
 
 
-def _unlike(said: Allocation, seen: Allocation, mine: Sequence[int], theirs: Sequence[int]) -> Kind | None:
+def _unlike(said: Allocation, seen: Allocation, mine: Sequence[int], theirs: Sequence[int]) -> DifferenceKind | None:
     """How a matched allocation is not as predicted; None where it is."""
     if said.bytes != seen.bytes:
         return "other size"
@@ -91,3 +104,147 @@ def _unlike(said: Allocation, seen: Allocation, mine: Sequence[int], theirs: Seq
 def _end(each: Allocation, places: Sequence[int]) -> int:
     """How many of the matched allocations come before the end of this one; more than all where it has none."""
     return len(places) + 1 if each.freed is None else bisect_left(places, each.freed)
+
+
+# -- matching two sequences -------------------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """A stretch of both sequences: from `low` up to `high` of each."""
+
+    low: int
+    high: int
+    other_low: int
+    other_high: int
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether there is nothing to match."""
+        return self.low == self.high or self.other_low == self.other_high
+
+
+def matched(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[IndexPair]:
+    """Pairs of places with equal elements, rising in both. Equal beginnings and ends are always matched."""
+    return sorted(_matched(first, second, Window(0, len(first), 0, len(second))))
+
+
+def gaps(pairs: Sequence[IndexPair], first: int, second: int) -> Iterator[Window]:
+    """The stretches between `pairs` where sequences of these lengths have elements left."""
+    low = other_low = 0
+    for high, other_high in (*pairs, (first, second)):
+        if high > low or other_high > other_low:
+            yield Window(low, high, other_low, other_high)
+        low, other_low = high + 1, other_high + 1
+
+
+def _matched(first: Sequence[Hashable], second: Sequence[Hashable], whole: Window) -> Iterator[IndexPair]:
+    pending = [whole]
+    while pending:
+        window, pairs = _trimmed(first, second, pending.pop())
+        yield from pairs
+        if window.one_sided:
+            continue
+        anchors = _anchors(first, second, window)
+        if anchors:
+            yield from anchors
+            pending += _between(anchors, window)
+        else:
+            yield from _shortest_edit(first, second, window) or _by_number(first, second, window)
+
+
+def _trimmed(first: Sequence[Hashable], second: Sequence[Hashable], window: Window) -> tuple[Window, list[IndexPair]]:
+    """The window without what it begins and ends with in both."""
+    low, high, other_low, other_high = window
+    pairs = []
+    while low < high and other_low < other_high and first[low] == second[other_low]:
+        pairs.append((low, other_low))
+        low, other_low = low + 1, other_low + 1
+    while low < high and other_low < other_high and first[high - 1] == second[other_high - 1]:
+        high, other_high = high - 1, other_high - 1
+        pairs.append((high, other_high))
+    return Window(low, high, other_low, other_high), pairs
+
+
+def _between(pairs: Sequence[IndexPair], window: Window) -> Iterator[Window]:
+    low, other_low = window.low, window.other_low
+    for high, other_high in (*pairs, (window.high, window.other_high)):
+        yield Window(low, high, other_low, other_high)
+        low, other_low = high + 1, other_high + 1
+
+
+def _anchors(first: Sequence[Hashable], second: Sequence[Hashable], window: Window) -> list[IndexPair]:
+    """Elements that come once in both stretches, as many as keep their order."""
+    low, high, other_low, other_high = window
+    once = {key for key, count in Counter(first[low:high]).items() if count == 1}
+    once &= {key for key, count in Counter(second[other_low:other_high]).items() if count == 1}
+    if not once:
+        return []
+    where = {second[place]: place for place in range(other_low, other_high) if second[place] in once}
+    return _rising([(place, where[first[place]]) for place in range(low, high) if first[place] in once])
+
+
+def _by_number(first: Sequence[Hashable], second: Sequence[Hashable], window: Window) -> list[IndexPair]:
+    """The k-th element of a kind taken for the k-th of that kind, as many as keep their order."""
+    low, high, other_low, other_high = window
+    places: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for place in range(other_high - 1, other_low - 1, -1):
+        places[second[place]].append(place)
+    candidates = [(place, places[first[place]].pop()) for place in range(low, high) if places[first[place]]]
+    return _rising(candidates)
+
+
+def _rising(pairs: Sequence[IndexPair]) -> list[IndexPair]:
+    """The longest part of `pairs` (rising in the first place) that also rises in the second."""
+    ends: list[int] = []
+    tails: list[int] = []
+    before: list[int] = []
+    for index, (_, place) in enumerate(pairs):
+        length = bisect_left(ends, place)
+        before.append(tails[length - 1] if length else -1)
+        if length == len(ends):
+            ends.append(place)
+            tails.append(index)
+        else:
+            ends[length], tails[length] = place, index
+    found = []
+    index = tails[-1] if tails else -1
+    while index >= 0:
+        found.append(pairs[index])
+        index = before[index]
+    return found[::-1]
+
+
+def _shortest_edit(first: Sequence[Hashable], second: Sequence[Hashable], window: Window) -> list[IndexPair] | None:
+    """The matches of a shortest edit; None where finding it takes too long."""
+    low, high, other_low, other_high = window
+    width, height = high - low, other_high - other_low
+    reached, trail, effort = {1: 0}, [], 0
+    for edits in range(width + height + 1):
+        trail.append(dict(reached))
+        for diagonal in range(-edits, edits + 1, 2):
+            down = diagonal == -edits or (diagonal != edits and reached[diagonal - 1] < reached[diagonal + 1])
+            x = reached[diagonal + 1] if down else reached[diagonal - 1] + 1
+            y = x - diagonal
+            while x < width and y < height and first[low + x] == second[other_low + y]:
+                x, y = x + 1, y + 1
+                effort += 1
+            reached[diagonal] = x
+            if x >= width and y >= height:
+                return [(low + a, other_low + b) for a, b in _walked_back(trail, width, height)]
+        effort += 2 * edits
+        if effort > _EFFORT:
+            return None
+    return None  # pragma: no cover - every edit is at most width + height long
+
+
+def _walked_back(trail: Sequence[dict[int, int]], x: int, y: int) -> Iterator[IndexPair]:
+    """The diagonal steps of the edit that `trail` found, from its end."""
+    for edits in range(len(trail) - 1, -1, -1):
+        reached, diagonal = trail[edits], x - y
+        down = diagonal == -edits or (diagonal != edits and reached[diagonal - 1] < reached[diagonal + 1])
+        before = diagonal + 1 if down else diagonal - 1
+        start = reached[before]
+        while x > start and y > start - before:
+            x, y = x - 1, y - 1
+            yield x, y
+        x, y = start, start - before

@@ -1,7 +1,8 @@
-"""What is read off a GPU: the caching allocator's peaks and history, the device's use, the software stack.
+"""The memory of a real GPU: the caching allocator's peaks and history, the process's use, the software stack.
 
 Sources: torch/cuda/memory.py (`memory_stats_as_nested_dict`, `_record_memory_history`, `_snapshot`), c10's
-DeviceStats.h for what each counter counts.
+DeviceStats.h for what each counter counts, torch/csrc/cuda/memory_snapshot.cpp and c10/cuda/CUDACachingAllocator.cpp
+for the history.
 """
 
 from __future__ import annotations
@@ -10,35 +11,63 @@ import ctypes
 import gc
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from memsize.analysis.verify.history import Change, changes
 from memsize.device.config import VARIABLES
 from memsize.errors import InputError
-from memsize.records.measurement import DeviceUse, Peaks, Stack
+from memsize.records.measurement import DeviceUse, Peaks, SoftwareStack
 
-_MOST_ENTRIES: Final = 2_000_000
-"""What a history keeps: a step of a large model makes some 10,000."""
+_MAX_ENTRIES: Final = 2_000_000
+"""How many a history keeps: a step of a large model makes some 10,000."""
 
 
-class Gauge(Protocol):
-    """Reads the memory of the device that a run takes place on."""
+class AllocationEvent(NamedTuple):
+    """`delta` bytes of `storage` appear (> 0) or disappear (< 0). A storage below 0 is older than the history."""
+
+    storage: int
+    delta: int
+
+
+def allocation_events(trace: Iterable[Mapping[str, Any]]) -> Iterator[AllocationEvent]:
+    """The events of one device's history, in order; storages are counted from 0.
+
+    `trace` is one list of ``torch.cuda.memory._snapshot()["device_traces"]``. Of its actions, ``alloc`` and
+    ``free_requested`` are a tensor's beginning and end, with the bytes that were asked for. Segments are the
+    allocator's own, and ``free_completed`` follows a free at once unless another stream still uses the block.
+    """
+    live: dict[int, AllocationEvent] = {}
+    begun = older = 0
+    for entry in trace:
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = event = AllocationEvent(begun, entry["size"])
+            begun += 1
+            yield event
+        elif entry["action"] == "free_requested":
+            allocated = live.pop(entry["addr"], None)
+            if allocated is None:
+                older += 1
+                allocated = AllocationEvent(-older, entry["size"])
+            yield AllocationEvent(allocated.storage, -allocated.delta)
+
+
+class DeviceMemory(Protocol):
+    """Reads the memory of the device on which a step is measured."""
 
     device: torch.device
 
     def settle(self) -> None:
-        """Let go of everything that nobody holds, so that the next run starts as in a new process."""
+        """Free everything that is not in use, so that the next run starts as in a new process."""
 
     def held(self) -> int:
         """Bytes of tensors that are alive now."""
 
     def reset(self) -> None:
-        """Peaks begin anew, from what is held now."""
+        """Start the peaks again from what is held now."""
 
     def peaks(self) -> Peaks:
         """The peaks since the last reset."""
@@ -47,19 +76,17 @@ class Gauge(Protocol):
         """How many allocations there were so far."""
 
     def recorded(self) -> Any:
-        """While open, what is allocated and freed is recorded: a context manager that gives a list, filled at its
-        end.
-        """
+        """Record allocations and frees while open: a context manager that gives a list, filled at its end."""
 
     def use(self) -> DeviceUse | None:
-        """What the process takes on the device now."""
+        """What the process takes on the device now, the CUDA context included."""
 
-    def stack(self) -> Stack:
-        """What the run takes place on."""
+    def stack(self) -> SoftwareStack:
+        """The GPU and the software."""
 
 
-class CudaGauge:
-    """The gauge of one CUDA device. Made before the process touches the device, it knows what others hold there.
+class CudaMemory:
+    """The memory of one CUDA device. Created before the process touches the device, it knows what others hold there.
 
     Raises `InputError` where there is no such device.
     """
@@ -98,14 +125,14 @@ class CudaGauge:
         return self._read("allocation", "allocated")
 
     @contextmanager
-    def recorded(self) -> Iterator[list[Change]]:
-        """Without stacks: they take time, and the marked step says more."""
-        found: list[Change] = []
+    def recorded(self) -> Iterator[list[AllocationEvent]]:
+        """Recorded without Python stacks: they take time, and the marked step tells more."""
+        found: list[AllocationEvent] = []
         history: Any = torch.cuda.memory._record_memory_history
-        history("all", context=None, stacks="python", max_entries=_MOST_ENTRIES, clear_history=True)
+        history("all", context=None, stacks="python", max_entries=_MAX_ENTRIES, clear_history=True)
         try:
             yield found
-            found += changes(torch.cuda.memory._snapshot()["device_traces"][self.device.index])
+            found += allocation_events(torch.cuda.memory._snapshot()["device_traces"][self.device.index])
         finally:
             history(None)
 
@@ -120,9 +147,9 @@ class CudaGauge:
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceUse(total - free, "mem_get_info")
 
-    def stack(self) -> Stack:
+    def stack(self) -> SoftwareStack:
         _, total = torch.cuda.mem_get_info(self.device)
-        return Stack(
+        return SoftwareStack(
             gpu=torch.cuda.get_device_name(self.device),
             capability=torch.cuda.get_device_capability(self.device),
             total=total,
@@ -151,7 +178,7 @@ def _nvml_used(device: torch.device) -> int | None:
 
 
 def _nvml_of_this_process(device: torch.device) -> int | None:
-    """None where NVML does not see our process by the number that it has here, or may not tell its memory."""
+    """None where NVML does not know our process by its number (in a container), or may not tell its memory."""
     with suppress(Exception):
         import pynvml
 
@@ -173,7 +200,7 @@ def _driver() -> str | None:
 
 
 def _cublas() -> str | None:
-    """cuBLAS's version: the library says it, and else the package that it comes in."""
+    """cuBLAS's version, from the library or else from the package that it comes in."""
     major = (torch.version.cuda or "").partition(".")[0]
     with suppress(OSError, AttributeError):
         asked = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion

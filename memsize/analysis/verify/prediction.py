@@ -1,4 +1,4 @@
-"""What memsize says of a run, in the terms in which a GPU is measured: peaks, intervals, and the log of the last step.
+"""The prediction of a run in the terms in which a GPU is measured: peaks, intervals, and the log of the last step.
 
 Peaks are intervals where cuDNN could not be asked for the workspaces of convolutions, or where its benchmark decides.
 """
@@ -13,15 +13,19 @@ from memsize.device.context import context
 from memsize.device.workspace_bounds import CONVOLUTIONS, Requests, requests, variants
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.gpu import Interval
-from memsize.records.measurement import Log, Peaks, Place, Stack, Workspace, log_of
+from memsize.records.measurement import AllocationLog, ConvolutionWorkspace, OpLocation, Peaks, SoftwareStack, log_of
 from memsize.records.trace import Trace
 from memsize.records.verification import Prediction
 
 
-def predicted(
-    trace: Trace, stack: Stack, workspaces: tuple[Workspace, ...] = (), *, greediest: Trace | None = None
+def predict(
+    trace: Trace,
+    stack: SoftwareStack,
+    workspaces: tuple[ConvolutionWorkspace, ...] = (),
+    *,
+    greediest: Trace | None = None,
 ) -> Prediction:
-    """What a GPU of `stack` would show of `trace`, of which cuDNN gave the `workspaces`.
+    """What a GPU of `stack` would show of `trace`, for whose convolutions cuDNN named the `workspaces`.
 
     `greediest` is the same run with the most that `torch.backends.cudnn.benchmark` may allocate for each convolution:
     which plan it chooses then depends on the clock.
@@ -64,17 +68,17 @@ def _last_step(trace: Trace) -> int:
     return next((i for i, e in enumerate(trace.events) if phases[e.phase][0] != "setup"), len(trace.events))
 
 
-def _log(trace: Trace, first: int) -> Log:
+def _log(trace: Trace, first: int) -> AllocationLog:
     """The events from `first` on. What was there before is below 0."""
     names = [split_phase(phase)[0] for phase in trace.phases]
     begun: set[int] = set()
 
-    def events() -> Iterator[tuple[int, int, Place]]:
+    def events() -> Iterator[tuple[int, int, OpLocation]]:
         for event in trace.events[first:]:
             if event.delta > 0:
                 begun.add(event.storage)
             layer = trace.layers[event.layer].path if event.layer >= 0 else None
             storage = event.storage if event.storage in begun else -1 - event.storage
-            yield storage, event.delta, Place(names[event.phase], layer, event.op)
+            yield storage, event.delta, OpLocation(names[event.phase], layer, event.op)
 
     return log_of(events())

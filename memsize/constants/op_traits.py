@@ -1,4 +1,4 @@
-"""What each op does to values: read once from its schema, its tags and the tables here."""
+"""What constant propagation has to know of each op, from its schema, its tags and the tables here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILLS: dict[str, Any] = {
     **dict.fromkeys(("aten::full", "aten::full_like"), "fill_value"),
     "aten::new_full": "fill_value",
 }
-"""Ops that write one number everywhere: the number, or the argument that has it."""
+"""Ops that fill a tensor with one number: the number, or the name of the argument that gives it."""
 
 _EMPTY = frozenset(
     f"aten::{name}" for name in "empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split()
@@ -21,8 +21,8 @@ _QUANTIZING = frozenset(
     f"aten::{name}"
     for name in "quantize_per_tensor quantize_per_tensor_dynamic quantize_per_channel dequantize".split()
 )
-"""Ops into and out of quantized tensors, which only the CPU has: PyTorch's `meta` answers are plain tensors."""
-_PLACED_BY_STRIDES = frozenset({"aten::as_strided", "aten::_reshape_alias"})
+"""Ops into and out of quantized tensors, which only the CPU has: PyTorch's `meta` kernels return plain tensors."""
+_BY_STRIDES = frozenset({"aten::as_strided", "aten::_reshape_alias"})
 
 _PRESERVING = frozenset(
     f"aten::{name}"
@@ -32,7 +32,7 @@ _PRESERVING = frozenset(
     _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
     adaptive_avg_pool2d _adaptive_avg_pool2d max_pool2d_with_indices""".split()
 )
-"""Ops whose result is everywhere what their first argument is everywhere."""
+"""Ops that make a uniform result of a uniform first argument, with the same number in it."""
 
 _FINITE = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -52,17 +52,19 @@ _CHOICES: dict[str, tuple[int, int | None, bool]] = {
     "aten::kthvalue": (1, 2, False),
     "aten::multinomial": (0, None, True),
 }
-"""Ops that choose by value: which result has the indices, which argument the dimension, whether they choose several."""
+"""Ops that choose by value: which result has the indices, which argument the dimension, whether one choice is several
+indices."""
 
 _COUNTING = frozenset({"aten::sum", "aten::sum.dim_IntList", "aten::count_nonzero", "aten::count_nonzero.dim_IntList"})
 _FLATTENING = frozenset({"aten::argmax", "aten::argmin"})
 
 
-class OpInfo:
-    """What one overload does to its arguments and what is known of its results."""
+class OpTraits:
+    """The traits of one overload: which arguments it writes, and what can be said of its results."""
 
     __slots__ = (
         "aliases",
+        "by_strides",
         "checks",
         "choice",
         "comparison",
@@ -75,7 +77,6 @@ class OpInfo:
         "joins",
         "mutates",
         "name",
-        "placed_by_strides",
         "pointwise",
         "preserving",
         "quantizes",
@@ -97,20 +98,20 @@ class OpInfo:
         self.quantizes = packet in _QUANTIZING
         self.joins = packet in ("aten::cat", "aten::stack")
         self.preserving = packet in _PRESERVING
-        self.placed_by_strides = packet in _PLACED_BY_STRIDES
+        self.by_strides = packet in _BY_STRIDES
         self.empty = packet in _EMPTY
         self.fill = _fill_of(schema, packet)
         self.finite = _FINITE.get(short)
         self.comparison = short if short in _COMPARISONS and packet.startswith("aten::") else None
         self.choice = _CHOICES.get(self.name)
         self.counts = self.name in _COUNTING
-        told = (self.fill, self.finite, self.comparison, self.choice)
-        self.checks = packet == "aten::_is_all_true"  # asked by torch._check alone
-        self.informative = self.checks or self.counts or any(each is not None for each in told)
-        """Whether results can be known although the first argument isn't."""
+        self.checks = packet == "aten::_is_all_true"  # only torch._check asks this
+        answers = (self.fill, self.finite, self.comparison, self.choice)
+        self.informative = self.checks or self.counts or any(each is not None for each in answers)
+        """Whether something can be said of the results although the first argument is data."""
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors that a call writes into."""
+        """The tensors that a call writes to."""
         found: list[torch.Tensor] = []
         for position, name in self.written:
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -121,14 +122,14 @@ class OpInfo:
         return found
 
     def filled_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The number that the call writes everywhere."""
+        """The number that a call fills its result with."""
         if not isinstance(self.fill, tuple):
             return self.fill
         position, name = self.fill
         return args[position] if position < len(args) else kwargs[name]
 
     def choices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, int]:
-        """Along which dimension a call chooses indices (None: one for each row), and among how many."""
+        """The dimension along which a call chooses indices (None: one index per row), and among how many."""
         assert self.choice is not None
         _, position, several = self.choice
         tensor = args[0]

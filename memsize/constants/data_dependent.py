@@ -1,6 +1,6 @@
-"""Ops whose output's shape depends on values: exact where these are known, as large as it can be where not.
+"""Ops with a data-dependent output shape: exact where their argument is a constant, an upper bound where it is data.
 
-The upper bound is what a detector's thresholds and a model's own masks amount to at worst; the assumption is shown.
+The bound is what a detector's thresholds and a model's masks amount to at worst; the assumption is shown.
 """
 
 from __future__ import annotations
@@ -11,19 +11,29 @@ from typing import Any
 
 import torch
 
-from memsize.constants.assumptions import EVEN, KEEPS, assumed_of, even_counts
-from memsize.constants.known import ASSUMED_ELEMENTS, Cell, cell_of, is_small, is_uniform, known, remember, share_of
+from memsize.constants.assumptions import ALL_SELECTED, BALANCED, even_counts, first_assumption
+from memsize.constants.values import (
+    MAX_ASSUMED_ELEMENTS,
+    ConstantState,
+    constant_of,
+    is_small,
+    is_uniform,
+    set_constant,
+    state_of,
+    true_share_of,
+)
 
 _aten = torch.ops.aten
-_TRUTH = (torch.bool, torch.uint8)
+_MASKS = (torch.bool, torch.uint8)
 Rely = Callable[[str | None], None]
-"""Told of each assumption that an answer rests on."""
-Selection = Callable[..., Any]
-"""Takes `Rely` and an op's own arguments; returns what the op would, or NotImplemented where it can't tell."""
+"""Called with each assumption that a result rests on."""
+DataDependentOp = Callable[..., Any]
+"""Takes `Rely` and an op's own arguments; returns the op's result on `meta`, or NotImplemented where it leaves it to
+PyTorch."""
 
 
-def selections() -> Mapping[str, Selection]:
-    """Every such op by the name of its overload."""
+def data_dependent_ops() -> Mapping[str, DataDependentOp]:
+    """The ops by the name of their overload: by name, since torchvision may not be installed."""
     return {
         "aten::nonzero": _nonzero,
         "aten::index.Tensor": _index,
@@ -41,12 +51,12 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def _count(rely: Rely, mask: torch.Tensor) -> int | None:
-    """How many elements of a large mask are true, None where its values should be looked at one by one."""
-    real, share = known(mask), share_of(mask)
+    """How many elements of a mask are True; None where the constant has to be looked at element by element."""
+    real, share = constant_of(mask), true_share_of(mask)
     if real is None and share is None:
-        rely(KEEPS)
+        rely(ALL_SELECTED)
         return mask.numel()
-    rely(assumed_of([cell_of(mask)]))
+    rely(first_assumption([state_of(mask)]))
     if real is None or share is not None:
         return round(mask.numel() * (share or 0))
     if is_uniform(real) and real.numel():
@@ -57,27 +67,23 @@ def _count(rely: Rely, mask: torch.Tensor) -> int | None:
 def _nonzero(rely: Rely, mask: torch.Tensor) -> torch.Tensor:
     """Column by column, as CUDA's kernel writes it (cuda/Nonzero.cu)."""
     count = _count(rely, mask)
-    real = known(mask)
-    assumed = KEEPS if real is None else assumed_of([cell_of(mask)])
+    real = constant_of(mask)
+    assumed = ALL_SELECTED if real is None else first_assumption([state_of(mask)])
     if count is None or (count == mask.numel() and is_small(mask)):
         places = (torch.ones(mask.shape, dtype=torch.bool) if real is None else real).nonzero()
-        return remember(_meta(mask.dim(), len(places)).t(), places, Cell(assumed))
+        return set_constant(_meta(mask.dim(), len(places)).t(), places, ConstantState(assumed))
     return _meta(mask.dim(), count).t()
 
 
 def _index(rely: Rely, tensor: torch.Tensor, indices: Any) -> Any:
-    """Truth values select like the places where they are true."""
-    if not any(index is not None and index.dtype in _TRUTH for index in indices):
+    """A mask selects like the indices of its True elements."""
+    if not any(index is not None and index.dtype in _MASKS for index in indices):
         return NotImplemented
     places: list[Any] = []
     for index in indices:
-        truth = index is not None and index.dtype in _TRUTH
-        places += [_column(rows) for rows in _nonzero(rely, index).unbind(1)] if truth else [index]
+        is_mask = index is not None and index.dtype in _MASKS
+        places += [_meta(len(column)) for column in _nonzero(rely, index).unbind(1)] if is_mask else [index]
     return _aten.index.Tensor(tensor, places)
-
-
-def _column(places: torch.Tensor) -> torch.Tensor:
-    return torch.empty(places.shape, dtype=places.dtype, device="meta")
 
 
 def _masked_select(rely: Rely, tensor: torch.Tensor, mask: torch.Tensor) -> Any:
@@ -85,26 +91,22 @@ def _masked_select(rely: Rely, tensor: torch.Tensor, mask: torch.Tensor) -> Any:
     count = _count(rely, mask)
     repeats = math.prod(shape) // max(mask.numel(), 1)
     if count is None:
-        count = int(_real(mask).count_nonzero())
+        real = constant_of(mask)
+        assert real is not None  # else `_count` is not None
+        count = int(real.count_nonzero())
     return _meta(count * repeats, dtype=tensor.dtype)
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    real = known(tensor)
-    assert real is not None  # asked only of what is known
-    return real
-
-
-def _unknown(rely: Rely, tensor: torch.Tensor) -> bool:
-    """Whether the values of `tensor` are unknown; then every one is taken for another."""
-    if known(tensor) is not None:
+def _is_data(rely: Rely, tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is data; its values are then assumed to be all different."""
+    if constant_of(tensor) is not None:
         return False
-    rely(KEEPS)
+    rely(ALL_SELECTED)
     return True
 
 
 def _unique(rely: Rely, tensor: torch.Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
-    if not _unknown(rely, tensor):
+    if not _is_data(rely, tensor):
         return NotImplemented
     size = tensor.numel()
     places = torch.empty(tensor.shape if inverse else (0,), dtype=torch.int64, device="meta")
@@ -114,7 +116,7 @@ def _unique(rely: Rely, tensor: torch.Tensor, _sorted: bool = True, inverse: boo
 def _unique_dim(
     rely: Rely, tensor: torch.Tensor, dim: int, _sorted: bool = True, inverse: bool = False, counts: bool = False
 ) -> Any:
-    if not _unknown(rely, tensor):
+    if not _is_data(rely, tensor):
         return NotImplemented
     size = tensor.shape[dim]
     return torch.empty_like(tensor), _meta(size if inverse else 0), _meta(size if counts else 0)
@@ -129,20 +131,20 @@ def _unique_consecutive(
 
 
 def _bincount(rely: Rely, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
-    """Without their values the whole numbers are taken to lie below `minlength`, equally often each."""
-    if known(tensor) is not None or not minlength:
+    """Of data, each number below `minlength` is assumed to occur equally often."""
+    if constant_of(tensor) is not None or not minlength:
         return NotImplemented
     counts = _meta(minlength, dtype=torch.int64 if weights is None else torch.float64)
-    if weights is None and minlength <= ASSUMED_ELEMENTS:
-        remember(counts, even_counts(tensor.numel(), minlength), Cell(EVEN))
-    rely(EVEN)
+    if weights is None and minlength <= MAX_ASSUMED_ELEMENTS:
+        set_constant(counts, even_counts(tensor.numel(), minlength), ConstantState(BALANCED))
+    rely(BALANCED)
     return counts
 
 
 def _nms(rely: Rely, boxes: torch.Tensor, scores: torch.Tensor, _threshold: float) -> Any:
     """Non-maximum suppression (torchvision) of boxes that do not overlap: none is suppressed."""
-    if known(boxes) is not None and known(scores) is not None:
+    if constant_of(boxes) is not None and constant_of(scores) is not None:
         return NotImplemented
-    rely(KEEPS)
+    rely(ALL_SELECTED)
     kept = _meta(len(boxes))
-    return remember(kept, torch.arange(len(boxes)), Cell(KEEPS)) if is_small(kept) else kept
+    return set_constant(kept, torch.arange(len(boxes)), ConstantState(ALL_SELECTED)) if is_small(kept) else kept

@@ -19,22 +19,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memsize.constants.assumptions import (
-    APART,
-    CHECKED,
-    COPIED,
-    COVERED,
-    EQUAL,
-    EVEN,
-    FINITE,
-    KEEPS,
-    NUMBER,
-    RANDOM,
+    ALL_FINITE,
+    ALL_SELECTED,
+    BALANCED,
+    CHECKS_PASS,
+    COMPARED_EQUAL,
+    COPIED_VALUES,
+    FIXED_DRAW,
+    ITEM_IS_ONE,
+    MASKS_COVER_IMAGE,
+    NOT_EQUAL,
     spread_evenly,
 )
-from memsize.constants.known import known
-from memsize.constants.propagation import UnknownValueError
+from memsize.constants.values import constant_of
 from memsize.cuda.region import cuda_semantics
-from memsize.tracing.dispatch import Answers
+from memsize.errors import DataDependentError
+from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.ledger import Ledger
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -109,9 +109,9 @@ PROGRAMS: dict[str, Callable[[torch.device], Tensor]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_known_values_are_those_of_a_real_run(name: str) -> None:
     expected = PROGRAMS[name](CPU)
-    with Answers():
+    with MetaDispatchMode():
         result = PROGRAMS[name](META)
-        found = known(result)
+        found = constant_of(result)
     assert result.is_meta
     assert found is not None
     assert found.dtype == expected.dtype
@@ -122,12 +122,12 @@ def test_known_values_are_those_of_a_real_run(name: str) -> None:
 def test_what_is_known_is_never_wrong(steps: list[str]) -> None:
     """Whatever is done to a tensor and its views: a value that still counts as known is the real one."""
     pairs = []
-    with Answers():
+    with MetaDispatchMode():
         for device in (META, CPU):
             torch.manual_seed(0)
             pairs.append(_walk(steps, torch.arange(24, device=device).view(4, 6)))
     for blank, real in zip(*pairs, strict=True):
-        found = known(blank)
+        found = constant_of(blank)
         assert found is None or torch.equal(found, real)
 
 
@@ -153,33 +153,33 @@ def _walk(steps: list[str], tensor: Tensor) -> list[Tensor]:
 
 
 def test_writing_something_unknown_makes_every_view_unknown() -> None:
-    with Answers():
+    with MetaDispatchMode():
         base = torch.zeros(4, 4, device=META)
         row, detached = base[1], base.detach()
         base[0].copy_(torch.empty(1 << 11, device=META)[:4])
-        assert known(base) is known(row) is known(detached) is None
+        assert constant_of(base) is constant_of(row) is constant_of(detached) is None
 
 
 def test_a_view_that_got_values_of_its_own_is_forgotten_with_its_base() -> None:
-    with Answers():
+    with MetaDispatchMode():
         base = torch.zeros(1 << 12, device=META)
         head = base[:4]
         head[0] = 1
-        assert known(base) is None
-        assert known(head) is not None
+        assert constant_of(base) is None
+        assert constant_of(head) is not None
         base.copy_(torch.empty(1 << 12, device=META))
-        assert known(head) is None
+        assert constant_of(head) is None
 
 
 def test_replaced_data_is_not_taken_for_the_old() -> None:
-    with Answers():
+    with MetaDispatchMode():
         tensor = torch.zeros(3, device=META)
         tensor.data = torch.empty(5, device=META)
-        assert known(tensor) is None
+        assert constant_of(tensor) is None
 
 
 def test_a_known_number_names_things() -> None:
-    with Answers():
+    with MetaDispatchMode():
         index = torch.tensor(3, device=META)
         assert f"expert_{index}" == "expert_3"
         assert 3 in torch.arange(5, device=META)[[0, -2]]
@@ -198,7 +198,7 @@ def test_choices_are_spread_evenly_and_distinct(rows: int, experts: int, wanted:
     chosen = min(wanted, experts)
     indices = torch.empty(rows, chosen, dtype=torch.long, device=META)
     spread_evenly(indices, -1, experts)
-    values = known(indices)
+    values = constant_of(indices)
     assert values is not None
     assert all(len(set(row)) == chosen for row in values.tolist())
     counts = Counter(values.flatten().tolist())
@@ -220,41 +220,41 @@ CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_choices_by_unknown_scores_have_values(name: str) -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         indices = CHOICES[name](unknown(6, 4))
-        values = known(indices)
+        values = constant_of(indices)
         assert values is not None
         assert values.shape == indices.shape
-        assert not mode.values.assumptions  # nothing was decided yet
+        assert not mode.evaluator.assumptions  # nothing was decided yet
         assert indices.max().item() < 6
-    assert list(mode.values.assumptions) == [EVEN]
+    assert list(mode.evaluator.assumptions) == [BALANCED]
 
 
 def test_routing_stays_even_where_its_masks_are_too_large_to_keep() -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         chosen = torch.empty(200_000, 64, device=META).topk(2).indices
         mask = F.one_hot(chosen, 64).permute(2, 1, 0)
-        assert known(mask) is None
+        assert constant_of(mask) is None
         assert mask.sum((-1, -2)).gt(0).nonzero().shape == (64, 1)
         # 200,000·2 choices among 64 experts
         assert [places.shape for places in torch.where(mask[3])] == [(6_250,)] * 2
-    assert list(mode.values.assumptions) == [EVEN]
+    assert list(mode.evaluator.assumptions) == [BALANCED]
 
 
 @pytest.mark.parametrize("tokens", [24, 30_000, 200_000])
 def test_routing_stays_even_where_cuda_writes_its_masks(tokens: int) -> None:
     """Masks that are known as integers are (24·2·64), as what is assumed (30,000·2·64), and by their share alone."""
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode, cuda_semantics():
         chosen = torch.empty(tokens, 64, device=META).topk(2).indices
         mask = F.one_hot(chosen, 64).permute(2, 1, 0)
-        assert (known(mask) is None) == (tokens == 200_000)
+        assert (constant_of(mask) is None) == (tokens == 200_000)
         # tokens·2 choices among 64 experts; of 48 or 60,000 the 4th expert has 1 or 938
         share = {24: 1, 30_000: 938, 200_000: 6_250}[tokens]
         assert [places.shape for places in torch.where(mask[3])] == [(share,)] * 2
-    assert list(mode.values.assumptions) == [EVEN]
+    assert list(mode.evaluator.assumptions) == [BALANCED]
 
 
 def test_a_number_that_is_assigned_is_on_the_host() -> None:
@@ -270,24 +270,24 @@ def test_a_number_that_is_assigned_is_on_the_host() -> None:
     ledger.close()
     expected = torch.zeros(4, 6, dtype=torch.int64)
     expected[1:3, -2:], expected[0], expected[..., 2] = 7, 1, 5
-    values = known(table)
+    values = constant_of(table)
     assert values is not None and values.equal(expected + 1)
 
 
 def test_what_was_seen_before_a_write_is_forgotten() -> None:
     """A view of zeros, and zeros that something unknown is written to."""
-    with Answers():
+    with MetaDispatchMode():
         zeros = torch.zeros(200_000, 64, dtype=torch.int64, device=META)
         before = zeros[:2]
         zeros.scatter_(1, torch.empty(200_000, 1, 64, device=META).topk(1).indices[..., 0], 1)
-        assert known(before) is None and known(zeros) is None
+        assert constant_of(before) is None and constant_of(zeros) is None
         written = torch.zeros(4, 4, dtype=torch.int64, device=META)
         written.scatter_(1, unknown(4, 1).to(torch.int64), 1)
-        assert known(written) is None
+        assert constant_of(written) is None
 
 
 def test_a_selection_keeps_everything_and_its_count_agrees() -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         scores = unknown(5, 3)
         keep = scores > 0.5
@@ -300,7 +300,7 @@ def test_a_selection_keeps_everything_and_its_count_agrees() -> None:
         assert scores[keep[:, 0]].shape == (5, 3)
         assert scores.unique().shape == (15,)
         assert scores.unique(dim=0).shape == (5, 3)
-    assert list(mode.values.assumptions) == [KEEPS]
+    assert list(mode.evaluator.assumptions) == [ALL_SELECTED]
 
 
 def test_masks_are_pasted_over_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,17 +312,17 @@ def test_masks_are_pasted_over_the_whole_image(monkeypatch: pytest.MonkeyPatch) 
     module = ModuleType("torchvision.models.detection.transform")
     module.paste_masks_in_image = paste_masks_in_image  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         assert module.paste_masks_in_image(None, torch.tensor([[1.0, 2, 3, 4]], device=META), (30, 40)) == [1, 2, 3, 4]
-        assert not mode.values.assumptions
+        assert not mode.evaluator.assumptions
         assert module.paste_masks_in_image(None, unknown(2, 4), (30, 40)) == [0, 0, 40, 30] * 2
-    assert list(mode.values.assumptions) == [COVERED]
+    assert list(mode.evaluator.assumptions) == [MASKS_COVER_IMAGE]
     assert module.paste_masks_in_image is paste_masks_in_image
 
 
 def test_known_masks_select_exactly() -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         mask = torch.tensor([True, False, True, True], device=META)
         assert unknown(4, 3)[mask].shape == (3, 3)
@@ -331,11 +331,11 @@ def test_known_masks_select_exactly() -> None:
         assert torch.tensor([3, 1, 3], device=META).unique().tolist() == [1, 3]
         assert torch.arange(2, device=META).repeat_interleave(torch.tensor([2, 1], device=META)).tolist() == [0, 0, 1]
         assert unknown(3, 2)[torch.zeros(3, dtype=torch.bool, device=META)].shape == (0, 2)
-    assert not mode.values.assumptions
+    assert not mode.evaluator.assumptions
 
 
 def test_known_masks_select_exactly_however_wide_they_are_spread() -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         mask = torch.arange(100, device=META) < 30
         wide = mask[:, None].expand(100, 2**13)  # more elements than are kept
@@ -343,51 +343,51 @@ def test_known_masks_select_exactly_however_wide_they_are_spread() -> None:
         assert int(wide.sum()) == 30 * 2**13
         assert unknown(100, 2**13)[~mask].shape == (70, 2**13)
         wide[:50] = False
-        assert known(mask) is None
-    assert not mode.values.assumptions
+        assert constant_of(mask) is None
+    assert not mode.evaluator.assumptions
 
 
 def test_data_is_nowhere_exactly_a_number() -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         images = unknown(2, 3, 8, 8)
         # Images that consist of zeros alone are taken for padding.
         real = (images == 0.0).sum(dim=(-1, -2, -3)) != 3 * 8 * 8
-        assert not mode.values.assumptions
+        assert not mode.evaluator.assumptions
         assert images[real].shape == (2, 3, 8, 8)
-    assert list(mode.values.assumptions) == [APART]
+    assert list(mode.evaluator.assumptions) == [NOT_EQUAL]
 
 
 def test_what_pytorch_checks_of_data_is_in_order() -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         torch._check_tensor_all(unknown(5) >= 0)
-    assert list(mode.values.assumptions) == [CHECKED]
+    assert list(mode.evaluator.assumptions) == [CHECKS_PASS]
 
 
 def test_counts_of_unknown_choices_are_even() -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         counts = unknown(10, dtype=torch.long).bincount(minlength=4)
         assert counts.tolist() == [3, 3, 2, 2]
-        with pytest.raises(UnknownValueError, match="bincount"):
+        with pytest.raises(DataDependentError, match="bincount"):
             unknown(10, dtype=torch.long).bincount()
-    assert list(mode.values.assumptions) == [EVEN]
+    assert list(mode.evaluator.assumptions) == [BALANCED]
 
 
 def test_finite_values_are_assumed_only_once_asked() -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         values = unknown(3, 4)
         checks = (values.isnan().any(), values.isinf().any(), ~values.isfinite().all(), (values != values).any())
-        assert not mode.values.assumptions
+        assert not mode.evaluator.assumptions
         assert not any(bool(check) for check in checks)
         assert bool((values < math.inf).all())
-    assert list(mode.values.assumptions) == [FINITE]
+    assert list(mode.evaluator.assumptions) == [ALL_FINITE]
 
 
 def test_numbers_copies_and_comparisons() -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         values = unknown(3)
         assert values.sum().item() == 1.0
@@ -396,28 +396,28 @@ def test_numbers_copies_and_comparisons() -> None:
         assert torch.equal(values, values + 1)
         assert torch.allclose(values, values)
         assert not torch.equal(values, unknown(4))
-        with pytest.raises(UnknownValueError, match="bool tensor"):
+        with pytest.raises(DataDependentError, match="bool tensor"):
             bool(values.sum() > 0)
-        with pytest.raises(UnknownValueError, match="int64 tensor"):
+        with pytest.raises(DataDependentError, match="int64 tensor"):
             int(unknown(1, dtype=torch.long))
-    assert set(mode.values.assumptions) == {NUMBER, COPIED, EQUAL}
+    assert set(mode.evaluator.assumptions) == {ITEM_IS_ONE, COPIED_VALUES, COMPARED_EQUAL}
 
 
 def test_one_random_number_falls_in_the_middle() -> None:
-    mode = Answers()
+    mode = MetaDispatchMode()
     with mode:
         assert torch.rand([]).item() == torch.rand(1, device=META).item() == 0.5
-        assert not mode.values.assumptions
+        assert not mode.evaluator.assumptions
         several = torch.rand(4, device=META) < 0.5
         assert 0 <= int(several.sum()) <= 4
-    assert list(mode.values.assumptions) == [RANDOM]
+    assert list(mode.evaluator.assumptions) == [FIXED_DRAW]
 
 
 # -- Python's face ----------------------------------------------------------------------------------------------------
 
 
 def test_cuda_by_name_means_where_the_run_is() -> None:
-    with Answers():
+    with MetaDispatchMode():
         places = (
             torch.zeros(2, device="cuda"),
             torch.tensor([1, 2], device="cuda:0"),
@@ -430,14 +430,14 @@ def test_cuda_by_name_means_where_the_run_is() -> None:
         )
         assert all(tensor.is_meta for tensor in places)
         torch.cuda.synchronize()
-        assert known(places[4].float()) is not None
+        assert constant_of(places[4].float()) is not None
 
 
 def test_nothing_stays_in_place() -> None:
     names = ("to", "cuda", "__getitem__", "new_tensor", "__format__")
     before = (torch.tensor, torch.zeros, torch.cuda.synchronize, *(getattr(Tensor, name) for name in names))
     inherited = [name in vars(Tensor) for name in names]
-    with suppress(ZeroDivisionError), Answers():
+    with suppress(ZeroDivisionError), MetaDispatchMode():
         assert torch.tensor is not before[0]
         raise ZeroDivisionError
     after = (torch.tensor, torch.zeros, torch.cuda.synchronize, *(getattr(Tensor, name) for name in names))
@@ -452,7 +452,7 @@ class Labelled(Tensor):
 def test_tensors_are_no_sequences_afterwards() -> None:
     number, labelled = torch.tensor(3), torch.tensor(4).as_subclass(Labelled)
     for _ in range(2):
-        with Answers():
+        with MetaDispatchMode():
             assert torch.tensor([number, number]).tolist() == [3, 3]
         assert torch.tensor([number, labelled]).tolist() == [3, 4]
         assert torch.tensor([nn.Parameter(torch.tensor(2.0), False)]).tolist() == [2.0]
@@ -465,8 +465,8 @@ def test_other_threads_see_pytorch_as_it_is() -> None:
     def look() -> None:
         seen.append(torch.tensor([1, 2], device=META))
 
-    with Answers():
+    with MetaDispatchMode():
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-    assert known(seen[0]) is None
+    assert constant_of(seen[0]) is None

@@ -1,0 +1,353 @@
+"""Run a step for real, in the same loop as the prediction's, and measure the memory that it takes on its device.
+
+The last of `steps` steps is the one whose allocations are recorded. Two more follow that do not count: one in which
+each allocation's op is marked, and one for MemTracker.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from memsize.analysis.runner import Runner
+from memsize.analysis.verify.alignment import IndexPair, gaps, matched
+from memsize.analysis.verify.cuda_memory import AllocationEvent, DeviceMemory
+from memsize.errors import InputError, ScenarioError, first_line
+from memsize.internals.isolation import collector_paused
+from memsize.internals.pytree import tensors_in
+from memsize.model.materialize import executable_call, materialize
+from memsize.model.meta_copy import in_mode, inside
+from memsize.precision.quantized import apply_torchao
+from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype
+from memsize.records.measurement import (
+    NO_LOCATION,
+    AllocationLog,
+    MeasuredWorkload,
+    Measurement,
+    OpLocation,
+    Peaks,
+    SoftwareStack,
+    log_of,
+)
+from memsize.spec.scenario import TORCHAO, Scenario
+from memsize.spec.training import Training
+from memsize.tracing.ledger import Ledger
+from memsize.tracing.module_calls import Calls
+from memsize.tracing.run import Setup, give_shapes
+from memsize.units import format_bytes
+from memsize.workloads.optimizers import steps_watched
+from memsize.workloads.training import Loop
+
+SEED: Final = 0
+_MAX_SKIPPED: Final = 20
+"""How many skipped steps of a GradScaler are run again: its first scale overflows some nets."""
+
+_BY_TORCHAO: Final = {"int8-weight": "Int8WeightOnlyConfig", "fp8-weight": "Float8WeightOnlyConfig"}
+"""Layouts that torchao itself makes, and its configuration for them."""
+
+
+@dataclass(frozen=True)
+class MeasurementPlan:
+    """What to run: a function that builds it on the device, and how it is trained (None: one inference).
+
+    `track` asks for one more step under PyTorch's MemTracker.
+    """
+
+    workload: MeasuredWorkload
+    build: Callable[[], Setup]
+    training: Training | None
+    track: bool = True
+
+
+def measure(plan: MeasurementPlan, memory: DeviceMemory) -> Measurement:
+    """The memory that the workload takes. Running out of memory is a measurement too, with an `error`.
+
+    Raises `InputError` where the process holds memory on the device already, `ScenarioError` for a scenario that cannot
+    be run there, and whatever the model's own code raises.
+    """
+    start = time.perf_counter()
+    stack = memory.stack()
+    with _as_in_a_new_process(plan.workload, memory):
+        try:
+            measured = _measured(plan, memory, stack)
+        except torch.OutOfMemoryError as error:
+            measured = Measurement(plan.workload, stack, peaks=memory.peaks(), error=first_line(error))
+    return replace(measured, seconds=round(time.perf_counter() - start, 3))
+
+
+def _measured(plan: MeasurementPlan, memory: DeviceMemory, stack: SoftwareStack) -> Measurement:
+    setup = plan.build()
+    memory.settle()  # what building it left behind
+    memory.reset()
+    marker = OpMarker(str(memory.device), memory.count)
+    step = _Inference(setup) if plan.training is None else _Steps(setup, marker, plan.training)
+    skipped = step.warmed_up()
+    before = memory.peaks()
+    memory.reset()
+    with memory.recorded() as events:
+        step()
+    steady, device = memory.peaks(), memory.use()
+    measured = Measurement(plan.workload, stack, Peaks.most([before, steady]), steady, device, skipped)
+    log = _log(events, marker, setup, step, memory)
+    return replace(measured, log=log, **_tracked(plan, setup, step, memory.device))
+
+
+def _log(
+    events: list[AllocationEvent], marker: OpMarker, setup: Setup, step: _Step, memory: DeviceMemory
+) -> AllocationLog:
+    """The log of the recorded step, with the locations that one more step shows."""
+    with memory.recorded() as marked:
+        first = memory.count()
+        with marker.listening(setup) as spans, marker.clock.during("step"):
+            step()
+    return located(events, marked, [OpSpan(start - first, stop - first, place) for start, stop, place in spans])
+
+
+class _Inference:
+    """A forward without gradients; its result is dropped when the next begins."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.result: Any = None
+
+    def __call__(self) -> None:
+        self.result = None
+        args, kwargs = self.setup.call
+        with torch.no_grad(), self.setup.autocast():
+            self.result = self.setup.model(*args, **kwargs)
+
+    def warmed_up(self) -> int:
+        """Nothing runs: what is predicted is the first forward."""
+        return 0
+
+    def held(self) -> Iterable[Any]:
+        """The inputs. The last result is dropped, as it is at the start of every call."""
+        self.result = None
+        return tensors_in(self.setup.call)
+
+
+class _Steps:
+    """Training steps."""
+
+    def __init__(self, setup: Setup, marker: OpMarker, training: Training) -> None:
+        self.setup = setup
+        self.steps = training.steps
+        self.loop = Loop(setup, marker, training)
+
+    def __call__(self) -> None:
+        with torch.enable_grad():
+            self.loop()
+
+    def warmed_up(self) -> int:
+        """Run all steps but the last, and again those that the scaler skips; returns how many it skipped."""
+        skipped = 0
+        for _ in range(self.steps - 1):
+            while skipped < _MAX_SKIPPED and self._is_skipped():
+                skipped += 1
+        return skipped
+
+    def _is_skipped(self) -> bool:
+        """Run one step; whether the scaler skipped its update because a gradient was not finite."""
+        scaler = self.loop.scaler
+        if scaler is None or not scaler.is_enabled():
+            self()
+            return False
+        before = scaler.get_scale()
+        self()
+        return scaler.get_scale() < before
+
+    def held(self) -> Iterable[Any]:
+        loop = self.loop
+        held = (self.setup.call, loop.losses.targets, loop.masters or [], loop.average)
+        return (loop.optimizer, *tensors_in(held))
+
+
+_Step = _Inference | _Steps
+
+
+@contextmanager
+def _as_in_a_new_process(workload: MeasuredWorkload, memory: DeviceMemory) -> Iterator[None]:
+    """Start with nothing on the device, seeds set and cuDNN as asked; restore all of it after, and leave nothing."""
+    memory.settle()
+    if memory.held():
+        held = format_bytes(memory.held())
+        raise InputError(f"this process holds {held} on the GPU already: verify measures one that holds nothing yet")
+    benchmark = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = workload.benchmark
+    devices = [memory.device] if memory.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), collector_paused(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(workload.seed)
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+        memory.settle()
+
+
+# -- which op allocates -----------------------------------------------------------------------------------------------
+
+
+class OpSpan(NamedTuple):
+    """The allocations from number `start` up to `stop` are made at `place`."""
+
+    start: int
+    stop: int
+    place: OpLocation
+
+
+class OpMarker(Ledger):
+    """Notes which op of which layer makes which of the allocator's allocations.
+
+    `count` says how many allocations the allocator has made so far; it is read before and after each op. A dispatch
+    mode changes a few things in PyTorch (composite formulas avoid in-place ops under one), so the step that is measured
+    runs without it, and its allocations get their locations from the marked step by matching sizes.
+    """
+
+    def __init__(self, device: str, count: Callable[[], int]) -> None:
+        super().__init__(device)
+        self.spans: list[OpSpan] = []
+        self._count = count
+        self._paths: list[str] = []
+
+    @contextmanager
+    def listening(self, setup: Setup) -> Iterator[list[OpSpan]]:
+        """While open, the ops of the setup's model are marked."""
+        calls = Calls(setup.model, self)
+        calls.complete = True  # no table is wanted: only which module is running
+        self._paths = [seen.path for seen in calls.seen]
+        with calls.watched(), steps_watched(self), self:
+            yield self.spans
+        self.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = self._count()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        stop = self._count()
+        if stop > start:
+            clock = self.clock
+            layer = self._paths[clock.layer] if clock.layer >= 0 else None
+            place = OpLocation(clock.phases[clock.phase], layer, func._overloadpacket.__name__)
+            self.spans.append(OpSpan(start, stop, place))
+        return result
+
+
+def located(
+    events: Sequence[AllocationEvent], marked: Sequence[AllocationEvent], spans: Sequence[OpSpan]
+) -> AllocationLog:
+    """The log of `events`, each allocation at the location that the marked step has for it; frees have none.
+
+    `spans` count the allocations of `marked` from 0.
+    """
+    sizes = [event.delta for event in events if event.delta > 0]
+    others = [event.delta for event in marked if event.delta > 0]
+    places = dict.fromkeys(range(len(sizes)), NO_LOCATION)
+    places |= {index: _location(spans, other) for index, other in _same(sizes, others)}
+    numbers = iter(range(len(sizes)))
+    return log_of((*event, places[next(numbers)] if event.delta > 0 else NO_LOCATION) for event in events)
+
+
+def _same(sizes: Sequence[int], others: Sequence[int]) -> Iterator[IndexPair]:
+    """Which allocation of one step is which of the other.
+
+    A router sends other tokens to an expert in each step: between two matches, as many allocations of other sizes are
+    matched in order.
+    """
+    pairs = matched(sizes, others)
+    yield from pairs
+    for low, high, other_low, other_high in gaps(pairs, len(sizes), len(others)):
+        if high - low == other_high - other_low:
+            yield from zip(range(low, high), range(other_low, other_high), strict=True)
+
+
+def _location(spans: Sequence[OpSpan], index: int) -> OpLocation:
+    """The location of the allocation with that number. Spans rise and do not overlap."""
+    found = bisect_right(spans, index, key=lambda span: span.start) - 1
+    return spans[found].place if found >= 0 and index < spans[found].stop else NO_LOCATION
+
+
+# -- MemTracker -------------------------------------------------------------------------------------------------------
+
+
+def _tracked(plan: MeasurementPlan, setup: Setup, step: _Step, device: torch.device) -> dict[str, Any]:
+    """What PyTorch's own MemTracker says of one more step, as fields of a `Measurement`.
+
+    It is the peer that predictions are compared with. It follows tensors through a dispatch mode, counts each storage
+    in blocks of 512 B, and knows no workspaces and no segments: its peak compares with `allocated`.
+    """
+    if not plan.track:
+        return {}
+    try:
+        return {"tracked": _tracked_peak(step, (setup.model, *step.held()), device)}
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # MemTracker fails in many ways on what it cannot follow
+        return {"untracked": f"{type(error).__name__}: {first_line(error)}"}
+
+
+def _tracked_peak(step: Callable[[], Any], held: Iterable[Any], device: torch.device) -> int:
+    """MemTracker's peak of `step`; `held` are the modules, optimizers and tensors that are there before."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker.track_external(*held)
+    with tracker:
+        step()
+    return int(tracker.get_tracker_snapshot("peak").get(device, {}).get("Total", 0))
+
+
+# -- the model on the device ------------------------------------------------------------------------------------------
+
+
+def materialized_setup(runner: Runner, scenario: Scenario, device: torch.device) -> Setup:
+    """A copy of the runner's model and its inputs on `device`, with values, ready to run under `scenario`.
+
+    Weights that were not loaded get random values in the dtype in which the scenario keeps them; small tensors keep the
+    values that the constructor gave them.
+
+    Raises `ScenarioError` for a scenario that does not run on a GPU, or whose library is missing.
+    """
+    model = copy.deepcopy(inside(runner.model))
+    recipe = _apply(model, scenario, device)
+    in_mode(model, runner.training)
+    call = executable_call(runner.call(scenario, recipe.floating), device)
+    give_shapes(model, call, runner.training, str(device))
+    autocast = partial(torch.autocast, device.type, getattr(torch, scenario.autocast)) if scenario.autocast else None
+    return Setup(
+        name=runner.name,
+        scenario=scenario.name,
+        model=model,
+        call=call,
+        training=runner.training,
+        batch_size=runner.inputs.batch_size,
+        device=str(device),
+        masters=scenario.master_weights,
+        scaled=scenario.autocast == "float16",
+        autocast=autocast or nullcontext,
+    )
+
+
+def _apply(model: nn.Module, scenario: Scenario, device: torch.device) -> Recipe:
+    """`model` on the device in the scenario's precision: casts come before the move, torchao quantizes after it."""
+    if scenario.recipe != "quantized":
+        recipe = apply_scenario(model, scenario)
+        materialize(model, device)
+        return recipe
+    layout = scenario.layout or ""
+    config = layout[len(TORCHAO) :] if layout.startswith(TORCHAO) else _BY_TORCHAO.get(layout)
+    if config is None:
+        raise ScenarioError(f"{scenario.name} cannot be run on a GPU here: torchao:CONFIG runs what torchao quantizes")
+    floating = floating_dtype(model) or torch.float32
+    materialize(model, device)
+    apply_torchao(model, config)
+    return Recipe(model, floating)

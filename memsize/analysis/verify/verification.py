@@ -1,0 +1,181 @@
+"""Compare a step's prediction with the same step on a GPU: run here, or measured before and read from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from memsize.analysis.runner import Runner
+from memsize.analysis.verify.alignment import align
+from memsize.analysis.verify.cuda_memory import DeviceMemory
+from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
+from memsize.analysis.verify.prediction import predict
+from memsize.cuda.convolution import Convolutions
+from memsize.cuda.cudnn.convolution import Convolution
+from memsize.cuda.cudnn.library import installed
+from memsize.cuda.cudnn.plans import Plans
+from memsize.cuda.semantics import CUDNN
+from memsize.device.workspace import cublas_workspace, cublaslt_workspace
+from memsize.errors import InputError
+from memsize.internals.isolation import collector_paused
+from memsize.model.inputs import ModelInputs, input_tensors
+from memsize.records.gpu import Card
+from memsize.records.measurement import (
+    ConvolutionWorkspace,
+    MeasuredWorkload,
+    Measurement,
+    SavedMeasurements,
+    SoftwareStack,
+)
+from memsize.records.trace import Trace
+from memsize.records.verification import Prediction, Verification, VerifiedRun
+from memsize.spec.scenario import Scenario
+from memsize.spec.training import Training
+from memsize.tracing.ledger import Workspaces
+from memsize.tracing.run import gpu_semantics
+from memsize.units import dotted_cudnn
+from memsize.workloads.training import step_workload
+
+_NOT_COMPARED = ("model", "seed", "benchmark")
+"""Fields of a workload that may differ between a file and the command: the target may have another path here."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is both predicted and run: training steps, or one inference without `training`.
+
+    `mode` is the model's training flag.
+    """
+
+    name: str
+    model: nn.Module
+    inputs: ModelInputs
+    mode: bool
+    scenario: Scenario
+    training: Training | None
+
+    def workload(self, benchmark: bool = False) -> MeasuredWorkload:
+        """The experiment as a file of measurements has it."""
+        training = self.training
+        optimizer = training and training.optimizer
+        loss = training and training.loss
+        return MeasuredWorkload(
+            model=self.name,
+            inputs=tuple(f"{each.name}={each.spec}" for each in input_tensors(self.inputs.call())),
+            batch_size=self.inputs.batch_size,
+            scenario=self.scenario.name,
+            optimizer=getattr(optimizer, "__name__", optimizer),  # type: ignore[arg-type]
+            loss=getattr(loss, "__name__", loss),  # type: ignore[arg-type]
+            training=self.mode,
+            steps=training.steps if training else 1,
+            accumulate=training.accumulate if training else 1,
+            ema=bool(training and training.ema),
+            seed=SEED,
+            benchmark=benchmark,
+        )
+
+    def trace(self, stack: SoftwareStack, plans: Plans | None = None) -> Trace:
+        """The simulated run on a GPU of `stack`; convolutions take the workspaces that `plans` say."""
+        where = Card(stack.gpu, stack.capability, stack.total, "measured")
+        runner = self._runner(where)
+        with collector_paused():
+            setup = replace(
+                runner.setup(self.scenario),
+                semantics=partial(gpu_semantics, capability=stack.capability, cudnn=stack.cudnn or CUDNN),
+                workspaces=workspaces(stack, plans or Plans(stack.capability, installed)),
+            )
+            return step_workload(self.training).run(setup)
+
+    def predict(
+        self, stack: SoftwareStack, *, benchmark: bool = False, recorded: Sequence[ConvolutionWorkspace] = ()
+    ) -> Prediction:
+        """The prediction of the experiment on a GPU of `stack`.
+
+        `recorded` are the workspaces that cuDNN named when a measurement was made: of the first plans, or with
+        `benchmark` of the greediest. Without them the cuDNN of this machine is asked, if there is one.
+        """
+        known = {Convolution.parse(text): size for text, size in recorded}
+        release = None if stack.cudnn is None else dotted_cudnn(stack.cudnn)
+        plans = Plans(stack.capability, installed, recorded=known, release=release, greedy=benchmark)
+        trace = self.trace(stack, plans)
+        if not benchmark:
+            return predict(trace, stack, _asked(plans))
+        return predict(self.trace(stack), stack, _asked(plans), greediest=trace)
+
+    def plan(self, device: torch.device, *, benchmark: bool = False, track: bool = True) -> MeasurementPlan:
+        """How the experiment is run for real on `device`."""
+        build = partial(materialized_setup, self._runner(), self.scenario, device)
+        return MeasurementPlan(self.workload(benchmark), build, self.training, track)
+
+    def _runner(self, gpu: Card | None = None) -> Runner:
+        return Runner(self.name, self.model, self.inputs, self.mode, gpu=gpu)
+
+
+def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
+    """The workspaces of cuBLAS, cuBLASLt and cuDNN with the release and the settings of `stack`."""
+    blas = cublas_workspace(stack.capability, config=stack.cublas_config, torch_version=stack.torch)
+    lt = cublaslt_workspace(torch_version=stack.torch)
+    return Workspaces(blas, lt, Convolutions.on(plans) if plans else None)
+
+
+def _asked(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:
+    """The workspaces that cuDNN itself named, in the order of the first call."""
+    return tuple(
+        ConvolutionWorkspace(str(convolution), size)
+        for convolution, size in plans.answers.items()
+        if convolution not in plans.estimated
+    )
+
+
+def verify_step(experiment: Experiment, memory: DeviceMemory, say: Callable[[str], None]) -> Verification:
+    """Run the experiment on the device of `memory`, with convolutions also under cuDNN's benchmark, and compare.
+
+    Raises what `measure` raises.
+    """
+    say("predicting")
+    stack = memory.stack()
+    usual = experiment.predict(stack)
+    predictions = {False: usual}
+    if usual.convolutional:
+        predictions[True] = experiment.predict(stack, benchmark=True)
+    found: list[VerifiedRun] = []
+    for benchmark, said in predictions.items():
+        say(f"running on {memory.device}{', cudnn.benchmark on' if benchmark else ''}")
+        seen = measure(experiment.plan(memory.device, benchmark=benchmark), memory)
+        found.append(VerifiedRun(replace(seen, workspaces=said.workspaces), said))
+    return verification_of(tuple(found))
+
+
+def verify_measurements(experiment: Experiment, saved: SavedMeasurements) -> Verification:
+    """Compare the measurements of a file with today's prediction for the GPU and software that they were made on.
+
+    Raises `InputError` where the file is of another workload.
+    """
+    if not saved.measurements:
+        raise InputError("the file holds no measurement")
+    for each in saved.measurements:
+        _check_same_workload(each.workload, experiment.workload())
+    runs = tuple(_verified(experiment, each) for each in saved.measurements)
+    return verification_of(runs, (f"measured on {saved.date}",))
+
+
+def verification_of(runs: tuple[VerifiedRun, ...], notes: tuple[str, ...] = ()) -> Verification:
+    """The verification of `runs`, with the allocations of the first one's last step aligned."""
+    measured = runs[0].measurement.log
+    return Verification(runs, notes, alignment=None if measured is None else align(runs[0].prediction.log, measured))
+
+
+def _verified(experiment: Experiment, seen: Measurement) -> VerifiedRun:
+    said = experiment.predict(seen.stack, benchmark=seen.workload.benchmark, recorded=seen.workspaces)
+    return VerifiedRun(seen, said)
+
+
+def _check_same_workload(measured: MeasuredWorkload, asked: MeasuredWorkload) -> None:
+    for field in fields(MeasuredWorkload):
+        was, wanted = getattr(measured, field.name), getattr(asked, field.name)
+        if field.name not in _NOT_COMPARED and was != wanted:
+            raise InputError(f"the measurement is of another run: its {field.name} is {was!r}, here it is {wanted!r}")

@@ -1,0 +1,221 @@
+"""Evaluates ops on `meta` tensors where that takes values: `.item()`, output shapes, ops without a meta kernel.
+
+What the model's decisions had to take for granted is collected in `assumptions`, what a reader should know besides in
+`notes`; both are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memsize.constants.assumptions import (
+    CHECKS_PASS,
+    COMPARED_EQUAL,
+    COPIED_VALUES,
+    ITEM_IS_ONE,
+    MIXED_DEVICES,
+    PADDING_COMPUTED,
+    first_assumption,
+)
+from memsize.constants.data_dependent import data_dependent_ops
+from memsize.constants.op_traits import OpTraits
+from memsize.constants.propagation import assumption_of, draws_one_number, middle_of_range, propagate
+from memsize.constants.values import constant_of, is_small, set_constant, state_of
+from memsize.errors import DataDependentError
+from memsize.internals.meta_memo import MetaMemo
+from memsize.internals.pytree import map_tensors, tensors_in
+
+_aten = torch.ops.aten
+_PACK = _aten._pack_padded_sequence.default
+_MEMO = MetaMemo()
+_HOST_LIMIT = 2**31
+"""Bytes of stand-in arguments that an op without a meta kernel may take on the CPU."""
+
+
+class Evaluator:
+    """Evaluates the ops of one run. The constants themselves are kept on the tensors."""
+
+    def __init__(self) -> None:
+        self.assumptions: dict[str, None] = {}
+        self.notes: dict[str, None] = {}
+        self._traits: dict[Any, OpTraits] = {}
+        self._data_dependent = data_dependent_ops()
+
+    def evaluate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op's result on `meta`, by PyTorch's own kernel or, where it has none, by one run on the CPU."""
+        special = _SPECIAL.get(func)
+        result = NotImplemented if special is None else special(self, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        op = self._traits_of(func)
+        if op.name in self._data_dependent and args[0].is_meta:
+            result = self._data_dependent[op.name](self._rely_on, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if op.quantizes:
+            return self._on_cpu(func, op, args, kwargs)
+        try:
+            return _MEMO.run(func, args, kwargs)
+        except NotImplementedError:
+            return self._on_cpu(func, op, args, kwargs)
+        except RuntimeError as error:
+            if op.dynamic:
+                return self._on_cpu(func, op, args, kwargs)
+            if not _mixes_devices(args, kwargs):
+                raise
+            return self._with_host_tensors_moved(func, args, kwargs, error)
+
+    def propagate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Keep the constants of `result` beside it where they follow from those of the arguments."""
+        propagate(self._traits_of(func), func, args, kwargs, result)
+
+    def _traits_of(self, func: Any) -> OpTraits:
+        found = self._traits.get(func)
+        if found is None:
+            found = self._traits[func] = OpTraits(func)
+        return found
+
+    def _rely_on(self, assumption: str | None) -> None:
+        """A decision of the model's rests on `assumption`."""
+        if assumption is not None:
+            self.assumptions[assumption] = None
+
+    # -- questions about values ---------------------------------------------------------------------------------------
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        value = constant_of(tensor)
+        if value is not None:
+            self._rely_on(first_assumption([state_of(tensor)]) if tensor.is_meta else None)
+            return value.item()
+        if tensor.is_floating_point():
+            self._rely_on(ITEM_IS_ONE)
+            return 1.0
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise DataDependentError(
+            f"the model reads a value that depends on the data out of a {dtype} tensor (bool(), int() or .item())"
+        )
+
+    def _compare(self, a: torch.Tensor, b: torch.Tensor, *options: Any, **more: Any) -> bool:
+        left, right = constant_of(a), constant_of(b)
+        if a.shape != b.shape and not (options or more):
+            return False
+        if left is None or right is None:
+            is_check = a.dim() == 0 and a.dtype is torch.bool  # PyTorch itself asks whether something is wrong (istft)
+            self._rely_on(CHECKS_PASS if is_check else COMPARED_EQUAL)
+            return not is_check
+        self._rely_on(assumption_of((a, b), {}))
+        return torch.allclose(left, right, *options, **more) if options or more else torch.equal(left, right)
+
+    def _draw(self, size: list[int], **options: Any) -> Any:
+        """A single random number is a decision (skip this layer?): it falls in the middle of its range."""
+        if not draws_one_number(_aten.rand.default, (size,)):
+            return NotImplemented
+        device = options.get("device")
+        middle = middle_of_range(size, options.get("dtype") or torch.get_default_dtype())
+        return _to_meta_with_constant(middle) if device is not None and device.type == "meta" else middle
+
+    def _to(self, tensor: torch.Tensor, **options: Any) -> Any:
+        """A copy to the CPU, where tensors have values."""
+        device = options.get("device")
+        if not tensor.is_meta or device is None or device.type != "cpu":
+            return NotImplemented
+        value = constant_of(tensor)
+        if value is None:
+            self._rely_on(COPIED_VALUES)
+            value = torch.full(tensor.shape, _plausible(tensor.dtype), dtype=tensor.dtype, device="cpu")
+        else:
+            self._rely_on(first_assumption([state_of(tensor)]))
+        dtype = options.get("dtype")
+        return value.to(dtype) if dtype is not None and dtype is not value.dtype else value.clone()
+
+    def _pack(self, data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+        """PyTorch wants the lengths on the CPU. The run has put the caller's on `meta`, with everything else."""
+        if not lengths.is_meta:
+            return NotImplemented
+        return _PACK(data, self._to(lengths, device=torch.device("cpu")), batch_first)
+
+    def _left_aligned(self, tensor: torch.Tensor, _mask: torch.Tensor) -> Any:
+        """Whether a padded batch can become a nested tensor, which is not followed here."""
+        if not tensor.is_meta:
+            return NotImplemented
+        self._rely_on(PADDING_COMPUTED)
+        return False
+
+    # -- what has no meta kernel --------------------------------------------------------------------------------------
+
+    def _on_cpu(self, func: Any, op: OpTraits, args: Any, kwargs: Any) -> Any:
+        tensors = list(tensors_in((args, kwargs)))
+        self._check_possible(func, op, tensors)
+        if sum(t.numel() * t.element_size() for t in tensors if t.is_meta) > _HOST_LIMIT:
+            raise NotImplementedError(
+                f"{func} has no meta kernel, and its arguments are too large to run it on the CPU instead"
+            ) from None
+        exact = all(constant_of(tensor) is not None and not tensor.is_quantized for tensor in tensors)
+        result = func(*_on_host(args), **_on_host(kwargs))
+        if not (exact and op.dynamic):
+            self.notes[
+                f"{func._overloadpacket} was run on the CPU: PyTorch cannot tell its output without computing it"
+            ] = None
+        return map_tensors(_to_meta_with_constant if exact else _to_meta, result)
+
+    def _check_possible(self, func: Any, op: OpTraits, tensors: list[torch.Tensor]) -> None:
+        decides = [t for t in tensors if op.dynamic and (len(tensors) == 1 or not t.is_floating_point())]
+        if any(constant_of(t) is None for t in decides):
+            raise DataDependentError(f"the output shape of {func._overloadpacket} depends on the data")
+        self._rely_on(first_assumption([state_of(t) for t in decides if t.is_meta]))
+
+    def _with_host_tensors_moved(self, func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
+        there = map_tensors(lambda each: each if each.is_meta else _to_meta_with_constant(each), (args, kwargs))
+        try:
+            result = func(*there[0], **there[1])
+        except RuntimeError:
+            raise error from None
+        self.notes[MIXED_DEVICES] = None
+        return result
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _aten._local_scalar_dense.default: Evaluator._item,
+    _aten._to_copy.default: Evaluator._to,
+    _aten.rand.default: Evaluator._draw,
+    _PACK: Evaluator._pack,
+    _aten._nested_tensor_from_mask_left_aligned.default: Evaluator._left_aligned,
+    **dict.fromkeys((_aten.equal.default, _aten.allclose.default), Evaluator._compare),
+}
+"""Ops that ask for values, and what evaluates them in place of PyTorch; NotImplemented leaves it to PyTorch."""
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor as a meta tensor. There are no quantized meta tensors: these stay where they are."""
+    return tensor if tensor.is_meta or tensor.is_quantized else tensor.to("meta")
+
+
+def _to_meta_with_constant(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor as a meta tensor that keeps its values as a constant, where it is small."""
+    result = _to_meta(tensor)
+    return result if result is tensor or not is_small(tensor) else set_constant(result, tensor.detach())
+
+
+def _on_host(value: Any) -> Any:
+    """Arguments as they can be computed with on the CPU: zeros stand for data."""
+    if isinstance(value, dict) and isinstance(value.get("device"), torch.device):
+        value = value | {"device": torch.device("cpu")}
+    return map_tensors(_stand_in, value)
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    value = constant_of(tensor)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if value is None else value
+
+
+def _mixes_devices(args: Any, kwargs: Any) -> bool:
+    """Whether tensors of two devices meet, single numbers on the CPU aside: those go with any device."""
+    tensors = tensors_in((args, kwargs))
+    return len({tensor.device.type for tensor in tensors if tensor.dim() or tensor.is_meta}) > 1
+
+
+def _plausible(dtype: torch.dtype) -> Any:
+    return 1.0 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool

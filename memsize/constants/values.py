@@ -1,0 +1,131 @@
+"""Constants beside `meta` tensors: the values of those that do not depend on the data.
+
+Models look at small tensors: position ids, masks, lengths, ``.item()``, ``if mask.all()``. A `meta` tensor has no
+values, so a real tensor is kept beside each small one that follows from constants alone; ops run on both, and questions
+about values are answered from the real one. A tensor with the same number everywhere (``ones``, ``isnan`` of finite
+data) has a constant whatever its size: a single element, expanded.
+
+A constant is an attribute of its tensor and dies with it. Tensors that share memory share one `ConstantState`, so that
+writing data through one of them invalidates the constants of all. A constant can rest on an assumption: its state has
+the words for it, which are shown once a decision of the model relies on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+MAX_INTEGER_ELEMENTS = 2**18
+"""Integer and boolean constants are kept up to this many elements: the mask of 512 × 512 positions."""
+MAX_ASSUMED_ELEMENTS = 2**22
+"""Assumed ones up to this many: which of 8 experts each of 64 Ki tokens goes to, twice, one-hot."""
+MAX_FLOAT_ELEMENTS = 2**10
+"""Floating ones up to this many: scales, rotary frequencies, the boxes of a few images."""
+
+_ATTRIBUTE = "_memsize_constant"
+UNREADABLE = frozenset(
+    [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)]
+    + [torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2, torch.float4_e2m1fn_x2]
+)
+"""Dtypes without kernels: PyTorch stores them, and can neither copy nor compare them."""
+
+
+class ConstantState:
+    """What holds for all tensors that share a piece of memory: whether their constants are still valid, what was
+    assumed to know them, and whether they are one expanded number (`uniform`).
+
+    A view of such a number can get values of its own, and then has a state of its own (`for_view`). Of booleans that
+    are too many to keep, `true_share` says what part of them is True.
+    """
+
+    __slots__ = ("_base", "_views", "assumption", "true_share", "uniform", "valid")
+
+    def __init__(self, assumption: str | None = None, uniform: bool = False, true_share: float | None = None) -> None:
+        self.assumption = assumption
+        self.true_share = true_share
+        self.uniform = uniform
+        self.valid = True
+        self._views: list[ConstantState] = []
+        self._base: ConstantState | None = None
+
+    def for_view(self) -> ConstantState:
+        """A state for a view with values of its own."""
+        view = ConstantState(self.assumption)
+        view._base = self
+        self._views.append(view)
+        return view
+
+    def invalidate(self) -> None:
+        """Data was written to the memory."""
+        self.valid = False
+        for view in self._views:
+            view.valid = False
+        self.written()
+
+    def written(self) -> None:
+        """A constant was written to the memory: what base and sibling views hold is out of date."""
+        if self._base is not None:
+            for other in (self._base, *self._base._views):
+                other.valid = other.valid and other is self
+
+
+def set_constant(tensor: torch.Tensor, value: torch.Tensor | None, state: ConstantState | None = None) -> torch.Tensor:
+    """Keep `value` (a real tensor of the same shape) beside the meta `tensor`, which is returned.
+
+    None says that `tensor` shares the memory of `state` and that its own values are not known.
+    """
+    tensor.__dict__[_ATTRIBUTE] = (value, state or ConstantState())
+    return tensor
+
+
+def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The real values of `tensor`: its own when it is on the CPU, those kept beside it, or None."""
+    if not tensor.is_meta:
+        return tensor
+    entry = tensor.__dict__.get(_ATTRIBUTE)
+    if entry is None or not entry[1].valid:
+        return None
+    value: torch.Tensor | None = entry[0]
+    if value is None or value.shape != tensor.shape:
+        return None  # its data was replaced or resized
+    if value.dtype is not tensor.dtype:  # the model was cast
+        value = value.to(tensor.dtype)
+        tensor.__dict__[_ATTRIBUTE] = (value, entry[1])
+    return value
+
+
+def state_of(tensor: torch.Tensor) -> ConstantState | None:
+    """The state of `tensor`'s memory, if there ever was a constant in it."""
+    entry = tensor.__dict__.get(_ATTRIBUTE)
+    return None if entry is None else entry[1]
+
+
+def true_share_of(tensor: torch.Tensor) -> float | None:
+    """What part of a boolean `tensor` is True, where that is all that is known of it."""
+    state = state_of(tensor) if tensor.is_meta else None
+    return state.true_share if state is not None and state.valid else None
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a constant of this dtype and size is worth keeping."""
+    if tensor.dtype in UNREADABLE:
+        return False
+    limit = MAX_FLOAT_ELEMENTS if tensor.is_floating_point() or tensor.is_complex() else MAX_INTEGER_ELEMENTS
+    return tensor.numel() <= limit
+
+
+def set_uniform(tensor: torch.Tensor, value: Any, assumption: str | None = None) -> torch.Tensor:
+    """Keep beside `tensor` that each of its elements is `value`; costs no memory whatever the size."""
+    real = torch.full((), value, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+    return set_constant(tensor, real, ConstantState(assumption, uniform=True))
+
+
+def is_uniform(value: torch.Tensor) -> bool:
+    """Whether a constant is stored as a single element, expanded."""
+    return value.numel() == 1 or not any(value.stride())
+
+
+def has_single_value(value: torch.Tensor) -> bool:
+    """Whether a constant has the same number everywhere, however it is stored."""
+    return is_uniform(value) or (value.numel() > 0 and bool((value == value.flatten()[0]).all()))
