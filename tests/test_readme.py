@@ -36,8 +36,7 @@ from memsize.checkpoint import findings as checkpoint
 from memsize.cli.session import Session
 from memsize.documents.report import COLUMNS, layer_table
 from memsize.records.report import Report
-from memsize.records.roles import Role
-from memsize.records.trace import Trace
+from memsize.records.trace import Role, Trace
 from memsize.spec.scenario import DEFAULT, SCENARIOS
 from tests.conftest import ROOT
 from tests.models import Toy
