@@ -32,7 +32,7 @@ from benchmarks.nets.visual import ViTBase
 from benchmarks.truth.standin import STACK, StandIn
 from benchmarks.truth.suite import NETS, Build
 from memsize.analysis.verify.alignment import align
-from memsize.analysis.verify.case import Case
+from memsize.analysis.verify.experiment import Experiment
 from memsize.analysis.verify.prediction import predicted
 from memsize.analysis.verify.running import measure
 from memsize.cuda.autocast import autocast_region
@@ -40,7 +40,7 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
 from memsize.cuda.region import cuda_semantics
 from memsize.loading.weightless import Weightless
-from memsize.model.inputs import feed_from_specs
+from memsize.model.inputs import inputs_from_specs
 from memsize.records.verification import Alignment, Difference
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
@@ -162,7 +162,7 @@ class Run:
     """One of the runs: how its case is made, and whether attention is left to each device's own kernels."""
 
     name: str
-    make: Callable[[], Case]
+    make: Callable[[], Experiment]
     own: bool
 
 
@@ -175,11 +175,12 @@ def _run(line: str) -> Run:
     parts = [net, kind, scenario, *([given] if training else [])]
     name = "/".join([*parts, *([f"x{backwards}"] if backwards else []), *(["own-attention"] if own else [])])
 
-    def make() -> Case:
+    def make() -> Experiment:
         with Weightless():
             model = build()
-        feed = feed_from_specs(parse_inputs(inputs.format(length=more[0] if more else "").split()), int(batch))
-        return Case(name, model, feed, scenario_named(scenario), training is not None, training)
+        specs = parse_inputs(inputs.format(length=more[0] if more else "").split())
+        given = inputs_from_specs(specs, int(batch))
+        return Experiment(name, model, given, training is not None, scenario_named(scenario), training)
 
     return Run(name, make, own)
 

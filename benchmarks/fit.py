@@ -25,7 +25,7 @@ def lines(quick: bool) -> Iterator[Line]:
     scenarios = "fp32" if quick else None
     fit = asked(model, scenarios=scenarios)
     search, remedies = in_turn(
-        [lambda: asked(model, scenarios=scenarios), lambda: asked(model, scenarios="fp32", batch=256)],
+        [lambda: asked(model, scenarios=scenarios), lambda: asked(model, scenarios="fp32", batch_size=256)],
         1 if quick else 5,
     )
     yield compared("ResNet-50 on a T4, largest batch, default scenarios", search, "the limit", LIMIT, 1.0)

@@ -12,10 +12,11 @@ from torch import nn
 import memsize
 from benchmarks.measure import Line, compared, in_turn
 from benchmarks.nets.residual import ResNet50
-from memsize.analysis.runner import Study
-from memsize.model.inputs import feed_from_specs
+from memsize.analysis.runner import Runner
+from memsize.model.inputs import inputs_from_specs
 from memsize.spec.inputs import InputSpec
 from memsize.spec.scenario import DEFAULT, SCENARIOS
+from memsize.workloads.forward import Forward
 
 SIZE = (3, 224, 224)
 PARAMETERS = 25_557_032
@@ -23,8 +24,8 @@ PARAMETERS = 25_557_032
 
 def traced(model: nn.Module, scenario: str) -> None:
     """One forward under `scenario`, from the model to its trace."""
-    feed = feed_from_specs((InputSpec(None, SIZE),), 1)
-    Study("resnet", model, feed, True, lambda _: None).trace(SCENARIOS[scenario])
+    inputs = inputs_from_specs((InputSpec(None, SIZE),), 1)
+    Runner("resnet", model, inputs, True).run(Forward(), SCENARIOS[scenario])
 
 
 def by_torchinfo(model: nn.Module) -> None:

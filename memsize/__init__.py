@@ -1,14 +1,14 @@
-"""memsize: what each byte of a PyTorch model is, why it did or didn't shrink, and what a GPU will see.
+"""memsize: what each byte of a PyTorch model is for, why it did or didn't shrink, and what a GPU will see.
 
     report = memsize.report("model.py:Test", input_size=(3, 64, 64))
     report.layers, report.scenarios, report.tensors      # pandas DataFrames
     report.why()                                         # findings, most important first
     memsize.compare(before, after)                       # two models: what changed, what did not, why
     step = memsize.trace(model, (3, 64, 64), optimizer="adamw")
-    step.peak                                            # what a GPU would show of a training step
+    step.peak                                            # what a GPU would show at the peak of a training step
     memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
     memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
-    memsize.verify(model, (3, 64, 64), train="adamw")    # on a machine with a GPU: predicted beside measured
+    memsize.verify(model, (3, 64, 64), train="adamw")    # on a machine with a GPU: compare the prediction with it
 
 Importing memsize does not import torch; the first report does.
 """

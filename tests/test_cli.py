@@ -23,6 +23,7 @@ from memsize.errors import ForwardError, InputError
 from memsize.records.report import Report
 from memsize.records.trace import Failure, Layer, Trace
 from memsize.spec.inputs import InputSpec
+from memsize.spec.subject import Subject
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,12 +41,12 @@ class Asked:
     """Stands where the API is: keeps what it was asked, answers or raises what it is told to."""
 
     def __init__(self) -> None:
-        self.target = ""
+        self.subject: Subject | None = None
         self.options: dict[str, Any] = {}
         self.answer: Report | BaseException = Report("model.py:Net", trace())
 
-    def __call__(self, target: str, **options: Any) -> Report:
-        self.target, self.options = target, options
+    def __call__(self, subject: Subject, **options: Any) -> Report:
+        self.subject, self.options = subject, options
         print("what the user's model prints")
         if isinstance(self.answer, BaseException):
             raise self.answer
@@ -76,17 +77,11 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_the_plain_command(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", "model.py:Net", "--input", "3,64,64"]) == 0
-    assert asked.target == "model.py:Net"
+    assert asked.subject == Subject("model.py:Net", (InputSpec(None, (3, 64, 64)),), batch_size=1, mode="train")
     progress = asked.options.pop("progress")
     assert callable(progress)
     assert asked.options == {
-        "inputs": (InputSpec(None, (3, 64, 64)),),
-        "input_data": None,
-        "seq_len": None,
-        "batch_size": 1,
-        "arguments": {},
         "scenarios": None,
-        "mode": "train",
         "train": None,
         "gpu": None,
         "config": None,
@@ -101,10 +96,9 @@ def test_the_plain_command(asked: Asked, capsys: pytest.CaptureFixture[str]) -> 
 def test_every_option_of_the_run(asked: Asked) -> None:
     command = "report model.py:Net -i 3x8:half -i ids=5:int64 -b 4 --arg width=64 --arg kind=wide --mode eval"
     assert run([*command.split(), "--scenario", "fp16,amp-bf16"]) == 0
-    assert asked.options["inputs"] == (InputSpec(None, (3, 8), "float16"), InputSpec("ids", (5,), "int64"))
-    assert asked.options["batch_size"] == 4
-    assert asked.options["arguments"] == {"width": 64, "kind": "wide"}
-    assert asked.options["mode"] == "eval"
+    specs = (InputSpec(None, (3, 8), "float16"), InputSpec("ids", (5,), "int64"))
+    built_with = {"width": 64, "kind": "wide"}
+    assert asked.subject == Subject("model.py:Net", specs, batch_size=4, arguments=built_with, mode="eval")
     assert asked.options["scenarios"] == "fp16,amp-bf16"
 
 
@@ -159,7 +153,7 @@ def test_a_file_is_not_overwritten_unless_forced(asked: Asked, capsys: pytest.Ca
     Path("a.json").write_text("mine")
     err = failing(capsys, "model.py:Net", "-o", "a.json")
     assert err == "error: a.json exists already: --force overwrites it\n"
-    assert asked.target == ""  # it was refused before any work
+    assert asked.subject is None  # it was refused before any work
     assert Path("a.json").read_text() == "mine"
     assert run(["report", "model.py:Net", "-o", "a.json", "--force"]) == 0
     assert json.loads(Path("a.json").read_text())
@@ -232,7 +226,7 @@ def test_what_is_wrong_with_a_command(
     err = failing(capsys, *arguments)
     assert err.startswith("error: ")
     assert part in err
-    assert asked.target == ""
+    assert asked.subject is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from benchmarks import cpu_truth
 from benchmarks.cpu_truth import BY_DESIGN, RUNS, SMALL, EvenChoices, Held, Run, held, line, main
 from benchmarks.truth.suite import NETS
 from memsize.constants.known import known
-from memsize.model.inputs import feed_from_specs
+from memsize.model.inputs import inputs_from_specs
 from memsize.records.measurement import Place
 from memsize.records.verification import Alignment, Difference
 from memsize.spec.inputs import parse_inputs
@@ -85,8 +85,8 @@ class _Forgetful(nn.Module):
 
 
 def test_what_nobody_explains_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    feed = feed_from_specs(parse_inputs(["8"]), 4)
-    case = replace(RUNS["perceptron/infer/fp16"].make(), name="forgetful", model=_Forgetful(), feed=feed)
+    feed = inputs_from_specs(parse_inputs(["8"]), 4)
+    case = replace(RUNS["perceptron/infer/fp16"].make(), name="forgetful", model=_Forgetful(), inputs=feed)
     run = Run("forgetful", lambda: case, own=False)
     found = held(run)
     # the exponentials, their mean and the sum: 4·8, 1 and 4·8 numbers of 2 bytes

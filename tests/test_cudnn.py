@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import memsize
-from memsize.analysis.runner import Study
+from memsize.analysis.runner import Runner
 from memsize.cuda.convolution import Convolutions, Kernels
 from memsize.cuda.cudnn.backend import CudnnError
 from memsize.cuda.cudnn.convolution import Convolution
@@ -283,9 +283,9 @@ def test_a_run_without_convolutions_is_no_estimate() -> None:
 
 def test_a_report_without_peaks_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Plans | None] = []
-    real = Study.__init__
+    real = Runner.__init__
     monkeypatch.setattr(
-        Study, "__init__", lambda self, *rest, **named: (real(self, *rest, **named), seen.append(self.plans))[0]
+        Runner, "__init__", lambda self, *rest, **named: (real(self, *rest, **named), seen.append(self.plans))[0]
     )
     model = nn.Sequential(nn.Conv2d(8, 8, 3))
     memsize.report(model, (8, 9, 9))

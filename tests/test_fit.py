@@ -37,13 +37,14 @@ from memsize.cli import run
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError
-from memsize.model.inputs import feed_from_data, feed_from_specs
+from memsize.model.inputs import inputs_from_data, inputs_from_specs
 from memsize.records.finding import Finding
 from memsize.records.fit import Bind, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.trace import Event, InputTensor, Storage, TensorSpec, Trace
 from memsize.render import render
 from memsize.spec.inputs import parse_input
 from memsize.spec.scenario import SCENARIOS
+from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.spec.vary import Place, Vary, parse_vary
 from tests import models
@@ -415,7 +416,7 @@ CASE = Case(SCENARIOS["fp32"], card("a100"), Training("adamw"))
 @cache
 def trials(name: str) -> Trials:
     build, size = ZOO[name]
-    feed = feed_from_specs((parse_input(size),), 1)
+    feed = inputs_from_specs((parse_input(size),), 1)
     return Trials(name, build(), feed, True, Vary(), lambda _: None)
 
 
@@ -467,7 +468,7 @@ def check_against_brute_force(name: str, place: float) -> None:
 
 
 def test_runs_are_made_once() -> None:
-    own = Trials("m", Narrow(), feed_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
+    own = Trials("m", Narrow(), inputs_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
     for _ in range(2):
         own.run(CASE, 8)
         own.run(replace(CASE, card=card("a100-80gb"), config=AllocatorConfig(expandable_segments=True)), 8)
@@ -477,7 +478,7 @@ def test_runs_are_made_once() -> None:
 
 
 def test_runs_of_the_same_events_share_their_replays() -> None:
-    own = Trials("m", Narrow(), feed_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
+    own = Trials("m", Narrow(), inputs_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
     half, brain, full = (own.run(replace(CASE, scenario=SCENARIOS[name]), 8) for name in ("fp16", "bf16", "fp32"))
     assert half.replays is brain.replays and half.replays is not full.replays
     assert half.trace.scenario == "fp16" and brain.trace.scenario == "bf16"
@@ -550,10 +551,10 @@ def test_more_scenarios_and_gpus() -> None:
 
 
 def test_one_batch_is_one_run() -> None:
-    fit = fit_of(Narrow(), "4000,64", batch=4, gpu="t4")
+    fit = fit_of(Narrow(), "4000,64", batch_size=4, gpu="t4")
     row = row_of(fit)
     assert (row.status, row.size, fit.runs, fit.remedied) == ("fits", 4, 1, None)
-    short = fit_of(Narrow(), "4000,64", batch=64, budget=CONTEXT + 100 * MiB, remedies=False)
+    short = fit_of(Narrow(), "4000,64", batch_size=64, budget=CONTEXT + 100 * MiB, remedies=False)
     row = row_of(short)
     assert (row.status, short.runs) == ("exceeds", 1)
     assert row.headroom is not None and row.headroom < 0
@@ -665,7 +666,7 @@ def test_a_sequence_has_an_end() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.head(self.words(ids) + self.places[: ids.shape[1]])
 
-    fit = fit_of(Positions(), "ids=64:int64", vary="seq_len", batch=2, gpu="t4")
+    fit = fit_of(Positions(), "ids=64:int64", vary="seq_len", batch_size=2, gpu="t4")
     row = row_of(fit)
     assert (row.status, row.size, row.next_size) == ("refused", 256, 257)
     assert row.reason is not None and "256" in row.reason
@@ -700,7 +701,7 @@ def test_attention_grows_with_the_square_of_its_sequence() -> None:
 
 def test_an_image_has_two_sides() -> None:
     fit = memsize.fit(
-        nn.Conv2d(3, 8, 3, padding=1), (3, 32, 32), vary="image", scenarios="fp32", batch=2, budget="1GiB"
+        nn.Conv2d(3, 8, 3, padding=1), (3, 32, 32), vary="image", scenarios="fp32", batch_size=2, budget="1GiB"
     )
     row = row_of(fit)
     # Input and output, 2·(3 + 8)·S²·4 bytes of 374 MiB: S is at most √(374·2^20 / 88) = 2,111.
@@ -718,7 +719,7 @@ def test_inputs_that_disagree_on_a_batch() -> None:
 
 
 def test_given_tensors_are_grown() -> None:
-    own = Trials("m", Narrow(), feed_from_data(torch.zeros(4, 10, 64)), True, parse_vary("0:1"), lambda _: None)
+    own = Trials("m", Narrow(), inputs_from_data(torch.zeros(4, 10, 64)), True, parse_vary("0:1"), lambda _: None)
     assert own.asked == 10
     assert own.run(CASE, 25).trace.inputs[0].spec.shape == (4, 25, 64)
 
@@ -863,8 +864,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
     """What the command passes to the API, which answers with a fit made by hand; the folder holds a model.py."""
     kept: dict[str, object] = {}
 
-    def fake(target: str, **options: object) -> Fit:
-        kept.update(options, target=target)
+    def fake(subject: Subject, **options: object) -> Fit:
+        kept.update(options, subject=subject)
         return made_by_hand()
 
     monkeypatch.setattr(api, "fit", fake)
@@ -876,22 +877,24 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
 def test_the_plain_command(asked: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["fit", "model.py:Net", "--input", "3,64,64", "--gpu", "t4"]) == 0
     assert capsys.readouterr().out == render(made_by_hand(), "text")
-    assert (asked["target"], asked["gpu"], asked["batch"], asked["vary"]) == ("model.py:Net", "t4", None, "batch")
+    assert asked["subject"] == Subject("model.py:Net", (parse_input("3,64,64"),))
+    assert (asked["gpu"], asked["vary"]) == ("t4", "batch")
     assert asked["train"] is None and asked["remedies"] is None and asked["crossovers"] is False
-    assert asked["inputs"] == (parse_input("3,64,64"),)
 
 
 def test_every_option_reaches_the_api(asked: dict[str, object], tmp_path: Path) -> None:
-    options = "--batch 32 --vary 0:1 --budget 10GiB --margin 5% --train sgd --accumulate 2 --ema --loss mse --mode eval"
-    more = "--no-remedies --crossovers --allocator expandable_segments:True --arg width=64 -s bf16 -o fit.json"
+    options = "--batch-size 32 --vary 0:1 --budget 10GiB --margin 5% --train sgd --accumulate 2 --ema --loss mse"
+    more = "--mode eval --no-remedies --crossovers --allocator expandable_segments:True --arg width=64 -s bf16"
+    more = f"{more} -o fit.json"
     assert run(["fit", "model.py:Net", "-i", "3,64", *options.split(), *more.split()]) == 0
     assert asked["train"] == Training("sgd", "mse", accumulate=2, ema=True)
     assert asked["config"] == AllocatorConfig(expandable_segments=True)
-    assert (asked["batch"], asked["vary"], asked["budget"], asked["margin"]) == (32, "0:1", "10GiB", "5%")
-    assert (asked["remedies"], asked["crossovers"], asked["mode"]) == (False, True, "eval")
-    assert asked["arguments"] == {"width": 64}
+    assert (asked["vary"], asked["budget"], asked["margin"]) == ("0:1", "10GiB", "5%")
+    assert (asked["remedies"], asked["crossovers"]) == (False, True)
+    specs = (parse_input("3,64"),)
+    assert asked["subject"] == Subject("model.py:Net", specs, batch_size=32, arguments={"width": 64}, mode="eval")
     assert run(["fit", "model.py:Net", "--inputs", "model.py:make", "--seq-len", "64"]) == 0
-    assert (asked["input_data"], asked["seq_len"], asked["inputs"]) == ("model.py:make", 64, ())
+    assert asked["subject"] == Subject("model.py:Net", source="model.py:make", seq_len=64)
     assert json.loads((tmp_path / "fit.json").read_text())["schema"] == "memsize.fit/1"
 
 

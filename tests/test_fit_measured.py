@@ -57,8 +57,8 @@ def said(measured: Mapping[str, Any]) -> FitRow:
         training = Training(work["optimizer"], work["loss"], accumulate=work["accumulate"], ema=work["ema"])
     fit = memsize.fit(
         str(ROOT / work["model"]),
-        inputs=[spec(text) for text in work["inputs"]],
-        batch=work["batch_size"],
+        [spec(text) for text in work["inputs"]],
+        batch_size=work["batch_size"],
         scenarios=work["scenario"],
         train=training,
         mode="train" if work["training"] else "eval",

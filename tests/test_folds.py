@@ -181,6 +181,26 @@ def test_visible_rows_add_up_to_the_totals_at_every_depth(trace: Trace) -> None:
     assert column_sums(own_rows(trace)) == whole
 
 
+def root(name: str, trace: Trace) -> Trace:
+    """The trace of one model as that of a root called `name`."""
+
+    def named(path: str) -> str:
+        return f"{name}.{path}" if path else name
+
+    layers = tuple(replace(layer, path=named(layer.path)) for layer in trace.layers)
+    held = tuple(replace(tensor, name=named(tensor.name), layer=named(tensor.layer)) for tensor in trace.tensors)
+    return replace(trace, layers=layers, tensors=held)
+
+
+@given(trees(), trees(), st.none() | st.integers(0, 4))
+def test_the_rows_of_several_roots_add_up_to_those_of_each(one: Trace, other: Trace, depth: int | None) -> None:
+    first, second = root("generator", one), root("critic", other)
+    layers = (*first.layers, *(replace(layer, root=1) for layer in second.layers))
+    both = replace(first, layers=layers, tensors=first.tensors + second.tensors, roots=("generator", "critic"))
+    assert visible(both, depth) == visible(first, depth) + visible(second, depth)
+    assert own_rows(both) == own_rows(first) + own_rows(second)
+
+
 @given(trees(), st.none() | st.integers(0, 4))
 def test_every_module_is_in_at_most_one_row(trace: Trace, depth: int | None) -> None:
     seen = [path for row in visible(trace, depth) for path in row.layers]

@@ -38,7 +38,7 @@ from memsize.analysis.verify.prediction import predicted
 from memsize.errors import InputError
 from memsize.loading.weightless import Weightless
 from memsize.records.gpu import Interval
-from memsize.records.measurement import DeviceUse, Log, Measurement, Peaks, Stack, Workload
+from memsize.records.measurement import DeviceUse, Log, MeasuredWorkload, Measurement, Peaks, Stack
 from memsize.records.verification import Checked, Prediction
 from tests.conftest import ROOT
 from tests.standin import STACK
@@ -141,7 +141,7 @@ def row(
     said = Prediction(
         EXACT, most, Interval(EXACT.reserved + 300 * MIB, most.reserved + 650 * MIB), 0, Log((), ()), convolutional
     )
-    work = Workload(f"net-{number}", (), 8, "fp32", benchmark=benchmark)
+    work = MeasuredWorkload(f"net-{number}", (), 8, "fp32", benchmark=benchmark)
     seen = Measurement(work, STACK, measured or EXACT, None, DeviceUse(device, "NVML, this process"), tracked=tracked)
     return Replayed(f"net-{number}", Checked(seen, said))
 

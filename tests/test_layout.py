@@ -283,6 +283,11 @@ def test_the_model_and_its_input_stay_as_they_are() -> None:
     assert int(model.norm.num_batches_tracked) == 0
 
 
+def test_real_inputs_are_run_in_the_batch_that_they_have() -> None:
+    found = audit_layout(nn.Conv2d(3, 8, 3), input_data=torch.zeros(4, 3, 8, 8)).audit
+    assert [str(tensor.spec) for tensor in found.inputs] == ["float32[4,3,8,8]"]
+
+
 def test_a_failing_forward_says_where() -> None:
     with pytest.raises(ForwardError, match="tail"):
         audit(Body(lambda x: x[:, :4]))

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from memsize.model.inputs import feed_from_data
-from memsize.model.meta_copy import shadow
+from memsize.model.inputs import inputs_from_data
+from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import peak
 from memsize.records.trace import Trace
 from memsize.spec.training import Training
 from memsize.tracing.run import Setup
-from memsize.workloads.training import run_training
+from memsize.workloads.training import TrainingSteps
 from tests.test_step import OPTIMIZERS, Block
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -54,8 +54,8 @@ def tracked(model: nn.Module, value: Tensor, make: Callable[[Any], torch.optim.O
 
 
 def planned(model: nn.Module, value: Tensor, make: Callable[[Any], torch.optim.Optimizer]) -> Trace:
-    setup = Setup("m", "as-given", shadow(model), feed_from_data(value).call(), True)
-    return run_training(setup, Training(make, "mean", steps=2))
+    setup = Setup("m", "as-given", meta_copy(model), inputs_from_data(value).call(), True)
+    return TrainingSteps(Training(make, "mean", steps=2)).run(setup)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

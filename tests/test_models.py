@@ -15,20 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize.constants.assumptions import EVEN, KEEPS, MIXED
-from memsize.model.inputs import feed_from_data
-from memsize.model.meta_copy import shadow
+from memsize.model.inputs import inputs_from_data
+from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import totals, visible
 from memsize.records.trace import Trace
 from memsize.tracing.run import Setup
-from memsize.workloads.inference import run_forward
+from memsize.workloads.forward import Forward
 
-Forward = Callable[..., Any]
+Compute = Callable[..., Any]
 
 
 class Model(nn.Module):
     """Modules by name and a forward that is given them."""
 
-    def __init__(self, forward: Forward, **modules: nn.Module) -> None:
+    def __init__(self, forward: Compute, **modules: nn.Module) -> None:
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
@@ -65,9 +65,9 @@ class Fixed(nn.Linear):
 def trace_of(model: nn.Module, *inputs: Tensor, device: str = "meta") -> Trace:
     """The trace of a plain forward, on `meta` or really computed."""
     if device == "cpu":
-        return run_forward(Setup("m", "as-given", copy.deepcopy(model), (inputs, {}), model.training, device="cpu"))
-    call = feed_from_data(inputs).call()
-    return run_forward(Setup("m", "as-given", shadow(model), call, model.training))
+        return Forward().run(Setup("m", "as-given", copy.deepcopy(model), (inputs, {}), model.training, device="cpu"))
+    call = inputs_from_data(inputs).call()
+    return Forward().run(Setup("m", "as-given", meta_copy(model), call, model.training))
 
 
 def outputs(trace: Trace, path: str) -> list[str]:
@@ -193,7 +193,7 @@ STEPS: dict[str, Any] = {"input_size": (5, 16), "batch_size": 2}
 PADDED: dict[str, Any] = {"input_data": (torch.randn(3, 7, 16), torch.tensor([7, 5, 2]))}
 
 
-def body(forward: Forward, **more: nn.Module) -> nn.Module:
+def body(forward: Compute, **more: nn.Module) -> nn.Module:
     return Model(forward, body=nn.Linear(16, 8), **more)
 
 

@@ -22,7 +22,7 @@ from memsize.analysis.fit.optimizing import try_remedies
 from memsize.analysis.fit.trials import Trials
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
-from memsize.model.inputs import feed_from_specs
+from memsize.model.inputs import inputs_from_specs
 from memsize.records.fit import Fit, RemedyRow
 from memsize.records.trace import Event, Storage, Trace
 from memsize.spec.inputs import parse_input
@@ -105,7 +105,7 @@ class HeadOnly(Stack):
 
 @cache
 def trials(build: Callable[[], nn.Module], size: str) -> Trials:
-    return Trials("m", build(), feed_from_specs((parse_input(size),), 1), True, Vary(), lambda _: None)
+    return Trials("m", build(), inputs_from_specs((parse_input(size),), 1), True, Vary(), lambda _: None)
 
 
 BASE = Case(SCENARIOS["fp32"], card("a100"), Training("adamw"))
@@ -315,7 +315,7 @@ def test_the_model_is_left_alone() -> None:
 
 
 def fit_of(model: nn.Module, **options: object) -> Fit:
-    plain = {"batch": BATCH, "train": "adamw", "scenarios": "fp32"}
+    plain = {"batch_size": BATCH, "train": "adamw", "scenarios": "fp32"}
     return memsize.fit(model, SIZE, **(plain | options))  # type: ignore[arg-type]
 
 
@@ -358,7 +358,7 @@ def test_each_row_is_a_run() -> None:
 
 
 def test_quantizing_does_not_help_where_activations_bind() -> None:
-    fit = fit_of(Stack(), train=None, batch=64, budget=CONTEXT + 60 * MiB)
+    fit = fit_of(Stack(), train=None, batch_size=64, budget=CONTEXT + 60 * MiB)
     weights, halves = named(fit, "int8"), named(fit, "bf16")
     assert (weights.saved or 0) < (halves.saved or 0)
 
@@ -435,7 +435,9 @@ def test_a_language_model_of_transformers() -> None:
     config = transformers.GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=9000)
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
-    fit = memsize.fit(model, "input_ids=128:int64", batch=8, train="adamw", scenarios="fp32", budget=CONTEXT + 40 * MiB)
+    fit = memsize.fit(
+        model, "input_ids=128:int64", batch_size=8, train="adamw", scenarios="fp32", budget=CONTEXT + 40 * MiB
+    )
     helpful = {row.name for row in fit.remedied.rows if row.outcome in ("fits", "saves")}  # type: ignore[union-attr]
     assert {"activation checkpointing", "chunked cross-entropy"} <= helpful
     assert not {row.reason for row in fit.remedied.rows if "failed" in (row.reason or "")}  # type: ignore[union-attr]

@@ -237,7 +237,11 @@ def test_an_existing_run_is_replaced_on_demand_only(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x.memsize"]
 
 
-@pytest.mark.parametrize("content", [NOT_OURS["text"], NOT_OURS["other gzip"], DAMAGED["cut"], NEWER["a newer schema"]])
+@pytest.mark.parametrize(
+    "content",
+    [NOT_OURS["text"], NOT_OURS["other gzip"], DAMAGED["cut"], NEWER["a newer schema"]],
+    ids=["text", "other gzip", "damaged", "newer"],
+)
 def test_what_is_no_run_of_ours_is_never_overwritten(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "precious.memsize"
     file.write_bytes(content)

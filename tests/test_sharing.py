@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import memsize
-from memsize.analysis.runner import Study
+from memsize.analysis.report import ReportBuilder
+from memsize.analysis.runner import Runner
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.constants.known import known
-from memsize.model.inputs import feed_from_data
-from memsize.model.meta_copy import Mould, in_mode, shadow
+from memsize.model.inputs import inputs_from_data
+from memsize.model.meta_copy import MetaCopier, in_mode, meta_copy
 from memsize.model.stored import stored_tensors
 from memsize.precision.recipes import apply_scenario
 from memsize.records.aggregates import totals
 from memsize.spec.scenario import SCENARIOS
 from memsize.tracing.module_calls import Calls
 from memsize.tracing.run import Setup
-from memsize.workloads.inference import kept_for_backward, run_forward
+from memsize.workloads.forward import Forward, kept_for_backward
 from tests import test_torchinfo_cases as structures
 from tests.models import Small, Tied
 
@@ -62,7 +63,7 @@ class Restless(nn.Module):
         return x
 
 
-# -- the mould --------------------------------------------------------------------------------------------------------
+# -- the copies ------------------------------------------------------------------------------------------------------
 
 
 def shared_views() -> nn.Module:
@@ -87,7 +88,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def things(module: nn.Module) -> set[int]:
-    """The ids of everything in a twin that a run could change."""
+    """The ids of everything in a copy that a run could change."""
     held: list[Any] = [*module.modules(), *module.parameters(), *module.buffers()]
     held += [value for each in module.modules() for value in vars(each).values() if isinstance(value, (dict, list))]
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not nn.parameter.is_lazy(tensor)]
@@ -96,7 +97,7 @@ def things(module: nn.Module) -> set[int]:
 
 
 def facts(module: nn.Module) -> list[Any]:
-    """What a run could find out about a twin's tensors."""
+    """What a run could find out about a copy's tensors."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     named = [(name, tensor) for name, tensor in named if not nn.parameter.is_lazy(tensor)]
     values = [(name, known(tensor)) for name, tensor in named]
@@ -105,35 +106,35 @@ def facts(module: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_twin_of_a_mould_is_the_first(name: str) -> None:
+def test_every_copy_is_the_first(name: str) -> None:
     model = MODELS[name]()
-    mould = Mould(model)
-    first, second, third = mould.cast(), mould.cast(), mould.cast()
-    assert facts(first) == facts(second) == facts(third) == facts(shadow(model))
+    copier = MetaCopier(model)
+    first, second, third = copier.copy(), copier.copy(), copier.copy()
+    assert facts(first) == facts(second) == facts(third) == facts(meta_copy(model))
     assert not things(first) & things(second) and not things(second) & things(third)
     assert not (things(first) | things(second)) & things(model)
 
 
-def test_twins_of_a_mould_keep_their_own_ties_and_views() -> None:
-    mould = Mould(shared_views())
-    mould.cast()
-    twin: Any = mould.cast()
-    assert twin.head.weight is twin.embed.weight
-    assert twin.part.untyped_storage()._cdata == twin.whole.untyped_storage()._cdata
-    values = known(twin.whole), known(twin.part)
+def test_copies_keep_their_own_ties_and_views() -> None:
+    copier = MetaCopier(shared_views())
+    copier.copy()
+    copied: Any = copier.copy()
+    assert copied.head.weight is copied.embed.weight
+    assert copied.part.untyped_storage()._cdata == copied.whole.untyped_storage()._cdata
+    values = known(copied.whole), known(copied.part)
     assert values[0] is not None and values[1] is not None
     values[0][2] = 9
     assert values[1][0] == 9
 
 
-def test_a_twin_goes_with_its_last_user_though_the_collector_is_paused() -> None:
+def test_a_copy_goes_with_its_last_user_though_the_collector_is_paused() -> None:
     import gc
     import weakref
 
-    mould = Mould(Small())
+    copier = MetaCopier(Small())
     gc.disable()
     try:
-        gone = [weakref.ref(mould.cast()) for _ in range(2)]
+        gone = [weakref.ref(copier.copy()) for _ in range(2)]
         assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
@@ -142,17 +143,17 @@ def test_a_twin_goes_with_its_last_user_though_the_collector_is_paused() -> None
 # -- scenarios --------------------------------------------------------------------------------------------------------
 
 
-def study(model: nn.Module, value: Tensor) -> Study:
-    return Study("m", model, feed_from_data(value), True, lambda _: None)
+def builder(model: nn.Module, value: Any) -> ReportBuilder:
+    return ReportBuilder(Runner("m", model, inputs_from_data(value), True))
 
 
 @pytest.mark.parametrize(("build", "value"), [(Restless, ROW), (Small, IMAGE), (Tied, IDS)])
 def test_no_scenario_sees_that_others_ran(build: Callable[[], nn.Module], value: Tensor) -> None:
     names = ("as-given", "fp16", "amp-bf16", "int8-weight", "apex-O2", "fp32")
     model = build()
-    alone = {name: study(model, value).trace(SCENARIOS[name]) for name in names}
+    alone = {name: builder(model, value).trace(SCENARIOS[name]) for name in names}
     for order in itertools.islice(itertools.permutations(names), 0, None, 101):
-        together = study(model, value)
+        together = builder(model, value)
         assert {name: together.trace(SCENARIOS[name]) for name in order} == {name: alone[name] for name in order}
     report = memsize.report(model, input_data=value, scenarios="amp-bf16,fp16,fp32")
     shown = {result.name: replace(result.trace, model="m") for result in report.scenario_results if result.trace}
@@ -173,22 +174,22 @@ def test_a_model_that_remembers_is_left_as_it_was() -> None:
 def test_a_run_without_tables_keeps_what_one_with_them_does(
     build: Callable[[], nn.Module], value: Tensor, scenario: str
 ) -> None:
-    ours = study(build(), value)
-    setup = ours.prepared(SCENARIOS[scenario], ours.feed.batch_size)
+    ours = builder(build(), value)
+    setup = ours.runner.setup(SCENARIOS[scenario])
     assert kept_for_backward(setup) == totals(ours.trace(SCENARIOS[scenario])).saved_bytes
 
 
 def test_what_a_remedy_adds_is_stored_in_its_own_runs_only() -> None:
-    """The fits of one question share a study, and edit its twins."""
+    """The fits of one question share a runner, and edit its copies."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    plain = study(model, ROW)
-    edited = plain.prepared(SCENARIOS["fp32"], 4)
-    edited.twin.register_parameter("added", nn.Parameter(torch.zeros(3, device="meta")))
-    assert "added" in {tensor.name for tensor in run_forward(edited).tensors}
+    plain = builder(model, ROW)
+    edited = plain.runner.setup(SCENARIOS["fp32"])
+    edited.model.register_parameter("added", nn.Parameter(torch.zeros(3, device="meta")))
+    assert "added" in {tensor.name for tensor in Forward().run(edited).tensors}
     assert "added" not in {tensor.name for tensor in plain.trace(SCENARIOS["fp32"]).tensors}
-    edited = plain.prepared(SCENARIOS["fp32"], 4)
-    edited.twin.register_parameter("added", nn.Parameter(torch.zeros(3, device="meta")))
-    assert "added" in {tensor.name for tensor in run_forward(edited).tensors}
+    edited = plain.runner.setup(SCENARIOS["fp32"])
+    edited.model.register_parameter("added", nn.Parameter(torch.zeros(3, device="meta")))
+    assert "added" in {tensor.name for tensor in Forward().run(edited).tensors}
 
 
 class CastsItself(nn.Module):
@@ -208,9 +209,9 @@ class CastsItself(nn.Module):
 
 
 def test_a_cast_that_changes_no_parameter_is_made_where_a_module_has_its_own() -> None:
-    twin: Any = apply_scenario(shadow(nn.Sequential(CastsItself())), SCENARIOS["fp32"]).twin
-    assert twin[0].angles.dtype is torch.float32
-    traces = study(CastsItself(), ROW)
+    copied: Any = apply_scenario(meta_copy(nn.Sequential(CastsItself())), SCENARIOS["fp32"]).model
+    assert copied[0].angles.dtype is torch.float32
+    traces = builder(CastsItself(), ROW)
     sizes = {name: totals(traces.trace(SCENARIOS[name])).attribute_bytes for name in ("as-given", "fp32", "amp-bf16")}
     assert sizes == {"as-given": 40, "fp32": 20, "amp-bf16": 20}
 
@@ -262,8 +263,8 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Tensor, bool]] = {
 def heard(model: nn.Module, value: Tensor) -> tuple[Calls, Any]:
     """The calls of one forward, and its arguments."""
     found: list[Calls] = []
-    call = feed_from_data(value).call()
-    run_forward(Setup("m", "as-given", shadow(model), call, True, listener=found.append))
+    call = inputs_from_data(value).call()
+    Forward().run(Setup("m", "as-given", meta_copy(model), call, True, listener=found.append))
     return found[0], call
 
 
@@ -273,14 +274,14 @@ def test_torchinfo_says_the_same_of_what_it_need_not_run(name: str) -> None:
     model = build()
     calls, call = heard(model, value)
     assert counts_without_running(calls) is expected
-    run = torchinfo_reading(in_mode(shadow(model), True), call)
+    run = torchinfo_reading(in_mode(meta_copy(model), True), call)
     if expected:
         assert torchinfo_reading(calls.seen[0].module, ((), {})) == run
-    report = study(model, value).report((SCENARIOS["fp32"],), default=False)
+    report = builder(model, value).build((SCENARIOS["fp32"],), default=False)
     assert report.scenario_results
-    ours = study(model, value)
+    ours = builder(model, value)
     ours.trace(SCENARIOS["as-given"])
-    assert ours._readings() == (() if run is None else (run,))
+    assert ours.readings() == (() if run is None else (run,))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14", "ignore:.*enable_nested")
@@ -288,16 +289,16 @@ def test_torchinfo_says_the_same_of_what_it_need_not_run(name: str) -> None:
 def test_torchinfo_says_the_same_of_every_structure(name: str) -> None:
     build, inputs = structures.CASES[name]
     model = build()
-    ours = Study("m", model, feed_from_data(inputs), True, lambda _: None)
+    ours = builder(model, inputs)
     ours.trace(SCENARIOS["as-given"])
-    run = torchinfo_reading(in_mode(shadow(model), True), ours.feed.call(floating=torch.float32))
-    assert ours._readings() == (() if run is None else (run,))
+    run = torchinfo_reading(in_mode(meta_copy(model), True), ours.runner.inputs.call(floating=torch.float32))
+    assert ours.readings() == (() if run is None else (run,))
 
 
 def test_where_torchinfo_would_be_wrong_without_running() -> None:
     model = Calling(lambda m, x: m.head(m.block[0](x)) + m.block(x))
     _, call = heard(model, ROW)
-    run, registered = torchinfo_reading(shadow(model), call), torchinfo_reading(shadow(model), ((), {}))
+    run, registered = torchinfo_reading(meta_copy(model), call), torchinfo_reading(meta_copy(model), ((), {}))
     assert run is not None and registered is not None
     # It meets a layer of 8·8 + 8 before the block that holds it, and counts it once more with the block.
     assert (run.parameters, registered.parameters) == (280, 208)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import pickletools
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def played(made: dict[str, Any]) -> Machine:
 def check_adds_up(trace: Trace, config: AllocatorConfig) -> None:
     """Live blocks, segments and addresses after every event are those of the replay; the end is what `segments` say."""
     made = snapshot(trace, config)
-    expected = replay(((e.storage, e.delta) for e in trace.events), config, timeline=True)
+    pairs = ((e.storage, e.delta) for e in trace.events)
+    expected = replay(pairs, config, streams=trace.streams, timeline=True)
     assert expected.timeline is not None
     machine = Machine()
     entries = made["device_traces"][0]
@@ -112,6 +114,19 @@ def check_end(made: dict[str, Any], machine: Machine, allocated: int) -> None:
 @given(trace=traces())
 def test_live_blocks_add_up_to_the_replay_at_every_event(name: str, trace: Trace) -> None:
     check_adds_up(trace, CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@given(trace=traces(), streams=st.lists(st.sampled_from((0, 0, 7, 9)), min_size=40, max_size=40))
+def test_storages_of_several_streams_lie_in_segments_of_their_own(name: str, trace: Trace, streams: list[int]) -> None:
+    storages = tuple(s._replace(stream=stream) for s, stream in zip(trace.storages, streams, strict=False))
+    trace = replace(trace, storages=storages)
+    check_adds_up(trace, CONFIGS[name])
+    made = snapshot(trace, CONFIGS[name])
+    segments = {segment["address"]: segment for segment in made["segments"]}
+    for entry in made["device_traces"][0][:-1]:
+        around = max((address for address in segments if address <= entry["addr"]), default=None)
+        assert around is not None and segments[around]["stream"] == entry["stream"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

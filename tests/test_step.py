@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,16 +17,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import memsize
+from memsize.analysis.runner import Runner
 from memsize.device.allocator import replay
-from memsize.model.inputs import feed_from_data
-from memsize.model.meta_copy import shadow
+from memsize.device.gpu_estimate import outlook
+from memsize.model.inputs import inputs_from_data
+from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import alive, live_bytes, peak
-from memsize.records.trace import Trace
+from memsize.records.trace import Event, Storage, Trace
+from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import OPTIMIZERS as NAMED
 from memsize.spec.training import Training, parse_optimizer
-from memsize.tracing.run import Setup
-from memsize.workloads.inference import run_inference
-from memsize.workloads.training import run_own_step, run_training
+from memsize.tracing.run import Run, Setup
+from memsize.workloads.forward import Inference
+from memsize.workloads.training import OwnLoop, TrainingSteps
 from tests import models
 from tests.conftest import Python
 
@@ -240,11 +244,11 @@ def without_onednn() -> Iterator[None]:
 def stepped(model: nn.Module, value: Tensor, optimizer: Any, device: str) -> Trace:
     """Two training steps without CUDA's semantics, on `meta` or really computed."""
     if device == "meta":
-        twin, call = shadow(model), feed_from_data(value).call()
+        twin, call = meta_copy(model), inputs_from_data(value).call()
     else:
         twin, call = copy.deepcopy(model), ((value,), {})
     setup = Setup(type(model).__name__, "as-given", twin, call, True, device=device)
-    return run_training(setup, Training(optimizer, "mean", steps=2))
+    return TrainingSteps(Training(optimizer, "mean", steps=2)).run(setup)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -268,9 +272,9 @@ def test_planned_and_real_inferences_write_the_same_events(name: str) -> None:
     build, make = ZOO[name]
     torch.manual_seed(0)
     model, value = build(), make()
-    planned = Setup("m", "as-given", shadow(model), feed_from_data(value).call(), False)
+    planned = Setup("m", "as-given", meta_copy(model), inputs_from_data(value).call(), False)
     real = Setup("m", "as-given", copy.deepcopy(model), ((value,), {}), False, device="cpu")
-    assert lifetimes(run_inference(planned)) == lifetimes(run_inference(real))
+    assert lifetimes(Inference().run(planned)) == lifetimes(Inference().run(real))
 
 
 def test_the_first_checkpoint_of_a_process_keeps_nothing_alive(python: Python) -> None:
@@ -328,6 +332,17 @@ def test_laws(name: str) -> None:
     assert found.bytes == shown.requested.bytes <= shown.allocated.bytes <= shown.reserved.bytes
     again = stepped(build(), make(), "adamw", "meta")
     assert again.events == trace.events
+
+
+def test_a_second_stream_has_segments_of_its_own() -> None:
+    """1 MiB is freed before another is taken: one segment of 2 MiB serves both on one stream, each its own on two."""
+    size = 2**20
+    first = Storage(size, "temporary", -1, "op", "uint8", (size,), -1)
+    events = tuple(Event(storage, delta, 0, -1, "op") for storage, delta in ((0, size), (0, -size), (1, size)))
+    trace = Trace("m", "fp32", True, 1, "2.13.0", (), (), (), storages=(first, first), events=events)
+    assert outlook(trace).reserved == 2 * size
+    apart = outlook(replace(trace, storages=(first, first._replace(stream=7))))
+    assert (apart.requested, apart.allocated, apart.reserved) == (size, size, 4 * size)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.sampled_from(["linear", "perceptron", "block"]))
@@ -504,10 +519,53 @@ def test_storages_that_are_resized_in_place() -> None:
 
 
 def test_own_step_without_an_optimizer_is_a_run_like_any_other() -> None:
-    setup = Setup("m", "fp32", shadow(nn.Linear(4, 4)), feed_from_data(torch.zeros(2, 4)).call(), True)
+    setup = Setup("m", "fp32", meta_copy(nn.Linear(4, 4)), inputs_from_data(torch.zeros(2, 4)).call(), True)
 
     def loop(model: nn.Module) -> Callable[..., None]:
         return lambda x: model(x).sum().backward()
 
-    trace = run_own_step(setup, loop, 2)
+    trace = OwnLoop(loop, 2).run(setup)
     assert [phase for phase in trace.phases if phase.startswith("backward")] == ["backward 1", "backward 2"]
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """A workload that memsize does not have: several forwards without gradients, each result kept."""
+
+    count: int
+
+    def run(self, setup: Setup) -> Trace:
+        run = Run(setup)
+        args, kwargs = setup.call
+        with run.recording(), torch.no_grad(), setup.autocast():
+            run.result = [setup.model(*args, **kwargs) for _ in range(self.count)]
+        return run.trace()
+
+
+def test_any_workload_runs() -> None:
+    runner = Runner("m", nn.Linear(4, 8), inputs_from_data(torch.zeros(2, 4)), True)
+    peaks = [peak(runner.run(Evaluations(count), SCENARIOS["fp16"])) for count in (1, 3)]
+    # 4·8 + 8 weights and 2·4 inputs, then 2·8 results of each forward, all in 2 B.
+    sizes = [found.bytes - found.roles["workspace"] for found in peaks]
+    assert sizes == [2 * (40 + 8 + 16), 2 * (40 + 8 + 3 * 16)]
+    assert peaks[0].bytes == peak(runner.run(Inference(), SCENARIOS["fp16"])).bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_is_traced_as_it_is(dtype: torch.dtype) -> None:
+    model = nn.Linear(1000, 1000, bias=False).to(dtype)
+    step = memsize.trace(model, (1000,), optimizer="sgd")
+    assert step.trace.scenario == "as-given"
+    # Weights and their gradients, and an input that takes the model's dtype.
+    assert step.peak.roles["parameter"] == step.peak.roles["gradient"] == 10**6 * dtype.itemsize
+    assert step.trace.inputs[0].bytes == 1000 * dtype.itemsize
+    assert memsize.trace(model, (1000,), scenario="fp32", optimizer="sgd").peak.roles["parameter"] == 4 * 10**6
+
+
+def test_inputs_are_cast_only_where_a_model_as_it_is_does_not_run_on_them() -> None:
+    model = nn.Linear(8, 2).bfloat16()
+    step = memsize.trace(model, torch.zeros(4, 8), optimizer=None)
+    assert step.trace.inputs[0].spec.dtype == "bfloat16"
+    assert any("the floating inputs were cast to bfloat16" in note for note in step.trace.notes)
+    given = memsize.trace(model, torch.zeros(4, 8, dtype=torch.bfloat16), optimizer=None)
+    assert given.trace.inputs == step.trace.inputs and not any("cast to" in note for note in given.trace.notes)

@@ -27,7 +27,7 @@ from memsize.errors import InputError, TargetError
 from memsize.internals.pytree import tensors_in
 from memsize.loading import load, load_inputs
 from memsize.loading.target import Target, parse_target
-from memsize.model.inputs import feed_from_data, feed_from_maker, feed_from_specs
+from memsize.model.inputs import inputs_from_data, inputs_from_maker, inputs_from_specs
 from memsize.spec.inputs import InputSpec, parse_input
 from memsize.spec.request import Request
 
@@ -622,7 +622,7 @@ def functions(write: Write) -> str:
 
 
 def first_shape(functions: str, name: str, request: Request | None = None) -> tuple[int, ...]:
-    feed = feed_from_maker(load_inputs(f"{functions}:{name}"), request or Request())
+    feed = inputs_from_maker(load_inputs(f"{functions}:{name}"), request or Request())
     args, kwargs = feed.call()
     return tuple((*args, *kwargs.values())[0].shape)
 
@@ -635,13 +635,13 @@ def test_a_function_is_asked_for_what_it_can_give(functions: str) -> None:
 
 
 def test_its_values_stay_known(functions: str) -> None:
-    _, kwargs = feed_from_maker(load_inputs(f"{functions}:batched"), Request(2)).call()
+    _, kwargs = inputs_from_maker(load_inputs(f"{functions}:batched"), Request(2)).call()
     values = known(kwargs["ids"])
     assert values is not None and int(values.max()) < 50
 
 
 def test_large_tensors_are_never_made(functions: str) -> None:
-    feed = feed_from_maker(load_inputs(f"{functions}:huge"), Request(64))
+    feed = inputs_from_maker(load_inputs(f"{functions}:huge"), Request(64))
     assert feed.call()[1]["scale"].shape == (64, 2**30)  # 256 GiB
 
 
@@ -710,7 +710,7 @@ class Batch:
 
 
 def test_any_nest_of_tensors_is_taken_and_resized() -> None:
-    feed = feed_from_data((Batch(torch.zeros(2, 3), {"a": [torch.ones(2, dtype=torch.int64)]}),))
+    feed = inputs_from_data((Batch(torch.zeros(2, 3), {"a": [torch.ones(2, dtype=torch.int64)]}),))
     assert feed.resizable and feed.batch_size == 2
     ((batch,), _) = feed.call(5)
     assert (batch.ids.shape, batch.parts["a"][0].shape) == ((5, 3), (5,))
@@ -718,7 +718,7 @@ def test_any_nest_of_tensors_is_taken_and_resized() -> None:
 
 
 def test_a_cast_input_keeps_its_values() -> None:
-    _, kwargs = feed_from_data({"boxes": torch.tensor([[1.0, 2, 3, 4]])}).call(floating=torch.float16)
+    _, kwargs = inputs_from_data({"boxes": torch.tensor([[1.0, 2, 3, 4]])}).call(floating=torch.float16)
     values = known(kwargs["boxes"])
     assert kwargs["boxes"].dtype is torch.float16
     assert values is not None and values.dtype is torch.float16 and values.tolist() == [[1, 2, 3, 4]]
@@ -726,7 +726,7 @@ def test_a_cast_input_keeps_its_values() -> None:
 
 def test_a_packed_sequence_has_no_batch_dimension() -> None:
     packed = pack_sequence([torch.rand(4, 8), torch.rand(2, 8)])
-    feed = feed_from_data(packed)
+    feed = inputs_from_data(packed)
     assert not feed.resizable
     report = api.report(nn.LSTM(8, 4), input_data=packed, scenarios="fp32")
     # 6 steps of 4 hidden values in all
@@ -737,7 +737,7 @@ def test_a_batch_encoding_gives_keywords() -> None:
     class BatchEncoding(UserDict):  # type: ignore[type-arg]
         """As transformers' tokenizers return them."""
 
-    feed = feed_from_data(BatchEncoding(ids=torch.zeros(2, 3, dtype=torch.int64)))
+    feed = inputs_from_data(BatchEncoding(ids=torch.zeros(2, 3, dtype=torch.int64)))
     args, kwargs = feed.call(4)
     assert args == () and kwargs["ids"].shape == (4, 3)
 
@@ -748,7 +748,7 @@ def test_a_batch_encoding_gives_keywords() -> None:
 def test_a_range_is_spread_evenly() -> None:
     spec = parse_input("ids=6:int64:10..15")
     assert spec == InputSpec("ids", (6,), "int64", (10, 15)) and str(spec) == "ids=6:int64:10..15"
-    _, kwargs = feed_from_specs([spec], 2).call()
+    _, kwargs = inputs_from_specs([spec], 2).call()
     values = known(kwargs["ids"])
     assert values is not None
     assert values.min() == 10 and values.max() == 15

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -28,9 +27,9 @@ from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.records.aggregates import alive, live_bytes
 from memsize.records.aggregates import peak as peak_of
-from memsize.records.roles import ROLES
+from memsize.records.roles import ROLES, TITLES, Role, in_order
 from memsize.records.timeline import Phase, Stretch, Timeline, courses, from_data, to_data
-from memsize.records.trace import Event, Role, Storage, Trace
+from memsize.records.trace import Event, Storage, Trace
 from memsize.render import FORMATS, plot, render
 from tests import records
 
@@ -250,8 +249,15 @@ def test_a_release_between_two_children_belongs_to_the_first() -> None:
     assert found == (Stretch("body.0", 0, 1), Stretch("body.1", 1, 3), Stretch("head", 3, 5), Stretch("", 5, 6))
 
 
-def test_every_role_has_a_place_a_title_and_a_colour() -> None:
-    assert set(ROLES) == set(get_args(Role)) == set(plot.COLOURS)
+def test_every_role_has_a_title_and_colours_of_its_own() -> None:
+    looks = [look for title in TITLES.values() for look in (title.noun, *title.colours)]
+    assert len(looks) == len(set(looks)) == 3 * len(ROLES)
+
+
+def test_a_role_that_is_not_in_the_table_is_never_left_out() -> None:
+    assert in_order(["temporary", "parameter", "temporary"]) == ["parameter", "temporary"]
+    with pytest.raises(KeyError, match="cake"):
+        in_order(["parameter", "cake"])
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -482,6 +488,15 @@ def test_the_command_writes_every_format(format: str, toy_target: str, tmp_path:
     assert file.stat().st_size > 1000
     assert run(command) == 2  # it is there already
     assert run([*command, "--force"]) == 0
+
+
+def test_the_command_draws_a_model_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text("from torch import nn\n\n\ndef net():\n    return nn.Linear(512, 512).half()\n")
+    file = tmp_path / "step.json"
+    assert run(["timeline", f"{tmp_path / 'half.py'}:net", "--input", "512", "-o", str(file)]) == 0
+    found = from_data(json.loads(file.read_text()))
+    assert found.scenario == "as-given"
+    assert found.peak.roles["parameter"] == (512 * 512 + 512) * 2
 
 
 def test_the_command_draws_one_inference(toy_target: str, capsys: pytest.CaptureFixture[str]) -> None:

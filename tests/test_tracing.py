@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import memsize
 from memsize.errors import ForwardError
 from memsize.meta_kernels import registry
-from memsize.model.inputs import feed_from_data
-from memsize.model.meta_copy import shadow
+from memsize.model.inputs import inputs_from_data
+from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import totals
 from memsize.records.trace import Trace
 from memsize.tracing.run import Setup
-from memsize.workloads.inference import run_forward
+from memsize.workloads.forward import Forward
 from tests import models
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -53,10 +53,10 @@ def without_onednn() -> Iterator[None]:
 def forward(model: nn.Module, value: object, device: str = "meta", training: bool = True) -> Trace:
     """The trace of one plain forward without CUDA's semantics, on `meta` or really computed on the CPU."""
     if device == "meta":
-        twin, call = shadow(model), feed_from_data(value).call()
+        twin, call = meta_copy(model), inputs_from_data(value).call()
     else:
         twin, call = copy.deepcopy(model), ((value,), {})
-    return run_forward(Setup(type(model).__name__, "as-given", twin, call, training, device=device))
+    return Forward().run(Setup(type(model).__name__, "as-given", twin, call, training, device=device))
 
 
 def kept_by_pytorch(model: nn.Module, value: Tensor) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memsize.device.allocator import replay
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import Setup, gpu_semantics
-from memsize.workloads.training import run_own_step
+from memsize.workloads.training import OwnLoop
 
 TRUTH = Path(__file__).resolve().parents[2] / "shared" / "truth"
 A100 = TRUTH / "a100_mlp.csv"
@@ -84,7 +84,7 @@ def predicted(row: dict[str, str]) -> float:
         # An A100 with a release that gave cuBLASLt a workspace of its own.
         workspaces=Workspaces(8_519_680, MIB),
     )
-    trace = run_own_step(setup, loop(sizes, features), len(sizes))
+    trace = OwnLoop(loop(sizes, features), len(sizes)).run(setup)
     return CONTEXT + replay([(event.storage, event.delta) for event in trace.events]).reserved.bytes / MIB
 
 

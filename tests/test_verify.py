@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import memsize
 from memsize.analysis.snapshot import snapshot
 from memsize.analysis.verify import cuda_memory as gauges
-from memsize.analysis.verify.case import Case, workspaces
 from memsize.analysis.verify.cuda_memory import CudaGauge
+from memsize.analysis.verify.experiment import Experiment, workspaces
 from memsize.analysis.verify.history import Change, changes
 from memsize.analysis.verify.marking import Mark, placed
 from memsize.analysis.verify.materialized import place
@@ -35,17 +35,17 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
 from memsize.errors import InputError, OutputError, ScenarioError
 from memsize.loading.weightless import Weightless
-from memsize.model.inputs import feed_from_specs
+from memsize.model.inputs import inputs_from_data, inputs_from_specs
 from memsize.records.gpu import Interval
 from memsize.records.measurement import (
     NOWHERE,
     DeviceUse,
+    MeasuredWorkload,
     Measurement,
     Peaks,
     Place,
     Saved,
     Stack,
-    Workload,
     Workspace,
     decode,
     encode,
@@ -76,12 +76,12 @@ def case(
     train: Training | None = None,
     batch: int = 4,
     mode: bool = True,
-) -> Case:
-    feed = feed_from_specs(parse_inputs([size]), batch)
-    return Case(type(model).__name__, model, feed, scenario_named(scenario), mode, train)
+) -> Experiment:
+    inputs = inputs_from_specs(parse_inputs([size]), batch)
+    return Experiment(type(model).__name__, model, inputs, mode, scenario_named(scenario), train)
 
 
-def checked(what: Case) -> Verification:
+def checked(what: Experiment) -> Verification:
     with StandIn() as gauge:
         return verified(what, gauge, lambda _: None)
 
@@ -293,7 +293,7 @@ def test_what_no_gpu_runs_is_refused(scenario: str) -> None:
 def test_int8_weights_are_torchaos() -> None:
     pytest.importorskip("torchao")
     setup = case(perceptron(), "64", "int8-weight").plan(torch.device("cpu")).realize()
-    assert type(setup.twin[0].weight.data).__name__ == "Int8Tensor"  # type: ignore[index]
+    assert type(setup.model[0].weight.data).__name__ == "Int8Tensor"  # type: ignore[index]
     found = checked(case(perceptron(), "64", "int8-weight", mode=False))
     # data, scales and zero points are there; MemTracker asks a wrapper for a storage that it does not have
     assert found.runs[0].measurement.peaks is not None
@@ -361,7 +361,7 @@ CONVOLVED = 4 * 2 * (16 * 16 * 16 + 32 * 14 * 14) + 2 * 32 * 16 * 9
 """Bytes of a float16 convolution's input (4, 16, 16, 16), output (4, 32, 14, 14) and weight (32, 16, 3, 3)."""
 
 
-def convolved() -> Case:
+def convolved() -> Experiment:
     return case(nn.Conv2d(16, 32, 3, bias=False), "16,16,16", mode=False, scenario="fp16")
 
 
@@ -386,7 +386,7 @@ def test_recorded_workspaces_are_exact() -> None:
     assert (benchmarked.least.requested, benchmarked.most.requested) == (CONVOLVED, CONVOLVED + 9000)
 
 
-def asked_of(what: Case) -> list[Convolution]:
+def asked_of(what: Experiment) -> list[Convolution]:
     plans = Plans(STACK.capability)
     what.trace(STACK, plans)
     return list(plans.answers)
@@ -556,7 +556,9 @@ STACKS = st.builds(
 
 
 @settings(max_examples=30)
-@given(st.builds(Saved, st.lists(st.builds(Measurement, st.from_type(Workload), STACKS), max_size=3).map(tuple)))
+@given(
+    st.builds(Saved, st.lists(st.builds(Measurement, st.from_type(MeasuredWorkload), STACKS), max_size=3).map(tuple))
+)
 def test_decode_inverts_encode(saved: Saved) -> None:
     assert decode(json.loads(json.dumps(encode(saved)))) == saved
 
@@ -613,7 +615,7 @@ def test_a_replay_is_what_the_run_was() -> None:
         (case(perceptron(), "64"), "its optimizer is 'sgd-momentum:foreach', here it is None"),
     ],
 )
-def test_a_file_of_another_run_is_refused(other: Case, says: str) -> None:
+def test_a_file_of_another_run_is_refused(other: Experiment, says: str) -> None:
     saved = Saved((Measurement(case(perceptron(), "64", train=SGD).workload(), STACK),), "", "", "")
     with pytest.raises(InputError, match=says):
         replayed(other, saved)
@@ -644,7 +646,7 @@ def verification() -> Verification:
         assumptions=("data is finite",),
         notes=("the loss is cross-entropy of the output",),
     )
-    work = Workload("net.py:Net", ("0=float32[8,3,32,32]",), 8, "amp-fp16", "adamw", steps=3)
+    work = MeasuredWorkload("net.py:Net", ("0=float32[8,3,32,32]",), 8, "amp-fp16", "adamw", steps=3)
     off = Measurement(
         work,
         STACK,
@@ -768,6 +770,20 @@ def test_the_command(net: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "the measurement is of another run" in capsys.readouterr().err
     assert run([*arguments, "--save", "m.json"]) == 2
     assert "--force" in capsys.readouterr().err
+
+
+def test_a_model_runs_and_is_predicted_as_it_is() -> None:
+    """Inputs whose dtype the user chose are cast in the run and in its prediction, or in neither."""
+    model = nn.Linear(64, 32).bfloat16()
+    for data in (torch.zeros(4, 64), torch.zeros(4, 64, dtype=torch.bfloat16)):
+        inputs = inputs_from_data(data)
+        what = Experiment("m", model, inputs, True, scenario_named("as-given"), Training("sgd", "mean", steps=2))
+        found = checked(what)
+        (seen,) = found.runs
+        assert seen.measurement.workload.scenario == "as-given"
+        # 64·32 + 32 weights, their gradients, the 4·64 inputs and the 4·32 outputs in 2 B
+        assert what.trace(STACK).inputs[0].bytes == 4 * 64 * 2
+        assert seen.prediction.least.requested == seen.measurement.steady.requested + 2 * BLAS  # forward and backward
 
 
 def test_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from memsize.analysis.verify.history import Change, changes
 from memsize.device.allocator import replay
 from memsize.records.measurement import DeviceUse, Peaks, Stack
-from memsize.records.trace import Role
+from memsize.records.roles import Role
 from memsize.tracing.ledger import Ledger
 
 STACK = Stack(

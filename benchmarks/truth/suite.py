@@ -19,9 +19,9 @@ from benchmarks.nets.language import GPT2, Bert, T5Small, llama_tied, llama_unti
 from benchmarks.nets.recurrent import Recurrent
 from benchmarks.nets.residual import ResNet18, ResNet50
 from benchmarks.nets.visual import SwinTiny, ViTBase
-from memsize.analysis.verify.case import Case
+from memsize.analysis.verify.experiment import Experiment
 from memsize.loading.weightless import Weightless
-from memsize.model.inputs import feed_from_specs
+from memsize.model.inputs import inputs_from_specs
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training
@@ -176,13 +176,14 @@ class Entry:
     inputs: tuple[str, ...]
 
     @cached_property
-    def case(self) -> Case:
+    def case(self) -> Experiment:
         """The workload, built without its weights."""
         build, _ = NETS[self.net]
         with Weightless():
             model = build()
-        feed = feed_from_specs(parse_inputs(self.inputs), self.batch)
-        return Case(self.name, model, feed, scenario_named(self.scenario), self.training is not None, self.training)
+        inputs = inputs_from_specs(parse_inputs(self.inputs), self.batch)
+        trains = self.training is not None
+        return Experiment(self.name, model, inputs, trains, scenario_named(self.scenario), self.training)
 
 
 def _entry(line: str) -> Entry:

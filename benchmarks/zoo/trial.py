@@ -42,8 +42,8 @@ def parts(case: Case) -> Iterator[Part]:
 
 def _attempt(case: Case, options: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
     """One trace and the parameters that memsize counts in it."""
-    start = time.process_time()
-    found, reason = _asked(lambda: memsize.trace(case.target, arguments=case.arguments, batch_size=BATCH, **options))
+    start, options = time.process_time(), {"batch_size": BATCH, "scenario": "fp32", **options}
+    found, reason = _asked(lambda: memsize.trace(case.target, arguments=case.arguments, **options))
     peak, taken = found and found.peak.allocated, time.process_time() - start
     count = found and sum(layer.parameters for layer in found.trace.layers)
     return {"peak": peak, "reason": reason, "seconds": round(taken, 2)}, count

@@ -25,10 +25,11 @@ from memsize.cuda.kernels import kernel_copies
 from memsize.internals.isolation import collector_paused
 from memsize.internals.pytree import map_tensors, tensors_in
 from memsize.meta_kernels import strides as layout
-from memsize.model.inputs import Call, input_tensors
+from memsize.model.inputs import input_tensors
 from memsize.model.tensor_storage import spec_of
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, Loss
 from memsize.records.layout import Run as FormatsRun
+from memsize.spec.subject import Call
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import Calls
 from memsize.tracing.run import Run, Setup
@@ -52,12 +53,13 @@ def format_of(tensor: torch.Tensor) -> Format | None:
     return "channels last" if last else "other"
 
 
-def convert(twin: nn.Module) -> int:
-    """Rearrange the weights of `twin` (ours to change) as ``.to(memory_format=torch.channels_last)`` does, volumes too;
-    returns how many.
+def convert(model: nn.Module) -> int:
+    """Rearrange the weights of `model` (our copy) as ``.to(memory_format=torch.channels_last)`` does, volumes too.
+
+    Returns how many.
     """
     converted = 0
-    for tensor in dict.fromkeys((*twin.parameters(), *twin.buffers())):
+    for tensor in dict.fromkeys((*model.parameters(), *model.buffers())):
         if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and _is_convertible(tensor):
             tensor.data = _rearranged(tensor)
             converted += 1
@@ -85,10 +87,10 @@ def _rearranged(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor.detach().to(memory_format=format_for(tensor))
     strides = layout.channels_last(tensor.shape)
-    twin = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    rearranged = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
     if not isinstance(tensor, nn.Parameter):
-        twin.__dict__.update(tensor.__dict__)  # what is known of its values
-    return twin
+        rearranged.__dict__.update(tensor.__dict__)  # what is known of its values
+    return rearranged
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -169,8 +171,8 @@ def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
 class FormatCalls(Calls):
     """The calls of modules, with the formats of what they were given and returned in the first forward."""
 
-    def __init__(self, twin: nn.Module, ledger: Ledger) -> None:
-        super().__init__(twin, ledger)
+    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
+        super().__init__(model, ledger)
         self.given: dict[int, list[Format]] = {}
         self.returned: dict[int, list[Format]] = {}
 
@@ -181,7 +183,7 @@ class FormatCalls(Calls):
 
 
 class FormatRun(Run):
-    """One forward of a twin whose formats are watched."""
+    """One forward of a model whose formats are watched."""
 
     ledger: FormatLedger
     calls: FormatCalls
@@ -190,7 +192,7 @@ class FormatRun(Run):
         super().__init__(setup, tables=False)
         # The instruments of a plain run have only seen the inputs.
         self.ledger = FormatLedger(setup.device)
-        self.calls = FormatCalls(setup.twin, self.ledger)
+        self.calls = FormatCalls(setup.model, self.ledger)
         self._enter_inputs()
 
     def found(self) -> FormatsRun:
@@ -223,24 +225,24 @@ def run_formats(setup: Setup) -> FormatsRun:
     """The formats of one forward in gradient mode; raises `ForwardError` when the model's own code fails."""
     run = FormatRun(setup)
     with run.recording(), torch.enable_grad(), setup.autocast():
-        run.result = setup.twin(*setup.call[0], **setup.call[1])
+        run.result = setup.model(*setup.call[0], **setup.call[1])
     found = run.found()
     run.ledger.close()
     return found
 
 
 def audit(prepared: Callable[[], Setup]) -> Audit:
-    """A model run as it is, and in channels last. `prepared` gives a fresh twin, ready to be run, each time."""
+    """A model run as it is, and in channels last. `prepared` gives a fresh setup, ready to run, each time."""
     setup = prepared()
     inputs, training = input_tensors(setup.call), setup.training
     with collector_paused():
         plain = run_formats(setup)
         setup = prepared()
-        converted = convert(setup.twin)
+        converted = convert(setup.model)
         call, converted_inputs = convert_call(setup.call)
         last = run_formats(replace(setup, call=call))
-    double = any(parameter.dtype is torch.float64 for parameter in setup.twin.parameters())
-    return Audit(setup.model, inputs, setup.scenario, training, plain, last, converted, converted_inputs, double)
+    double = any(parameter.dtype is torch.float64 for parameter in setup.model.parameters())
+    return Audit(setup.name, inputs, setup.scenario, training, plain, last, converted, converted_inputs, double)
 
 
 def _at(event: _Event, path: str) -> _Event:

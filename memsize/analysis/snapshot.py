@@ -5,8 +5,8 @@ torch/csrc/cuda/memory_snapshot.cpp for the fields, torch/cuda/_memory_viz.py an
 they are read.
 
 Frames tell the op, the modules around it and the phase, where a real snapshot tells lines of Python. `category` (which
-the viewer colours by) is the role, `time_us` the number of the event. Known limits: one device, one stream; the replay
-has no bound on memory, so that segments are never given back.
+the viewer colours by) is the role, `time_us` the number of the event. Known limits: one device; the replay has no
+bound on memory, so that segments are never given back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def pickled(trace: Trace, config: AllocatorConfig | None = None) -> bytes:
 def snapshot(trace: Trace, config: AllocatorConfig | None = None) -> Fields:
     """The snapshot after the last event of `trace`, with everything that led to it."""
     config = config or AllocatorConfig()
-    replayed = replay(((event.storage, event.delta) for event in trace.events), config, timeline=True)
+    pairs = ((event.storage, event.delta) for event in trace.events)
+    replayed = replay(pairs, config, streams=trace.streams, timeline=True)
     assert replayed.timeline is not None
     history = _History(trace, replayed.segments, config.expandable_segments)
     levels = zip(replayed.timeline.address.tolist(), replayed.timeline.reserved.tolist(), strict=True)
@@ -90,26 +91,29 @@ class _History:
         frames = self._frames_of(event)
         held = self._live.pop(event.storage, None)
         left = event.delta if held is None else held.bytes + event.delta
+        stream = self.trace.storages[event.storage].stream
         if reserved > self._reserved:
             self._grow(index, address, reserved - self._reserved, frames)
             self._reserved = reserved
         if left:
             self._live[event.storage] = _Live(address, left, frames)
-            self._write("alloc", address, left, index, frames, **self._about(event))
+            self._write("alloc", address, left, stream, index, frames, **self._about(event))
         if held is not None:
-            self._write("free_requested", held.address, held.bytes, index, frames)
-            self._write("free_completed", held.address, held.bytes, index, frames)
+            self._write("free_requested", held.address, held.bytes, stream, index, frames)
+            self._write("free_completed", held.address, held.bytes, stream, index, frames)
 
     def _grow(self, index: int, address: int, size: int, frames: list[Fields]) -> None:
         """A new segment, or more of an expandable one: `size` bytes at the end of what it has so far."""
         grown = next(mapped for mapped in self._mapped.values() if address in mapped)
         action = "segment_map" if self.expandable else "segment_alloc"
-        self._write(action, grown.segment.address + grown.size, size, index, frames)
+        self._write(action, grown.segment.address + grown.size, size, grown.segment.stream, index, frames)
         grown.size += size
         grown.frames = grown.frames or frames
 
-    def _write(self, action: str, address: int, size: int, index: int, frames: list[Fields], **more: str) -> None:
-        entry = {"action": action, "addr": address, "size": size, "stream": 0, "time_us": index, "frames": frames}
+    def _write(
+        self, action: str, address: int, size: int, stream: int, index: int, frames: list[Fields], **more: str
+    ) -> None:
+        entry = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": index, "frames": frames}
         self.entries.append({**entry, "compile_context": "N/A", "user_metadata": "", **more})
 
     def _about(self, event: Event) -> dict[str, str]:

@@ -93,7 +93,8 @@ class StepTrace:
     def __repr__(self) -> str:
         peak = self.peak
         where = f"in {peak.peak_phase}" + (f" of {peak.peak_layer}" if peak.peak_layer else "")
-        lines = [f"{self.trace.model} under {self.trace.scenario} on {self.gpu}: {where}"]
+        under = "" if self.trace.scenario == "as-given" else f" under {self.trace.scenario}"
+        lines = [f"{self.trace.model}{under} on {self.gpu}: {where}"]
         lines += [
             f"  {name:<10} {format_bytes(getattr(peak, name))}" for name in ("requested", "allocated", "reserved")
         ]

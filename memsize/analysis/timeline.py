@@ -13,15 +13,16 @@ from typing import Final
 from memsize.device.allocator import replay
 from memsize.device.config import AllocatorConfig
 from memsize.records.aggregates import split_phase
-from memsize.records.roles import in_order
+from memsize.records.roles import Role, in_order
 from memsize.records.timeline import Phase, Timeline
-from memsize.records.trace import Event, Role, Trace
+from memsize.records.trace import Event, Trace
 
 
 def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:
     """The timeline of `trace`, with the caching allocator set by `config`."""
     events, storages = trace.events, trace.storages
-    replayed = replay(((event.storage, event.delta) for event in events), config or AllocatorConfig(), timeline=True)
+    pairs = ((event.storage, event.delta) for event in events)
+    replayed = replay(pairs, config or AllocatorConfig(), streams=trace.streams, timeline=True)
     levels = replayed.timeline
     assert levels is not None
     delta = tuple(event.delta for event in events)

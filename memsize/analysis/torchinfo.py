@@ -7,26 +7,26 @@ from importlib.metadata import version
 from torch import nn
 
 from memsize.internals.isolation import undisturbed
-from memsize.model.inputs import Call
 from memsize.records.trace import Reading
+from memsize.spec.subject import Call
 from memsize.tracing.dispatch import Answers
 from memsize.tracing.module_calls import Calls, Seen
 
 
-def torchinfo_reading(twin: nn.Module, call: Call) -> Reading | None:
-    """What `torchinfo.summary` says of a `meta` twin (it is run, hooked and left to the caller); None if it fails.
+def torchinfo_reading(model: nn.Module, call: Call) -> Reading | None:
+    """What `torchinfo.summary` says of a meta copy (it is run, hooked and left to the caller); None if it fails.
 
     torchinfo walks anything that PyTorch runs, so it runs here as everything does: on `meta`, answered by shape rules.
-    Without arguments it does not run the twin, and adds up what is registered.
+    Without arguments it does not run it, and adds up what is registered.
     """
     import torchinfo
 
     args, kwargs = call
-    mode = "train" if twin.training else "eval"
+    mode = "train" if model.training else "eval"
     try:
         with undisturbed(), Answers():
             summary = torchinfo.summary(
-                twin, input_data=args or None, verbose=0, device="meta", mode=mode, cache_forward_pass=False, **kwargs
+                model, input_data=args or None, verbose=0, device="meta", mode=mode, cache_forward_pass=False, **kwargs
             )
     except Exception:  # torchinfo wraps whatever a model raises; that it has no answer is the answer
         return None

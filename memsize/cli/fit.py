@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Literal
 
 import click
 
@@ -12,9 +11,10 @@ from memsize.analysis.fit.budget import LOCAL, budgets
 from memsize.cli.options import allocator_option, output_options, scenarios_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
-from memsize.cli.subject import Subject, resized_subject_options, step_options
+from memsize.cli.subject import fit_subject_options, step_options
 from memsize.device.config import AllocatorConfig
 from memsize.spec.scenario import select
+from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.spec.vary import parse_vary
 
@@ -25,18 +25,11 @@ from memsize.spec.vary import parse_vary
     Examples:
       memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4
       memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4,a100,h100
-      memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4 --batch 256
-      memsize fit nets:gpt --input input_ids=512:int64 --vary seq_len --batch 8 --budget 24GB
+      memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4 --batch-size 256
+      memsize fit nets:gpt --input input_ids=512:int64 --vary seq_len --batch-size 8 --budget 24GB
     """,
 )
-@resized_subject_options
-@click.option(
-    "-b",
-    "--batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Check whether this batch fits, and what would make it fit. With --vary: the fixed batch size.",
-)
+@fit_subject_options
 @click.option(
     "--vary",
     default="batch",
@@ -52,28 +45,21 @@ from memsize.spec.vary import parse_vary
 @scenarios_option
 @step_options
 @click.option(
-    "--mode",
-    type=click.Choice(["train", "eval"]),
-    help="Run the model in training or evaluation mode. [default: train with --train, else eval]",
-)
-@click.option(
     "--remedies/--no-remedies",
     default=None,
-    help="Try what would make it fit. [default: if the batch in --batch doesn't fit]",
+    help="Try what would make it fit. [default: if the batch in --batch-size doesn't fit]",
 )
 @click.option("--crossovers", is_flag=True, help="Report from which size autocast pays off, and where the peak moves.")
 @allocator_option
 @output_options
 def fit(
     subject: Subject,
-    batch: int | None,
     vary: str,
     gpu: str | None,
     budget: str | None,
     margin: str,
     scenarios: str | None,
     training: Training | None,
-    mode: Literal["train", "eval"] | None,
     remedies: bool | None,
     crossovers: bool,
     allocator: str | None,
@@ -97,13 +83,10 @@ def fit(
         from memsize import api
 
         found = api.fit(
-            subject.target,
-            **subject.options(),
-            batch=batch,
+            subject,
             vary=vary,
             scenarios=scenarios,
             train=training,
-            mode=mode,
             gpu=gpu,
             budget=budget,
             margin=margin,

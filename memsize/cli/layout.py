@@ -10,8 +10,9 @@ import click
 from memsize.cli.options import depth_option, output_options, scenario_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
-from memsize.cli.subject import Subject, subject_options
+from memsize.cli.subject import subject_options
 from memsize.spec.scenario import scenario_named
+from memsize.spec.subject import Subject
 
 
 @click.command(
@@ -24,7 +25,7 @@ from memsize.spec.scenario import scenario_named
     """,
 )
 @subject_options
-@scenario_option("as-given")
+@scenario_option
 @depth_option
 @output_options
 def layout(subject: Subject, scenario: str, depth: int | None, output: Destination) -> None:
@@ -40,8 +41,7 @@ def layout(subject: Subject, scenario: str, depth: int | None, output: Destinati
         from memsize import api
 
         found = api.audit_layout(
-            subject.target,
-            **subject.options(),
+            subject,
             scenario=asked.name,
             progress=progress,
         )

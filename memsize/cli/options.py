@@ -36,13 +36,6 @@ def parse_unit(text: str) -> str:
     return found
 
 
-def scenario_option(default: str) -> Option:
-    """The parameter `scenario`: one name."""
-    return click.option(
-        "-s", "--scenario", default=default, show_default=True, metavar="NAME", help="How to store and run the model."
-    )
-
-
 def _format_option(formats: Formats) -> Option:
     return click.option(
         "-f",
@@ -67,6 +60,16 @@ scenarios_option = click.option(
     help=f"Scenarios separated by commas, or all. [default: {', '.join(DEFAULT)}]",
 )
 """The parameter `scenarios`: several names, or None for the usual ones."""
+
+scenario_option = click.option(
+    "-s",
+    "--scenario",
+    default="as-given",
+    show_default=True,
+    metavar="NAME",
+    help="How to store and run the model.",
+)
+"""The parameter `scenario`: one name."""
 
 depth_option = click.option(
     "--depth",

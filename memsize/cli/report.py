@@ -18,7 +18,7 @@ from memsize.cli.options import (
 )
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
-from memsize.cli.subject import Subject, subject_options, training_options
+from memsize.cli.subject import subject_options, training_options
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.documents.report import COLUMNS
@@ -27,6 +27,7 @@ from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report
 from memsize.records.trace import Failure
 from memsize.spec.scenario import SCENARIOS, select
+from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.suggestions import suggestion
 
@@ -83,8 +84,7 @@ def report(
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         found, error = _found(
-            subject.target,
-            **subject.options(),
+            subject,
             scenarios=scenarios,
             train=training,
             gpu=_gpu(gpu or (DEFAULT_GPU if allocator else None), output.format),
@@ -108,12 +108,12 @@ def _gpu(name: str | None, form: str) -> str | None:
     return card(name).name
 
 
-def _found(target: str, **options: Any) -> tuple[Report, ForwardError | None]:
+def _found(subject: Subject, **options: Any) -> tuple[Report, ForwardError | None]:
     """What the API reports, and the error of a forward that failed: the layers that ran before it are shown too."""
     from memsize import api
 
     try:
-        found = api.report(target, **options)
+        found = api.report(subject, **options)
     except ForwardError as error:
         if error.trace is None:
             raise

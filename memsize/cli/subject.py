@@ -7,40 +7,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
 
 import click
 
 from memsize.cli.values import grouped
 from memsize.errors import InputError
 from memsize.loading.target import parse_target
-from memsize.spec.inputs import InputSpec, parse_inputs
+from memsize.spec.inputs import parse_inputs
+from memsize.spec.subject import Mode, Subject
 from memsize.spec.training import LOSSES, Training
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A target, what it is built with, what it is given and in which mode. `batch_size` and `mode` may be left open."""
-
-    target: str
-    inputs: tuple[InputSpec, ...]
-    maker: str | None
-    seq_len: int | None
-    arguments: dict[str, object]
-    batch_size: int | None = None
-    mode: Literal["train", "eval"] | None = None
-
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of the API's functions that say the same; what is left open is not among them."""
-        chosen = {"batch_size": self.batch_size, "mode": self.mode}
-        return {
-            "inputs": self.inputs,
-            "input_data": self.maker,
-            "seq_len": self.seq_len,
-            "arguments": self.arguments,
-            **{name: value for name, value in chosen.items() if value is not None},
-        }
 
 
 def _subject(
@@ -49,14 +24,16 @@ def _subject(
     maker: str | None,
     seq_len: int | None,
     arguments: tuple[str, ...],
-    **rest: Any,
+    batch_size: int | None,
+    mode: Mode | None,
 ) -> Subject:
     parse_target(target)
     if maker is not None:
         if inputs:
             raise InputError("give the inputs with --input or with --inputs, not with both")
         parse_target(maker)
-    return Subject(target, parse_inputs(inputs), maker, seq_len, parse_arguments(arguments), **rest)
+    specs, built_with = parse_inputs(inputs), parse_arguments(arguments)
+    return Subject(target, specs, None, maker, batch_size, seq_len, built_with, mode)
 
 
 def parse_arguments(texts: Iterable[str]) -> dict[str, object]:
@@ -132,6 +109,18 @@ _MODE = click.option(
     type=click.Choice(["train", "eval"]),
     help="Run the model in training or evaluation mode.",
 )
+_FIT_BATCH = click.option(
+    "-b",
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Check whether this batch fits, and what would make it fit. With --vary: the fixed batch size.",
+)
+_FIT_MODE = click.option(
+    "--mode",
+    type=click.Choice(["train", "eval"]),
+    help="Run the model in training or evaluation mode. [default: train with --train, else eval]",
+)
 _TRAIN = click.option(
     "--train",
     metavar="OPTIMIZER",
@@ -149,8 +138,8 @@ _STEP = (
 subject_options = grouped("subject", (_TARGET, *_INPUTS, _BATCH, _ARGUMENTS, _MODE), _subject)
 """The parameter `subject`: a `Subject` with the size of its batch and its mode."""
 
-resized_subject_options = grouped("subject", (_TARGET, *_INPUTS, _ARGUMENTS), _subject)
-"""The parameter `subject` of a command that chooses batch and mode itself."""
+fit_subject_options = grouped("subject", (_TARGET, *_INPUTS, _FIT_BATCH, _ARGUMENTS, _FIT_MODE), _subject)
+"""The same where a batch is asked about only if one is given, and the mode follows the training."""
 
 training_options = grouped("training", (_TRAIN, _STEPS, *_STEP), _training)
 """The parameter `training`: a `Training`, or None for inference."""

@@ -12,12 +12,13 @@ import click
 from memsize.cli.options import allocator_option, execute_option, gpu_option, output_options_for, scenario_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
-from memsize.cli.subject import Subject, subject_options, training_options
+from memsize.cli.subject import subject_options, training_options
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.render import FORMATS
 from memsize.spec.scenario import scenario_named
+from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 @gpu_option
 @allocator_option
 @execute_option
-@scenario_option("fp32")
+@scenario_option
 @output_options_for({**FORMATS, "snapshot": (".pickle", ".pkl")})
 def timeline(
     subject: Subject,
@@ -65,8 +66,7 @@ def timeline(
 
         progress(f"{asked.name}, batch {subject.batch_size}")
         traced = api.trace(
-            subject.target,
-            **subject.options(),
+            subject,
             **(asdict(training) if training else {"optimizer": None}),
             scenario=asked.name,
             gpu=where.name,

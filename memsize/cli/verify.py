@@ -14,8 +14,9 @@ import click
 from memsize.cli.options import output_options, scenario_option
 from memsize.cli.output import Destination, destination
 from memsize.cli.progress import Progress
-from memsize.cli.subject import Subject, subject_options, training_options
+from memsize.cli.subject import subject_options, training_options
 from memsize.spec.scenario import scenario_named
+from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
 _FILES = {"json": (".json",)}
@@ -32,7 +33,7 @@ _FILES = {"json": (".json",)}
 )
 @subject_options
 @training_options
-@scenario_option("fp32")
+@scenario_option
 @click.option(
     "--device", default=0, show_default=True, type=click.IntRange(min=0), metavar="N", help="CUDA device to run on."
 )
@@ -74,8 +75,7 @@ def verify(
         from memsize.records.measurement import encode
 
         found = api.verify(
-            subject.target,
-            **subject.options(),
+            subject,
             scenario=asked.name,
             train=training,
             against=against,

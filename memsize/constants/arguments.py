@@ -29,8 +29,8 @@ def blank(tensor: torch.Tensor) -> torch.Tensor:
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor as a meta tensor whose values stay known where it is small."""
-    twin = blank(tensor)
-    return twin if twin is tensor or not is_small(tensor) else remember(twin, tensor.detach())
+    emptied = blank(tensor)
+    return emptied if emptied is tensor or not is_small(tensor) else remember(emptied, tensor.detach())
 
 
 def on_host(value: Any) -> Any:

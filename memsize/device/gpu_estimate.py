@@ -10,7 +10,8 @@ from memsize.device.context import context
 from memsize.device.workspace_bounds import requests, variants
 from memsize.records.aggregates import alive, split_phase
 from memsize.records.gpu import Interval, Living, Outlook
-from memsize.records.trace import Role, Storage, Trace
+from memsize.records.roles import Role
+from memsize.records.trace import Storage, Trace
 
 
 def outlook(
@@ -18,7 +19,7 @@ def outlook(
 ) -> Outlook:
     """What a GPU would show of `trace`, whose allocator is set by `config` and whose context follows CUDA `cuda`."""
     settings = config or AllocatorConfig()
-    replayed = replay(requests(trace), settings)
+    replayed = replay(requests(trace), settings, streams=trace.streams)
     index = replayed.requested.event
     living = alive(trace, index)
     event = trace.events[index] if index >= 0 else None
@@ -40,7 +41,7 @@ def outlook(
 
 def _device(trace: Trace, replayed: Replay, config: AllocatorConfig, outside: Interval) -> Interval:
     """Reserved and what is outside the allocator, from the least to the most that workspaces make of it."""
-    others = (replay(each, config) for each in variants(trace)[1:])
+    others = (replay(each, config, streams=trace.streams) for each in variants(trace)[1:])
     reserved = [each.reserved.bytes for each in (replayed, *others)]
     return Interval(min(reserved) + outside.low, max(reserved) + outside.high)
 

@@ -35,8 +35,7 @@ from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dt
 from memsize.records.answer import FlatTable
 from memsize.records.gpu import Living, Outlook
 from memsize.records.report import FIGURES, Report, ScenarioResult, figures
-from memsize.records.roles import in_order
-from memsize.records.trace import Role
+from memsize.records.roles import Role, in_order
 from memsize.suggestions import suggestion
 from memsize.units import Bytes
 

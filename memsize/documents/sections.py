@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from memsize.records.finding import Finding
-from memsize.records.roles import TITLES
+from memsize.records.roles import TITLES, Role
 from memsize.records.timeline import Timeline
-from memsize.records.trace import Failure, InputTensor, Role, TensorSpec
+from memsize.records.trace import Failure, InputTensor, TensorSpec
 from memsize.units import Bytes
 
 
@@ -85,7 +85,7 @@ class Column:
 
 def role_column(role: Role, meaning: str = "") -> Column:
     """The column of the bytes that have a role."""
-    noun, weight = TITLES[role]
+    noun, weight, _ = TITLES[role]
     return Column(role, noun, "bytes", weight, f"{noun}{meaning}" if meaning else "")
 
 

@@ -38,7 +38,7 @@ class TimelineDocument(Document[Timeline]):
 def timeline_title(found: Timeline) -> Title:
     """The model, how it was run, and its peak in the allocator's terms."""
     peak = found.peak
-    phrases: list[tuple[str | Bytes, ...]] = [("as", found.scenario)]
+    phrases: list[tuple[str | Bytes, ...]] = [] if found.scenario == "as-given" else [("as", found.scenario)]
     if len(found):
         phrases += [
             ("at most", Bytes(peak.bytes), f"live, in {found.phase_at(peak.event)}"),

@@ -141,7 +141,7 @@ class _Mapped:
         changed = {name: item for name, item in mapped.items() if item is not held[name]}
         if not changed:
             return value
-        twin = copy.copy(value)
+        rebuilt = copy.copy(value)
         for name, item in changed.items():
-            object.__setattr__(twin, name, item)  # also where a dataclass is frozen
-        return twin
+            object.__setattr__(rebuilt, name, item)  # also where a dataclass is frozen
+        return rebuilt

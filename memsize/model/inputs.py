@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from memsize.constants.known import UNREADABLE, known, remember
 from memsize.errors import InputError
 from memsize.internals.pytree import map_tensors, objects_in, tensors_in
+from memsize.loading import load_inputs
+from memsize.loading.inputs import input_maker
+from memsize.loading.signature import wanted_inputs
 from memsize.model.meta_copy import meta_copy
 from memsize.model.tensor_storage import spec_of, storage_key, tensor_bytes
 from memsize.records.trace import InputTensor
 from memsize.spec.inputs import InputSpec
 from memsize.spec.request import InputMaker, Request
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+from memsize.spec.subject import Call, Subject, call_of
 
 
 @dataclass(frozen=True)
-class Feed:
+class ModelInputs:
     """The inputs of one call. `make(batch)` gives fresh `meta` arguments for a batch size.
 
     `resizable` says whether the batch size can be chosen; where it can't, `make` is only asked for `batch_size`.
@@ -59,14 +62,34 @@ class Feed:
         return self.typed is None or key in self.typed
 
 
-def feed_from_specs(specs: Sequence[InputSpec], batch_size: int) -> Feed:
-    """A feed of tensors made from specs: floating ones unknown, integer and boolean ones valid for look-ups.
+def inputs_for(subject: Subject, model: nn.Module, maker: InputMaker | None, training: bool) -> ModelInputs:
+    """What `subject` gives its `model`, or where it gives nothing, what `maker` makes: inputs that a library knows of.
+
+    Raises `InputError` where there is neither.
+    """
+    if subject.call is not None:
+        return inputs_from_call(subject.call)
+    if subject.specs:
+        return inputs_from_specs(subject.specs, subject.batch_size or 1)
+    maker = _own_maker(subject.source) or maker
+    if maker is None:
+        raise InputError(f"the model needs an input: {wanted_inputs(model)}")
+    return inputs_from_maker(maker, Request(subject.batch_size or 1, subject.seq_len, training))
+
+
+def _own_maker(source: Callable[..., Any] | str | None) -> InputMaker | None:
+    """What makes the inputs where the user gave a function, or named one."""
+    if isinstance(source, str):
+        return load_inputs(source)
+    return source and input_maker(source, getattr(source, "__name__", type(source).__name__))
+
+
+def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInputs:
+    """Inputs made from specs: floating ones unknown, integer and boolean ones valid for look-ups.
 
     Integers are 0, and 1 where the name says that it is a mask, so that every position counts; those with a range are
     spread evenly over it.
     """
-    if batch_size < 1:
-        raise InputError(f"batch size {batch_size}: it must be at least 1")
 
     def make(batch: int) -> Call:
         args = tuple(_tensor(spec, batch) for spec in specs if spec.name is None)
@@ -74,43 +97,48 @@ def feed_from_specs(specs: Sequence[InputSpec], batch_size: int) -> Feed:
 
     positional = [spec for spec in specs if spec.name is None]
     typed = {position for position, spec in enumerate(positional) if spec.dtype is not None}
-    return Feed(make, batch_size, True, typed=frozenset({*typed, *(s.name for s in specs if s.name and s.dtype)}))
+    named = {spec.name for spec in specs if spec.name and spec.dtype}
+    return ModelInputs(make, batch_size, True, typed=frozenset({*typed, *named}))
 
 
-def feed_from_data(data: Any) -> Feed:
-    """A feed of the user's own inputs: a mapping gives keywords, a tuple or list positions, anything else the only one.
+def inputs_from_data(data: Any) -> ModelInputs:
+    """The user's own inputs: a mapping gives keywords, a tuple or list positions, anything else the only one."""
+    return inputs_from_call(call_of(data))
 
-    The tensors are not kept: `meta` twins with the same shapes stand for them. Where all of them agree on their first
+
+def inputs_from_call(given: Call) -> ModelInputs:
+    """The user's own inputs, positional and by keyword.
+
+    The tensors are not kept: meta copies of the same shapes stand for them. Where all of them agree on their first
     dimension it is taken for the batch, which can then be resized.
 
-    Raises `InputError` for what can be read only once, and for tensors that no twin can stand for.
+    Raises `InputError` for what can be read only once, and for tensors that no meta copy can stand for.
     """
-    args, kwargs = _arguments(data)
-    twin = _twin((args, kwargs))
-    sizes = {_samples(tensor) for tensor in tensors_in(twin)}
-    if any(isinstance(value, PackedSequence) for value in objects_in(twin)):
+    call = _copied(given)
+    sizes = {_samples(tensor) for tensor in tensors_in(call)}
+    if any(isinstance(value, PackedSequence) for value in objects_in(call)):
         sizes.add(0)  # its rows are steps of several samples
     batch = sizes.pop() if len(sizes) == 1 else 0
 
     def make(size: int) -> Call:
-        copied: Call = meta_copy(twin)
+        copied: Call = meta_copy(call)
         return copied if size == batch or not batch else map_tensors(lambda t: _resized(t, size), copied)
 
-    return Feed(make, batch or 1, batch > 0, typed=None)
+    return ModelInputs(make, batch or 1, batch > 0, typed=None)
 
 
-def feed_from_maker(maker: InputMaker, request: Request) -> Feed:
-    """A feed of inputs that are made on request; where they come in one size only, of those."""
+def inputs_from_maker(maker: InputMaker, request: Request) -> ModelInputs:
+    """Inputs that are made on request; where they come in one size only, of those."""
     typed = frozenset[int | str]() if maker.untyped else None
     if not maker.resizable:
-        return replace(feed_from_data(maker.make(request)), typed=typed)
+        return replace(inputs_from_data(maker.make(request)), typed=typed)
     made = cache(lambda size: maker.make(replace(request, batch_size=size)))
 
     def make(size: int) -> Call:
-        return _twin(_arguments(made(size)))
+        return _copied(call_of(made(size)))
 
     make(request.batch_size)  # what is wrong with them shows now
-    return Feed(make, request.batch_size, True, maker.note, typed)
+    return ModelInputs(make, request.batch_size, True, maker.note, typed)
 
 
 def input_tensors(call: Call) -> tuple[InputTensor, ...]:
@@ -143,7 +171,7 @@ def _is_cast(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
-def _twin(call: Call) -> Call:
+def _copied(call: Call) -> Call:
     for value in objects_in(call):
         if isinstance(value, Iterator):
             raise InputError(
@@ -152,11 +180,11 @@ def _twin(call: Call) -> Call:
     if any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors_in(call)):
         raise InputError("nested tensors in the strided layout do not run without a device: use layout=torch.jagged")
     try:
-        twin: Call = meta_copy(call)
+        copied: Call = meta_copy(call)
     except (RuntimeError, NotImplementedError) as error:
-        kinds = {type(t).__name__ for t in tensors_in(call)} - {"Tensor", "Parameter"}
-        raise InputError(f"no twin can stand for the input's tensors ({', '.join(sorted(kinds))}): {error}") from error
-    return twin
+        kinds = ", ".join(sorted({type(t).__name__ for t in tensors_in(call)} - {"Tensor", "Parameter"}))
+        raise InputError(f"the input's tensors cannot be copied to meta ({kinds}): {error}") from error
+    return copied
 
 
 def _samples(tensor: torch.Tensor) -> int:
@@ -186,14 +214,6 @@ def _spread(span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
 def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
     positions: dict[int | str, Any] = dict(enumerate(args))
     return positions | kwargs
-
-
-def _arguments(data: Any) -> Call:
-    if isinstance(data, Mapping):
-        return (), dict(data)
-    if isinstance(data, (tuple, list)) and not hasattr(data, "_fields"):
-        return tuple(data), {}
-    return (data,), {}
 
 
 def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from memsize.constants.known import known
 from memsize.errors import MemsizeError
 from memsize.internals.pytree import map_tensors
-from memsize.model.inputs import Call
+from memsize.spec.subject import Call
 from memsize.units import format_bytes
 
 _SPREAD = 0.02
@@ -32,14 +32,14 @@ def executable(model: nn.Module) -> nn.Module:
             f"running the model for real needs more than {format_bytes(needed * 2, 'GiB')} of memory, and "
             f"{format_bytes(available, 'GiB')} are free"
         )
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     made: dict[int, torch.Tensor] = {}
-    for module in twin.modules():
+    for module in copied.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None and tensor.device.type != "cpu":
                     table[name] = made.setdefault(id(tensor), _with_values(tensor))  # type: ignore[assignment]
-    return twin
+    return copied
 
 
 def executable_call(call: Call, device: torch.device | str = "cpu") -> Call:

@@ -1,6 +1,6 @@
-"""The shadow: a private twin of a model whose tensors are all on the `meta` device.
+"""The meta copy: a private copy of a model whose tensors are all on the `meta` device.
 
-Same classes, names, shapes, strides, ties, attributes and flags; no values and no memory. The twin is what runs, so the
+Same classes, names, shapes, strides, ties, attributes and flags; no values and no memory. The copy is what runs, so the
 user's model is never moved, hooked, cast or called: also not through a function that holds on to it, such as a hook or
 a forward that was put on the instance.
 
@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from memsize.errors import MemsizeError
-from memsize.model.meta_tensors import Blanks, Plain
+from memsize.model.meta_tensors import MetaTensors, Plain
 
 _ATOMIC = (
     type(None),
@@ -56,28 +56,29 @@ _STATISTICS = ("running_mean", "running_var")
 _ORIGINAL = "_torchdynamo_orig_callable"
 
 
-def shadow(model: nn.Module) -> nn.Module:
-    """A twin of `model` on `meta`. Tensors that share memory share it in the twin; parameters keep `requires_grad`.
+def meta_copy(value: Any) -> Any:
+    """A copy of a model, or of any nest (a model's inputs, say), with each of its tensors on `meta`.
 
-    Small tensors keep their values beside them, since models look at them.
+    Tensors that share memory share it in the copy; parameters keep `requires_grad`. Small tensors keep their values
+    beside them, since models look at them.
 
     Raises `MemsizeError` for a model that is sharded over a process group: no process holds all of it.
     """
-    return Mould(model).cast()
+    return MetaCopier(value).copy() if isinstance(value, nn.Module) else _Copy().part(value)
 
 
-class Mould:
-    """Casts any number of twins of one model, which has to stay as it is meanwhile: it is looked at closely once.
+class MetaCopier:
+    """Makes any number of copies of one model, which has to stay as it is meanwhile: it is looked at closely once.
 
-    Twins share nothing that a run can change.
+    The copies share nothing that a run can change.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._learned = _Learned()
 
-    def cast(self) -> nn.Module:
-        """A new twin, as `shadow` makes it."""
+    def copy(self) -> nn.Module:
+        """A new copy, as `meta_copy` makes it."""
         if not self._learned.modules:
             _refuse_sharded(self._model)
         return _Copy(self._learned).module(inside(self._model))
@@ -93,16 +94,11 @@ def _refuse_sharded(model: nn.Module) -> None:
         )
 
 
-def in_mode(twin: nn.Module, training: bool) -> nn.Module:
-    """`twin` with its training flag set, by its own `train`; an exported program refuses, and stays as it is."""
+def in_mode(model: nn.Module, training: bool) -> nn.Module:
+    """`model` with its training flag set, by its own `train`; an exported program refuses, and stays as it is."""
     with suppress(NotImplementedError):
-        twin.train(training)
-    return twin
-
-
-def meta_copy(value: Any) -> Any:
-    """`value` (any nest: a model's inputs, say) with each of its tensors on `meta`, sharing memory as before."""
-    return _Copy().part(value)
+        model.train(training)
+    return model
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -112,7 +108,7 @@ def inside(model: nn.Module) -> nn.Module:
 
 
 class _Attributes(NamedTuple):
-    """Which attributes of a module its twins get new and empty, and which need copying; all others they may share.
+    """Which attributes of a module its copies get new and empty, and which need copying; all others they may share.
 
     It keeps its module alive, whose id it is found by.
     """
@@ -136,9 +132,9 @@ class _Copy:
     def __init__(self, learned: _Learned | None = None) -> None:
         self.memo: dict[int, Any] = {}
         self.learned = learned or _Learned()
-        # Without a cycle the twin goes when its last user does, also while the collector is paused.
+        # Without a cycle the copy goes when its last user does, also while the collector is paused.
         copy_attribute = functools.partial(_Copy.part, weakref.proxy(self))
-        self.blanks = Blanks(self.memo, copy_attribute, self.learned.tensors)
+        self.tensors = MetaTensors(self.memo, copy_attribute, self.learned.tensors)
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -148,11 +144,11 @@ class _Copy:
             self._announce(module)
         for module in originals:
             self._fill(module)
-        twin: nn.Module = self.memo[id(model)]
-        return twin
+        copied: nn.Module = self.memo[id(model)]
+        return copied
 
     def _announce(self, module: nn.Module) -> None:
-        """Give the module an empty twin first: attributes may refer to any module, also to their own owner."""
+        """Give the module an empty copy first: attributes may refer to any module, also to their own owner."""
         if id(module) in self.memo:
             return
         if isinstance(module, torch.jit.ScriptModule):
@@ -163,18 +159,18 @@ class _Copy:
 
     def _script(self, module: torch.jit.ScriptModule) -> None:
         """TorchScript copies itself, values and all; its tensors are then replaced. Constants of its code stay."""
-        twin: Any = copy.deepcopy(module)
-        for original, copied in zip(module.modules(), twin.modules(), strict=True):
+        copied: Any = copy.deepcopy(module)
+        for original, own in zip(module.modules(), copied.modules(), strict=True):
             for name, tensor in (*original._parameters.items(), *original._buffers.items()):
                 if tensor is not None:
-                    copied._c.setattr(name, self.blanks.tensor(tensor))
-            self.memo[id(original)] = copied
+                    own._c.setattr(name, self.tensors.tensor(tensor))
+            self.memo[id(original)] = own
 
     def _fill(self, module: nn.Module) -> None:
-        twin = self.memo[id(module)]
+        own = self.memo[id(module)]
         if isinstance(module, torch.jit.ScriptModule):
             return
-        state, given = vars(twin), vars(module)
+        state, given = vars(own), vars(module)
         _, empty, copied = self.learned.modules.get(id(module)) or self._learn(module)
         state.update(given)
         for name, kind, address in empty:
@@ -208,65 +204,65 @@ class _Copy:
         if id(entry) in self.memo:
             return self.memo[id(entry)]
         if isinstance(entry, torch.Tensor):
-            return self.blanks.tensor(entry, looked_at=name not in _STATISTICS)
+            return self.tensors.tensor(entry, looked_at=name not in _STATISTICS)
         return self.part(entry)
 
     # -- everything else ----------------------------------------------------------------------------------------------
 
     def part(self, value: Any) -> Any:
-        """The twin of any object that a module holds; `value` itself where it is immutable or can't be copied."""
+        """The copy of any object that a module holds; `value` itself where it is immutable or can't be copied."""
         if _is_constant(value):
             return value
         kind = type(value)
         if kind in _EMPTY and not value:
-            twin = self.memo[id(value)] = kind()
-            return twin
+            copied = self.memo[id(value)] = kind()
+            return copied
         if isinstance(value, _ATOMIC):
             return value
         if id(value) in self.memo:
             return self.memo[id(value)]
         if isinstance(value, torch.Tensor):
-            return self.blanks.tensor(value)
+            return self.tensors.tensor(value)
         if isinstance(value, nn.Module):
             return self.module(inside(value))
         copier = _COPIERS.get(kind)
         return self._object(value) if copier is None else copier(self, value)
 
-    def _kept(self, original: Any, twin: Any) -> Any:
-        """`twin`, found again for `original`, which must outlive the memo that is keyed by its id."""
-        self.memo[id(original)] = twin
+    def _kept(self, original: Any, copied: Any) -> Any:
+        """`copied`, found again for `original`, which must outlive the memo that is keyed by its id."""
+        self.memo[id(original)] = copied
         self.memo.setdefault(id(self.memo), []).append(original)
-        return twin
+        return copied
 
     def _list(self, value: list[Any]) -> list[Any]:
-        twin: list[Any] = self._kept(value, [])
-        twin.extend(map(self.part, value))
-        return twin
+        copied: list[Any] = self._kept(value, [])
+        copied.extend(map(self.part, value))
+        return copied
 
     def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        twin = tuple(map(self.part, value))
-        same = all(a is b for a, b in zip(value, twin, strict=True))
+        copied = tuple(map(self.part, value))
+        same = all(a is b for a, b in zip(value, copied, strict=True))
         if not same:
-            self._kept(value, twin)
-        return value if same else twin
+            self._kept(value, copied)
+        return value if same else copied
 
     def _set(self, value: set[Any]) -> set[Any]:
-        twin: set[Any] = self._kept(value, set())
-        twin.update(map(self.part, value))
-        return twin
+        copied: set[Any] = self._kept(value, set())
+        copied.update(map(self.part, value))
+        return copied
 
     def _mapping(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        twin: dict[Any, Any] = self._kept(value, type(value)())
-        twin.update((self.part(key), self.part(item)) for key, item in value.items())
-        return twin
+        copied: dict[Any, Any] = self._kept(value, type(value)())
+        copied.update((self.part(key), self.part(item)) for key, item in value.items())
+        return copied
 
     def _default_mapping(self, value: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
-        twin: defaultdict[Any, Any] = self._kept(value, defaultdict(self.part(value.default_factory)))
-        twin.update((self.part(key), self.part(item)) for key, item in value.items())
-        return twin
+        copied: defaultdict[Any, Any] = self._kept(value, defaultdict(self.part(value.default_factory)))
+        copied.update((self.part(key), self.part(item)) for key, item in value.items())
+        return copied
 
     def _function(self, function: types.FunctionType) -> Any:
-        """A function whose closure and defaults are the twin's; one that holds nothing of its own is shared."""
+        """A function whose closure and defaults are the copy's; one that holds nothing of its own is shared."""
         compiled = vars(function).get(_ORIGINAL)
         if compiled is not None:
             return self.part(compiled)  # torch.compile's wrapper: what runs is the function inside
@@ -274,50 +270,49 @@ class _Copy:
             return function
         cells = function.__closure__ or ()
         name, code = function.__name__, function.__code__
-        twins = tuple(types.CellType() for _ in cells)
-        twins = tuple(self.memo.setdefault(id(cell), twin) for cell, twin in zip(cells, twins, strict=True))
-        twin = types.FunctionType(code, function.__globals__, name, closure=twins if cells else None)
-        self._kept(function, twin)
-        functools.update_wrapper(twin, function, updated=())
-        vars(twin).pop("__wrapped__", None)
-        for cell, copied in zip(cells, twins, strict=True):
-            self._fill_cell(cell, copied)
-        twin.__defaults__ = self.part(function.__defaults__)
-        twin.__kwdefaults__ = self.part(function.__kwdefaults__)
-        vars(twin).update({name: self.part(value) for name, value in vars(function).items()})
-        return twin
+        own = tuple(self.memo.setdefault(id(cell), types.CellType()) for cell in cells)
+        copied = types.FunctionType(code, function.__globals__, name, closure=own if cells else None)
+        self._kept(function, copied)
+        functools.update_wrapper(copied, function, updated=())
+        vars(copied).pop("__wrapped__", None)
+        for cell, own_cell in zip(cells, own, strict=True):
+            self._fill_cell(cell, own_cell)
+        copied.__defaults__ = self.part(function.__defaults__)
+        copied.__kwdefaults__ = self.part(function.__kwdefaults__)
+        vars(copied).update({name: self.part(value) for name, value in vars(function).items()})
+        return copied
 
-    def _fill_cell(self, cell: types.CellType, twin: types.CellType) -> None:
+    def _fill_cell(self, cell: types.CellType, copied: types.CellType) -> None:
         try:
             contents = cell.cell_contents
         except ValueError:  # not assigned yet
             return
-        if not _is_filled(twin):
-            twin.cell_contents = None  # a function may hold itself
-            twin.cell_contents = self.part(contents)
+        if not _is_filled(copied):
+            copied.cell_contents = None  # a function may hold itself
+            copied.cell_contents = self.part(contents)
 
     def _method(self, method: types.MethodType) -> types.MethodType:
         return types.MethodType(self.part(method.__func__), self.part(method.__self__))
 
     def _partial(self, value: functools.partial[Any]) -> functools.partial[Any]:
-        twin = functools.partial(self.part(value.func), *map(self.part, value.args), **self._mapping(value.keywords))
-        return self._kept(value, twin)  # type: ignore[no-any-return]
+        copied = functools.partial(self.part(value.func), *map(self.part, value.args), **self._mapping(value.keywords))
+        return self._kept(value, copied)  # type: ignore[no-any-return]
 
     def _generator(self, value: torch.Generator) -> torch.Generator:
-        twin: torch.Generator = self._kept(value, torch.Generator(value.device))
-        return twin.set_state(value.get_state())
+        copied: torch.Generator = self._kept(value, torch.Generator(value.device))
+        return copied.set_state(value.get_state())
 
     def _packed_sequence(self, value: PackedSequence) -> PackedSequence:
         """Its batch sizes are on the CPU wherever its data is."""
         data, sizes, order, back = value
-        twin = PackedSequence(self.part(data), sizes.cpu().clone(), self.part(order), self.part(back))
-        return self._kept(value, twin)  # type: ignore[no-any-return]
+        copied = PackedSequence(self.part(data), sizes.cpu().clone(), self.part(order), self.part(back))
+        return self._kept(value, copied)  # type: ignore[no-any-return]
 
     def _object(self, value: Any) -> Any:
         """A copy by the object's own means, attribute by attribute where that fails."""
         known = len(self.memo)
         try:
-            with _TensorsOnMeta(self.blanks):
+            with _TensorsOnMeta(self.tensors):
                 return copy.deepcopy(value, self.memo)
         except Exception:  # whatever a user's __deepcopy__ or __reduce__ raises
             while len(self.memo) > known:
@@ -327,16 +322,16 @@ class _Copy:
     def _by_attributes(self, value: Any) -> Any:
         try:
             attributes = vars(value)
-            twin = object.__new__(type(value))
+            copied = object.__new__(type(value))
         except TypeError:  # a lock, a file, a stream: an object of another language
             return self._kept(value, value)
-        self._kept(value, twin)
-        vars(twin).update({name: self.part(item) for name, item in attributes.items()})
-        return twin
+        self._kept(value, copied)
+        vars(copied).update({name: self.part(item) for name, item in attributes.items()})
+        return copied
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether nothing can change `value`: twins may have it too. Exactly these classes: others have attributes."""
+    """Whether nothing can change `value`: copies may have it too. Exactly these classes: others have attributes."""
     kind = type(value)
     return kind in _CONSTANTS or (kind is tuple and _CONSTANTS.issuperset(map(type, value)))
 
@@ -378,17 +373,17 @@ _COPIERS: dict[type, Callable[[_Copy, Any], Any]] = {
 
 
 class _TensorsOnMeta(TorchFunctionMode):
-    """While an object is deep-copied, tensors met in it become `meta` twins instead of copies."""
+    """While an object is deep-copied, tensors met in it become tensors on `meta` instead of real copies."""
 
-    def __init__(self, blanks: Blanks) -> None:
+    def __init__(self, tensors: MetaTensors) -> None:
         super().__init__()
-        self.blanks = weakref.proxy(blanks)
+        self.tensors = weakref.proxy(tensors)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             if func is torch.Tensor.__deepcopy__:
-                return self.blanks.tensor(args[0])
+                return self.tensors.tensor(args[0])
             if func is torch.Tensor.clone:
                 # Parameter.__deepcopy__ clones its data, and does not ask modes.
-                return self.blanks.data(args[0])
+                return self.tensors.data(args[0])
             return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Blank tensors: `meta` twins of real ones, with the same shape, strides, dtype, ties and flags, and no memory.
+"""Meta tensors in the place of real ones, with the same shape, strides, dtype, ties and flags, and no memory.
 
 Values that models look at stay known beside them (`memsize.constants.known`): those of small integer and boolean
 tensors, of small floating buffers and inputs, and of parameters that are one number.
@@ -27,7 +27,7 @@ _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 class Plain(NamedTuple):
-    """All that the blanks of an ordinary tensor need: one that fills its storage and has no attributes.
+    """All that the meta tensors of an ordinary tensor need: one that fills its storage and has no attributes.
 
     `value` is what is known of it, if anything; `storage` the address of its memory. It keeps its tensor alive, whose
     id it is found by.
@@ -43,8 +43,8 @@ class Plain(NamedTuple):
     value: torch.Tensor | None
 
 
-class Blanks:
-    """One copying pass over tensors. The memo is `copy.deepcopy`'s, so that each tensor has one twin however reached.
+class MetaTensors:
+    """One copying pass over tensors. The memo is `copy.deepcopy`'s, so that each tensor has one copy however reached.
 
     `copy_attribute` copies what hangs on a tensor as an attribute. `plain` is what earlier passes over the same tensors
     found out, and learns from this one.
@@ -60,7 +60,7 @@ class Blanks:
         """What these tables know by its address."""
 
     def tensor(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
-        """The one twin of `original`. `looked_at` is False where nobody reads its values, though they are small."""
+        """The one copy of `original`. `looked_at` is False where nobody reads its values, though they are small."""
         found: torch.Tensor | None = self.memo.get(id(original))
         if found is None:
             plain = self._plain.get(id(original))
@@ -73,12 +73,12 @@ class Blanks:
             self._alive.append(original)
         return found
 
-    def _learn(self, original: torch.Tensor, twin: torch.Tensor) -> None:
-        """Note how `twin` came about, where that is simple enough to be done again without looking at `original`."""
+    def _learn(self, original: torch.Tensor, copied: torch.Tensor) -> None:
+        """Note how `copied` came about, where that is simple enough to be done again without looking at `original`."""
         ordinary = type(original) in _PLAIN_TYPES and not original.is_nested and not original.is_quantized
         if not ordinary or vars(original) or not _fills_storage(original):
             return
-        value, is_parameter = known(twin), isinstance(twin, nn.Parameter)
+        value, is_parameter = known(copied), isinstance(copied, nn.Parameter)
         if value is None or _fills_storage(value):
             pristine = None if value is None else value.clone()
             layout = (original.shape, original.stride(), original.dtype, is_parameter, original.requires_grad)
@@ -86,17 +86,17 @@ class Blanks:
             self._plain[id(original)] = Plain(original, *layout, storage, pristine)
 
     def _again(self, plain: Plain) -> torch.Tensor:
-        twin = torch.empty_strided(plain.shape, plain.strides, dtype=plain.dtype, device="meta")
-        self._storages[plain.storage] = twin.untyped_storage()
+        copied = torch.empty_strided(plain.shape, plain.strides, dtype=plain.dtype, device="meta")
+        self._storages[plain.storage] = copied.untyped_storage()
         if plain.is_parameter:
-            twin = nn.Parameter(twin, plain.requires_grad)
+            copied = nn.Parameter(copied, plain.requires_grad)
         elif plain.requires_grad:
-            twin.requires_grad_()
+            copied.requires_grad_()
         if plain.value is None:
-            return twin
+            return copied
         value, cell = plain.value.clone(), Cell()
         self._values[plain.storage] = value.untyped_storage(), cell
-        return remember(twin, value, cell)
+        return remember(copied, value, cell)
 
     def data(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
         """A plain tensor in the place of `original`: no parameter, no leaf that requires a gradient."""
@@ -106,15 +106,15 @@ class Blanks:
             return self._sparse(original)
         if original.layout is not torch.strided or original.is_quantized or original.is_nested:
             return self._opaque(original)
-        twin = self._strided(original)
+        copied = self._strided(original)
         if original.is_meta:
             cell = cell_of(original)
             value = known(original)
-            return twin if cell is None or value is None else remember(twin, value.clone(), Cell(cell.assumed))
+            return copied if cell is None or value is None else remember(copied, value.clone(), Cell(cell.assumed))
         if not looked_at or not is_small(original):
-            return twin
+            return copied
         has_values = original.untyped_storage().device.type != "meta"  # a FakeTensor only seems to have some
-        return self._remembered(twin, original) if has_values else twin
+        return self._remembered(copied, original) if has_values else copied
 
     def _new(self, original: torch.Tensor, looked_at: bool) -> torch.Tensor:
         if is_lazy(original):
@@ -123,23 +123,23 @@ class Blanks:
             return lazy
         single = original.numel() == 1 or not original.is_floating_point()
         is_parameter = type(original) is nn.Parameter or isinstance(original, nn.Parameter)
-        twin = self.data(original, looked_at and (single or not is_parameter))
-        if is_parameter and (type(twin) is torch.Tensor or not isinstance(twin, nn.Parameter)):
-            twin = self._parameter(original, twin)
+        copied = self.data(original, looked_at and (single or not is_parameter))
+        if is_parameter and (type(copied) is torch.Tensor or not isinstance(copied, nn.Parameter)):
+            copied = self._parameter(original, copied)
         elif original.requires_grad:
-            twin.requires_grad_()
-        return twin
+            copied.requires_grad_()
+        return copied
 
     def _parameter(self, original: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """A parameter of the same class, since a library may look for its own (bitsandbytes), with its attributes."""
         kind = type(original)
         if kind in _PLAIN_TYPES:
-            twin: torch.Tensor = nn.Parameter(data, requires_grad=original.requires_grad)
+            copied: torch.Tensor = nn.Parameter(data, requires_grad=original.requires_grad)
         else:
-            twin = torch.Tensor._make_subclass(kind, data, original.requires_grad)
+            copied = torch.Tensor._make_subclass(kind, data, original.requires_grad)
         attributes = {name: self._copy_attribute(value) for name, value in vars(original).items()}
-        twin.__dict__.update(attributes | data.__dict__)
-        return twin
+        copied.__dict__.update(attributes | data.__dict__)
+        return copied
 
     def _wrapper(self, original: torch.Tensor) -> torch.Tensor:
         """A wrapper subclass (torchao, DTensor): its inner tensors on `meta`, put together again by its own class."""
@@ -156,8 +156,8 @@ class Blanks:
         make: Any = torch.sparse_coo_tensor if original.layout is torch.sparse_coo else torch.sparse_compressed_tensor
         parts = [self.data(getattr(original, name)(), False) for name in names]
         options = {} if original.layout is torch.sparse_coo else {"layout": original.layout}
-        twin: torch.Tensor = make(*parts, original.shape, device="meta", check_invariants=False, **options)
-        return twin._coalesced_(original.is_coalesced()) if original.layout is torch.sparse_coo else twin
+        copied: torch.Tensor = make(*parts, original.shape, device="meta", check_invariants=False, **options)
+        return copied._coalesced_(original.is_coalesced()) if original.layout is torch.sparse_coo else copied
 
     def _opaque(self, original: torch.Tensor) -> torch.Tensor:
         """Quantized, nested and MKL-DNN's tensors; those that `meta` cannot have are shared with the original."""
@@ -176,21 +176,21 @@ class Blanks:
                 self._storages[storage._cdata] = whole.untyped_storage()
                 return whole
             base = self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
-        # Not as_strided: the twin of a plain tensor must not be a view of anything in autograd's eyes.
+        # Not as_strided: the copy of a plain tensor must not be a view of anything in autograd's eyes.
         empty = torch.empty(0, dtype=original.dtype, device="meta")
         return empty.set_(base, original.storage_offset(), original.shape, original.stride())
 
-    def _remembered(self, twin: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    def _remembered(self, copied: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
         """Views of one small block keep sharing their values; of a large one each keeps a copy of its own."""
         storage = original.untyped_storage()
         if storage.nbytes() > 4 * original.numel() * original.element_size() + 1024:
-            return remember(twin, original.detach().cpu().clone())
+            return remember(copied, original.detach().cpu().clone())
         if storage._cdata not in self._values:
             self._values[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage), Cell()
         block, cell = self._values[storage._cdata]
         empty = torch.empty(0, dtype=original.dtype, device="cpu")
         value = empty.set_(block, original.storage_offset(), original.shape, original.stride())
-        return remember(twin, value, cell)
+        return remember(copied, value, cell)
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:

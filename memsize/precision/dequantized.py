@@ -19,7 +19,7 @@ from memsize.precision.layouts import Kernel
 
 
 def run_as(kernel: Kernel, modules: Iterable[nn.Module]) -> None:
-    """Let `modules` (of a twin, ours to change) run as a library's quantized ones do."""
+    """Let `modules` (of a copy that is ours to change) run as a library's quantized ones do."""
     for module in modules:
         if kernel == "no gradient":
             _without_gradient(module)

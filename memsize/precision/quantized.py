@@ -46,17 +46,17 @@ class Quantized:
     note: str = ""
 
 
-def apply_layout(twin: nn.Module, layout: Layout) -> Quantized:
-    """What `layout` would make of `twin`, whose replaced parameters stop requiring a gradient; `twin` keeps its shapes.
+def apply_layout(model: nn.Module, layout: Layout) -> Quantized:
+    """What `layout` would make of `model`, which keeps its shapes; its replaced parameters stop requiring a gradient.
 
     Raises `ScenarioError` when the layout covers nothing in the model, when the library would refuse it, or when the
     model already holds quantized tensors.
     """
-    _refuse_quantized(twin)
+    _refuse_quantized(model)
     replaced: dict[str, Parts] = {}
     left: dict[str, str] = {}
     converted: list[tuple[nn.Module, str]] = []
-    for path, module in twin.named_modules():
+    for path, module in model.named_modules():
         if not any(parameter is not None for parameter in module._parameters.values()):
             continue
         reason = _left_alone(module, path, layout)
@@ -68,7 +68,7 @@ def apply_layout(twin: nn.Module, layout: Layout) -> Quantized:
             converted += [(module, name) for name in parts]
     if not replaced:
         raise ScenarioError(_nothing(layout, left))
-    _freeze(twin, converted)
+    _freeze(model, converted)
     run_as(layout.kernel, dict.fromkeys(module for module, _ in converted))
     return Quantized(layout.name, replaced, left, layout.wrapper, layout.packed, layout.claims, note=layout.note)
 
@@ -87,20 +87,20 @@ def stored_under(tensors: tuple[StoredTensor, ...], quantized: Quantized) -> tup
     return tuple(_stored(tensor, quantized, owners, bytes_of) for tensor in tensors)
 
 
-def apply_torchao(twin: nn.Module, config_name: str) -> Quantized:
-    """Applies torchao's own `quantize_` to `twin` with its configuration class `config_name`, by its defaults.
+def apply_torchao(model: nn.Module, config_name: str) -> Quantized:
+    """Applies torchao's own `quantize_` to `model` with its configuration class `config_name`, by its defaults.
 
     Raises `ScenarioError` when torchao is missing, has no such configuration, or refuses this model.
     """
-    _refuse_quantized(twin)
+    _refuse_quantized(model)
     torchao = _torchao()
     config = _config(torchao, config_name)
     try:
         with _quiet():
-            torchao.quantize_(twin, config)
+            torchao.quantize_(model, config)
     except Exception as error:
         raise ScenarioError(f"torchao cannot apply {config_name} to this model: {_first_line(error)}") from error
-    return _read_back(twin, config_name)
+    return _read_back(model, config_name)
 
 
 # What a layout covers
@@ -152,11 +152,11 @@ def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
     return {name: parts for name, parts in found.items() if parts}
 
 
-def _freeze(twin: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
+def _freeze(model: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
     """Stops the converted parameters from requiring a gradient; whoever else holds one keeps the floating one."""
-    held = [(id(module), name) for module in twin.modules() for name in module._parameters]
+    held = [(id(module), name) for module in model.modules() for name in module._parameters]
     elsewhere = set(held) - {(id(module), name) for module, name in converted}
-    kept = {id(m._parameters[name]) for m in twin.modules() for name in m._parameters if (id(m), name) in elsewhere}
+    kept = {id(m._parameters[name]) for m in model.modules() for name in m._parameters if (id(m), name) in elsewhere}
     for module, name in converted:
         parameter = getattr(module, name)
         if id(parameter) in kept:
@@ -165,8 +165,8 @@ def _freeze(twin: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
             parameter.requires_grad_(False)
 
 
-def _refuse_quantized(twin: nn.Module) -> None:
-    held = next((t for t in stored_tensors(twin) if t.wrapper or t.spec.dtype.startswith(("qint", "quint"))), None)
+def _refuse_quantized(model: nn.Module) -> None:
+    held = next((t for t in stored_tensors(model) if t.wrapper or t.spec.dtype.startswith(("qint", "quint"))), None)
     if held:
         raise ScenarioError(f"the model is converted already: {held.name} is {held.wrapper or held.spec.dtype}")
 
@@ -248,17 +248,17 @@ def _config(torchao: ModuleType, name: str) -> Any:
     return config
 
 
-def _read_back(twin: nn.Module, config_name: str) -> Quantized:
-    replaced = {t.name: t.parts for t in stored_tensors(twin) if t.kind == "parameter" and t.wrapper}
+def _read_back(model: nn.Module, config_name: str) -> Quantized:
+    replaced = {t.name: t.parts for t in stored_tensors(model) if t.kind == "parameter" and t.wrapper}
     if not replaced:
         raise ScenarioError(f"torchao's {config_name} changed nothing: it converts Linear, of the shapes that suit it")
     left = {
         path: f"torchao's {config_name} left it alone"
-        for path, module in twin.named_modules()
+        for path, module in model.named_modules()
         if any(p is not None for p in module._parameters.values())
         and not any(p is not None and wrapper_name(p) for p in module._parameters.values())
     }
-    wrapper = next(t.wrapper for t in stored_tensors(twin) if t.wrapper) or "torchao"
+    wrapper = next(t.wrapper for t in stored_tensors(model) if t.wrapper) or "torchao"
     return Quantized(f"torchao:{config_name}", replaced, left, wrapper, modelled=False)
 
 

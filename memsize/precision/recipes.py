@@ -1,4 +1,4 @@
-"""How a scenario acts on a twin: casts, autocast regions, apex's levels, quantized storage.
+"""How a scenario changes a copy of a model: casts, autocast regions, apex's levels, quantized storage.
 
 Sources: `torch.nn.Module.half` (casts floating parameters and buffers, nothing else), torch.amp's documentation,
 apex.amp's `opt_levels` and `_initialize` (what O0 to O3 cast, and that O2 and O3 cast inputs down and outputs to
@@ -30,13 +30,13 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A twin made ready for a scenario.
+    """A copy of a model made ready for a scenario.
 
     `floating` is the dtype that floating inputs come in (None: as they are), `autocast` the region of its forwards.
-    `rewrite` says how the scenario stores the twin's tensors, `sizes` what replaced parameters take, by name.
+    `rewrite` says how the scenario stores the model's tensors, `sizes` what replaced parameters take, by name.
     """
 
-    twin: nn.Module
+    model: nn.Module
     floating: torch.dtype | None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     rewrite: Callable[[tuple[StoredTensor, ...]], tuple[StoredTensor, ...]] = lambda tensors: tensors
@@ -44,19 +44,19 @@ class Recipe:
     quantized: Quantized | None = None
 
 
-def apply_scenario(twin: nn.Module, scenario: Scenario) -> Recipe:
-    """`twin` (ours to change) as `scenario` stores and runs it; raises `ScenarioError` with the reason if it can't."""
+def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
+    """`model` (ours to change) as `scenario` stores and runs it; raises `ScenarioError` with the reason if it can't."""
     if scenario.recipe == "quantized":
-        return _quantized(twin, scenario)
+        return _quantized(model, scenario)
     if scenario.dtype is not None:
-        _cast(twin, _dtype(scenario.dtype), scenario.keep_norms)
+        _cast(model, _dtype(scenario.dtype), scenario.keep_norms)
     if scenario.cast_io:
-        _cast_inputs_and_outputs(twin, _dtype(scenario.dtype))
-    floating = _dtype(scenario.dtype) if scenario.recipe == "cast" or scenario.autocast else floating_dtype(twin)
+        _cast_inputs_and_outputs(model, _dtype(scenario.dtype))
+    floating = _dtype(scenario.dtype) if scenario.recipe == "cast" or scenario.autocast else floating_dtype(model)
     if scenario.recipe == "apex":
         floating = torch.float32
     autocast = partial(autocast_region, _dtype(scenario.autocast)) if scenario.autocast else nullcontext
-    return Recipe(twin, floating, autocast, _with_masters if scenario.master_weights else _as_held)
+    return Recipe(model, floating, autocast, _with_masters if scenario.master_weights else _as_held)
 
 
 def _as_held(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:
@@ -86,26 +86,26 @@ def _dtype(name: str | None) -> torch.dtype:
     return found
 
 
-def _cast(twin: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
+def _cast(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
     try:
         if keep_norms:
-            _cast_all_but_norms(twin, dtype)
+            _cast_all_but_norms(model, dtype)
         else:
-            _cast_floating(twin, dtype)
+            _cast_floating(model, dtype)
     except Exception as error:  # a wrapper subclass may raise anything when it is asked to change its dtype
         raise ScenarioError(f"the model's tensors cannot be cast to {dtype}: {str(error).splitlines()[0]}") from error
 
 
-def _cast_floating(twin: nn.Module, dtype: torch.dtype) -> None:
+def _cast_floating(model: nn.Module, dtype: torch.dtype) -> None:
     """What `Module.half` and its like do. `Module.to` would also make complex tensors real."""
-    if _has_only(twin, dtype):
+    if _has_only(model, dtype):
         return
-    twin._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def _has_only(twin: nn.Module, dtype: torch.dtype) -> bool:
+def _has_only(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a cast to `dtype` changes nothing. What a module with an `_apply` of its own casts, we don't know."""
-    for module in twin.modules():
+    for module in model.modules():
         if type(module)._apply is not nn.Module._apply or "_apply" in vars(module):
             return False
         for own in (module._parameters, module._buffers):
@@ -119,11 +119,11 @@ def _is_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return type(tensor) in _PLAIN and (tensor.dtype is dtype or not tensor.is_floating_point())
 
 
-def _cast_all_but_norms(twin: nn.Module, dtype: torch.dtype) -> None:
+def _cast_all_but_norms(model: nn.Module, dtype: torch.dtype) -> None:
     """apex's `convert_network`: batch norms with parameters of their own stay float32."""
     cast: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
-    _cast_floating(twin, torch.float32)
-    for module in twin.modules():
+    _cast_floating(model, torch.float32)
+    for module in model.modules():
         if not (isinstance(module, _BatchNorm) and module.affine):
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -132,29 +132,29 @@ def _cast_all_but_norms(twin: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = None if buffer is None else cast(buffer)
 
 
-def _cast_inputs_and_outputs(twin: nn.Module, dtype: torch.dtype) -> None:
+def _cast_inputs_and_outputs(model: nn.Module, dtype: torch.dtype) -> None:
     """apex's patched forward: floating inputs cast down on the way in, outputs cast to float32 on the way out."""
-    forward = twin.forward
+    forward = model.forward
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         result = forward(*cast_floating(args, dtype), **cast_floating(kwargs, dtype))
         return cast_floating(result, torch.float32)
 
-    twin.forward = patched
+    model.forward = patched
 
 
-def _quantized(twin: nn.Module, scenario: Scenario) -> Recipe:
+def _quantized(model: nn.Module, scenario: Scenario) -> Recipe:
     layout = scenario.layout or ""
     if layout.startswith(TORCHAO):
-        quantized = apply_torchao(twin, layout[len(TORCHAO) :])
-        return Recipe(twin, floating_dtype(twin), quantized=quantized)
+        quantized = apply_torchao(model, layout[len(TORCHAO) :])
+        return Recipe(model, floating_dtype(model), quantized=quantized)
     if LAYOUTS[layout].packed:
         # torch.ao converts float32 modules only; the others quantize a model in the dtype it has.
-        twin.to(torch.float32)
-    quantized = apply_layout(twin, LAYOUTS[layout])
+        model.to(torch.float32)
+    quantized = apply_layout(model, LAYOUTS[layout])
     return Recipe(
-        twin,
-        floating_dtype(twin) or torch.float32,
+        model,
+        floating_dtype(model) or torch.float32,
         rewrite=partial(stored_under, quantized=quantized),
         sizes={name: sum(part.bytes for part in parts) for name, parts in quantized.replaced.items()},
         quantized=quantized,

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from memsize.records.trace import Event, Layer, Output, Role, StoredTensor, Trace
+from memsize.records.roles import Role
+from memsize.records.trace import Event, Layer, Output, StoredTensor, Trace
 
 COUNTED = ("parameter", "packed")
 """The kinds of tensor that count as parameters: registered ones, and the weights inside packed objects."""

@@ -20,7 +20,10 @@ from memsize.errors import InputError
 from memsize.records.trace import Trace
 from memsize.units import Bytes
 
-SCHEMA = "memsize.trace/1"
+SCHEMA = "memsize.trace/2"
+"""What `encode` writes. /2 added the streams of storages, the roots, and the world."""
+READ = ("memsize.trace/1", SCHEMA)
+"""What `decode` takes."""
 
 Convert = Callable[[Any], Any]
 
@@ -42,9 +45,9 @@ def encode(trace: Trace) -> dict[str, Any]:
 
 
 def decode(data: object) -> Trace:
-    """The trace that `data` encodes; raises `InputError` when it is not a trace of this version."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    """The trace that `data` encodes; raises `InputError` when it is not a trace of a version in `READ`."""
+    found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    if not isinstance(data, dict) or found not in READ:
         raise InputError(f"not a memsize trace: expected schema {SCHEMA!r}, found {found!r}")
     try:
         trace: Trace = coder(Trace).read({key: value for key, value in data.items() if key != "schema"})

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card
-from memsize.records.trace import InputTensor, Role, TensorSpec, Trace
+from memsize.records.roles import Role
+from memsize.records.trace import InputTensor, TensorSpec, Trace
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from memsize.records.trace import Role
+from memsize.records.roles import Role
 
 DEFAULT_GPU: Final = "A100 40GB"
 """The GPU that is simulated where none is named."""

@@ -107,7 +107,7 @@ SCHEMA: Final = "memsize.measurement/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class MeasuredWorkload:
     """What was run: which model on which inputs, under which scenario, and how it was trained (optimizer None: not).
 
     `steps` is how many were run up to the one that was looked at; `seed` that of every generator before the first.
@@ -199,7 +199,7 @@ class Measurement:
     most of any plan.
     """
 
-    workload: Workload
+    workload: MeasuredWorkload
     stack: Stack
     peaks: Peaks | None = None
     steady: Peaks | None = None

@@ -1,35 +1,51 @@
-"""The one table of roles, in the order in which they are stacked and listed: what stays longest first."""
+"""The one table of roles, in the order in which they are stacked and listed: what stays longest first.
+
+A new role is one more entry. Everything that reads a trace takes it from here, and a file that names another is refused
+(`memsize.records.codec`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
-
-from memsize.records.trace import Role
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 
 class RoleTitle(NamedTuple):
-    """What the bytes of a role are called together, and how much a table wants to show them (the most: 60)."""
+    """How a role is shown: what its bytes are called together, how much a table wants to show them (the most: 60), and
+    their colour on a light page and on a dark one.
+    """
 
     noun: str
     weight: int
+    colours: tuple[str, str]
 
 
-TITLES: Final[dict[Role, RoleTitle]] = {
-    "parameter": RoleTitle("parameters", 60),
-    "buffer": RoleTitle("buffers", 35),
-    "master weight": RoleTitle("master weights", 54),
-    "optimizer state": RoleTitle("optimizer state", 56),
-    "workspace": RoleTitle("workspaces", 40),
-    "gradient": RoleTitle("gradients", 58),
-    "input": RoleTitle("inputs", 20),
-    "activation": RoleTitle("activations", 59),
-    "cast copy": RoleTitle("cast copies", 50),
-    "output": RoleTitle("outputs", 30),
-    "temporary": RoleTitle("temporaries", 57),
+TITLES: Final[dict[str, RoleTitle]] = {
+    "parameter": RoleTitle("parameters", 60, ("#4a78b0", "#5b8cc8")),
+    "buffer": RoleTitle("buffers", 35, ("#9cc0e0", "#86a9c9")),
+    "master weight": RoleTitle("master weights", 54, ("#2c4a73", "#3c639a")),
+    "optimizer state": RoleTitle("optimizer state", 56, ("#5aa6a0", "#4f9a94")),
+    "workspace": RoleTitle("workspaces", 40, ("#b4b4ac", "#6f7376")),
+    "gradient": RoleTitle("gradients", 58, ("#d9605a", "#cf5f5a")),
+    "input": RoleTitle("inputs", 20, ("#8d6e63", "#9d8276")),
+    "activation": RoleTitle("activations", 59, ("#f0a848", "#dd9538")),
+    "cast copy": RoleTitle("cast copies", 50, ("#e9d25b", "#cdb845")),
+    "output": RoleTitle("outputs", 30, ("#a678b8", "#9a70ab")),
+    "temporary": RoleTitle("temporaries", 57, ("#7cb564", "#6aa353")),
 }
 
-ROLES: Final[tuple[Role, ...]] = tuple(TITLES)
+ROLES: Final = tuple(TITLES)
+_PLACES: Final = {role: place for place, role in enumerate(ROLES)}
+
+if TYPE_CHECKING:
+    Role = str  # a type checker cannot read the table
+else:
+    Role = Literal[ROLES]
+"""What a storage is for. It has one role, so the roles of live storages add up to the live total.
+
+An `activation` is kept for backward; an `output` is the model's own, and not kept; a `cast copy` is autocast's (or a
+wrapper's) copy of a parameter in another dtype, kept or not; a `temporary` is everything that an op made on the way.
+"""
 
 
 def noun(role: Role) -> str:
@@ -38,6 +54,5 @@ def noun(role: Role) -> str:
 
 
 def in_order(roles: Iterable[Role]) -> list[Role]:
-    """`roles`, each once, in the order of the table."""
-    found = set(roles)
-    return [role for role in ROLES if role in found]
+    """`roles`, each once, in the order of the table; raises KeyError for one that it lacks."""
+    return sorted(set(roles), key=_PLACES.__getitem__)

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from memsize.errors import InputError
 from memsize.records.answer import Drawable, FlatTable
-from memsize.records.roles import ROLES
-from memsize.records.trace import Role
+from memsize.records.roles import ROLES, Role
 
 SCHEMA: Final = "memsize.timeline/1"
 

@@ -1,32 +1,18 @@
 """The frozen record of one run of one model under one scenario. Only `tracing` makes a `Trace`; nothing changes it.
 
+A run may have several root modules, each traced as a model of its own (a generator and its discriminator), and may be
+that of one process among many.
+
 Sizes are exact integers in bytes. A dtype is torch's own name without the prefix (``"float32"``). A path is a module's
 qualified name, ``""`` for the model itself. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Role = Literal[
-    "parameter",
-    "buffer",
-    "input",
-    "output",
-    "activation",
-    "cast copy",
-    "gradient",
-    "optimizer state",
-    "master weight",
-    "temporary",
-    "workspace",
-]
-"""What a storage is for. It has one role, so the roles of live storages always add up to the live total.
-
-An `activation` is kept for backward; an `output` is the model's own, and not kept; a `cast copy` is autocast's (or a
-wrapper's) copy of a parameter in another dtype, kept or not; a `temporary` is everything that an op made on the way.
-"""
+from memsize.records.roles import Role
 
 Kind = Literal["parameter", "buffer", "attribute", "packed", "master"]
 """How a tensor is held: registered, as a plain attribute, inside a packed object of a quantized module; or, outside the
@@ -88,6 +74,8 @@ class Layer:
     output_bytes: int
     saved_bytes: int
     cast_bytes: int
+    root: int = 0
+    """Which of `Trace.roots` it belongs to. Where there are several, `path` begins with the root's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +132,10 @@ class StoredTensor:
 
 
 class Storage(NamedTuple):
-    """One block of memory of the run. `layer` and `saved_by` index `Trace.layers`; -1 is none."""
+    """One block of memory of the run. `layer` and `saved_by` index `Trace.layers`; -1 is none.
+
+    `stream` is the CUDA stream that it is allocated on: the caching allocator reuses a block on its own stream only.
+    """
 
     bytes: int
     role: Role
@@ -153,6 +144,7 @@ class Storage(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     saved_by: int
+    stream: int = 0
 
 
 class Event(NamedTuple):
@@ -190,8 +182,16 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class World:
+    """Which process the run is that of: `rank` of `size`."""
+
+    size: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
-    """Everything one run showed. `layers` is in registration order, the model itself first."""
+    """Everything one run showed. `layers` is in registration order, the model itself first; so is each further root."""
 
     model: str
     scenario: str
@@ -211,4 +211,12 @@ class Trace:
     cudnn: str | None = None
     """The release of cuDNN that was asked for the workspaces of convolutions; None where they are estimated, or where
     no convolution was met."""
-    failure: Failure | None = field(default=None)
+    failure: Failure | None = None
+    roots: tuple[str, ...] = ("",)
+    """The names of the root modules: ``""`` for the only one."""
+    world: World = World()
+
+    @property
+    def streams(self) -> dict[int, int]:
+        """The stream of each storage that is not on stream 0, as `memsize.device.allocator.replay` takes them."""
+        return {index: storage.stream for index, storage in enumerate(self.storages) if storage.stream}

@@ -5,13 +5,12 @@ What a pointer rests on says what it is: a phase, a layer's stretch of events, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from memsize.records.roles import noun
+from memsize.records.roles import TITLES, Role, noun
 from memsize.records.timeline import Timeline
-from memsize.records.trace import Role
 from memsize.render.cells import MODEL, draw_bytes, shorten_path
 from memsize.units import DECIMAL, UNITS, format_bytes
 
@@ -21,21 +20,6 @@ MARKS: Final = 120
 """How many stretches of layers are marked below the plot."""
 STRETCHES: Final = 400
 """How many a pointer can tell apart."""
-
-COLOURS: Final[Mapping[Role, tuple[str, str]]] = {
-    "parameter": ("#4a78b0", "#5b8cc8"),
-    "buffer": ("#9cc0e0", "#86a9c9"),
-    "master weight": ("#2c4a73", "#3c639a"),
-    "optimizer state": ("#5aa6a0", "#4f9a94"),
-    "workspace": ("#b4b4ac", "#6f7376"),
-    "gradient": ("#d9605a", "#cf5f5a"),
-    "input": ("#8d6e63", "#9d8276"),
-    "activation": ("#f0a848", "#dd9538"),
-    "cast copy": ("#e9d25b", "#cdb845"),
-    "output": ("#a678b8", "#9a70ab"),
-    "temporary": ("#7cb564", "#6aa353"),
-}
-"""The colour of a role on a light page and on a dark one."""
 
 
 class Box(NamedTuple):
@@ -72,7 +56,7 @@ def picture(found: Timeline, unit: str) -> dict[str, Any]:
     lines = {"allocated": found.allocated, "reserved": found.reserved}
     return {
         "frame": frame,
-        "colours": {role: COLOURS[role] for role in found.live},
+        "colours": {role: TITLES[role].colours for role in found.live},
         "areas": list(_areas(found, frame, moments, edges, unit)),
         "lines": {name: _points(_outline(edges, _drawn(column, moments, frame))) for name, column in lines.items()},
         "ticks": [(frame.y(size), draw_bytes(size, unit)) for size in _ticks(frame.most, unit)],

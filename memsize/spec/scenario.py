@@ -68,7 +68,7 @@ _TABLE = (
 SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in _TABLE}
 DEFAULT = ("as-given", "fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", "int8-weight")
 TORCHAO = "torchao:"
-"""A scenario `torchao:Int8WeightOnlyConfig` applies that torchao configuration itself to the twin."""
+"""A scenario `torchao:Int8WeightOnlyConfig` applies that torchao configuration itself."""
 
 
 def select(names: str | Iterable[str] | None) -> tuple[Scenario, ...]:

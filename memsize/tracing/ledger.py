@@ -19,7 +19,8 @@ from memsize.cuda.kernels import kernel_copies, kernel_temporaries
 from memsize.cuda.matmul import CUBLAS, CUBLASLT
 from memsize.cuda.registry import Temporary
 from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors
-from memsize.records.trace import Event, Role, Storage
+from memsize.records.roles import Role
+from memsize.records.trace import Event, Storage
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import DETACH, Answers, answers_itself
 

@@ -1,8 +1,8 @@
 """Which module is running, and what each module took and returned.
 
 Every call of a module passes through `nn.Module._wrapped_call_impl`, which first asks the instance for a
-`_compiled_call_impl`. The twin is ours, so each of its modules gets one that steps into the layer, makes the ordinary
-call, and steps out. Forward hooks would do the same, but a module that has some leaves its fused paths
+`_compiled_call_impl`. The model that runs is our copy, so each of its modules gets one that steps into the layer, makes
+the ordinary call, and steps out. Forward hooks would do the same, but a module that has some leaves its fused paths
 (`nn.TransformerEncoder`), and `torch.nn` then takes its slow route through every call.
 """
 
@@ -64,11 +64,11 @@ class Running:
 
 
 class Calls:
-    """The modules of one twin, and their calls as the ledger's clock sees them."""
+    """The modules of one model, and their calls as the ledger's clock sees them."""
 
-    def __init__(self, twin: nn.Module, ledger: Ledger) -> None:
+    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.seen = [_seen(path, module) for path, module in twin.named_modules()]
+        self.seen = [_seen(path, module) for path, module in model.named_modules()]
         self.entered: list[tuple[int, int]] = []
         """Of each call of the first forward: which module was running, and which was called; in order."""
         self.failed: Running | None = None
@@ -81,7 +81,7 @@ class Calls:
 
     @contextmanager
     def watched(self, inner: bool = True) -> Iterator[None]:
-        """While open, the twin's modules report their calls; without the `inner` ones only the model itself does."""
+        """While open, the model's modules report their calls; without the `inner` ones only the model itself does."""
         watched = self.seen if inner else self.seen[:1]
         for index, seen in enumerate(watched):
             vars(seen.module)["_compiled_call_impl"] = self._call(index, seen.module)

@@ -1,4 +1,4 @@
-"""Runs of one twin under one scenario, as a `Trace`: what every run shares, and the plain forward."""
+"""Runs of one model under one scenario, as a `Trace`: what every workload shares."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from memsize.cuda.semantics import CUDNN
 from memsize.errors import ForwardError
 from memsize.internals.isolation import undisturbed
 from memsize.internals.pytree import tensors_in
-from memsize.model.inputs import Call, input_tensors
+from memsize.model.inputs import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors
 from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
+from memsize.spec.subject import Call
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
 from memsize.tracing.ledger import Ledger, Workspaces, resizes_seen
@@ -41,18 +42,19 @@ def gpu_semantics(ledger: Ledger, capability: tuple[int, int] = (8, 0), cudnn: i
 
 @dataclass(frozen=True)
 class Setup:
-    """What to run: a twin that is ours to run, its arguments, and the regions that it runs in.
+    """What to run: a copy of the user's model that is ours to run and to change, its arguments, and the regions that it
+    runs in. `name` is what the user calls the model.
 
     `semantics` is open during the whole run and may tell the ledger of cast copies, `autocast` during forwards and
-    losses. `rewrite` says how the scenario stores the twin's tensors where that is not how the twin itself holds them,
-    and `sizes` what such parameters take, by name. `stored` finds what the twin stores. `masters` asks for float32
+    losses. `rewrite` says how the scenario stores the model's tensors where that is not how `model` itself holds them,
+    and `sizes` what such parameters take, by name. `stored` finds what the model stores. `masters` asks for float32
     master weights in the optimizer, `scaled` for a GradScaler; `buckets` are those of distributed training,
     `workspaces` those of the GPU that is meant. `listener` hears of the calls that the run showed.
     """
 
-    model: str
+    name: str
     scenario: str
-    twin: nn.Module
+    model: nn.Module
     call: Call
     training: bool
     batch_size: int | None = None
@@ -76,17 +78,17 @@ def stored_only(name: str, model: nn.Module) -> Trace:
 
 
 class Run:
-    """One twin, its ledger and its calls: opened once with `recording`, then read as a `trace`."""
+    """One model that runs, its ledger and its calls: opened once with `recording`, then read as a `trace`."""
 
     def __init__(self, setup: Setup, enter: bool = True, tables: bool = True) -> None:
         self.setup = setup
         self.result: Any = None
         if enter:
-            in_mode(setup.twin, setup.training)
-            give_shapes(setup.twin, setup.call, setup.training, setup.device)
-        self.tensors = setup.stored(setup.twin) if tables else ()
+            in_mode(setup.model, setup.training)
+            give_shapes(setup.model, setup.call, setup.training, setup.device)
+        self.tensors = setup.stored(setup.model) if tables else ()
         self.ledger = Ledger(setup.device, setup.workspaces)
-        self.calls = Calls(setup.twin, self.ledger)
+        self.calls = Calls(setup.model, self.ledger)
         self._notes: list[str] = []
         if enter:
             self._enter_inputs()
@@ -120,7 +122,7 @@ class Run:
         tensors = self.tensors if failure or not self.calls.complete else self._with_use()
         tensors = setup.rewrite(tensors)
         trace = Trace(
-            model=setup.model,
+            model=setup.name,
             scenario=setup.scenario,
             training=setup.training,
             batch_size=setup.batch_size,
@@ -164,7 +166,7 @@ class Run:
         """
         ledger = self.ledger
         held: dict[str, torch.Tensor] = {}
-        for path, module in self.setup.twin.named_modules(remove_duplicate=False):
+        for path, module in self.setup.model.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             for own in (module._parameters, module._buffers):
                 for name, tensor in own.items():
@@ -181,21 +183,21 @@ class Run:
         return tuple(map(seen, self.tensors))
 
 
-def give_shapes(twin: nn.Module, call: Call, training: bool, device: str = "meta", always: bool = False) -> None:
+def give_shapes(model: nn.Module, call: Call, training: bool, device: str = "meta", always: bool = False) -> None:
     """One forward ahead of any run, in which lazy modules learn their shapes; why it fails is for the run to say.
 
     `always` makes it for any model: for one that registers modules in its forward.
     """
-    if always or wants_shapes(twin):
+    if always or wants_shapes(model):
         with suppress(Exception), undisturbed(), torch.no_grad(), Ledger(device):
-            twin.train(training)(*call[0], **call[1])
+            model.train(training)(*call[0], **call[1])
 
 
-def wants_shapes(twin: nn.Module) -> bool:
+def wants_shapes(model: nn.Module) -> bool:
     """Whether a parameter or buffer has no shape yet. Asked before every run, hence without `parameters()`, which looks
     for ties.
     """
-    for module in twin.modules():
+    for module in model.modules():
         for own in (module._parameters, module._buffers):
             if any(tensor is not None and is_lazy(tensor) for tensor in own.values()):
                 return True

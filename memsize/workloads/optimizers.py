@@ -1,4 +1,4 @@
-"""Optimizers on a twin, as CUDA would have them."""
+"""Optimizers on a meta copy, as CUDA would have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training steps of one twin, as a `Trace`: forward, loss, backward and optimizer, several times over.
+"""Training steps of one model, as a `Trace`: forward, loss, backward and optimizer, several times over.
 
 Everything is PyTorch's own: autograd runs the backward, `torch.optim` the update, `torch.amp` the scaling. The user's
 own loop runs the same way: the phases are read off the engine and the optimizers' hooks, not off our loop.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,46 +19,64 @@ from memsize.records.trace import Trace
 from memsize.spec.training import Training
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Run, Setup
+from memsize.workloads.forward import Inference
 from memsize.workloads.losses import Losses
 from memsize.workloads.optimizers import as_on_cuda, make_optimizer, steps_watched
 
 Body = Callable[..., Any]
 
 
-def run_training(setup: Setup, training: Training) -> Trace:
-    """The trace of `training.steps` steps. Raises `ForwardError` when the model's code fails in any of them."""
-    run = Run(setup)
-    with run.recording(), _as_trained(run):
-        body = Loop(run.setup, run.ledger, training)
-        for step in range(1, training.steps + 1):
-            run.ledger.clock.step = step
-            with run.ledger.clock.during("step"):
-                body()
-        run.note(f"the loss is {_LOSS_NAMES.get(body.losses.name, body.losses.name)}")
-    return run.trace()
+@dataclass(frozen=True, slots=True)
+class TrainingSteps:
+    """The usual steps with these options, `options.steps` of them."""
+
+    options: Training
+
+    def run(self, setup: Setup) -> Trace:
+        run = Run(setup)
+        with run.recording(), _as_trained(run):
+            body = Loop(setup, run.ledger, self.options)
+            for step in range(1, self.options.steps + 1):
+                run.ledger.clock.step = step
+                with run.ledger.clock.during("step"):
+                    body()
+            run.note(f"the loss is {_LOSS_NAMES.get(body.losses.name, body.losses.name)}")
+        return run.trace()
 
 
-def run_own_step(setup: Setup, step: Callable[..., Any], steps: int) -> Trace:
-    """The trace of the user's own loop body.
+@dataclass(frozen=True, slots=True)
+class OwnLoop:
+    """The user's own loop.
 
-    `step(model)` is called once with the twin and returns the body, which is called `steps` times with the inputs; what
-    it makes outside the body (optimizer, scaler, averaged copy) is there from the first step on.
+    `make_body(model)` is called once with a copy of the user's model and returns the body, which is called `steps`
+    times with the inputs; what it makes outside the body (optimizer, scaler, averaged copy) is there from the first
+    step on.
     """
-    run = Run(setup)
-    args, kwargs = setup.call
-    with run.recording(), _as_trained(run):
-        body = step(setup.twin)
-        for number in range(1, steps + 1):
-            run.ledger.clock.step = number
-            with run.ledger.clock.during("step"), setup.autocast():
-                body(*args, **kwargs)
-    return run.trace()
+
+    make_body: Callable[[nn.Module], Body]
+    steps: int = 3
+
+    def run(self, setup: Setup) -> Trace:
+        run = Run(setup)
+        args, kwargs = setup.call
+        with run.recording(), _as_trained(run):
+            body = self.make_body(setup.model)
+            for number in range(1, self.steps + 1):
+                run.ledger.clock.step = number
+                with run.ledger.clock.during("step"), setup.autocast():
+                    body(*args, **kwargs)
+        return run.trace()
+
+
+def step_workload(training: Training | None) -> Inference | TrainingSteps:
+    """Training steps with these options; where none are asked for, one inference."""
+    return Inference() if training is None else TrainingSteps(training)
 
 
 @contextmanager
 def _as_trained(run: Run) -> Iterator[None]:
     """Gradient mode, optimizers as on CUDA, and gradients marked as they are accumulated."""
-    trained, buckets = _trainable(run.setup.twin), run.setup.buckets
+    trained, buckets = _trainable(run.setup.model), run.setup.buckets
     handles = [p.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for p in trained]
     held = buckets.hold(trained, run.ledger) if buckets else []
     try:
@@ -91,7 +110,7 @@ class Loop:
         self.setup = setup
         self.training = training
         self.ledger = ledger
-        self.parameters = _trainable(setup.twin)
+        self.parameters = _trainable(setup.model)
         self.masters = _master_copies(self.parameters, self.ledger) if setup.masters else None
         self.optimizer = make_optimizer(training.optimizer, self._updated())
         self.losses = Losses(training.loss, self.ledger)
@@ -123,7 +142,7 @@ class Loop:
     def _forward_and_backward(self) -> None:
         args, kwargs = self.setup.call
         with self.setup.autocast():
-            output = self.setup.twin(*args, **kwargs)
+            output = self.setup.model(*args, **kwargs)
             with self.ledger.clock.during("loss"):
                 loss = self.losses(output)
                 if self.training.accumulate > 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from memsize.analysis.findings.evidence import Evidence
 from memsize.records.finding import Finding
 from memsize.records.gpu import Outlook
-from memsize.records.trace import Role
+from memsize.records.roles import Role
 from memsize.units import Bytes
 
 _STATES: tuple[Role, ...] = ("parameter", "gradient", "optimizer state", "master weight")

@@ -26,7 +26,8 @@ from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
 from memsize.records.fit import Budget, Fit, FitRow, Remedied, Status
-from memsize.records.trace import Role, Trace
+from memsize.records.roles import Role
+from memsize.records.trace import Trace
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.training import Training
 from memsize.tracing.run import stored_only

@@ -13,7 +13,7 @@ from typing import Final, Literal
 from memsize.analysis.fit.footprint import Footprint, phase_name
 from memsize.analysis.fit.forecast import Forecast
 from memsize.errors import ForwardError
-from memsize.records.trace import Role
+from memsize.records.roles import Role
 
 Kind = Literal["autocast", "activations", "peak"]
 FARTHEST: Final = 2**16

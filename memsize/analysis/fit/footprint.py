@@ -12,7 +12,8 @@ from memsize.device.allocator import Replay, replay
 from memsize.device.config import SEGMENT_STEP, AllocatorConfig
 from memsize.records.aggregates import alive
 from memsize.records.fit import Alike, Bind
-from memsize.records.trace import Role, TensorSpec, Trace
+from memsize.records.roles import Role
+from memsize.records.trace import TensorSpec, Trace
 
 
 class Replays:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from memsize.analysis.fit.footprint import Footprint
 from memsize.device.allocator import replay
 from memsize.errors import InputError
-from memsize.records.trace import Role
+from memsize.records.roles import Role
 
 if TYPE_CHECKING:
     import numpy as np

@@ -35,7 +35,7 @@ LARGE = 8192
 
 def chunk_the_head(setup: Setup) -> Setup:
     """Let the head return the loss itself, computed part by part, in place of its logits."""
-    head = _head(setup.twin)
+    head = _head(setup.model)
     forward = head.forward
 
     def part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -119,9 +119,9 @@ _IN_PLACE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.Hardtanh, nn.R
 
 def recompute_blocks(setup: Setup) -> Setup:
     """Checkpoint each of the repeated blocks: it keeps its input, and runs again in backward."""
-    for block in repeated_blocks(setup.twin):
+    for block in repeated_blocks(setup.model):
         block.forward = _checkpointed(block.forward)
-    config = getattr(setup.twin, "config", None)
+    config = getattr(setup.model, "config", None)
     if getattr(config, "use_cache", False):
         # Running a block twice would also write its keys and values to the cache twice.
         config.use_cache = False  # type: ignore[union-attr]
@@ -156,7 +156,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def write_in_place(setup: Setup) -> Setup:
     """Let activations write over their input, where a backward without it exists."""
-    found = [module for module in setup.twin.modules() if isinstance(module, _IN_PLACE) and not module.inplace]
+    found = [module for module in setup.model.modules() if isinstance(module, _IN_PLACE) and not module.inplace]
     if not found:
         raise NotApplicable("no activation module has an in-place form that it doesn't use already")
     for module in found:
@@ -166,11 +166,11 @@ def write_in_place(setup: Setup) -> Setup:
 
 def freeze_all_but_head(setup: Setup) -> Setup:
     """Train the last module with parameters only."""
-    owners = [module for module in setup.twin.modules() if module._parameters]
+    owners = [module for module in setup.model.modules() if module._parameters]
     trained = [module for module in owners if any(p.requires_grad for p in module.parameters(recurse=False))]
     if len(trained) < 2:
         raise NotApplicable("one module is trained at most")
-    _freeze(setup.twin)
+    _freeze(setup.model)
     for parameter in trained[-1].parameters(recurse=False):
         parameter.requires_grad_(True)
     return setup
@@ -183,10 +183,10 @@ class LowRank:
     rank: int
 
     def __call__(self, setup: Setup) -> Setup:
-        linears = list(_linears(setup.twin))
+        linears = list(_linears(setup.model))
         if not linears:
             raise NotApplicable("the model has no linear layer")
-        _freeze(setup.twin)
+        _freeze(setup.model)
         for module, inside, outside in linears:
             self._adapt(module, inside, outside)
         return setup

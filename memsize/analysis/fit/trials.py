@@ -11,24 +11,24 @@ from torch import nn
 
 from memsize.analysis.fit.case import Case
 from memsize.analysis.fit.footprint import Footprint, Replays, pairs_of
-from memsize.analysis.runner import Study
+from memsize.analysis.runner import Runner
 from memsize.constants.known import known, remember
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError
 from memsize.internals.pytree import map_tensors
-from memsize.model.inputs import Call, Feed, input_tensors
+from memsize.model.inputs import ModelInputs, input_tensors
 from memsize.records.trace import InputTensor, Trace
+from memsize.spec.subject import Call
 from memsize.spec.vary import Place, Vary
 from memsize.tracing.run import Setup
-from memsize.workloads.inference import run_inference
-from memsize.workloads.training import run_training
+from memsize.workloads.training import step_workload
 
 
 class Trials:
     """The runs of one model by case and size. `count` is how many were made, refused ones too."""
 
     def __init__(
-        self, name: str, model: nn.Module, feed: Feed, training: bool, vary: Vary, say: Callable[[str], None]
+        self, name: str, model: nn.Module, feed: ModelInputs, training: bool, vary: Vary, say: Callable[[str], None]
     ) -> None:
         self.name = name
         self.model = model
@@ -43,7 +43,7 @@ class Trials:
         self._runs: dict[tuple[object, ...], Footprint] = {}
         self._refusals: dict[tuple[object, ...], ForwardError] = {}
         self._replays: dict[tuple[object, ...], Replays] = {}
-        self._studies: dict[tuple[object, ...], Study] = {}
+        self._runners: dict[tuple[object, ...], Runner] = {}
 
     @property
     def resizable(self) -> bool:
@@ -101,7 +101,7 @@ class Trials:
     def prepared(self, case: Case, size: int) -> Setup:
         """A fresh twin under a case, its edits made, with inputs of the size."""
         batch = size if self.vary.batch else self.feed.batch_size
-        setup = self._study(case).prepared(case.scenario, -(-batch // case.split))
+        setup = self._runner(case).setup(case.scenario, -(-batch // case.split))
         if not self.vary.batch:
             setup = replace(setup, call=_resized(setup.call, self._places, size))
         for edit in case.edits:
@@ -110,17 +110,15 @@ class Trials:
 
     def _trace(self, case: Case, size: int) -> Trace:
         setup = self.prepared(case, size)
-        if case.training is None:
-            return run_inference(setup)
-        accumulate = case.training.accumulate * case.split
         # State is made in the first step: the second is like all that follow.
-        return run_training(setup, replace(case.training, steps=2, accumulate=accumulate))
+        training = case.training and replace(case.training, steps=2, accumulate=case.training.accumulate * case.split)
+        return step_workload(training).run(setup)
 
-    def _study(self, case: Case) -> Study:
-        if case.card.kernels not in self._studies:
-            study = Study(self.name, self.model, self.feed, self.training, self.say, case.card)
-            self._studies[case.card.kernels] = study
-        return self._studies[case.card.kernels]
+    def _runner(self, case: Case) -> Runner:
+        if case.card.kernels not in self._runners:
+            runner = Runner(self.name, self.model, self.feed, self.training, gpu=case.card)
+            self._runners[case.card.kernels] = runner
+        return self._runners[case.card.kernels]
 
 
 def _cardless(key: tuple[object, ...]) -> tuple[object, ...]:

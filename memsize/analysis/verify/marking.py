@@ -41,8 +41,8 @@ class Marks(Ledger):
 
     @contextmanager
     def listening(self, setup: Setup) -> Iterator[list[Mark]]:
-        """While open, operations on the setup's twin are marked."""
-        calls = Calls(setup.twin, self)
+        """While open, operations on the setup's model are marked."""
+        calls = Calls(setup.model, self)
         calls.complete = True  # no table is wanted: only which module is running
         self._paths = [seen.path for seen in calls.seen]
         with calls.watched(), steps_watched(self), self:

@@ -16,9 +16,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from memsize.analysis.runner import Runner
 from memsize.errors import ScenarioError
 from memsize.internals.pytree import arguments_in, map_tensors
-from memsize.model.inputs import Feed
 from memsize.model.materialize import executable_call
 from memsize.model.meta_copy import in_mode, inside
 from memsize.precision.quantized import apply_torchao
@@ -32,26 +32,24 @@ _SPREAD: Final = 0.02
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 
 
-def realized(
-    name: str, model: nn.Module, feed: Feed, scenario: Scenario, training: bool, device: torch.device
-) -> Setup:
-    """`model` (left as it is) and its inputs on `device`, ready to run under `scenario`.
+def realized(runner: Runner, scenario: Scenario, device: torch.device) -> Setup:
+    """The runner's model (left as it is) and its inputs on `device`, ready to run under `scenario`.
 
     Raises `ScenarioError` for a scenario that does not run on a GPU, or whose library is missing.
     """
-    twin = copy.deepcopy(inside(model))
-    recipe = _applied(twin, scenario, device)
-    in_mode(twin, training)
-    call = executable_call(feed.call(feed.batch_size, recipe.floating), device)
-    give_shapes(twin, call, training, str(device))
+    model = copy.deepcopy(inside(runner.model))
+    recipe = _applied(model, scenario, device)
+    in_mode(model, runner.training)
+    call = executable_call(runner.call(scenario, recipe.floating), device)
+    give_shapes(model, call, runner.training, str(device))
     autocast = partial(torch.autocast, device.type, getattr(torch, scenario.autocast)) if scenario.autocast else None
     return Setup(
-        model=name,
+        name=runner.name,
         scenario=scenario.name,
-        twin=twin,
+        model=model,
         call=call,
-        training=training,
-        batch_size=feed.batch_size,
+        training=runner.training,
+        batch_size=runner.inputs.batch_size,
         device=str(device),
         masters=scenario.master_weights,
         scaled=scenario.autocast == "float16",
@@ -59,20 +57,20 @@ def realized(
     )
 
 
-def _applied(twin: nn.Module, scenario: Scenario, device: torch.device) -> Recipe:
-    """`twin` on the device, as the scenario has it. What is cast is cast first; a library quantizes what is there."""
+def _applied(model: nn.Module, scenario: Scenario, device: torch.device) -> Recipe:
+    """`model` on the device, as the scenario has it. What is cast is cast first; a library quantizes what is there."""
     if scenario.recipe != "quantized":
-        recipe = apply_scenario(twin, scenario)
-        place(twin, device)
+        recipe = apply_scenario(model, scenario)
+        place(model, device)
         return recipe
     layout = scenario.layout or ""
     config = layout[len(TORCHAO) :] if layout.startswith(TORCHAO) else _BY_TORCHAO.get(layout)
     if config is None:
         raise ScenarioError(f"{scenario.name} cannot be run on a GPU here: torchao:CONFIG runs what torchao quantizes")
-    floating = floating_dtype(twin) or torch.float32
-    place(twin, device)
-    apply_torchao(twin, config)
-    return Recipe(twin, floating)
+    floating = floating_dtype(model) or torch.float32
+    place(model, device)
+    apply_torchao(model, config)
+    return Recipe(model, floating)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ Peaks are intervals where cuDNN could not be asked for the workspaces of convolu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from memsize.device.allocator import replay
 from memsize.device.config import AllocatorConfig
@@ -28,7 +28,7 @@ def predicted(
     """
     config = AllocatorConfig.parse(stack.allocator)
     possible = variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]
-    peaks = [_peaks(each, config) for each in possible]
+    peaks = [_peaks(each, config, trace.streams) for each in possible]
     least, most = Peaks.least(peaks), Peaks.most(peaks)
     outside = context(stack.cuda, stack.module_loading)
     first = _last_step(trace)
@@ -50,8 +50,8 @@ def convolves(trace: Trace) -> bool:
     return any(event.op in CONVOLUTIONS for event in trace.events)
 
 
-def _peaks(events: Requests, config: AllocatorConfig) -> Peaks:
-    found = replay(events, config)
+def _peaks(events: Requests, config: AllocatorConfig, streams: Mapping[int, int]) -> Peaks:
+    found = replay(events, config, streams=streams)
     return Peaks(found.requested.bytes, found.allocated.bytes, found.reserved.bytes)
 
 

@@ -22,7 +22,7 @@ from memsize.analysis.verify.tracked import tracked_peak
 from memsize.errors import InputError
 from memsize.internals.isolation import collector_paused
 from memsize.internals.pytree import tensors_in
-from memsize.records.measurement import Log, Measurement, Peaks, Stack, Workload
+from memsize.records.measurement import Log, MeasuredWorkload, Measurement, Peaks, Stack
 from memsize.spec.training import Training
 from memsize.tracing.run import Setup
 from memsize.units import format_bytes
@@ -37,7 +37,7 @@ _MOST_SKIPPED: Final = 20
 class Plan:
     """What to run: a function that builds it on the gauge's device, and how it is trained (None: one inference)."""
 
-    workload: Workload
+    workload: MeasuredWorkload
     realize: Callable[[], Setup]
     training: Training | None
     track: bool = True
@@ -89,7 +89,7 @@ def _tracked(plan: Plan, setup: Setup, step: _Step, gauge: Gauge) -> dict[str, A
     if not plan.track:
         return {}
     try:
-        return {"tracked": tracked_peak(step, (setup.twin, *step.known()), gauge.device)}
+        return {"tracked": tracked_peak(step, (setup.model, *step.known()), gauge.device)}
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what it cannot follow it may refuse in any way
@@ -107,7 +107,7 @@ class _Inference:
         self.result = None
         args, kwargs = self.setup.call
         with torch.no_grad(), self.setup.autocast():
-            self.result = self.setup.twin(*args, **kwargs)
+            self.result = self.setup.model(*args, **kwargs)
 
     def warmed_up(self) -> int:
         """Nothing: a prediction is that of the first forward."""
@@ -159,7 +159,7 @@ _Step = _Inference | _Steps
 
 
 @contextmanager
-def _as_in_a_new_process(workload: Workload, gauge: Gauge) -> Iterator[None]:
+def _as_in_a_new_process(workload: MeasuredWorkload, gauge: Gauge) -> Iterator[None]:
     """Nothing on the device before, seeds set, cuDNN as asked; all of it put back after, and nothing left behind."""
     gauge.settle()
     if gauge.held():

@@ -1,4 +1,4 @@
-"""One case: a model, its input, its scenario and its training, from which both the prediction and the real run come."""
+"""An experiment: a model, its input, scenario and training, from which both the prediction and the real run come."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from memsize.analysis.runner import Study
+from memsize.analysis.runner import Runner
 from memsize.analysis.verify.materialized import realized
 from memsize.analysis.verify.prediction import predicted
 from memsize.analysis.verify.running import SEED, Plan
@@ -20,9 +20,9 @@ from memsize.cuda.cudnn.plans import Plans
 from memsize.cuda.semantics import CUDNN
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace
 from memsize.internals.isolation import collector_paused
-from memsize.model.inputs import Feed, input_tensors
+from memsize.model.inputs import ModelInputs, input_tensors
 from memsize.records.gpu import Card
-from memsize.records.measurement import Stack, Workload, Workspace
+from memsize.records.measurement import MeasuredWorkload, Stack, Workspace
 from memsize.records.trace import Trace
 from memsize.records.verification import Prediction
 from memsize.spec.scenario import Scenario
@@ -30,30 +30,29 @@ from memsize.spec.training import Training
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import gpu_semantics
 from memsize.units import dotted_cudnn
-from memsize.workloads.inference import run_inference
-from memsize.workloads.training import run_training
+from memsize.workloads.training import step_workload
 
 
 @dataclass(frozen=True)
-class Case:
+class Experiment:
     """What is predicted and run. `mode` is the training flag of the model; without a `training` it is one inference."""
 
     name: str
     model: nn.Module
-    feed: Feed
-    scenario: Scenario
+    inputs: ModelInputs
     mode: bool
+    scenario: Scenario
     training: Training | None
 
-    def workload(self, benchmark: bool = False) -> Workload:
-        """The case as a measurement's file has it."""
+    def workload(self, benchmark: bool = False) -> MeasuredWorkload:
+        """The experiment as a measurement's file has it."""
         training = self.training
         optimizer = training and training.optimizer
         loss = training and training.loss
-        return Workload(
+        return MeasuredWorkload(
             model=self.name,
-            inputs=tuple(f"{each.name}={each.spec}" for each in input_tensors(self.feed.call())),
-            batch_size=self.feed.batch_size,
+            inputs=tuple(f"{each.name}={each.spec}" for each in input_tensors(self.inputs.call())),
+            batch_size=self.inputs.batch_size,
             scenario=self.scenario.name,
             optimizer=getattr(optimizer, "__name__", optimizer),  # type: ignore[arg-type]
             loss=getattr(loss, "__name__", loss),  # type: ignore[arg-type]
@@ -68,17 +67,17 @@ class Case:
     def trace(self, stack: Stack, plans: Plans | None = None) -> Trace:
         """The run on tensors without values, as a GPU of `stack` would do it; convolutions take what `plans` say."""
         where = Card(stack.gpu, stack.capability, stack.total, "measured")
-        study = Study(self.name, self.model, self.feed, self.mode, lambda _: None, where, self.training)
+        runner = self._runner(where)
         with collector_paused():
             setup = replace(
-                study.prepared(self.scenario, self.feed.batch_size),
+                runner.setup(self.scenario),
                 semantics=partial(gpu_semantics, capability=stack.capability, cudnn=stack.cudnn or CUDNN),
                 workspaces=workspaces(stack, plans or Plans(stack.capability, installed)),
             )
-            return run_inference(setup) if self.training is None else run_training(setup, self.training)
+            return step_workload(self.training).run(setup)
 
     def predicted(self, stack: Stack, *, benchmark: bool = False, recorded: Sequence[Workspace] = ()) -> Prediction:
-        """What memsize says of the case on a GPU of `stack`.
+        """What memsize says of the experiment on a GPU of `stack`.
 
         `recorded` are cuDNN's answers of the day of a measurement: of the first plans, or with `benchmark` of the
         greediest. Without them the cuDNN of this machine is asked, if there is one.
@@ -92,9 +91,12 @@ class Case:
         return predicted(self.trace(stack), stack, _asked(plans), greediest=trace)
 
     def plan(self, device: torch.device, *, benchmark: bool = False, track: bool = True) -> Plan:
-        """How the case is really run on `device`."""
-        build = partial(realized, self.name, self.model, self.feed, self.scenario, self.mode, device)
+        """How the experiment is really run on `device`."""
+        build = partial(realized, self._runner(), self.scenario, device)
         return Plan(self.workload(benchmark), build, self.training, track)
+
+    def _runner(self, gpu: Card | None = None) -> Runner:
+        return Runner(self.name, self.model, self.inputs, self.mode, gpu=gpu)
 
 
 def workspaces(stack: Stack, plans: Plans | None = None) -> Workspaces:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 import memsize
 from memsize.errors import InputError
 from memsize.internals.pytree import map_tensors, tensors_in
-from memsize.model.inputs import cast_floating, feed_from_data, feed_from_specs
+from memsize.model.inputs import cast_floating, inputs_from_data, inputs_from_specs
 from memsize.model.tensor_storage import tensor_bytes
 from memsize.spec.inputs import parse_inputs
 
@@ -129,7 +129,7 @@ def test_packed_sequences_anywhere_have_no_batch() -> None:
         8 * 16 * 4 + 5 * 8,
         8 * 16 * 2 + 5 * 8,
     ]
-    assert not feed_from_data(([packed],)).resizable
+    assert not inputs_from_data(([packed],)).resizable
 
 
 def test_memory_that_inputs_share_counts_once() -> None:
@@ -206,7 +206,7 @@ def test_inputs_keep_their_dtype_where_the_model_runs_on_them() -> None:
     assert [str(tensor.spec) for tensor in report.trace.inputs] == ["float16[4,16]", "float32[4,1]"]
     assert not report.remarks
     specs = parse_inputs(["x=16", "time=1:float32"])
-    report = memsize.report(Sampling(), inputs=specs, batch_size=4, scenarios="as-given")
+    report = memsize.report(Sampling(), input_size=specs, batch_size=4, scenarios="as-given")
     assert [str(tensor.spec) for tensor in report.trace.inputs] == ["float16[4,16]", "float32[4,1]"]
 
 
@@ -232,5 +232,5 @@ def test_integers_of_less_than_a_byte(bits: int) -> None:
     for name in (f"int{bits}", f"uint{bits}"):
         held = torch.empty(4, 16, dtype=getattr(torch, name))
         assert memsize.report(model, input_data=([A, held],), scenarios="fp32").totals.input_bytes == 256 + 64
-        _, kwargs = feed_from_specs(parse_inputs([f"codes=16:{name}"]), 2).call()
+        _, kwargs = inputs_from_specs(parse_inputs([f"codes=16:{name}"]), 2).call()
         assert (kwargs["codes"].dtype, tensor_bytes(kwargs["codes"])) == (getattr(torch, name), 32)

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import memsize
 from memsize.constants.known import known
-from memsize.model.meta_copy import meta_copy, shadow
+from memsize.model.meta_copy import meta_copy
 from memsize.model.stored import stored_tensors
 
 
@@ -120,7 +120,7 @@ def test_functions_of_the_twin_use_the_twin(name: str) -> None:
     called: list[str] = []
     for path, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, path=path: called.append(path))
-    twin = shadow(model)
+    twin = meta_copy(model)
     for module in twin.modules():
         module._forward_pre_hooks.clear()
     result = twin(torch.empty(2, 4, device="meta"))
@@ -139,7 +139,7 @@ def test_functions_keep_sharing_what_they_assign() -> None:
     def read() -> int:
         return count
 
-    twin: Any = shadow(Held(add=add, read=read))
+    twin: Any = meta_copy(Held(add=add, read=read))
     twin.add()
     assert (twin.read(), read(), count) == (1, 0, 0)
 
@@ -150,12 +150,12 @@ def test_a_function_that_holds_itself_is_copied_once() -> None:
 
     model = Held(again=again)
     layer = model.layer
-    twin: Any = shadow(model)
+    twin: Any = meta_copy(model)
     assert twin.again(torch.empty(1, 4, device="meta")).is_meta
 
 
 def test_plain_functions_are_shared() -> None:
-    twin: Any = shadow(Held(activation=F.relu, name=str.upper))
+    twin: Any = meta_copy(Held(activation=F.relu, name=str.upper))
     assert twin.activation is F.relu
     assert twin.name is str.upper
 
@@ -166,7 +166,7 @@ def test_plain_functions_are_shared() -> None:
 def test_what_cannot_be_copied_is_shared_and_nothing_around_it() -> None:
     box = Box()
     model = Held(box=box, again=box, table=defaultdict(list, {"boxes": [box]}))
-    twin: Any = shadow(model)
+    twin: Any = meta_copy(model)
     assert twin.box is twin.again is twin.table["boxes"][0]
     assert twin.box is not box
     assert twin.box.lock is box.lock
@@ -180,7 +180,7 @@ def test_what_cannot_be_copied_is_shared_and_nothing_around_it() -> None:
 def test_random_generators_are_the_twins_own() -> None:
     generator = torch.Generator().manual_seed(3)
     before = generator.get_state()
-    twin: Any = shadow(Held(generator=generator))
+    twin: Any = meta_copy(Held(generator=generator))
     torch.rand(3, generator=twin.generator)
     assert torch.equal(generator.get_state(), before)
 
@@ -218,7 +218,7 @@ def test_the_twin_stores_the_same(name: str) -> None:
     else:
         held = sparse(getattr(torch, name))
     model.register_buffer("held", held)
-    ours = [(row.name, row.bytes, row.parts) for row in stored_tensors(shadow(model))]
+    ours = [(row.name, row.bytes, row.parts) for row in stored_tensors(meta_copy(model))]
     assert ours == [(row.name, row.bytes, row.parts) for row in stored_tensors(model)]
 
 
@@ -227,7 +227,7 @@ def test_numbers_that_models_look_at_stay_known() -> None:
     model.register_buffer("anchors", torch.tensor([1.5, 2.5]))
     model.register_buffer("steps", torch.arange(6))
     model.register_buffer("later", model.steps[2:])
-    twin: Any = shadow(model)
+    twin: Any = meta_copy(model)
     assert [known(tensor).tolist() for tensor in (twin.scale, twin.anchors, twin.later)] == [
         2.5,
         [1.5, 2.5],
@@ -248,7 +248,7 @@ def test_parameters_keep_their_class_and_what_hangs_on_them() -> None:
     model = Held()
     model.layer.weight = Marked(torch.randn(3, 4))
     model.layer.weight.state = {"absmax": torch.randn(2)}
-    twin: Any = shadow(model)
+    twin: Any = meta_copy(model)
     assert type(twin.layer.weight) is Marked
     assert twin.layer.weight.state["absmax"].is_meta
     assert model.layer.weight.state["absmax"].device.type == "cpu"
@@ -260,7 +260,7 @@ def test_parameters_keep_their_class_and_what_hangs_on_them() -> None:
 def test_data_parallel_hands_everything_to_the_one_module() -> None:
     model = nn.DataParallel(Held())
     model.device_ids = [0, 1]
-    twin: Any = shadow(model)
+    twin: Any = meta_copy(model)
     assert twin(torch.empty(2, 4, device="meta")).is_meta
     assert model.device_ids == [0, 1]
 
@@ -268,7 +268,7 @@ def test_data_parallel_hands_everything_to_the_one_module() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*deprecated")
 def test_scripted_modules_lose_their_memory_too() -> None:
     model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))), nn.ReLU())
-    twin = shadow(model)
+    twin = meta_copy(model)
     assert all(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers()))
     assert twin(torch.empty(2, 4, device="meta")).shape == (2, 3)
     report = memsize.report(model, (4,), batch_size=2, scenarios="fp32,amp-bf16")

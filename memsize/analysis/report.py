@@ -1,0 +1,208 @@
+"""The report on one model under many scenarios: which runs it needs, what they showed, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from memsize.analysis.crossover import Crossover, find_crossover
+from memsize.analysis.findings.evidence import Evidence
+from memsize.analysis.findings.rules import findings
+from memsize.analysis.runner import Runner, is_float32
+from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
+from memsize.device.config import AllocatorConfig
+from memsize.device.gpu_estimate import outlook
+from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.internals.isolation import collector_paused
+from memsize.model.meta_copy import in_mode
+from memsize.precision.modelled import modelled
+from memsize.precision.recipes import floating_dtype
+from memsize.records.aggregates import Totals, totals
+from memsize.records.gpu import Outlook
+from memsize.records.report import Report, ScenarioResult
+from memsize.records.trace import Reading, Trace
+from memsize.spec.scenario import SCENARIOS, Scenario
+from memsize.spec.training import Training
+from memsize.tracing.ddp import bucket_bytes
+from memsize.tracing.module_calls import Calls
+from memsize.tracing.run import wants_shapes
+from memsize.workloads.forward import Forward, Inference
+from memsize.workloads.training import TrainingSteps
+
+_AMP = ("amp-fp16", "amp-bf16")
+
+
+class ReportBuilder:
+    """The runs of a report. Each is made when it is first asked for, and kept.
+
+    `training` asks for training steps, `peaks` for what a GPU would show of each scenario, with the allocator set by
+    `config`. `say` is told what is being done.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        training: Training | None = None,
+        *,
+        peaks: bool = False,
+        config: AllocatorConfig | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.runner = runner
+        self.training = training
+        self.peaks = peaks or training is not None
+        self.config = config
+        self.say = say
+        self._traces: dict[str, Trace] = {}
+        self._untrained: dict[str, str] = {}
+        """By scenario: why its training steps fail though a forward runs."""
+        self._readable: nn.Module | None = None
+
+    def build(self, asked: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
+        """The report over the scenarios `asked`; `default` leaves out `as-given` where it is what fp32 is."""
+        with collector_paused():
+            return self._build(asked, default, notes)
+
+    def _build(self, asked: Sequence[Scenario], default: bool, notes: Sequence[str]) -> Report:
+        given = self.trace(SCENARIOS["as-given"])
+        as_fp32 = is_float32(given)
+        if as_fp32:
+            self._traces["fp32"] = replace(given, scenario="fp32")
+            if not any(tensor.kind == "attribute" for tensor in given.tensors):  # a module may cast those itself
+                self.runner.same_stored(SCENARIOS["fp32"], SCENARIOS["as-given"])
+        shown = [s for s in asked if not (default and as_fp32 and s.name == "as-given")]
+        results = tuple(self.result(scenario) for scenario in shown)
+        baseline = self.result(SCENARIOS["fp32"])
+        return Report(
+            model=self.runner.name,
+            trace=given,
+            scenario_results=results,
+            findings=findings(self._evidence(given, (*results, baseline))),
+            notes=tuple(notes),
+            baseline=_as_float32(baseline.totals, given),
+            gpu=self.runner.gpu.name if self.peaks else "",
+            optimizer=self._optimizer(),
+        )
+
+    def result(self, scenario: Scenario) -> ScenarioResult:
+        """The figures of one scenario, or why it does not apply."""
+        try:
+            trace = self.trace(scenario)
+        except (ScenarioError, ForwardError) as error:
+            return ScenarioResult(scenario.name, scenario.title, "unavailable", _one_line(error))
+        trained = self.training and scenario.name not in self._untrained and not scenario.is_modelled
+        training = outlook(trace, config=self.config) if trained else None
+        trace, reason = modelled(trace, scenario)
+        return ScenarioResult(
+            scenario.name,
+            scenario.title,
+            "modelled" if reason else "run",
+            reason,
+            totals(trace),
+            trace,
+            inference=self._inference(scenario) if self.peaks else None,
+            training=training,
+            untrained=self._untrained.get(scenario.name),
+        )
+
+    def _inference(self, scenario: Scenario) -> Outlook | None:
+        """What a GPU would show of one forward without gradients; None where its activations are only modelled."""
+        if scenario.is_modelled:
+            return None
+        try:
+            return outlook(self.runner.run(Inference(), scenario))
+        except ForwardError:
+            # A model may run with gradients only; what it stores and keeps is told all the same.
+            return None
+
+    def _optimizer(self) -> str:
+        if self.training is None:
+            return ""
+        kind = self.training.optimizer
+        return kind if isinstance(kind, str) else getattr(kind, "__name__", "the given optimizer")
+
+    def trace(self, scenario: Scenario) -> Trace:
+        """The run under a scenario; raises `ScenarioError` or `ForwardError` when there can be none."""
+        if scenario.name not in self._traces:
+            self.say(scenario.name)
+            self._traces[scenario.name] = self._run(scenario)
+        return self._traces[scenario.name]
+
+    def _run(self, scenario: Scenario) -> Trace:
+        if self.training is not None:
+            try:
+                return self._heard_run(TrainingSteps(self.training), scenario)
+            except (ForwardError, InputError) as error:
+                # The forward alone may still run: then that is what the tables show.
+                self._untrained[scenario.name] = _one_line(error)
+        return self._heard_run(Forward(), scenario)
+
+    def _heard_run(self, workload: Forward | TrainingSteps, scenario: Scenario) -> Trace:
+        if scenario.recipe != "as-given":
+            return self.runner.run(workload, scenario)
+        return self.runner.run(workload, scenario, listener=self._heard)
+
+    def _heard(self, calls: Calls) -> None:
+        """The model was run as it is. Where torchinfo need not run it as well, it may read the same copy."""
+        grows = self.runner.late or wants_shapes(self.runner.model)
+        is_simple = not grows and not self.runner.execute and calls.complete and counts_without_running(calls)
+        self._readable = calls.seen[0].module if is_simple else None
+
+    def _evidence(self, given: Trace, results: Sequence[ScenarioResult]) -> Evidence:
+        runs = {result.name: result.trace for result in results if result.trace}
+        amp = next((name for name in _AMP if name in runs), None)
+        return Evidence(
+            given=given,
+            runs=runs,
+            left={name: left for name, left in self.runner.left.items() if name in runs},
+            readings=self.readings(),
+            peaks={result.name: result.training for result in results if result.training},
+            optimizer=self._optimizer(),
+            crossover=self._crossover(amp) if amp and "fp32" in runs else None,
+            amp=amp,
+            buckets=bucket_bytes(self.runner.model),
+        )
+
+    def readings(self) -> tuple[Reading, ...]:
+        """What torchinfo says of the model, where it says anything."""
+        self.say("torchinfo's reading")
+        if self._readable is not None:
+            reading = torchinfo_reading(self._readable, ((), {}))
+        else:
+            copied = in_mode(self.runner.copy(), self.runner.training)
+            reading = torchinfo_reading(copied, self.runner.inputs.call(floating=floating_dtype(copied)))
+        return () if reading is None else (reading,)
+
+    def _crossover(self, amp: str) -> Crossover | None:
+        """Where `amp` begins to keep less than fp32; None where the batch cannot be changed."""
+        if not self.runner.inputs.resizable:
+            return None
+
+        def kept(batch_size: int) -> tuple[int, int]:
+            return self._kept(SCENARIOS["fp32"], batch_size), self._kept(SCENARIOS[amp], batch_size)
+
+        try:
+            return find_crossover(kept, self.runner.inputs.batch_size)
+        except ForwardError:
+            # The model does not run at some batch size on the way.
+            return None
+
+    def _kept(self, scenario: Scenario, batch_size: int) -> int:
+        """What a forward keeps for backward at a batch size."""
+        if batch_size == self.runner.inputs.batch_size:
+            return totals(self.trace(scenario)).saved_bytes
+        self.say(f"{scenario.name}, batch {batch_size}")
+        return self.runner.kept_for_backward(scenario, batch_size)
+
+
+def _as_float32(baseline: Totals | None, given: Trace) -> Totals | None:
+    """What percentages compare with. Casting does not turn quantized weights back: their float32 size is arithmetic."""
+    if baseline is None or not any(t.wrapper or t.parts or t.kind == "packed" for t in given.tensors):
+        return baseline
+    return replace(baseline, parameter_bytes=4 * baseline.parameters)
+
+
+def _one_line(error: Exception) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
