@@ -1,4 +1,4 @@
-"""How scenarios act on a twin, module by module: what is cast, what comes in and out, which copies come and go."""
+"""How scenarios act on a copy of a model: what is cast, what comes in and out, which weights are copied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def applied(scenario: str, model: nn.Module | None = None) -> Recipe:
 
 def dtypes(recipe: Recipe) -> list[torch.dtype]:
     """Of the first linear layer, of both norms' running means, and of the last linear layer."""
-    first, norm, plain, last = recipe.twin
+    first, norm, plain, last = recipe.model
     return [first.weight.dtype, norm.running_mean.dtype, plain.running_mean.dtype, last.weight.dtype]
 
 
@@ -55,7 +55,7 @@ def test_what_is_cast_and_what_comes_in_and_out(
     assert recipe.floating == floating
     if not scenario.startswith(("amp", "apex-O1")):
         linear = nn.Sequential(nn.Linear(4, 2))
-        assert applied(scenario, linear).twin(torch.empty(3, 4, dtype=floating, device="meta")).dtype == out
+        assert applied(scenario, linear).model(torch.empty(3, 4, dtype=floating, device="meta")).dtype == out
 
 
 def test_a_model_as_given_takes_inputs_in_its_own_dtype() -> None:
@@ -66,8 +66,8 @@ def test_a_model_as_given_takes_inputs_in_its_own_dtype() -> None:
 
 @pytest.mark.parametrize(("scenario", "out"), [("fp16", HALF), ("apex-O2", SINGLE), ("apex-O3", SINGLE)])
 def test_apex_returns_float32_whatever_comes_in(scenario: str, out: torch.dtype) -> None:
-    twin = applied(scenario, nn.Sequential(nn.Linear(4, 2))).twin
-    assert twin(torch.empty(3, 4, dtype=HALF, device="meta")).dtype == out
+    copied = applied(scenario, nn.Sequential(nn.Linear(4, 2))).model
+    assert copied(torch.empty(3, 4, dtype=HALF, device="meta")).dtype == out
 
 
 def test_inputs_of_a_model_without_parameters_are_in_the_scenarios_dtype() -> None:
@@ -85,15 +85,15 @@ def test_a_model_that_is_cast_in_part_is_cast_as_a_whole() -> None:
     mixed = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2))
     for model in (mixed, nn.Sequential(*reversed(mixed))):
         recipe = applied("fp16", model)
-        assert {parameter.dtype for parameter in recipe.twin.parameters()} == {HALF}
+        assert {parameter.dtype for parameter in recipe.model.parameters()} == {HALF}
     norm = nn.Sequential(nn.BatchNorm1d(2).half())
     norm[0].running_mean = norm[0].running_mean.float()
-    assert applied("fp16", norm).twin[0].running_mean.dtype == HALF
+    assert applied("fp16", norm).model[0].running_mean.dtype == HALF
 
 
 def test_integer_buffers_are_not_cast() -> None:
-    assert applied("fp16").twin[1].num_batches_tracked.dtype == torch.int64
-    assert applied("apex-O2").twin[1].num_batches_tracked.dtype == torch.int64
+    assert applied("fp16").model[1].num_batches_tracked.dtype == torch.int64
+    assert applied("apex-O2").model[1].num_batches_tracked.dtype == torch.int64
 
 
 def test_torch_ao_converts_from_float32_and_the_others_from_the_models_dtype() -> None:

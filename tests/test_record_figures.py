@@ -19,7 +19,17 @@ from memsize.records.comparison import Change, Comparison
 from memsize.records.fit import Budget, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.gpu import Card, Interval
 from memsize.records.layout import Audit, Copy, LayerFormats, LayoutReport, Loss, Run, shortened
-from memsize.records.measurement import Entry, Log, Measurement, Peaks, Place, Stack, Workload, allocations, read
+from memsize.records.measurement import (
+    Entry,
+    Log,
+    MeasuredWorkload,
+    Measurement,
+    Peaks,
+    Place,
+    Stack,
+    allocations,
+    read,
+)
 from memsize.records.report import figures
 from memsize.records.roles import TITLES, in_order, noun
 from memsize.records.timeline import Phase, Summit, Timeline, courses
@@ -348,7 +358,7 @@ def test_the_least_and_the_most_of_several_peaks() -> None:
 
 
 def checked(**more: object) -> Checked:
-    work, gpu = Workload("m", (), 1, "fp32", benchmark=True), Stack("X", (8, 0), 1000, "2.13.0", "3.11")
+    work, gpu = MeasuredWorkload("m", (), 1, "fp32", benchmark=True), Stack("X", (8, 0), 1000, "2.13.0", "3.11")
     seen = Measurement(work, gpu, Peaks(100, 200, 300), tracked=90)
     said = Prediction(Peaks(90, 200, 310), Peaks(95, 210, 320), Interval(400, 500), 0, Log((), ()))
     return Checked(replace(seen, **more), said)  # type: ignore[arg-type]
