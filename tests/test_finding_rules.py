@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from memsize.analysis.findings.rules import findings
 
 from memsize.analysis.crossover import Crossover
-from memsize.analysis.findings import layout, parallel, peaks, precision, structure
+from memsize.analysis.findings import layout, omissions, precision, structure, training
 from memsize.analysis.findings.evidence import Evidence
+from memsize.analysis.findings.report import RULES
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval, Outlook
 from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run
@@ -224,15 +224,15 @@ def test_low_bits_in_wide_containers() -> None:
     wide = wrapped("a.weight", "float32", ("qdata", "int8", (64, 64), 4096))
     scale = StoredPart("scale", spec("float32", 64), 256)
     named = replace(wide, wrapper="IntxUnpackedToInt8Tensor", parts=(*wide.parts, scale))
-    finding = one(precision.low_bits_in_wide_containers, Evidence(trace(named)))
+    finding = one(structure.low_bits_in_wide_containers, Evidence(trace(named)))
     assert (finding.bytes, finding.layers, finding.values["count"]) == (4096, ("a",), 4096)
     assert finding.text().startswith("as-given: 4,096 weights have fewer than 8 bits each")
-    assert not list(precision.low_bits_in_wide_containers(Evidence(trace(wide))))
+    assert not list(structure.low_bits_in_wide_containers(Evidence(trace(wide))))
     packed = replace(named, parts=(StoredPart("qdata", spec("uint8", 64, 32), 2048),))
-    assert not list(precision.low_bits_in_wide_containers(Evidence(trace(packed))))
+    assert not list(structure.low_bits_in_wide_containers(Evidence(trace(packed))))
     runs = {"torchao:X": trace(named), "fp32": trace(named)}
     evidence = Evidence(trace(wide), runs, left={"torchao:X": {}, "torchao:Y": {}})
-    assert one(precision.low_bits_in_wide_containers, evidence).values["name"] == "torchao:X"
+    assert one(structure.low_bits_in_wide_containers, evidence).values["name"] == "torchao:X"
 
 
 def test_what_a_quantization_leaves() -> None:
@@ -243,7 +243,7 @@ def test_what_a_quantization_leaves() -> None:
     buffer = stored("c.mean", "float32", 8, kind="buffer")
     run = trace(done, packed, kept, also, buffer, stored("d.weight", "float16", 10, 10, tied_to="b.weight"))
     left = {"b": "too small", "c": "too small", "e": "no Linear"}
-    finding = one(precision.quantization_leaves_layers, Evidence(run, {"int8": run}, left={"int8": left}))
+    finding = one(structure.quantization_leaves_layers, Evidence(run, {"int8": run}, left={"int8": left}))
     assert (finding.bytes, finding.layers) == (200 + 120, ("b", "c", "e"))
     assert finding.values["done"] == ("a", "p")
     assert finding.values["small"] == 4096 + 100
@@ -253,13 +253,13 @@ def test_what_a_quantization_leaves() -> None:
         Evidence(run, {"int8": run}, left={"int8": {}}),
         Evidence(run, {"int8": trace(kept)}, left={"int8": left}),
     ):
-        assert not list(precision.quantization_leaves_layers(evidence))
+        assert not list(structure.quantization_leaves_layers(evidence))
 
 
 @pytest.mark.parametrize(("elements", "told"), [(127, False), (128, True)])
 def test_integer_buffers_are_told_from_1024_bytes(elements: int, told: bool) -> None:
     given = trace(stored("a.index", "int64", elements, kind="buffer"))
-    found = list(precision.what_halving_cannot_halve(Evidence(given)))
+    found = list(omissions.what_halving_cannot_halve(Evidence(given)))
     assert bool(found) == told
     if told:
         assert (found[0].bytes, found[0].layers) == (1024, ("a",))
@@ -272,12 +272,12 @@ def test_halving_leaves_integer_inputs() -> None:
     table = stored("a.index", "int64", 128, kind="buffer")
     floating = stored("a.mean", "float32", 1024, kind="buffer")
     weight = stored("a.weight", "int64", 1024)
-    finding = one(precision.what_halving_cannot_halve, Evidence(trace(table, floating, weight, inputs=(ids, image))))
+    finding = one(omissions.what_halving_cannot_halve, Evidence(trace(table, floating, weight, inputs=(ids, image))))
     assert finding.bytes == 1024 + 40
     assert finding.text("B") == (
         "Halving cannot halve integer buffers (1,024 B) and inputs that are not floating (40 B: ids int64[1,5])."
     )
-    assert not list(precision.what_halving_cannot_halve(Evidence(trace(floating, inputs=(image,)))))
+    assert not list(omissions.what_halving_cannot_halve(Evidence(trace(floating, inputs=(image,)))))
 
 
 def test_apex_o2_holds_master_weights() -> None:
@@ -289,12 +289,12 @@ def test_apex_o2_holds_master_weights() -> None:
         stored("norm.mean", "float32", 8, kind="buffer"),
         stored("x.table", "float32", 50, kind="attribute"),
     )
-    finding = one(precision.norms_kept_in_fp32, Evidence(run, {"apex-O2": run}))
+    finding = one(omissions.norms_kept_in_fp32, Evidence(run, {"apex-O2": run}))
     assert (finding.bytes, finding.layers, finding.values["kept"]) == (400, ("norm",), 64)
     assert finding.text("B").endswith("400 B of float32 master weights as well, and batch norms stay float32 (64 B).")
     bare = trace(stored("a.weight", "float16", 100))
-    assert one(precision.norms_kept_in_fp32, Evidence(bare, {"apex-O2": bare})).text("B").endswith("as well.")
-    assert not list(precision.norms_kept_in_fp32(Evidence(run, {"apex-O1": run})))
+    assert one(omissions.norms_kept_in_fp32, Evidence(bare, {"apex-O2": bare})).text("B").endswith("as well.")
+    assert not list(omissions.norms_kept_in_fp32(Evidence(run, {"apex-O1": run})))
 
 
 # --- the peak of a step
@@ -307,16 +307,16 @@ def peak(requested: int = 1000, phase: str = "backward", place: str = "", **role
 
 def test_a_role_is_named_from_a_twentieth_of_the_peak_and_four_at_most() -> None:
     roles = {"activation": 400, "parameter": 300, "gradient": 150, "temporary": 51, "input": 50, "output": 49}
-    finding = one(peaks.training_peak, Evidence(trace(), peaks={"fp32": peak(**roles)}))
+    finding = one(training.training_peak, Evidence(trace(), peaks={"fp32": peak(**roles)}))
     assert "activation 400 B, parameter 300 B, gradient 150 B, temporary 51 B. " in finding.text("B")
-    fewer = one(peaks.training_peak, Evidence(trace(), peaks={"fp32": peak(activation=901, input=50, output=49)}))
+    fewer = one(training.training_peak, Evidence(trace(), peaks={"fp32": peak(activation=901, input=50, output=49)}))
     assert ": activation 901 B, input 50 B. " in fewer.text("B")
 
 
 def test_which_scenarios_peak_is_told() -> None:
     first, second, third = peak(1), peak(2), peak(3)
     told = [
-        one(peaks.training_peak, Evidence(trace(), peaks=found)).values["name"]
+        one(training.training_peak, Evidence(trace(), peaks=found)).values["name"]
         for found in (
             {"amp-fp16": third, "fp32": second, "as-given": first},
             {"amp-fp16": third, "fp32": second},
@@ -324,7 +324,7 @@ def test_which_scenarios_peak_is_told() -> None:
         )
     ]
     assert told == ["as-given", "fp32", "bf16"]
-    assert not list(peaks.training_peak(Evidence(trace())))
+    assert not list(training.training_peak(Evidence(trace())))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_which_scenarios_peak_is_told() -> None:
     ],
 )
 def test_what_is_said_of_a_peak(found: Outlook, where: str, advice: str) -> None:
-    finding = one(peaks.training_peak, Evidence(trace(), peaks={"fp32": found}, optimizer="adamw"))
+    finding = one(training.training_peak, Evidence(trace(), peaks={"fp32": found}, optimizer="adamw"))
     assert finding.text("B").startswith("A training step with adamw under fp32 peaks at 1,000 B ")
     assert where in finding.text("B") and advice in finding.text("B")
     assert finding.layers == ((found.peak_layer,) if found.peak_layer else ())
@@ -362,19 +362,19 @@ def test_data_parallel_copies_what_is_inside_it() -> None:
         stored("bodyguard.weight", "float32", 100),
     )
     layers = (layer("", "Net", leaf=False), layer("body", "DataParallel", leaf=False, saved_bytes=70))
-    finding = one(parallel.data_parallel, Evidence(trace(*tensors, layers=layers)))
+    finding = one(training.data_parallel, Evidence(trace(*tensors, layers=layers)))
     assert (finding.bytes, finding.layers) == (48, ("body",))
     assert (finding.values["saved"], finding.values["copied"]) == (70, 48)
     whole = trace(*tensors, layers=(layer("", "DataParallel", leaf=False),))
-    assert one(parallel.data_parallel, Evidence(whole)).bytes == 448
-    assert not list(parallel.data_parallel(Evidence(trace(*tensors))))
+    assert one(training.data_parallel, Evidence(whole)).bytes == 448
+    assert not list(training.data_parallel(Evidence(trace(*tensors))))
 
 
 def test_gradient_buckets() -> None:
-    assert not list(parallel.distributed(Evidence(trace())))
-    beside = one(parallel.distributed, Evidence(trace(), buckets=(2048, False)))
+    assert not list(training.distributed(Evidence(trace())))
+    beside = one(training.distributed, Evidence(trace(), buckets=(2048, False)))
     assert beside.bytes == 2048 and "buckets of 2,048 B stand beside the gradients" in beside.text("B")
-    within = one(parallel.distributed, Evidence(trace(), buckets=(2048, True)))
+    within = one(training.distributed, Evidence(trace(), buckets=(2048, True)))
     assert "its gradients lie in 2,048 B of buckets that are never freed" in within.text("B")
 
 
@@ -445,12 +445,12 @@ def test_parameters_out_of_reach_of_gradients() -> None:
 def test_buffers_are_told_from_a_hundredth_of_the_parameters(parameters: int, told: bool) -> None:
     # 25 elements are 100 B; of 2,500 elements (10,000 B) that is a hundredth
     given = trace(stored("a.weight", "float32", parameters), stored("a.mean", "float32", 25, kind="buffer"))
-    found = list(structure.buffers(Evidence(given)))
+    found = list(omissions.buffers(Evidence(given)))
     assert [(finding.bytes, finding.layers) for finding in found] == ([(100, ("a",))] if told else [])
 
 
 def test_no_buffers_are_no_finding() -> None:
-    assert not list(structure.buffers(Evidence(trace())))
+    assert not list(omissions.buffers(Evidence(trace())))
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_no_buffers_are_no_finding() -> None:
 )
 def test_why_another_summary_counts_differently(tensors: tuple[StoredTensor, ...], reason: str) -> None:
     evidence = Evidence(trace(*tensors), readings=(Reading("torchinfo", 7, 28), Reading("Lightning", 10, 40)))
-    finding = one(structure.torchinfo_counts_differently, evidence)
+    finding = one(omissions.torchinfo_counts_differently, evidence)
     assert finding.text().startswith("torchinfo counts 7 parameters where 10 are stored:")
     assert reason in finding.text()
     assert finding.bytes is None
@@ -480,7 +480,7 @@ def test_the_order_of_findings_is_that_of_their_weight() -> None:
         stored("b.mean", "float32", 100, kind="buffer"),
         stored("b.table", "float32", 100, kind="attribute"),
     )
-    codes = [finding.code for finding in findings(Evidence(given, buckets=(1, True)))]
+    codes = [finding.code for finding in RULES.findings(Evidence(given, buckets=(1, True)))]
     assert codes == [
         "mixed-dtypes",
         "summary-assumes-4-bytes",
@@ -508,7 +508,7 @@ def audit(plain: tuple[Copy, ...] = (), last: tuple[Copy, ...] = (), **more: Any
 
 
 def codes(found: Audit) -> list[tuple[str, int | None]]:
-    return [(finding.code, finding.bytes) for finding in layout.findings(found)]
+    return [(finding.code, finding.bytes) for finding in layout.RULES.findings(found)]
 
 
 IMAGES = LayerFormats("conv", "Conv2d", 1, True, 1, outputs=("channels last",))
@@ -528,7 +528,7 @@ def test_the_verdict_on_channels_last(plain: int, last: int, expected: tuple[str
     def made(size: int) -> tuple[Copy, ...]:
         return (copy("body", "clone", size),) if size else ()
 
-    found = layout.findings(audit(made(plain), made(last)))
+    found = layout.RULES.findings(audit(made(plain), made(last)))
     assert (found[0].code, found[0].bytes) == expected
     assert found[0].layers == ("body",)
     assert (
@@ -552,7 +552,7 @@ def test_channels_last_is_kept_where_no_op_loses_it_and_no_convolution_copies_ba
     holder = replace(IMAGES, path="", leaf=False)
     flat = replace(IMAGES, path="fc", outputs=("row-major",))
     kept = audit(layers=(holder, IMAGES, replace(IMAGES, path="tail"), flat))
-    [finding] = layout.findings(kept)
+    [finding] = layout.RULES.findings(kept)
     assert (finding.code, finding.values["count"]) == ("channels-last-kept", 2)
     lost = audit(layers=(IMAGES,), losses=(Loss("conv", "view", spec("float32", 1), "row-major"),))
     assert codes(lost) == [("format-lost", None)]
@@ -570,7 +570,7 @@ def test_an_op_that_loses_the_format_is_told_once_with_what_it_copies(op: str) -
         replace(copy("c", op, 7), place="net.py:3"),
         replace(copy("b", "cat", 1), place="net.py:3"),
     )
-    _, finding = layout.findings(audit(last=copies, losses=losses))
+    _, finding = layout.RULES.findings(audit(last=copies, losses=losses))
     assert (finding.code, finding.bytes, finding.layers) == ("format-lost", 10, ("a", "b"))
     assert finding.text() == (
         "Channels last is lost in a and b at net.py:3: a copy to row-major (contiguous, reshape or flatten)."
@@ -578,7 +578,7 @@ def test_an_op_that_loses_the_format_is_told_once_with_what_it_copies(op: str) -
 
 
 def test_other_ops_that_lose_the_format_are_named() -> None:
-    [finding] = layout.findings(audit(losses=(Loss("a", "view", spec("float32", 1), "row-major"),)))
+    [finding] = layout.RULES.findings(audit(losses=(Loss("a", "view", spec("float32", 1), "row-major"),)))
     assert finding.bytes is None
     assert finding.text() == "Channels last is lost in a: view, which is row-major."
 
@@ -592,7 +592,7 @@ def test_kernels_that_copy_what_they_are_given() -> None:
         copy("c", "addmm", 16, hidden=True, after="channels last"),
         copy("d", "mm", 5, hidden=False),
     )
-    listed = layout.findings(audit(last=copies))
+    listed = layout.RULES.findings(audit(last=copies))
     found = {finding.code: finding for finding in listed}
     assert len(listed) == len(found)
     assert set(found) == {"channels-last-copies-more", "convolution-copies-back", "kernel-copies"}
@@ -600,14 +600,14 @@ def test_kernels_that_copy_what_they_are_given() -> None:
     assert found["kernel-copies"].text("B") == (
         "What b and c get is not row-major: addmm makes it so in a copy first, 7 B in all."
     )
-    [single] = [f for f in layout.findings(audit(last=copies[2:3])) if f.code == "kernel-copies"]
+    [single] = [f for f in layout.RULES.findings(audit(last=copies[2:3])) if f.code == "kernel-copies"]
     assert single.text("B").startswith("What b gets is not row-major")
 
 
 def test_float64_convolutions_stay_row_major() -> None:
     copies = (copy("a", "convolution", 8, dtype="float64"), copy("b", "clone", 8, dtype="float64"))
     assert ("float64-convolutions", None) in codes(audit(last=copies, double=True))
-    [finding] = [f for f in layout.findings(audit(last=copies, double=True)) if f.code == "float64-convolutions"]
+    [finding] = [f for f in layout.RULES.findings(audit(last=copies, double=True)) if f.code == "float64-convolutions"]
     assert finding.layers == ("a",)
     assert "float64-convolutions" not in dict(codes(audit(last=copies)))
     assert "float64-convolutions" not in dict(codes(audit(last=copies[1:], double=True)))

@@ -20,13 +20,13 @@ from memsize.records.fit import Budget, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.gpu import Card, Interval
 from memsize.records.layout import Audit, Copy, LayerFormats, LayoutReport, Loss, Run, shortened
 from memsize.records.measurement import (
-    Entry,
-    Log,
+    AllocationLog,
+    LogEntry,
     MeasuredWorkload,
     Measurement,
+    OpLocation,
     Peaks,
-    Place,
-    Stack,
+    SoftwareStack,
     allocations,
     read,
 )
@@ -34,8 +34,14 @@ from memsize.records.report import figures
 from memsize.records.roles import TITLES, in_order, noun
 from memsize.records.timeline import Phase, Summit, Timeline, courses
 from memsize.records.trace import Event, StoredPart, StoredTensor
-from memsize.records.verification import Alignment, Checked, Difference, Prediction, Verification
-from memsize.records.verification import Comparison as Beside
+from memsize.records.verification import (
+    Alignment,
+    AllocationDifference,
+    FigureComparison,
+    Prediction,
+    Verification,
+    VerifiedRun,
+)
 from memsize.render.text import draw
 from memsize.spec.scenario import SCENARIOS
 from memsize.units import Bytes
@@ -337,9 +343,9 @@ def test_a_layer_of_a_layout_has_its_own_copies() -> None:
 
 
 def test_the_ends_of_allocations_and_the_first_summit() -> None:
-    places = (Place("forward", None, "x"),)
+    places = (OpLocation("forward", None, "x"),)
     entries = [(7, -5), (0, 4), (0, 2), (1, 3), (0, -6), (2, 6), (2, -6)]
-    found = allocations(Log(places, tuple(Entry(storage, delta, 0) for storage, delta in entries)))
+    found = allocations(AllocationLog(places, tuple(LogEntry(storage, delta, 0) for storage, delta in entries)))
     # Alive, less what was there before: -5, -1, 1, 4, -2, 4, -2: the first 4 is the summit
     assert [(each.bytes, each.freed, each.at_peak) for each in found] == [
         (4, 3, True),
@@ -347,7 +353,7 @@ def test_the_ends_of_allocations_and_the_first_summit() -> None:
         (3, None, True),
         (6, 4, False),
     ]
-    only_frees = allocations(Log(places, (Entry(-1, -5, 0), Entry(0, 5, 0))))
+    only_frees = allocations(AllocationLog(places, (LogEntry(-1, -5, 0), LogEntry(0, 5, 0))))
     assert [each.at_peak for each in only_frees] == [False]
 
 
@@ -357,11 +363,11 @@ def test_the_least_and_the_most_of_several_peaks() -> None:
     assert Peaks.most(several) == Peaks(2, 20, 400)
 
 
-def checked(**more: object) -> Checked:
-    work, gpu = MeasuredWorkload("m", (), 1, "fp32", benchmark=True), Stack("X", (8, 0), 1000, "2.13.0", "3.11")
+def checked(**more: object) -> VerifiedRun:
+    work, gpu = MeasuredWorkload("m", (), 1, "fp32", benchmark=True), SoftwareStack("X", (8, 0), 1000, "2.13.0", "3.11")
     seen = Measurement(work, gpu, Peaks(100, 200, 300), tracked=90)
-    said = Prediction(Peaks(90, 200, 310), Peaks(95, 210, 320), Interval(400, 500), 0, Log((), ()))
-    return Checked(replace(seen, **more), said)  # type: ignore[arg-type]
+    said = Prediction(Peaks(90, 200, 310), Peaks(95, 210, 320), Interval(400, 500), 0, AllocationLog((), ()))
+    return VerifiedRun(replace(seen, **more), said)  # type: ignore[arg-type]
 
 
 def test_a_prediction_is_compared_from_the_nearer_end_of_its_interval() -> None:
@@ -375,7 +381,7 @@ def test_a_prediction_is_compared_from_the_nearer_end_of_its_interval() -> None:
     assert [each.share for each in found] == [-0.05, 0.0, 10 / 300, None]
     assert all(each.benchmark for each in found)
     assert [each.measured for each in checked(error="out of memory").comparisons] == [None] * 4
-    assert Beside("x", False, Interval(1, 1), 0).share is None
+    assert FigureComparison("x", False, Interval(1, 1), 0).share is None
 
 
 def test_what_mem_tracker_says_is_beside_what_was_allocated() -> None:
@@ -396,11 +402,11 @@ def test_what_mem_tracker_says_is_beside_what_was_allocated() -> None:
     ],
 )
 def test_how_much_more_the_real_step_has(kind: str, predicted: int | None, real: int | None, more: int) -> None:
-    assert Difference(kind, Place("", None, ""), predicted, real, False).bytes == more  # type: ignore[arg-type]
+    assert AllocationDifference(kind, OpLocation("", None, ""), predicted, real, False).bytes == more  # type: ignore[arg-type]
 
 
 def test_a_verification_lists_every_run_and_every_difference() -> None:
-    one = Difference("real only", Place("forward", "a", "mm"), None, 7, True)
+    one = AllocationDifference("real only", OpLocation("forward", "a", "mm"), None, 7, True)
     found = Verification((checked(), checked()), alignment=Alignment(1, 2, 1, (one,)))
     assert len(found.comparisons) == 8 and len(found.figures) == 8
     assert found.differences.iloc[0].tolist()[:4] == ["real only", "forward", "a", "mm"]

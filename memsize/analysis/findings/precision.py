@@ -69,7 +69,7 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("summary-assumes-4-bytes")
-def summary_assumes_fourbytes_of(evidence: Evidence) -> Iterator[Finding]:
+def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
     """torchsummary and its like multiply the number of parameters by 4 bytes, whatever their dtype."""
     stored, others = evidence.stored, _readings(evidence)
     if not stored.parameters:

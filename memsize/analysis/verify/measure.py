@@ -22,7 +22,7 @@ from torch import nn
 from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import IndexPair, gaps, matched
 from memsize.analysis.verify.cuda_memory import AllocationEvent, DeviceMemory
-from memsize.errors import InputError, ScenarioError, first_line
+from memsize.errors import InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
 from memsize.internals.pytree import tensors_in
 from memsize.model.materialize import executable_call, materialize
@@ -81,8 +81,13 @@ def measure(plan: MeasurementPlan, memory: DeviceMemory) -> Measurement:
         try:
             measured = _measured(plan, memory, stack)
         except torch.OutOfMemoryError as error:
-            measured = Measurement(plan.workload, stack, peaks=memory.peaks(), error=first_line(error))
+            measured = Measurement(plan.workload, stack, peaks=memory.peaks(), error=_message(error))
     return replace(measured, seconds=round(time.perf_counter() - start, 3))
+
+
+def _message(error: BaseException) -> str:
+    """PyTorch's own words, as far as its first line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _measured(plan: MeasurementPlan, memory: DeviceMemory, stack: SoftwareStack) -> Measurement:
@@ -292,7 +297,7 @@ def _tracked(plan: MeasurementPlan, setup: Setup, step: _Step, device: torch.dev
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # MemTracker fails in many ways on what it cannot follow
-        return {"untracked": f"{type(error).__name__}: {first_line(error)}"}
+        return {"untracked": f"{type(error).__name__}: {_message(error)}"}
 
 
 def _tracked_peak(step: Callable[[], Any], held: Iterable[Any], device: torch.device) -> int:
