@@ -22,7 +22,7 @@ from memsize.cuda.cudnn.library import OLDEST, Library, Plan, installed
 from memsize.cuda.cudnn.plans import Plans, estimate
 from memsize.device.allocator import replay
 from memsize.device.config import AllocatorConfig
-from memsize.device.gpu_estimate import outlook
+from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.workspace_bounds import is_estimated, requests, variants
 from memsize.errors import InputError
 from memsize.loading.weightless import Weightless
@@ -255,7 +255,7 @@ def test_an_inference_with_an_estimate() -> None:
     trace = conv_trace()
     assert trace.cudnn is None and is_estimated(trace)
     assert [event.delta for event in trace.events][-3:] == [2 * 8 * 128 * 56 * 56, OPERANDS, -OPERANDS]
-    look = outlook(trace)
+    look = estimate_gpu(trace)
     assert look.requested == OPERANDS + OPERANDS
     assert look.roles["workspace"] == OPERANDS
     config, segments = AllocatorConfig(), []
@@ -269,7 +269,7 @@ def test_an_inference_with_an_estimate() -> None:
 def test_what_cudnn_said_leaves_no_interval() -> None:
     trace = replace(conv_trace(), cudnn="9.24.0")
     assert not is_estimated(trace) and len(variants(trace)) == 1
-    look = outlook(trace)
+    look = estimate_gpu(trace)
     assert look.device.high - look.device.low == (650 - 300) * MIB
 
 

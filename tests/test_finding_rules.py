@@ -13,7 +13,7 @@ from memsize.analysis.findings import layout, omissions, precision, structure, t
 from memsize.analysis.findings.evidence import Evidence
 from memsize.analysis.findings.report import RULES
 from memsize.records.finding import Finding
-from memsize.records.gpu import Interval, Outlook
+from memsize.records.gpu import GpuEstimate, Interval
 from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run
 from memsize.records.trace import InputTensor, Layer, Reading, StoredPart, StoredTensor, TensorSpec, Trace
 from tests.records import layer, spec, stored
@@ -300,9 +300,9 @@ def test_apex_o2_holds_master_weights() -> None:
 # --- the peak of a step
 
 
-def peak(requested: int = 1000, phase: str = "backward", place: str = "", **roles: int) -> Outlook:
+def peak(requested: int = 1000, phase: str = "backward", place: str = "", **roles: int) -> GpuEstimate:
     told = {name.replace("_", " "): size for name, size in roles.items()}
-    return Outlook(requested, 0, 0, Interval(0, 0), 0.0, phase, 2, place, "aten.mm", told, ())  # type: ignore[arg-type]
+    return GpuEstimate(requested, 0, 0, Interval(0, 0), 0.0, phase, 2, place, "aten.mm", told, ())  # type: ignore[arg-type]
 
 
 def test_a_role_is_named_from_a_twentieth_of_the_peak_and_four_at_most() -> None:
@@ -342,7 +342,7 @@ def test_which_scenarios_peak_is_told() -> None:
         ),
     ],
 )
-def test_what_is_said_of_a_peak(found: Outlook, where: str, advice: str) -> None:
+def test_what_is_said_of_a_peak(found: GpuEstimate, where: str, advice: str) -> None:
     finding = one(training.training_peak, Evidence(trace(), peaks={"fp32": found}, optimizer="adamw"))
     assert finding.text("B").startswith("A training step with adamw under fp32 peaks at 1,000 B ")
     assert where in finding.text("B") and advice in finding.text("B")

@@ -229,7 +229,7 @@ TOTALS = dict.fromkeys(
     NUMBER,
 )
 SHARE = (float, type(None))
-OUTLOOK = {
+GPU_ESTIMATE = {
     "requested": int,
     "allocated": int,
     "reserved": int,
@@ -297,8 +297,8 @@ SCHEMA = {
             "status": str,
             "reason": (str, type(None)),
             **TOTALS,
-            "inference": (OUTLOOK, type(None)),
-            "training": (OUTLOOK, type(None)),
+            "inference": (GPU_ESTIMATE, type(None)),
+            "training": (GPU_ESTIMATE, type(None)),
             "untrained": (str, type(None)),
             "of_fp32": dict.fromkeys(("parameter", "output", "saved", "inference", "training"), SHARE),
         }

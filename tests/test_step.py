@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import memsize
 from memsize.analysis.runner import Runner
 from memsize.device.allocator import replay
-from memsize.device.gpu_estimate import outlook
+from memsize.device.gpu_estimate import estimate_gpu
 from memsize.model.inputs import inputs_from_data
 from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import alive, live_bytes, peak
@@ -340,8 +340,8 @@ def test_a_second_stream_has_segments_of_its_own() -> None:
     first = Storage(size, "temporary", -1, "op", "uint8", (size,), -1)
     events = tuple(Event(storage, delta, 0, -1, "op") for storage, delta in ((0, size), (0, -size), (1, size)))
     trace = Trace("m", "fp32", True, 1, "2.13.0", (), (), (), storages=(first, first), events=events)
-    assert outlook(trace).reserved == 2 * size
-    apart = outlook(replace(trace, storages=(first, first._replace(stream=7))))
+    assert estimate_gpu(trace).reserved == 2 * size
+    apart = estimate_gpu(replace(trace, storages=(first, first._replace(stream=7))))
     assert (apart.requested, apart.allocated, apart.reserved) == (size, size, 4 * size)
 
 

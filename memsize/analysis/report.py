@@ -13,14 +13,14 @@ from memsize.analysis.findings.report import RULES
 from memsize.analysis.runner import Runner, is_float32
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.config import AllocatorConfig
-from memsize.device.gpu_estimate import outlook
+from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
 from memsize.model.meta_copy import in_mode
 from memsize.precision.modelled import modelled
 from memsize.precision.recipes import floating_dtype
 from memsize.records.aggregates import Totals, totals
-from memsize.records.gpu import Outlook
+from memsize.records.gpu import GpuEstimate
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.trace import Reading, Trace
 from memsize.spec.scenario import SCENARIOS, Scenario
@@ -93,7 +93,7 @@ class ReportBuilder:
         except (ScenarioError, ForwardError) as error:
             return ScenarioResult(scenario.name, scenario.title, "unavailable", _one_line(error))
         trained = self.training and scenario.name not in self._untrained and not scenario.is_modelled
-        training = outlook(trace, config=self.config) if trained else None
+        training = estimate_gpu(trace, config=self.config) if trained else None
         trace, reason = modelled(trace, scenario)
         return ScenarioResult(
             scenario.name,
@@ -107,12 +107,12 @@ class ReportBuilder:
             untrained=self._untrained.get(scenario.name),
         )
 
-    def _inference(self, scenario: Scenario) -> Outlook | None:
+    def _inference(self, scenario: Scenario) -> GpuEstimate | None:
         """What a GPU would show of one forward without gradients; None where its activations are only modelled."""
         if scenario.is_modelled:
             return None
         try:
-            return outlook(self.runner.run(Inference(), scenario))
+            return estimate_gpu(self.runner.run(Inference(), scenario))
         except ForwardError:
             # A model may run with gradients only; what it stores and keeps is told all the same.
             return None

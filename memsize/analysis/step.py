@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from memsize.analysis.timeline import timeline
 from memsize.device.config import AllocatorConfig
-from memsize.device.gpu_estimate import outlook
+from memsize.device.gpu_estimate import estimate_gpu
 from memsize.records.aggregates import live_bytes
 from memsize.records.codec import decode, encode
-from memsize.records.gpu import DEFAULT_GPU, Outlook
+from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
 from memsize.records.trace import Trace
 from memsize.units import format_bytes
 
@@ -35,9 +35,9 @@ class StepTrace:
     cuda: str | None = None
 
     @cached_property
-    def peak(self) -> Outlook:
+    def peak(self) -> GpuEstimate:
         """The peak: `requested`, `allocated`, `reserved`, `device`, `roles`, `storages`, all in bytes."""
-        return outlook(self.trace, config=self.config, cuda=self.cuda)
+        return estimate_gpu(self.trace, config=self.config, cuda=self.cuda)
 
     @property
     def assumptions(self) -> tuple[str, ...]:

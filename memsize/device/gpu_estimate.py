@@ -9,22 +9,22 @@ from memsize.device.config import AllocatorConfig
 from memsize.device.context import context
 from memsize.device.workspace_bounds import requests, variants
 from memsize.records.aggregates import alive, split_phase
-from memsize.records.gpu import Interval, Living, Outlook
+from memsize.records.gpu import GpuEstimate, Interval, LiveStorage
 from memsize.records.roles import Role
 from memsize.records.trace import Storage, Trace
 
 
-def outlook(
+def estimate_gpu(
     trace: Trace, *, config: AllocatorConfig | None = None, cuda: str | None = None, largest: int = 20
-) -> Outlook:
+) -> GpuEstimate:
     """What a GPU would show of `trace`, whose allocator is set by `config` and whose context follows CUDA `cuda`."""
     settings = config or AllocatorConfig()
     replayed = replay(requests(trace), settings, streams=trace.streams)
     index = replayed.requested.event
-    living = alive(trace, index)
+    live = alive(trace, index)
     event = trace.events[index] if index >= 0 else None
     phase, step = split_phase(trace.phases[event.phase]) if event else ("", 0)
-    return Outlook(
+    return GpuEstimate(
         requested=replayed.requested.bytes,
         allocated=replayed.allocated.bytes,
         reserved=replayed.reserved.bytes,
@@ -34,8 +34,8 @@ def outlook(
         peak_step=step,
         peak_layer=trace.layers[event.layer].path if event and event.layer >= 0 else "",
         peak_op=event.op if event else "",
-        roles=_roles(trace, living),
-        storages=_largest(trace, living, largest),
+        roles=_roles(trace, live),
+        storages=_largest(trace, live, largest),
     )
 
 
@@ -46,20 +46,20 @@ def _device(trace: Trace, replayed: Replay, config: AllocatorConfig, outside: In
     return Interval(min(reserved) + outside.low, max(reserved) + outside.high)
 
 
-def _roles(trace: Trace, living: Mapping[int, int]) -> dict[Role, int]:
+def _roles(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
     roles: dict[Role, int] = {}
-    for storage, size in living.items():
+    for storage, size in live.items():
         role = trace.storages[storage].role
         roles[role] = roles.get(role, 0) + size
     return dict(sorted(roles.items(), key=lambda item: -item[1]))
 
 
-def _largest(trace: Trace, living: Mapping[int, int], count: int) -> tuple[Living, ...]:
+def _largest(trace: Trace, live: Mapping[int, int], count: int) -> tuple[LiveStorage, ...]:
     born = {event.storage: event.phase for event in trace.events if event.delta > 0}
-    ordered: Iterable[int] = sorted(living, key=lambda storage: (-living[storage], storage))
-    return tuple(_living(trace, trace.storages[i], living[i], born[i]) for i in list(ordered)[:count])
+    ordered: Iterable[int] = sorted(live, key=lambda storage: (-live[storage], storage))
+    return tuple(_live_storage(trace, trace.storages[i], live[i], born[i]) for i in list(ordered)[:count])
 
 
-def _living(trace: Trace, storage: Storage, size: int, phase: int) -> Living:
+def _live_storage(trace: Trace, storage: Storage, size: int, phase: int) -> LiveStorage:
     layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
-    return Living(size, storage.role, layer, storage.op, trace.phases[phase], storage.dtype, storage.shape)
+    return LiveStorage(size, storage.role, layer, storage.op, trace.phases[phase], storage.dtype, storage.shape)

@@ -33,7 +33,7 @@ from memsize.documents.sections import (
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
 from memsize.records.answer import FlatTable
-from memsize.records.gpu import Living, Outlook
+from memsize.records.gpu import GpuEstimate, LiveStorage
 from memsize.records.report import FIGURES, Report, ScenarioResult, figures
 from memsize.records.roles import Role, in_order
 from memsize.units import Bytes
@@ -89,13 +89,13 @@ class ReportDocument(Document[Report]):
     def sections(self) -> tuple[Section, ...]:
         """What it is about, where the run stopped, the tables, why, and what was taken for granted."""
         report = self.answer
-        outlooks = (outlook for result in report.scenario_results for outlook in (result.training, result.inference))
+        estimates = (estimate for result in report.scenario_results for estimate in (result.training, result.inference))
         return (
             title(report),
             *([Stop(report.stopped)] if report.stopped else []),
             layer_table(report, self.depth, self.columns),
             *([scenario_table(report)] if report.scenario_results else []),
-            *([peak_table(report), living_table(report)] if any(outlooks) else []),
+            *([peak_table(report), living_table(report)] if any(estimates) else []),
             *explained(report.findings),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.remarks),
@@ -148,17 +148,17 @@ def _scenario_data(result: ScenarioResult, baseline: Totals | None) -> dict[str,
         "status": result.status,
         "reason": result.reason,
         **figures(result.totals),
-        "inference": _outlook_data(result.inference),
-        "training": _outlook_data(result.training),
+        "inference": _estimate_data(result.inference),
+        "training": _estimate_data(result.training),
         "untrained": result.untrained,
         "of_fp32": {name.removesuffix("_bytes"): result.share(name, baseline) for name in shares},
     }
 
 
-def _outlook_data(outlook: Outlook | None) -> dict[str, Any] | None:
-    if outlook is None:
+def _estimate_data(estimate: GpuEstimate | None) -> dict[str, Any] | None:
+    if estimate is None:
         return None
-    return asdict(outlook) | {"storages": [living._asdict() for living in outlook.storages]}
+    return asdict(estimate) | {"storages": [living._asdict() for living in estimate.storages]}
 
 
 def title(report: Report) -> Title:
@@ -288,7 +288,7 @@ def _scenario_cells(result: ScenarioResult, baseline: Totals | None) -> tuple[Ce
 
 def peak_table(report: Report) -> Table:
     """One row per scenario and run: its peak in the allocator's terms, and what is alive there by role."""
-    runs = [(r, run, look) for r in report.scenario_results for run, look in _outlooks(r) if look]
+    runs = [(r, run, look) for r in report.scenario_results for run, look in _estimates(r) if look]
     roles = in_order(role for _, _, look in runs for role in look.roles)
     columns = (
         Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
@@ -315,11 +315,11 @@ def peak_table(report: Report) -> Table:
     )
 
 
-def _outlooks(result: ScenarioResult) -> tuple[tuple[str, Outlook | None], ...]:
+def _estimates(result: ScenarioResult) -> tuple[tuple[str, GpuEstimate | None], ...]:
     return ("inference", result.inference), ("training", result.training)
 
 
-def _peak_cells(result: ScenarioResult, run: str, look: Outlook, roles: Sequence[Role]) -> tuple[Cell, ...]:
+def _peak_cells(result: ScenarioResult, run: str, look: GpuEstimate, roles: Sequence[Role]) -> tuple[Cell, ...]:
     return (
         Label(result.name, result.status == "modelled", result.title),
         run,
@@ -355,7 +355,7 @@ def living_table(report: Report, count: int = 8) -> Table:
     )
 
 
-def _living_cells(living: Living) -> tuple[Cell, ...]:
+def _living_cells(living: LiveStorage) -> tuple[Cell, ...]:
     return (
         Bytes(living.bytes),
         living.role,

@@ -1,4 +1,4 @@
-"""GPUs as records: a card, and what it would show of a run."""
+"""GPUs as records: a card, and the memory it would report for a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Interval(NamedTuple):
         return Interval(self.low + count, self.high + count)
 
 
-class Living(NamedTuple):
+class LiveStorage(NamedTuple):
     """One storage at the peak, the layer and the phase that it was made in."""
 
     bytes: int
@@ -69,7 +69,7 @@ class Living(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class GpuEstimate:
     """The peak of one run on a GPU, in bytes.
 
     `requested` is what tensors ask for, `allocated` the blocks that the caching allocator hands out for it, `reserved`
@@ -90,4 +90,4 @@ class Outlook:
     peak_layer: str
     peak_op: str
     roles: Mapping[Role, int]
-    storages: tuple[Living, ...]
+    storages: tuple[LiveStorage, ...]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from memsize.records.aggregates import Row, Totals, own_rows, stored_dtypes, totals
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
-from memsize.records.gpu import Outlook
+from memsize.records.gpu import GpuEstimate
 from memsize.records.trace import Failure, StoredTensor, Trace
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class ScenarioResult:
     reason: str | None = None
     totals: Totals | None = None
     trace: Trace | None = None
-    inference: Outlook | None = None
-    training: Outlook | None = None
+    inference: GpuEstimate | None = None
+    training: GpuEstimate | None = None
     untrained: str | None = None
 
     def figure(self, name: str) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from memsize.analysis.crossover import Crossover
 from memsize.records.aggregates import Totals, totals
-from memsize.records.gpu import Outlook
+from memsize.records.gpu import GpuEstimate
 from memsize.records.trace import Reading, StoredTensor, Trace
 
 
@@ -25,7 +25,7 @@ class Evidence:
     left: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     readings: tuple[Reading, ...] = ()
     crossover: Crossover | None = None
-    peaks: Mapping[str, Outlook] = field(default_factory=dict)
+    peaks: Mapping[str, GpuEstimate] = field(default_factory=dict)
     optimizer: str = ""
     amp: str | None = None
     buckets: tuple[int, bool] | None = None

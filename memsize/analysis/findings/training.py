@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from memsize.analysis.findings.evidence import Evidence, bytes_of
 from memsize.records.finding import Finding, Rules
-from memsize.records.gpu import Outlook
+from memsize.records.gpu import GpuEstimate
 from memsize.records.roles import Role
 from memsize.units import Bytes
 
@@ -42,7 +42,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _states(peak: Outlook) -> int:
+def _states(peak: GpuEstimate) -> int:
     return sum(peak.roles.get(role, 0) for role in _STATES)
 
 
@@ -50,7 +50,7 @@ def _phase(name: str) -> str:
     return {"optimizer": "optimizer's update", "zero_grad": "zeroing of gradients"}.get(name, name)
 
 
-def _advice(peak: Outlook) -> str:
+def _advice(peak: GpuEstimate) -> str:
     if peak.peak_phase == "optimizer":
         return "The update's temporaries take {temporary} of it, whatever the batch: a fused optimizer has none."
     if _states(peak) * 2 > peak.requested:
