@@ -21,7 +21,7 @@ from torch import Tensor
 from memsize.cuda import autocast
 from memsize.cuda.registry import Temporary, temporaries_of
 from memsize.cuda.semantics import Semantics, current
-from memsize.internals.dispatch_key import KEY, Kernel, overload
+from memsize.internals.dispatch_key import KEY, Kernel, exclude, key_excluded, overload
 from memsize.meta_kernels.registry import shape_rule
 from memsize.meta_kernels.strides import Shape, permuted
 from memsize.meta_kernels.tensors import are_alike, are_plain, empty, like, strided
@@ -34,7 +34,6 @@ _MASK_ALIGNMENT = 8
 _CUDNN_DROPOUT = 8
 """Where cuDNN's backward has the probability, behind the output."""
 _aten = torch.ops.aten
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 class Attention(NamedTuple):
@@ -230,8 +229,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     semantics = current()
-    _exclude(KEY, True)
-    try:
+    with key_excluded:
         tensors: list[Any] = [query, key, value, attn_mask]
         casting = autocast.active()
         if casting is not None:
@@ -245,8 +243,6 @@ def _attention(
         plain = overload("scaled_dot_product_attention")
         result: Tensor = plain(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return result
-    finally:
-        _exclude(KEY, False)
 
 
 def _is_valid(tensors: list[Any], causal: bool, semantics: Semantics) -> bool:
@@ -328,11 +324,11 @@ def _seen_inside() -> Iterator[None]:
     """Let the key's kernels see the composite's inner calls, autocast off as it is inside every wrapped call."""
     was_enabled = torch._C.is_autocast_enabled("cuda")
     torch._C.set_autocast_enabled("cuda", False)
-    _exclude(KEY, False)
+    exclude(KEY, False)
     try:
         yield
     finally:
-        _exclude(KEY, True)
+        exclude(KEY, True)
         torch._C.set_autocast_enabled("cuda", was_enabled)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from memsize.cuda.semantics import Semantics, current
-from memsize.internals.dispatch_key import KEY, Kernel, overload
+from memsize.internals.dispatch_key import Kernel, key_excluded, overload
 
 Policy = Literal[
     "lower precision", "float32", "float32 and back", "float32 output", "float32 appended", "promote", "refused",
@@ -80,7 +80,6 @@ _NORM_DEFAULTS: dict[str, tuple[Any, ...]] = {
     "norm.names_ScalarOpt_dim": (None, None, None, False),
 }
 
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _is_enabled = torch._C.is_autocast_enabled
 _lower_dtype = torch._C.get_autocast_dtype
 _is_cache_enabled = torch._C.is_autocast_cache_enabled
@@ -197,16 +196,13 @@ def _float32_and_back(name: str, beneath: Kernel | None) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal call
         call = call or overload(name)
-        _exclude(KEY, True)
-        try:
+        with key_excluded:
             semantics = active()
             if semantics is None:
                 return call(*args, **kwargs)
             found = call(*cast_arguments(args, torch.float32, semantics), **kwargs)
             dtype = args[0].dtype
             return found.to(dtype) if isinstance(found, Tensor) else tuple(each.to(dtype) for each in found)
-        finally:
-            _exclude(KEY, False)
 
     return kernel
 
@@ -218,8 +214,7 @@ def _casting(name: str, beneath: Kernel | None, dtype_of: Callable[[str], torch.
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal call
         call = call or overload(name)
-        _exclude(KEY, True)
-        try:
+        with key_excluded:
             semantics = active()
             if semantics is None:
                 return call(*args, **kwargs)
@@ -227,8 +222,6 @@ def _casting(name: str, beneath: Kernel | None, dtype_of: Callable[[str], torch.
             if kwargs:
                 kwargs = dict(zip(kwargs, cast_arguments(tuple(kwargs.values()), dtype, semantics), strict=True))
             return call(*cast_arguments(args, dtype, semantics), **kwargs)
-        finally:
-            _exclude(KEY, False)
 
     return kernel
 
@@ -239,15 +232,12 @@ def _promote(name: str, beneath: Kernel | None) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal call
         call = call or overload(name)
-        _exclude(KEY, True)
-        try:
+        with key_excluded:
             semantics = active()
             if semantics is None:
                 return call(*args, **kwargs)
             dtype = _widest(args, _lower_dtype("cuda"), semantics)
             return call(*cast_arguments(args, dtype, semantics), **kwargs)
-        finally:
-            _exclude(KEY, False)
 
     return kernel
 
@@ -276,8 +266,7 @@ def _float32_output(name: str, beneath: Kernel | None) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal call
         call = call or overload(name)
-        _exclude(KEY, True)
-        try:
+        with key_excluded:
             semantics = active()
             if semantics is not None and _is_eligible(args[0], semantics):
                 if position is None:
@@ -285,8 +274,6 @@ def _float32_output(name: str, beneath: Kernel | None) -> Kernel:
                 elif len(args) <= position or args[position] is None:
                     args = (*args[:position], torch.float32)
             return call(*args, **kwargs)
-        finally:
-            _exclude(KEY, False)
 
     return kernel
 
@@ -300,15 +287,12 @@ def _float32_appended(name: str, beneath: Kernel | None) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal plain, typed
         plain, typed = plain or overload(name), typed or overload(_WITH_DTYPE[name])
-        _exclude(KEY, True)
-        try:
+        with key_excluded:
             semantics = active()
             if semantics is None:
                 return plain(*args, **kwargs)
             dtype = torch.float32 if _is_eligible(args[0], semantics) else args[0].dtype
             return typed(*args, *defaults[len(args) :], dtype=dtype)
-        finally:
-            _exclude(KEY, False)
 
     return kernel
 
@@ -324,11 +308,8 @@ def _refused(name: str, beneath: Kernel | None) -> Kernel:
                 f"Leave out the sigmoid before it and use {name}_with_logits (BCEWithLogitsLoss)."
             )
         call = call or overload(name)
-        _exclude(KEY, True)
-        try:
+        with key_excluded:
             return call(*args, **kwargs)
-        finally:
-            _exclude(KEY, False)
 
     return kernel
 

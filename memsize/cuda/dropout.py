@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import KEY, Kernel, overload
-
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+from memsize.internals.dispatch_key import Kernel, key_excluded, overload
 
 
 def kernels() -> Mapping[str, Kernel]:
@@ -32,11 +29,8 @@ def _dropout() -> Kernel:
         plain, fused = plain or overload("dropout"), fused or overload("native_dropout")
         semantics = current()
         is_fused = train and 0 < p < 1 and semantics is not None and semantics.stands_for_cuda(tensor)
-        _exclude(KEY, True)
-        try:
+        with key_excluded:
             result: Tensor = fused(tensor, p, train)[0] if is_fused and tensor.numel() else plain(tensor, p, train)
             return result
-        finally:
-            _exclude(KEY, False)
 
     return kernel

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from memsize.cuda.registry import copies_of, copy_unless_contiguous
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import KEY, Kernel, overload
+from memsize.internals.dispatch_key import Kernel, key_excluded, overload
 
 _aten = torch.ops.aten
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 copies_of(_aten.roll.default, _aten.reflection_pad2d.default)(copy_unless_contiguous)
 
@@ -32,8 +31,7 @@ def kernels() -> Mapping[str, Kernel]:
 
 def _one_hot(index: Tensor, classes: int = -1) -> Tensor:
     semantics = current()
-    _exclude(KEY, True)
-    try:
+    with key_excluded:
         is_written = semantics is not None and semantics.stands_for_cuda(index) and index.dtype is torch.int64
         if not is_written or classes < 1:
             plain: Any = overload("one_hot")
@@ -43,5 +41,3 @@ def _one_hot(index: Tensor, classes: int = -1) -> Tensor:
             return index.new_empty((*index.shape, classes))
         zeros = torch.zeros((*index.shape, classes), dtype=index.dtype, device=index.device)
         return zeros.scatter_(-1, index.unsqueeze(-1), 1)
-    finally:
-        _exclude(KEY, False)

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from memsize.cuda.registry import copies_of, copy_unless_contiguous, same_dtype
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import KEY, Kernel, overload
+from memsize.internals.dispatch_key import Kernel, key_excluded, overload
 
 _TRAINING_BATCH, _EVALUATION_BATCH = 880_801, 65_535
 _INDEXED = 2**31 - 1
 _aten = torch.ops.aten
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 same_dtype(slice(0, 4), _aten.native_layer_norm.default)  # cuda/layer_norm_kernel.cu
 # cuda/layer_norm_kernel.cu `layer_norm_cuda`: expect_contiguous; group_norm.cpp `native_group_norm` (until PyTorch 2.13
@@ -72,16 +71,13 @@ def _batch_norm(
     cudnn_enabled: bool,
 ) -> Tensor:
     # The flag given is not read: the global one is.
-    _exclude(KEY, True)
-    try:
+    with key_excluded:
         parameters = (weight, bias, mean, variance)
         if _stands_in(tensor) and tensor.numel() and takes_cudnn(tensor, *parameters, training, eps):
             dense = (tensor.contiguous(memory_format=_format(tensor)), *map(_contiguous, parameters))
             return overload("cudnn_batch_norm")(*dense, training, momentum, eps)[0]  # type: ignore[no-any-return]
         plain = overload("batch_norm")
         return plain(tensor, *parameters, training, momentum, eps, cudnn_enabled)  # type: ignore[no-any-return]
-    finally:
-        _exclude(KEY, False)
 
 
 def _stands_in(tensor: Tensor) -> bool:
@@ -106,14 +102,11 @@ def _format(tensor: Tensor) -> torch.memory_format:
 
 def _rms_norm(tensor: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """One kernel, unless the weight has another dtype than the input: then the formula, step by step."""
-    _exclude(KEY, True)
-    try:
+    with key_excluded:
         is_alike = weight is None or weight.dtype is tensor.dtype
         if not (_stands_in(tensor) and is_alike and tensor.is_floating_point() and _fits(tensor, shape, weight)):
             return overload("rms_norm")(tensor, shape, weight, eps)  # type: ignore[no-any-return]
         return _FusedRMSNorm.apply(tensor, weight, list(shape), eps)  # type: ignore[no-any-return,no-untyped-call]
-    finally:
-        _exclude(KEY, False)
 
 
 def _fits(tensor: Tensor, shape: Sequence[int], weight: Tensor | None) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from memsize.cuda import autocast
 from memsize.cuda.semantics import Semantics, current
-from memsize.internals.dispatch_key import KEY, Kernel, overload
+from memsize.internals.dispatch_key import Kernel, key_excluded, overload
 from memsize.meta_kernels.registry import shape_rule
 from memsize.meta_kernels.strides import Shape, contiguous
 from memsize.meta_kernels.tensors import are_plain, empty, like
@@ -35,7 +35,6 @@ MODES = {"rnn_relu": _RELU, "rnn_tanh": _TANH, "lstm": _LSTM, "gru": _GRU}
 """cuDNN's number of each kind of layer."""
 
 _BFLOAT16_CUDNN, _BFLOAT16_CAPABILITY = 91300, (8, 0)
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 class Layers(NamedTuple):
@@ -63,16 +62,13 @@ def _layers(name: str, form: str) -> Kernel:
 
     def kernel(*args: Any) -> Any:
         semantics = current()
-        _exclude(KEY, True)
-        try:
+        with key_excluded:
             if semantics is not None and _takes_cudnn(args[0], semantics):
                 found = run(MODES[name], semantics, *args)
                 if found is not None:
                     return found[: 3 if name == "lstm" else 2]
             if not args[0].is_meta:
                 return overload(f"{name}.{form}")(*args)
-        finally:
-            _exclude(KEY, False)
         # The operator is a composite: what it calls is seen again, and cast by autocast.
         return getattr(getattr(torch.ops.aten, name), form).decompose(*args)
 
@@ -226,22 +222,17 @@ def _fused(name: str, tensor: Tensor, hidden: Tensor, state: Tensor, weights: tu
         return None
     input_weight, hidden_weight, *biases = weights
     assert input_weight is not None and hidden_weight is not None
-    _exclude(KEY, True)
     try:
-        gates = tensor.matmul(input_weight.t()), hidden.matmul(hidden_weight.t())
-        return overload(f"_thnn_fused_{name}_cell")(*gates, state, *biases)
+        with key_excluded:
+            gates = tensor.matmul(input_weight.t()), hidden.matmul(hidden_weight.t())
+            return overload(f"_thnn_fused_{name}_cell")(*gates, state, *biases)
     except NotImplementedError:
         return None
-    finally:
-        _exclude(KEY, False)
 
 
 def _plain(name: str, tensor: Tensor, hidden: Any, weights: tuple[Tensor | None, ...]) -> Any:
-    _exclude(KEY, True)
-    try:
+    with key_excluded:
         return overload(name)(tensor, hidden, *weights)
-    finally:
-        _exclude(KEY, False)
 
 
 # -- what the kernels return and keep ---------------------------------------------------------------------------------

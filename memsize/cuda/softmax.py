@@ -15,10 +15,9 @@ from torch import Tensor
 
 from memsize.cuda.registry import copies_of, copy_unless_contiguous
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import KEY, Kernel, overload
+from memsize.internals.dispatch_key import Kernel, key_excluded, overload
 
 _aten = torch.ops.aten
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 copies_of(_aten._softmax.default, _aten._log_softmax.default)(copy_unless_contiguous)
 
@@ -37,12 +36,9 @@ def _widening(name: str) -> Kernel:
         plain, fused = plain or overload(f"{name}.int"), fused or overload(f"_{name}")
         semantics = current()
         is_stand_in = semantics is not None and semantics.meta and tensor.is_meta
-        _exclude(KEY, True)
-        try:
+        with key_excluded:
             widens = is_stand_in and tensor.dtype is torch.float16 and dtype is torch.float32
             result: Tensor = fused(tensor, dim, True) if widens else plain(tensor, dim, dtype)
             return result
-        finally:
-            _exclude(KEY, False)
 
     return kernel

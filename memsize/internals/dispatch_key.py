@@ -6,7 +6,7 @@ The kernels of `memsize.cuda` are registered for it: they take an op before auto
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -18,6 +18,22 @@ exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 include = torch._C._dispatch_tls_set_dispatch_key_included
 is_included = torch._C._dispatch_tls_is_dispatch_key_included
 is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
+class _KeyExcluded:
+    """Stateless, and so one object for all: a kernel runs only where the key is not excluded, so it need not ask."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        exclude(KEY, True)
+
+    def __exit__(self, *_: object) -> None:
+        exclude(KEY, False)
+
+
+key_excluded: Final = _KeyExcluded()
+"""Inside a kernel of the key: the ops that it calls go on to autograd and do not come back to the key."""
 
 
 class suspended:  # noqa: N801 - reads as the context manager that it is
