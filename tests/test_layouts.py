@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 
 from memsize.errors import ScenarioError
 from memsize.model.stored import stored_tensors
-from memsize.precision.layouts import GROUP, ITEM_BYTES, LAYOUTS, static_output_bytes
+from memsize.precision.layouts import GROUP, ITEM_BYTES, LAYOUTS
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
 from memsize.records.trace import StoredTensor
 from memsize.spec.scenario import SCENARIOS
@@ -87,9 +87,6 @@ class TestTable:
             parts = layout.weight((rows, columns), dtype)
             assert all(p.bytes == torch.Size(p.spec.shape).numel() * ITEM_BYTES[p.spec.dtype] for p in parts)
             assert sum(p.bytes for p in parts) < rows * columns * 2 + 26 * (rows + 1) + 64
-
-    def test_static_outputs_are_one_byte_an_element(self) -> None:
-        assert static_output_bytes(1200) == 1200
 
 
 class TestTorchAo:

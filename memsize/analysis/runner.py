@@ -18,6 +18,7 @@ from memsize.model.inputs import ModelInputs
 from memsize.model.materialize import executable, executable_call
 from memsize.model.meta_copy import MetaCopier
 from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import dtype_name
 from memsize.precision.recipes import apply_scenario, floating_dtype
 from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
@@ -155,8 +156,8 @@ class Runner:
         return self.inputs.call(batch_size, floating, typed_too=not as_chosen)
 
     def _notes(self, scenario: Scenario) -> tuple[str, ...]:
-        is_cast = scenario.recipe == "as-given" and self._inputs_are_cast
-        cast = (_CAST.format(_name(self._given_floating)),) if is_cast else ()
+        floating = self._given_floating if scenario.recipe == "as-given" and self._inputs_are_cast else None
+        cast = (_CAST.format(dtype_name(floating)),) if floating is not None else ()
         hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
         late = (_LATE.format(join_names(self.late)),) if self.late else ()
         return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note)))
@@ -220,7 +221,3 @@ def _registered(model: nn.Module) -> list[str]:
                     met.add(id(tensor))
                     found.append(f"{path}.{name}" if path else name)
     return [*names[0], *names[1]]
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")

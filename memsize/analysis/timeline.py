@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import Final
 
 from memsize.device.allocator import replay
@@ -15,7 +16,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.records.aggregates import split_phase
 from memsize.records.roles import Role, in_order
 from memsize.records.timeline import Phase, Timeline
-from memsize.records.trace import Event, Trace
+from memsize.records.trace import Trace
 
 
 def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:
@@ -53,7 +54,7 @@ def phases(trace: Trace) -> Iterator[Phase]:
     A few events outside every phase (the seed of a backward, a scaled loss) belong to the phase that follows them.
     """
     start = stop = 0
-    for index, events in groupby(trace.events, key=_phase_of):
+    for index, events in groupby(trace.events, key=attrgetter("phase")):
         stop += sum(1 for _ in events)
         name, step = split_phase(trace.phases[index])
         between = start > 0 and stop - start <= _FEW and (index == 0 or name == _AROUND)
@@ -65,7 +66,3 @@ def phases(trace: Trace) -> Iterator[Phase]:
 _AROUND: Final = "step"
 """What the record calls events of a step outside its phases; those outside every step are in its first phase."""
 _FEW: Final = 4
-
-
-def _phase_of(event: Event) -> int:
-    return event.phase

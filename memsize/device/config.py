@@ -25,8 +25,8 @@ LARGE_REQUEST: Final = 10 * MiB
 SEGMENT_STEP: Final = 2 * MiB
 """Those segments are a multiple of this (kRoundLarge)."""
 
-VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where PyTorch looks, first match wins."""
+_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables in the order in which PyTorch looks them up; the first one that is set wins."""
 
 INTERVALS: Final = 16
 """`roundup_power2_divisions` has one entry per power of two, from 1 MiB up to 32 GiB and more."""
@@ -73,12 +73,6 @@ class AllocatorConfig:
         """The settings that `text` names; raises `InputError` where PyTorch would refuse them."""
         return _config(dict(_entries(text)))
 
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> AllocatorConfig:
-        """The settings that a PyTorch process started in `environment` would use."""
-        text = next((environment[name] for name in VARIABLES if name in environment), "")
-        return cls.parse(text)
-
     def block_size(self, request: int) -> int:
         """The bytes of the block that serves `request` bytes: a multiple of 512, at least 512.
 
@@ -102,6 +96,11 @@ class AllocatorConfig:
     def allowed(self, card_bytes: int) -> int | None:
         """The bytes that the allocator may hold on a card of `card_bytes`; None where no fraction is set."""
         return int(self.memory_fraction * card_bytes) if self.memory_fraction < 1 else None
+
+
+def settings_in(environment: Mapping[str, str]) -> str:
+    """The text of the settings that a PyTorch process started in `environment` would use; empty where none are set."""
+    return next((environment[name] for name in _VARIABLES if name in environment), "")
 
 
 def _entries(text: str) -> list[tuple[str, str]]:

@@ -1,9 +1,12 @@
 """Memory that cuBLAS and cuBLASLt take for themselves out of the caching allocator.
 
 cuBLAS: PyTorch allocates one workspace per handle and stream when a matrix product first runs there and keeps it. The
-autograd thread has a handle of its own, so that a training step has two. Source: PyTorch's
-aten/src/ATen/cuda/CublasHandlePool.cpp, pull requests 156495, 168175, 175344, 175879 and 194311; which release each
-reached first is told by their dates.
+autograd thread has its own handle, so a training step has two workspaces. Source: PyTorch's
+aten/src/ATen/cuda/CublasHandlePool.cpp, pull requests 156495, 168175, 175344, 175879 and 194311; the release that first
+contained each was inferred from its date.
+
+Known limit: from PyTorch 2.15 on, each op takes its workspace and gives it back unless `TORCH_CUBLAS_WORKSPACE_CACHE`
+is 1; runs are simulated with workspaces that stay, as in releases up to 2.14.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ _NEWEST: Final = (2, 14)
 """The release that is assumed where none is named."""
 _BLACKWELL_SINCE: Final = (2, 12)
 _SHARED_SINCE: Final = (2, 12)
-_BORROWED_SINCE: Final = (2, 15)
 
 
 def cublas_workspace(
@@ -52,14 +54,6 @@ def cublaslt_workspace(*, size: str | None = None, unified: str | None = None, t
     if shared:
         return 0
     return int(size) * KiB if size is not None and size.isdecimal() else BLAS_LT
-
-
-def keeps_workspace(torch_version: str | None = None, *, cache: str | None = None) -> bool:
-    """Whether workspaces stay allocated between ops; where not, each op takes one and gives it back.
-
-    Since 2.15 they stay only where `TORCH_CUBLAS_WORKSPACE_CACHE` (`cache`) is 1.
-    """
-    return cache == "1" or release(torch_version) < _BORROWED_SINCE
 
 
 def release(torch_version: str | None) -> tuple[int, int]:

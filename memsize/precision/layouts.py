@@ -43,8 +43,6 @@ GROUP = 128
 """Elements that share a scale in `Int4WeightOnlyConfig`, along a row."""
 BLOCK = 64
 """Elements that share an absmax in bitsandbytes' 4-bit formats, in memory order."""
-STATIC_ACTIVATION = "quint8"
-"""The dtype of what statically quantized modules return: a byte an element; scale and zero point are no tensors."""
 
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 _CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
@@ -150,11 +148,6 @@ def nf4_blocks(shape: Shape, dtype: str) -> Parts:
         part("quant_state.absmax", "float32", (-(-elements // BLOCK),)),
         part("quant_state.code", "float32", (16,)),
     )
-
-
-def static_output_bytes(elements: int) -> int:
-    """The bytes of an output of `elements` elements of a statically quantized module (`STATIC_ACTIVATION`)."""
-    return elements
 
 
 def _not_grouped(shape: Shape) -> str | None:

@@ -1,4 +1,4 @@
-"""Figures that no run on `meta` can give, computed from one that was run, and marked as such."""
+"""Figures that a run on `meta` cannot show: derived from a run in another precision, and marked as modelled."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from memsize.spec.scenario import Scenario
 
 
 def modelled(trace: Trace, scenario: Scenario) -> tuple[Trace, str | None]:
-    """`trace` as the scenario would have it and what of it is modelled; unchanged and None where it was run as it is.
+    """The trace as `scenario` would have it, and what in it is modelled: None where the run itself shows everything.
 
-    Static int8 is the one: its modules pass on quint8 tensors, one byte per element, and nothing is kept for backward,
-    for quantized ops have none.
+    Only static int8 is modelled. Its modules return quint8 tensors of one byte per element (scale and zero point are
+    numbers, not tensors) and keep nothing for backward, since quantized ops have no gradient.
     """
     if not scenario.is_modelled:
         return trace, None

@@ -51,10 +51,6 @@ class Interval(NamedTuple):
     low: int
     high: int
 
-    def plus(self, count: int) -> Interval:
-        """The interval moved up by `count` bytes."""
-        return Interval(self.low + count, self.high + count)
-
 
 class LiveStorage(NamedTuple):
     """One storage at the peak, the layer and the phase that it was made in."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_NO_META = re.compile(r"Could not run '(?P<op>[\w:.]+)'")
 
 
 def explain(error: Exception, calls: Calls, ledger: Ledger) -> Failure:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from memsize.device.config import VARIABLES
+from memsize.device.config import settings_in
 from memsize.errors import InputError
 from memsize.records.measurement import DeviceUse, Peaks, SoftwareStack
 
@@ -159,7 +159,7 @@ class CudaMemory:
             cuda=torch.version.cuda,
             cudnn=torch.backends.cudnn.version(),
             cublas=_cublas(),
-            allocator=next((os.environ[name] for name in VARIABLES if name in os.environ), ""),
+            allocator=settings_in(os.environ),
             cublas_config=os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
             module_loading=os.environ.get("CUDA_MODULE_LOADING"),
         )
