@@ -16,6 +16,7 @@ from memsize.cuda.cudnn.convolution import WIDTHS, Convolution, Operation
 from memsize.cuda.cudnn.plans import Plans
 from memsize.cuda.registry import Copies, copies_of, same_dtype
 from memsize.meta_kernels.strides import is_channels_last
+from memsize.model.tensor_storage import dtype_name
 from memsize.records.layout import Format
 
 _aten = torch.ops.aten
@@ -112,7 +113,9 @@ class Kernels:
     def runs_on_cudnn(self, call: Operands) -> bool:
         """Whether PyTorch gives a forward, and so its backward, to cuDNN."""
         x, w = call.x, call.w
-        if not self.enabled or _dtype(x) not in WIDTHS or x.dtype is not w.dtype or not x.numel() or not w.numel():
+        if not self.enabled or x.dtype is not w.dtype or dtype_name(x.dtype) not in WIDTHS:
+            return False
+        if not x.numel() or not w.numel():
             return False
         if x.dtype is torch.bfloat16 and self.capability < (8, 0):
             return False
@@ -129,7 +132,7 @@ class Kernels:
         rank = call.x.dim() - 2
         return Convolution(
             operation=operation,
-            dtype=_dtype(call.x),
+            dtype=dtype_name(call.x.dtype),
             x=y if call.transposed else x,
             w=_as_image(call.w.shape),
             y=x if call.transposed else y,
@@ -140,10 +143,6 @@ class Kernels:
             deterministic=self.deterministic,
             tf32=self.tf32,
         )
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _as_image(shape: Sequence[int]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import torch
 from memsize.cuda import attention, autocast, convolution, dropout, encoder, indexing, matmul, norms, rnn, softmax
 from memsize.cuda.registry import COPIES, SAME_DTYPE, TEMPORARIES, Copies, Temporary
 from memsize.internals.dispatch_key import Kernel
+from memsize.model.tensor_storage import dtype_name
 
 LIBRARIES = (convolution, matmul)
 """Families of which CUDA decides nothing on the dispatch key: cuDNN's and cuBLAS's."""
@@ -50,5 +51,5 @@ def refuse_mixed(func: Any, args: tuple[Any, ...]) -> None:
         return
     dtypes = [operand.dtype for operand in args[operands] if isinstance(operand, torch.Tensor)]
     if any(dtype is not dtypes[0] for dtype in dtypes):
-        names = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        names = " and ".join(dict.fromkeys(map(dtype_name, dtypes)))
         raise RuntimeError(f"{func._overloadpacket.__name__}: its operands must have the same dtype, but got {names}")

@@ -16,9 +16,8 @@ from typing import Final
 from memsize.errors import UnknownInputError
 from memsize.records.gpu import Card
 from memsize.suggestions import nearest
+from memsize.units import GiB, MiB
 
-_GiB: Final = 1 << 30
-_MiB: Final = 1 << 20
 _MESSAGES: Final = "PyTorch's out-of-memory messages in public repositories"
 _PROPERTIES: Final = "torch.cuda.get_device_properties, as printed in public repositories"
 _ULTRALYTICS: Final = "the device line of Ultralytics' programs, in public repositories"
@@ -28,11 +27,11 @@ _SMI: Final = "used and free of nvidia-smi together, in public repositories"
 
 
 def _gib(amount: float) -> int:
-    return round(amount * _GiB)
+    return round(amount * GiB)
 
 
 def _mib(amount: int) -> int:
-    return amount * _MiB
+    return amount * MiB
 
 
 def _geforce(
@@ -167,7 +166,7 @@ def _apple(gib: int) -> Card:
 
     PyTorch lets a process have 1.7 times that before it raises, but beyond it macOS begins to swap.
     """
-    count = gib * _GiB * 2 // 3 if gib <= _APPLE_LAST_TWO_THIRDS else gib * _GiB * 3 // 4
+    count = gib * GiB * 2 // 3 if gib <= _APPLE_LAST_TWO_THIRDS else gib * GiB * 3 // 4
     rule = "two thirds" if gib <= _APPLE_LAST_TWO_THIRDS else "three quarters"
     source = f"Metal's recommendedMaxWorkingSetSize is {rule} of the memory; "
     seen = _APPLE_SEEN.get(gib)

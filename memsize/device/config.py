@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from memsize.errors import InputError
+from memsize.units import MiB
 
-MiB: Final = 1 << 20
 BLOCK: Final = 512
 """Every block is a multiple of this many bytes (kMinBlockSize)."""
 SMALL: Final = 1 * MiB

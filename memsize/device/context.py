@@ -11,8 +11,7 @@ from typing import Final
 
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
-
-MiB: Final = 1 << 20
+from memsize.units import MiB
 
 
 @dataclass(frozen=True, slots=True)

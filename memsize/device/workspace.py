@@ -14,8 +14,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-KiB: Final = 1024
-MiB: Final = 1024 * KiB
+from memsize.units import KiB, MiB
 
 DEFAULT: Final = 2 * 4096 * KiB + 8 * 16 * KiB
 """``:4096:2:16:8``: two of 4 MiB and eight of 16 KiB, 8,519,680 B."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -122,7 +122,7 @@ def inputs_from_call(given: Call) -> ModelInputs:
 
     def make(size: int) -> Call:
         copied: Call = meta_copy(call)
-        return copied if size == batch or not batch else map_tensors(lambda t: _resized(t, size), copied)
+        return copied if size == batch or not batch else map_tensors(lambda t: resized(t, [0], size), copied)
 
     return ModelInputs(make, batch or 1, batch > 0, typed=None)
 
@@ -216,11 +216,15 @@ def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, An
     return positions | kwargs
 
 
-def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
-    """`tensor` with another batch size; rows whose values are known come again in turn."""
-    resized = torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-    value = constant_of(tensor)
-    return resized if value is None else set_constant(resized, value[torch.arange(batch) % len(value)])
+def resized(tensor: torch.Tensor, dims: Iterable[int], size: int) -> torch.Tensor:
+    """A new tensor like `tensor` with `size` elements along each of `dims`; known values repeat along them."""
+    shape, value = list(tensor.shape), constant_of(tensor)
+    for dim in dims:
+        if value is not None:
+            value = value.index_select(dim, torch.arange(size) % shape[dim])
+        shape[dim] = size
+    made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    return made if value is None else set_constant(made, value)
 
 
 def _record(name: str, tensor: torch.Tensor, met: set[Hashable]) -> InputTensor:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from memsize.errors import ScenarioError, UnknownScenarioError, first_line
 from memsize.model.stored import stored_tensors
-from memsize.model.tensor_storage import wrapper_name
+from memsize.model.tensor_storage import dtype_name, wrapper_name
 from memsize.precision.dequantized import run_as
 from memsize.precision.layouts import Layout, Parts
 from memsize.records.trace import StoredTensor
@@ -145,7 +145,7 @@ def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
     found: dict[str, Parts] = {}
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+            shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
             is_weight = parameter.dim() > 1
             found[name] = layout.weight(shape, dtype) if is_weight else layout.bias(type(module).__name__, shape, dtype)
     return {name: parts for name, parts in found.items() if parts}

@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from memsize.analysis.fit.footprint import Footprint, Replays
 from memsize.analysis.runner import Runner
-from memsize.constants.values import constant_of, set_constant
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError
 from memsize.internals.pytree import map_tensors
-from memsize.model.inputs import ModelInputs, input_tensors
+from memsize.model.inputs import ModelInputs, input_tensors, resized
 from memsize.records.gpu import Card
 from memsize.records.trace import InputTensor, Trace
 from memsize.spec.scenario import Scenario
@@ -181,21 +179,10 @@ def _resized(call: Call, dimensions: Iterable[Dimension], size: int) -> Call:
         dims.setdefault(dimension.name, []).append(dimension.dim)
     args, kwargs = call
 
-    def resized(name: str, value: Any) -> Any:
-        return map_tensors(lambda tensor: _grown(tensor, dims[name], size), value) if name in dims else value
+    def changed(name: str, value: Any) -> Any:
+        return map_tensors(lambda tensor: resized(tensor, dims[name], size), value) if name in dims else value
 
     return (
-        tuple(resized(str(position), value) for position, value in enumerate(args)),
-        {name: resized(name, value) for name, value in kwargs.items()},
+        tuple(changed(str(position), value) for position, value in enumerate(args)),
+        {name: changed(name, value) for name, value in kwargs.items()},
     )
-
-
-def _grown(tensor: torch.Tensor, dims: Iterable[int], size: int) -> torch.Tensor:
-    """`tensor` with `dims` of another size; values that are known come again in turn."""
-    shape, value = list(tensor.shape), constant_of(tensor)
-    for dim in dims:
-        if value is not None:
-            value = value.index_select(dim, torch.arange(size) % shape[dim])
-        shape[dim] = size
-    grown = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    return grown if value is None else set_constant(grown, value)
