@@ -37,7 +37,7 @@ def compare_traces(before: Trace, after: Trace) -> Comparison:
 
 @RULES.rule("stored-changed", "stored-unchanged")
 def what_is_stored(models: Models) -> Iterator[Finding]:
-    """What both store in all."""
+    """What both models store in total."""
     first, second = totals(models.before), totals(models.after)
     same = first.stored == second.stored
     text = (
@@ -60,7 +60,7 @@ def what_is_stored(models: Models) -> Iterator[Finding]:
 
 @RULES.rule("kept-for-backward-changed")
 def what_is_kept(models: Models) -> Iterator[Finding]:
-    """What both keep for backward, where both were run."""
+    """What both models keep for backward, where both were run."""
     kept = (totals(models.before).saved_bytes, totals(models.after).saved_bytes)
     if all(kept) and kept[0] != kept[1]:
         yield Finding(
@@ -74,7 +74,7 @@ def what_is_kept(models: Models) -> Iterator[Finding]:
 
 @RULES.rule("tensors-changed")
 def changed(models: Models) -> Iterator[Finding]:
-    """Tensors that the second model stores otherwise, by what they were and are."""
+    """Tensors that the second model stores differently, grouped by how they were and are stored."""
     groups: dict[tuple[str, str], list[Change]] = {}
     for pair in models.pairs:
         if pair.before and pair.after and not pair.same:
@@ -98,7 +98,7 @@ def changed(models: Models) -> Iterator[Finding]:
 
 @RULES.rule("tensors-unchanged")
 def unchanged(models: Models) -> Iterator[Finding]:
-    """Tensors that both store alike, by the likely cause."""
+    """Tensors that both models store alike, grouped by the likely cause."""
     groups: dict[str, list[Change]] = {}
     for pair in models.pairs:
         if pair.same and pair.before and pair.before.bytes:

@@ -1,4 +1,4 @@
-"""From which size on something is so. Measured at that size and the one before: a line only says where to look."""
+"""The size from which on something holds, measured there and at the size before: a line only says where to look."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Final
 
 _FARTHEST: Final = 2**24
 _LOOKS: Final = 6
-"""How many sizes are measured, around where they were foretold: each is a run or two of the model."""
+"""How many sizes are measured around a predicted one: each takes a run or two of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """From which batch size on one way of running keeps fewer bytes than another.
+    """The batch size from which on one way of running keeps fewer bytes than another.
 
-    `batch` is the smallest such batch: measured to keep less, with `batch - 1` measured to keep as much or more
-    (unless `batch` is 1). None when there is none. `start` is the batch asked about, with what each keeps there;
-    `per_sample` is what one more sample adds to each.
+    `batch` is the smallest such batch: measured to keep less, with `batch - 1` measured to keep as much or more (unless
+    `batch` is 1). None when there is none. `start` is the batch asked about, with what each keeps there; `per_sample`
+    is what one more sample adds to each.
     """
 
     batch: int | None
@@ -51,7 +51,7 @@ def find_crossover(measure: Callable[[int], tuple[int, int]], start: int) -> Cro
 
 
 def first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool], most: int) -> int | None:
-    """The least size for which `measured` holds while it doesn't for the one before; None where none was found.
+    """The smallest size for which `measured` holds while it doesn't for the one before; None where none was found.
 
     `foretold` says where to look, up to `most`, and costs next to nothing.
     """

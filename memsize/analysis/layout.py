@@ -89,7 +89,7 @@ def _rearranged(tensor: torch.Tensor) -> torch.Tensor:
     strides = layout.channels_last(tensor.shape)
     rearranged = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
     if not isinstance(tensor, nn.Parameter):
-        rearranged.__dict__.update(tensor.__dict__)  # what is known of its values
+        rearranged.__dict__.update(tensor.__dict__)  # keep the known values
     return rearranged
 
 
@@ -97,7 +97,7 @@ def _rearranged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FormatLedger(Ledger):
-    """A ledger that also writes down which op loses channels last and which copies to rearrange."""
+    """A ledger that also records which ops lose channels last and which copies only rearrange."""
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__(device)
@@ -183,7 +183,7 @@ class FormatCalls(Calls):
 
 
 class FormatRun(Run):
-    """One forward of a model whose formats are watched."""
+    """One forward of a model whose memory formats are recorded."""
 
     ledger: FormatLedger
     calls: FormatCalls

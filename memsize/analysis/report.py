@@ -1,4 +1,4 @@
-"""The report on one model under many scenarios: which runs it needs, what they showed, and what follows."""
+"""The report on one model under many scenarios: the runs that it needs, what they showed, and what follows."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _AMP = ("amp-fp16", "amp-bf16")
 
 
 class ReportBuilder:
-    """The runs of a report. Each is made when it is first asked for, and kept.
+    """The runs of a report. Each is made when it is first needed, and kept.
 
-    `training` asks for training steps, `peaks` for what a GPU would show of each scenario, with the allocator set by
-    `config`. `say` is told what is being done.
+    `training` asks for training steps, `peaks` for the GPU estimate of each scenario, with the allocator set by
+    `config`. `say` is called with progress messages.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ReportBuilder:
         self.say = say
         self._traces: dict[str, Trace] = {}
         self._untrained: dict[str, str] = {}
-        """By scenario: why its training steps fail though a forward runs."""
+        """By scenario: why its training steps fail although a forward runs."""
         self._readable: nn.Module | None = None
 
     def build(self, asked: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
@@ -108,13 +108,13 @@ class ReportBuilder:
         )
 
     def _inference(self, scenario: Scenario) -> GpuEstimate | None:
-        """What a GPU would show of one forward without gradients; None where its activations are only modelled."""
+        """The GPU estimate of one forward without gradients; None where its activations are only modelled."""
         if scenario.is_modelled:
             return None
         try:
             return estimate_gpu(self.runner.run(Inference(), scenario))
         except ForwardError:
-            # A model may run with gradients only; what it stores and keeps is told all the same.
+            # A model may run with gradients only; what it stores and keeps is still reported.
             return None
 
     def _optimizer(self) -> str:
@@ -166,7 +166,7 @@ class ReportBuilder:
         )
 
     def readings(self) -> tuple[Reading, ...]:
-        """What torchinfo says of the model, where it says anything."""
+        """torchinfo's reading of the model, where it has one."""
         self.say("torchinfo's reading")
         if self._readable is not None:
             reading = torchinfo_reading(self._readable, ((), {}))
@@ -198,7 +198,7 @@ class ReportBuilder:
 
 
 def _as_float32(baseline: Totals | None, given: Trace) -> Totals | None:
-    """What percentages compare with. Casting does not turn quantized weights back: their float32 size is arithmetic."""
+    """The baseline of percentages. Casting does not undo quantization: those weights' float32 size is arithmetic."""
     if baseline is None or not any(t.wrapper or t.parts or t.kind == "packed" for t in given.tensors):
         return baseline
     return replace(baseline, parameter_bytes=4 * baseline.parameters)

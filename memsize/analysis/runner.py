@@ -1,4 +1,4 @@
-"""Runs of one model under scenarios: meta copies made ready, and what one run can spare the next."""
+"""Runs of one model under scenarios: how meta copies are made ready, and what one run can spare the next."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _HeldAs = tuple[str | None, bool]
 class Runner:
     """One model with one input, and any number of runs of it on `gpu` (None: the default card).
 
-    Each run has a copy of the model of its own, so that none sees what another did. `execute` really computes, on the
-    CPU. `plans` tell what cuDNN takes for convolutions; without them their workspaces are left out.
+    Each run has its own copy of the model, so that no run sees what another did. `execute` really computes, on the CPU.
+    `plans` give the workspaces that cuDNN takes for convolutions; without them those workspaces are left out.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class Runner:
         self.left: dict[str, dict[str, str]] = {}
         """By scenario: the layers that it left unquantized, and why."""
         self.late: tuple[str, ...] = ()
-        """What the forward was seen to register."""
+        """The parameters and buffers that the forward was found to register."""
         self._copier = MetaCopier(model)
         self._stored: dict[_HeldAs, tuple[StoredTensor, ...]] = {}
 
     def run(
         self, workload: Workload, scenario: Scenario, *, listener: Callable[[Calls], None] = lambda _: None
     ) -> Trace:
-        """The trace of `workload` under `scenario`; `listener` hears of the calls that the run showed.
+        """The trace of `workload` under `scenario`; `listener` receives the calls that the run recorded.
 
         A model that registers parameters or buffers in its forward is run once before, so that they are counted. Raises
-        `ScenarioError` or `ForwardError` when there can be no run.
+        `ScenarioError` or `ForwardError` where no run is possible.
         """
         setup = replace(self.setup(scenario), listener=listener)
         if scenario.recipe != "quantized" and not self.late:
@@ -106,7 +106,7 @@ class Runner:
         return self._copier.copy()
 
     def same_stored(self, scenario: Scenario, other: Scenario) -> None:
-        """Take what `other` was seen to store for what `scenario` stores."""
+        """Reuse what `other` was found to store for what `scenario` stores."""
         self._stored[_held_as(scenario)] = self._stored[_held_as(other)]
 
     def _stored_tensors(self, held: _HeldAs, copied: nn.Module) -> tuple[StoredTensor, ...]:
@@ -116,7 +116,7 @@ class Runner:
         return self._stored[held]
 
     def setup(self, scenario: Scenario, batch_size: int | None = None) -> Setup:
-        """A fresh copy, ready to run under the scenario; `batch_size` is another than that of the inputs."""
+        """A fresh copy, ready to run under the scenario; `batch_size` overrides that of the inputs."""
         batch_size = self.inputs.batch_size if batch_size is None else batch_size
         copied = executable(self.model) if self.execute else self.copy()
         if not self.execute:
@@ -184,7 +184,7 @@ class Runner:
 
 
 def workspaces(gpu: Card, plans: Plans | None = None) -> Workspaces:
-    """What the libraries of the installed torch would take on a card."""
+    """The workspaces that the libraries of the installed torch would take on a card."""
     version = str(torch.__version__)
     blas = cublas_workspace(gpu.capability, torch_version=version)
     return Workspaces(blas, cublaslt_workspace(torch_version=version), Convolutions.on(plans) if plans else None)

@@ -25,7 +25,7 @@ PROTOCOL: Final = 4
 """The newest pickle protocol that the viewer reads: its own unpickler refuses anything above."""
 
 _NO_LIMIT: Final = -1
-"""How a snapshot writes a `max_split_size` that is not set."""
+"""How a snapshot represents a `max_split_size` that is not set."""
 
 Fields = dict[str, Any]
 

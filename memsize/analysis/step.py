@@ -1,4 +1,4 @@
-"""`StepTrace`: one trace of a run and what a GPU would show of it, as a value for notebooks and scripts."""
+"""`StepTrace`: one trace of a run and its GPU estimate, as a value for notebooks and scripts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class StepTrace:
     """A run of some training steps, or of one inference, and its peak on a GPU.
 
-    `trace` is the record itself; `gpu` names the card that is meant, `config` are the allocator's settings, `cuda` the
-    version that the context is that of (None: a current one).
+    `trace` is the record itself; `gpu` names the simulated card, `config` sets the allocator, and `cuda` is the CUDA
+    version that determines the size of the context (None: a current one).
     """
 
     trace: Trace
@@ -41,7 +41,7 @@ class StepTrace:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What was taken for granted where the run met a value that only real data has."""
+        """What was assumed where the run met a value that only real data has."""
         return self.trace.assumptions
 
     @property

@@ -1,7 +1,7 @@
-"""What is alive after each event of a run: bytes by role, the phase and the layer, and what the allocator holds.
+"""Live memory over a run: bytes by role after each event, its phase and layer, and what the allocator holds.
 
-Everything is read off a `Trace` and its replay through the caching allocator. Events stand in for time: a run on
-tensors that hold no numbers has none.
+Everything is read from a `Trace` and its replay through the caching allocator. Events stand in for time, which a run
+that computes nothing does not have.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ def phases(trace: Trace) -> Iterator[Phase]:
 
 
 _AROUND: Final = "step"
-"""What the record calls events of a step outside its phases; those outside every step are in its first phase."""
+"""The record's name for events of a step outside its phases; events outside every step are in the run's first phase."""
 _FEW: Final = 4

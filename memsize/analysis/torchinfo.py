@@ -1,4 +1,4 @@
-"""The second opinion: what the summaries that users already trust say of a model."""
+"""A second opinion: what a summary that users already trust says of a model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def torchinfo_reading(model: nn.Module, call: Call) -> Reading | None:
 
 
 def counts_without_running(calls: Calls) -> bool:
-    """Whether torchinfo says of a model that it need not run what it says of one that it runs.
+    """Whether torchinfo counts the same for a model without running it as it does when it runs it.
 
-    It does where each module is registered once and called, for the first time by the one that holds it, in that one's
-    own first call: then it meets the same modules, each inside the same one. A model for which its hooks may fail (they
-    want tensors with dimensions) is for it to run.
+    It does where each module is registered once and is first called by the module that holds it, during that one's own
+    first call: torchinfo then meets the same modules, each inside the same one. A model for which its hooks may fail
+    (they want tensors with dimensions) is not one of these.
     """
     seen = calls.seen
     index = {layer.path: position for position, layer in enumerate(seen)}

@@ -1,7 +1,7 @@
-"""What is taken for granted where only real data could tell, in the words that a report shows.
+"""What is assumed where only real data could tell, in the words that a report shows.
 
 Each assumption is the least surprising one for memory: finite numbers, balanced routing, conditions that hold. It is
-shown only when a decision of the model's relied on it.
+shown only when a decision of the model relied on it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PADDING_COMPUTED = (
 COPIED_VALUES = "values that the model copies to the CPU are taken to be 1.0, integers 0, conditions true"
 
 MIXED_DEVICES = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
-"""No assumption but a note: what runs here, and on a CPU, would not run as it is."""
+"""Not an assumption but a note: what runs here, and on a CPU, would not run as it is on a GPU."""
 
 
 def first_assumption(states: Sequence[ConstantState | None]) -> str | None:
@@ -62,7 +62,7 @@ def even_counts(total: int, bins: int) -> torch.Tensor:
 
 
 def compared_with_number(op: str, number: Any) -> bool | None:
-    """Whether data is (not) exactly a finite `number`, for ``eq`` and ``ne``; None where that is not what is asked."""
+    """Whether data is (not) exactly a finite `number`, for ``eq`` and ``ne``; None for any other question."""
     if isinstance(number, bool) or not isinstance(number, (int, float)) or op not in ("eq", "ne"):
         return None
     return op == "ne"

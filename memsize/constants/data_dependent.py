@@ -1,6 +1,6 @@
 """Ops with a data-dependent output shape: exact where their argument is a constant, an upper bound where it is data.
 
-The bound is what a detector's thresholds and a model's masks amount to at worst; the assumption is shown.
+The bound is the worst case of a detector's thresholds and a model's masks; the assumption behind it is shown.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from memsize.constants.values import (
 _aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 Rely = Callable[[str | None], None]
-"""Called with each assumption that a result rests on."""
+"""Called with each assumption on which a result rests."""
 DataDependentOp = Callable[..., Any]
-"""Takes `Rely` and an op's own arguments; returns the op's result on `meta`, or NotImplemented where it leaves it to
-PyTorch."""
+"""Takes `Rely` and an op's own arguments; returns the op's result on `meta`, or NotImplemented to leave the op to
+PyTorch.
+"""
 
 
 def data_dependent_ops() -> Mapping[str, DataDependentOp]:

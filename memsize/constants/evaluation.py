@@ -1,6 +1,6 @@
-"""Evaluates ops on `meta` tensors where that takes values: `.item()`, output shapes, ops without a meta kernel.
+"""Evaluate ops on `meta` tensors that need values: `.item()`, output shapes, ops without a meta kernel.
 
-What the model's decisions had to take for granted is collected in `assumptions`, what a reader should know besides in
+The assumptions on which the model's decisions rest are collected in `assumptions`, further remarks for the reader in
 `notes`; both are shown.
 """
 
@@ -69,7 +69,7 @@ class Evaluator:
             return self._with_host_tensors_moved(func, args, kwargs, error)
 
     def propagate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Keep the constants of `result` beside it where they follow from those of the arguments."""
+        """Attach the constants of `result` where they follow from those of the arguments."""
         propagate(self._traits_of(func), func, args, kwargs, result)
 
     def _traits_of(self, func: Any) -> OpTraits:
@@ -79,7 +79,7 @@ class Evaluator:
         return found
 
     def _rely_on(self, assumption: str | None) -> None:
-        """A decision of the model's rests on `assumption`."""
+        """Note that a decision of the model rests on `assumption`."""
         if assumption is not None:
             self.assumptions[assumption] = None
 
@@ -185,7 +185,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _aten._nested_tensor_from_mask_left_aligned.default: Evaluator._left_aligned,
     **dict.fromkeys((_aten.equal.default, _aten.allclose.default), Evaluator._compare),
 }
-"""Ops that ask for values, and what evaluates them in place of PyTorch; NotImplemented leaves it to PyTorch."""
+"""Ops that ask for values, and the functions that evaluate them; NotImplemented leaves an op to PyTorch."""
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:

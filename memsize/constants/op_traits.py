@@ -1,4 +1,4 @@
-"""What constant propagation has to know of each op, from its schema, its tags and the tables here."""
+"""What constant propagation needs to know about each op: from its schema, its tags and the tables here."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _FLATTENING = frozenset({"aten::argmax", "aten::argmin"})
 
 
 class OpTraits:
-    """The traits of one overload: which arguments it writes, and what can be said of its results."""
+    """The traits of one overload: which arguments it writes, and what can be known of its results."""
 
     __slots__ = (
         "aliases",
@@ -108,7 +108,7 @@ class OpTraits:
         self.checks = packet == "aten::_is_all_true"  # only torch._check asks this
         answers = (self.fill, self.finite, self.comparison, self.choice)
         self.informative = self.checks or self.counts or any(each is not None for each in answers)
-        """Whether something can be said of the results although the first argument is data."""
+        """Whether something can be known of the results although the first argument is data."""
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call writes to."""

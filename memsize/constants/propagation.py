@@ -1,7 +1,7 @@
 """Constant propagation: the constants of an op's results, from those of its arguments.
 
-Called after each op, whose result on `meta` is there already. Where every argument is a constant, the op runs on the
-real values too. Where one is data, some results can be told all the same: filled tensors, ``isnan``, comparisons with
+Called after each op, when its result on `meta` exists. Where every argument is a constant, the op also runs on the real
+values. Where an argument is data, some results are known all the same: filled tensors, ``isnan``, comparisons with
 infinity, and the indices of a choice.
 """
 
@@ -69,7 +69,7 @@ def carry_over(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def assumption_of(args: Any, kwargs: Any) -> str | None:
-    """What was assumed to know the arguments, if anything."""
+    """The assumption under which the arguments are known, if any."""
     states = [state_of(item) for item in args if isinstance(item, torch.Tensor)]
     nested = [item for item in args if isinstance(item, (list, tuple))]
     if nested or kwargs:
@@ -195,7 +195,7 @@ def _computed_once(op: OpTraits, func: Any, real: Any, first: torch.Tensor) -> t
 
 
 def _sampled_share(func: Any, real: tuple[Any, Any], shape: tuple[int, ...]) -> float:
-    """What part of an elementwise op's result is True, by its first rows: evenly spread ones are all alike."""
+    """The share of True in an elementwise op's result, from its first rows: evenly spread ones are all alike."""
     rows = max(1, min(shape[0], MAX_ASSUMED_ELEMENTS // max(math.prod(shape[1:]), 1))) if shape else 1
 
     def first_rows(value: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ def _expand_share(source: torch.Tensor, result: torch.Tensor, state: ConstantSta
 
 
 def _propagate_empty(result: torch.Tensor) -> None:
-    """Uninitialized memory reads as zeros: what a model makes of it must not change between runs."""
+    """Uninitialized memory reads as zeros, so that what a model makes of it is the same in every run."""
     if result.is_meta and result.numel() and is_small(result):
         set_constant(result, torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
 
@@ -310,8 +310,10 @@ def _propagate_write(op: OpTraits, func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _propagate_scatter(target: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> bool:
-    """A number written at constant places of a uniform tensor (a router's `one_hot`). Of a result that is too large to
-    keep, the share of the places is kept. Returns whether this was such a write.
+    """A number written at constant places of a uniform tensor (a router's `one_hot`); returns whether this was such a
+    write.
+
+    Of a result that is too large to keep, only the share of those places is kept.
     """
     state, base, places = state_of(target), constant_of(target), constant_of(index)
     if state is None or not state.uniform or base is None or places is None:

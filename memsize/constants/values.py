@@ -32,11 +32,11 @@ UNREADABLE = frozenset(
 
 
 class ConstantState:
-    """What holds for all tensors that share a piece of memory: whether their constants are still valid, what was
-    assumed to know them, and whether they are one expanded number (`uniform`).
+    """What holds for all tensors that share a piece of memory: whether their constants are still valid, the assumption
+    under which they are known, and whether they are one expanded number (`uniform`).
 
-    A view of such a number can get values of its own, and then has a state of its own (`for_view`). Of booleans that
-    are too many to keep, `true_share` says what part of them is True.
+    A view of such a number can get values of its own, and then has a state of its own (`for_view`). Of boolean tensors
+    too large to keep, `true_share` is the share of True.
     """
 
     __slots__ = ("_base", "_views", "assumption", "true_share", "uniform", "valid")
@@ -102,7 +102,7 @@ def state_of(tensor: torch.Tensor) -> ConstantState | None:
 
 
 def true_share_of(tensor: torch.Tensor) -> float | None:
-    """What part of a boolean `tensor` is True, where that is all that is known of it."""
+    """The share of True in a boolean `tensor`, where that is all that is known of it."""
     state = state_of(tensor) if tensor.is_meta else None
     return state.true_share if state is not None and state.valid else None
 
@@ -116,7 +116,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def set_uniform(tensor: torch.Tensor, value: Any, assumption: str | None = None) -> torch.Tensor:
-    """Keep beside `tensor` that each of its elements is `value`; costs no memory whatever the size."""
+    """Record that every element of `tensor` is `value`; costs no memory whatever the size."""
     real = torch.full((), value, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
     return set_constant(tensor, real, ConstantState(assumption, uniform=True))
 

@@ -1,1 +1,1 @@
-"""What CUDA would do, on any build of torch."""
+"""What PyTorch would do on CUDA, reproduced on any build of torch and without a GPU."""

@@ -60,7 +60,7 @@ Rule = Callable[[Attention], bool]
 
 
 def choose_backend(call: Attention) -> Backend:
-    """The backend that CUDA would take; raises RuntimeError when the user's flags leave none."""
+    """The backend that CUDA would choose; raises RuntimeError when the user's flags leave none."""
     for backend in _priority(call):
         if all(rule(call) for rule in _RULES[backend]):
             return backend
@@ -213,7 +213,7 @@ _RULES: dict[Backend, tuple[Rule, ...]] = {
 
 
 def kernels() -> Mapping[str, Kernel]:
-    """The kernel of `scaled_dot_product_attention`; autocast's cast comes first in it."""
+    """The kernel of `scaled_dot_product_attention`, which applies autocast's casts itself, then chooses a backend."""
     return {"scaled_dot_product_attention": _attention}
 
 
@@ -246,7 +246,7 @@ def _attention(
 
 
 def _is_valid(tensors: list[Any], causal: bool, semantics: Semantics) -> bool:
-    """Whether the call is one to decide on here. PyTorch itself refuses, or handles, the others."""
+    """Whether the backend of the call is decided here. PyTorch itself refuses, or handles, all other calls."""
     query, _, _, mask = tensors
     if any(t.is_nested or t.dim() < 2 or t.dtype is not query.dtype for t in tensors[:3]):
         return False
@@ -266,14 +266,14 @@ def _call(
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as what is added to the scores; any other as it is."""
+    """A boolean mask as what is added to the scores; other masks unchanged."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=dtype, device=mask.device))
 
 
 def _flash(call: Attention) -> Tensor:
-    """Heads are padded to a multiple of 8 before autograd sees them, so the padded copies are what is kept."""
+    """Heads are padded to a multiple of 8 before autograd sees them, so backward keeps the padded copies."""
     head = call.query.shape[-1]
     padded = [_padded(t, head) for t in (call.query, call.key, call.value)]
     scale = head**-0.5 if call.scale is None else call.scale
@@ -321,7 +321,7 @@ def _math(call: Attention) -> Tensor:
 
 @contextlib.contextmanager
 def _seen_inside() -> Iterator[None]:
-    """Let the key's kernels see the composite's inner calls, autocast off as it is inside every wrapped call."""
+    """Let the key's kernels see the composite's inner calls, with autocast off as it is inside every wrapped call."""
     was_enabled = torch._C.is_autocast_enabled("cuda")
     torch._C.set_autocast_enabled("cuda", False)
     exclude(KEY, False)
@@ -480,7 +480,7 @@ def _efficient_backward_temporaries(
 def _cudnn_forward_temporaries(
     query: Any, key: Any, _value: Any, _bias: Any, _keep_sums: bool, dropout: float = 0.0, *_: Any, **__: Any
 ) -> Iterator[Temporary]:
-    """cuDNN's workspace is that of its plan."""
+    """cuDNN's workspace, which is that of its plan."""
     size = _plan_workspace(query, key, dropout)
     if size:
         yield Temporary((size,), torch.uint8)

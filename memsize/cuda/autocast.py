@@ -1,9 +1,9 @@
 """CUDA's autocast: which operators cast their arguments, to what, and how long the weight copies live.
 
 Everything is driven by PyTorch's own state, so that a user's nested and disabled regions count. `POLICIES` is the one
-table of the operators. Only those that the installed torch wraps are given a kernel, so that each version behaves as it
-does: 2.12 added `rms_norm` and dropped dimensions by name (``.dimname``), 2.14 added `linalg_matrix_sqrth`. Operators
-of libraries are known by their full names, and get their kernels once their library is there.
+table of operators. Only those that the installed torch wraps get a kernel, so that each version behaves as it does:
+2.12 added `rms_norm` and dropped dimensions by name (``.dimname``), 2.14 added `linalg_matrix_sqrth`. Operators of
+other libraries are known by their full names, and get their kernels once their library is imported.
 
 Source: aten/src/ATen/autocast_mode.h (the lists and the wrappers), autocast_mode.cpp (the cache, the refused loss),
 aten/src/ATen/cudnn/AutocastRNN.cpp; torchvision/csrc/ops/autocast (since 0.28 torchvision/_autograd_registrations.py).
@@ -61,13 +61,13 @@ _LISTS: dict[Policy, str] = {
     "cuDNN RNN": "_cudnn_rnn",
 }
 POLICIES: dict[str, Policy] = {name: policy for policy, names in _LISTS.items() for name in names.split()}
-"""What autocast does to each operator of CUDA, by its name: without the namespace where that is ``aten``."""
+"""What autocast does to each CUDA operator, by name: without the namespace where that is ``aten``."""
 
 LATE = tuple(name for name in POLICIES if "::" in name)
-"""Operators that are there only once their library is imported."""
+"""Operators that exist only once their library is imported."""
 
 _POSITIONAL_DTYPE = {"softmax.int": 2, "log_softmax.int": 2}
-"""Where an operator takes its result's dtype by position. All others take it by keyword."""
+"""The position of the result's dtype in operators that take it by position; all others take it by keyword."""
 
 _WITH_DTYPE = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
@@ -91,7 +91,7 @@ def wrapped_operators() -> tuple[str, ...]:
 
 
 def unknown_operators() -> tuple[str, ...]:
-    """Operators that the installed torch wraps and `POLICIES` does not know: they run uncast, so a reader must know."""
+    """Operators that the installed torch wraps and `POLICIES` lacks: they would run uncast."""
     return tuple(sorted(name for name in wrapped_operators() if name.removeprefix("aten::") not in POLICIES))
 
 
@@ -103,9 +103,9 @@ def autocast_region(dtype: torch.dtype) -> torch.autocast:
 
 
 def kernels(beneath: Mapping[str, Kernel] = MappingProxyType({})) -> Mapping[str, Kernel]:
-    """The kernel of every operator that both the installed torch and the table know.
+    """The kernel of every operator that both the installed torch and the table contain.
 
-    After its casts it calls the operator, or the kernel `beneath` it where there is one.
+    After its casts a kernel calls the operator, or the kernel `beneath` it where there is one.
     """
     wrapped = (name.removeprefix("aten::") for name in wrapped_operators())
     known = ((name, POLICIES[name]) for name in wrapped if name in POLICIES)

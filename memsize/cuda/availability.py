@@ -1,12 +1,12 @@
-"""What PyTorch asks about the device before it acts, answered as on a machine with CUDA.
+"""The questions that PyTorch asks about the device before it acts, answered as on a machine with CUDA.
 
 `torch.autocast("cuda")` and `GradScaler` disable themselves where CUDA is missing, `custom_fwd` casts only CUDA
 tensors, checkpointing restores autocast for the device of its tensors, no region can be opened for ``meta`` by name,
-and the fused paths of `torch.nn` are for devices that they know. The answers change only while `cuda_semantics` is
+and the fused paths of `torch.nn` only accept devices that they know. The answers change only while `cuda_semantics` is
 open, and only for the threads that opened it.
 
-Source: torch/amp/autocast_mode.py, torch/amp/grad_scaler.py, torch/utils/checkpoint.py,
-torch/nn/modules/transformer.py and activation.py.
+Source: torch/amp/autocast_mode.py, torch/amp/grad_scaler.py, torch/utils/checkpoint.py, torch/nn/modules/transformer.py
+and activation.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from memsize.internals.patching import Function, Patch, PatchSet
 
 
 def answered_as_cuda() -> AbstractContextManager[None]:
-    """Answer as on CUDA while any thread is inside; the originals are back when the last one leaves."""
+    """While any thread is inside, answer as on CUDA; the originals are back when the last one leaves."""
     return _answers.active()
 
 
@@ -50,9 +50,9 @@ def _questions() -> tuple[Patch, ...]:
 
 
 class _NameOfStandIn(str):
-    """The name of PyTorch's private backend, and in a thread where ``meta`` stands for CUDA that of ``meta`` too.
+    """The name of PyTorch's private backend, which also equals ``meta`` in a thread where ``meta`` stands for CUDA.
 
-    The fused paths of `torch.nn` are for tensors on a CPU, on CUDA or on the private backend.
+    The fused paths of `torch.nn` accept tensors on a CPU, on CUDA or on the private backend.
     """
 
     __slots__ = ()
@@ -76,7 +76,7 @@ def _always(answer: bool) -> Callable[[Function], Function]:
 
 
 def _by_name(original: Function) -> Function:
-    """Code that opens a region for ``x.device.type`` says ``meta`` here and ``cuda`` there."""
+    """Code that opens a region for ``x.device.type`` passes ``meta`` here where it would pass ``cuda`` on a GPU."""
 
     def answer(device_type: Any = "cuda", *args: Any, **kwargs: Any) -> Any:
         return original("cuda" if device_type == "meta" else device_type, *args, **kwargs)
@@ -105,7 +105,7 @@ def _casting_stand_ins(original: Function) -> Function:
 
 
 def _dropping_copies(original: Function) -> Function:
-    """PyTorch clears its cache when the outermost region ends: ours goes with it."""
+    """PyTorch clears its cache when the outermost region ends; memsize's copies are dropped with it."""
 
     def answer() -> None:
         original()

@@ -1,7 +1,7 @@
-"""Convolutions on CUDA: what PyTorch asks cuDNN for, read off the arguments of ATen's ops, and what is copied first.
+"""Convolutions on CUDA: what PyTorch asks cuDNN for, read from the arguments of ATen's ops, and what is copied first.
 
 Source: aten/src/ATen/native/Convolution.cpp (`_select_conv_backend`, `use_cudnn`, `use_cudnn_depthwise`,
-`convolution_backward`) and cudnn/ConvShared.cpp. Limit: tensors that need 64-bit indices are taken for ordinary ones.
+`convolution_backward`) and cudnn/ConvShared.cpp. Limit: tensors that need 64-bit indices are treated as ordinary ones.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class Operands(NamedTuple):
 
 
 class Convolutions(NamedTuple):
-    """What cuDNN takes from the allocator during each convolution of a run."""
+    """Bytes that cuDNN takes from the allocator during each convolution of a run."""
 
     kernels: Kernels
     plans: Plans
 
     @classmethod
     def on(cls, plans: Plans) -> Convolutions:
-        """On the GPU of `plans`, with PyTorch's settings as they are now."""
+        """The convolutions on the GPU of `plans`, under PyTorch's present settings."""
         return cls(Kernels.of(plans.capability), plans)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where the workspaces are from; nothing where none was taken."""
+        """Notes on the source of the workspaces; none where no workspace was taken."""
         if not any(self.plans.answers.values()):
             return ()
         return (_ESTIMATED if self.plans.source is None else _ASKED.format(self.plans.source),)
@@ -67,7 +67,7 @@ class Convolutions(NamedTuple):
         return self._workspace(self.kernels.forward(args, output))
 
     def backward(self, args: Sequence[Any]) -> tuple[int, int]:
-        """Those of `aten::convolution_backward`: of the gradient of the input, then of the weight's."""
+        """The bytes for `aten::convolution_backward`: for the gradient of the input, then for the weight's."""
         data, weight = self.kernels.backward(args)
         return self._workspace(data), self._workspace(weight)
 
@@ -86,7 +86,7 @@ class Kernels:
 
     @classmethod
     def of(cls, capability: tuple[int, int]) -> Kernels:
-        """With `torch.backends.cudnn` as it is now."""
+        """The kernels under the present settings of `torch.backends.cudnn`."""
         settings = torch.backends.cudnn
         return cls(capability, settings.enabled, settings.deterministic, settings.allow_tf32)
 
@@ -146,12 +146,12 @@ class Kernels:
 
 
 def _as_image(shape: Sequence[int]) -> tuple[int, ...]:
-    """A line is a picture of height 1 (`view1d_as_2d`)."""
+    """A one-dimensional signal is an image of height 1 (`view1d_as_2d`)."""
     return (*shape[:2], 1, shape[2]) if len(shape) == 3 else tuple(shape)
 
 
 def _along(values: Sequence[int], rank: int, flat: int) -> tuple[int, ...]:
-    """A setting for each dimension; `flat` is that of a line's height."""
+    """A setting for each dimension; `flat` is the value for the height of a one-dimensional signal."""
     return (flat, *values) if rank == 1 else _per_dimension(values, rank)
 
 

@@ -1,13 +1,13 @@
-"""PyTorch's fused paths of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which evaluation takes on a GPU.
+"""PyTorch's fused paths of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, used in evaluation on a GPU.
 
-Both modules ask their tensors' device before they take them; `availability` answers as on CUDA. The fused operators
-have no inner calls that a dispatch mode sees, so what they allocate is written out here, op by op. Attention without
-weights asked for goes through the flash or memory-efficient kernel where one can run; else the scores are materialised.
+Both modules check the device of their tensors first; `availability` answers as on CUDA. The fused operators have no
+inner calls that a dispatch mode sees, so what they allocate is written out here, op by op. Attention whose weights are
+not requested goes through the flash or memory-efficient kernel where one can run; otherwise the scores are
+materialised.
 
-Source: aten/src/ATen/native/transformers/transformer.cpp (the layer), cuda/attention.cu (the attention),
-attention.cpp (the masked softmax).
-Limits: dense tensors only, and no copies that the masked softmax makes of its mask. The nested tensors that
-`nn.TransformerEncoder` makes of a padded batch are not followed.
+Source: aten/src/ATen/native/transformers/transformer.cpp (the layer), cuda/attention.cu (the attention), attention.cpp
+(the masked softmax). Limits: dense tensors only, and no copies that the masked softmax makes of its mask. The nested
+tensors that `nn.TransformerEncoder` makes of a padded batch are not simulated.
 """
 
 from __future__ import annotations

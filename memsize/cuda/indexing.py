@@ -1,8 +1,8 @@
 """Indexing and moving data on CUDA.
 
-`one_hot` writes ones into zeros, where PyTorch compares on `meta`, and makes the truth values and a copy. The number of
-classes is taken from the data where none is given, which is left to PyTorch; a CPU also looks for the smallest and the
-largest class, to check them. `roll` and reflection padding make their argument contiguous first.
+`one_hot` writes ones into zeros; on `meta` PyTorch compares instead, which makes a boolean tensor and a copy. Where the
+number of classes has to come from the data, the op is left to PyTorch; a CPU would also check the smallest and the
+largest class. `roll` and reflection padding make their argument contiguous first.
 
 Source: aten/src/ATen/native/Onehot.cpp, cuda/TensorTransformations.cu (`roll_cuda`), cuda/ReflectionPad.cu.
 """

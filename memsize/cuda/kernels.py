@@ -1,7 +1,8 @@
-"""What CUDA decides and does, looked up by op: the facts of every family.
+"""What CUDA's kernels do, looked up by op: the facts of all families.
 
-A family is a file of this folder: attention, convolution, norms and so on. It says which kernel runs, by a function on
-the dispatch key (`kernels()`), and what that kernel does to memory (`registry`). A new family is imported here.
+A family is a module of this package: attention, convolution, norms and so on. It says which kernel runs, with a
+function on the dispatch key (`kernels()`), and what that kernel does to memory (`registry`). A new family is imported
+here.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from memsize.internals.dispatch_key import Kernel
 from memsize.model.tensor_storage import dtype_name
 
 LIBRARIES = (convolution, matmul)
-"""Families of which CUDA decides nothing on the dispatch key: cuDNN's and cuBLAS's."""
+"""Families with nothing on the dispatch key: the kernels of cuDNN and cuBLAS."""
 
 
 def kernels() -> Mapping[str, Kernel]:
     """Every function on the dispatch key, by the operator's name.
 
-    What autocast wraps is decided on after its casts; attention does both itself.
+    Where autocast wraps an operator, its casts come first; attention does both itself.
     """
     decided = {**dropout.kernels(), **norms.kernels(), **indexing.kernels(), **rnn.kernels(), **softmax.kernels()}
     return {**decided, **autocast.kernels(decided), **attention.kernels(), **encoder.kernels()}
 
 
 def kernel_temporaries(func: Any, args: Any) -> Iterator[Temporary]:
-    """What the kernel of `func` has at its own peak, beside its arguments and results."""
+    """What the kernel of `func` holds at its own peak, besides its arguments and results."""
     found = TEMPORARIES.get(func)
     return iter(()) if found is None else found(*args)
 
 
 def kernel_copies(func: Any, args: Any, kwargs: Any) -> Copies:
-    """The arguments that the kernel of `func` rearranges first, and the format that they are brought into."""
+    """The arguments that the kernel of `func` copies first, and the memory format of the copies."""
     found = COPIES.get(func)
     return iter(()) if found is None else found(args, kwargs)
 
@@ -44,7 +45,7 @@ def kernel_copies(func: Any, args: Any, kwargs: Any) -> Copies:
 def refuse_mixed(func: Any, args: tuple[Any, ...]) -> None:
     """Raise the RuntimeError that the op's CUDA kernel raises when its operands' dtypes differ.
 
-    Without this check a model of which only part was cast would seem to run.
+    Without this check, a model of which only a part was cast would seem to run.
     """
     operands = SAME_DTYPE.get(func)
     if operands is None:

@@ -81,7 +81,7 @@ def _batch_norm(
 
 
 def _stands_in(tensor: Tensor) -> bool:
-    """Whether a kernel of CUDA's can be asked what it makes of `tensor`: on the CPU it could not run."""
+    """Whether CUDA's kernel can be called for its result on `tensor`; on the CPU it could not run."""
     semantics = current()
     return semantics is not None and semantics.meta and tensor.is_meta
 
@@ -110,7 +110,7 @@ def _rms_norm(tensor: Tensor, shape: Sequence[int], weight: Tensor | None = None
 
 
 def _fits(tensor: Tensor, shape: Sequence[int], weight: Tensor | None) -> bool:
-    """Whether the last sizes are the normalised ones. PyTorch's own words are for those that are not."""
+    """Whether the last sizes are the normalised ones; errors about others are PyTorch's own."""
     is_suffix = len(shape) > 0 and list(tensor.shape[-len(shape) :]) == list(shape)
     return is_suffix and (weight is None or list(weight.shape) == list(shape))
 

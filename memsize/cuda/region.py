@@ -1,11 +1,11 @@
-"""The region in which tensors that only stand for CUDA tensors behave as CUDA tensors would.
+"""The region in which tensors that stand for CUDA tensors behave as CUDA tensors would.
 
-A kernel stands on the dispatch key for every operator of which CUDA decides something. They are put there once per
-process, on first use; those of a library's operators once the library is imported.
+Each operator for which CUDA decides something has a kernel on the dispatch key. Kernels are registered once per
+process, on first use; those of another library's operators once that library is imported.
 
 Source: torch/library.py (kernels in Python).
 
-Limits: a thread that the user's forward starts itself does not take part, nor does code that runs below autograd.
+Limits: threads that the user's forward starts itself do not take part, nor does code that runs below autograd.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _registered: set[str] = set()
 
 
 def register_kernels() -> None:
-    """Put the kernels on the key that aren't."""
+    """Register those kernels that are not on the key yet."""
     with _lock:
         if not _libraries:
             fallback = torch.library.Library("_", "IMPL", KEY.name)
@@ -62,10 +62,10 @@ def cuda_semantics(
     cudnn: int = CUDNN,
     autocast_observer: CastObserver | None = None,
 ) -> Iterator[Semantics]:
-    """Let this thread's tensors on the devices `stands_for` behave as CUDA tensors would; as before afterwards.
+    """Let this thread's tensors on the devices `stands_for` behave as CUDA tensors would while this is open.
 
-    `autocast_observer(source, copy)` is called for every copy that autocast makes of a parameter. Nested use keeps the
-    outer one's weight copies. Raises ValueError for a device that cannot stand for CUDA.
+    `autocast_observer(source, copy)` is called for every copy that autocast makes of a parameter. Nested regions keep
+    the outer one's weight copies. Raises ValueError for a device that cannot stand for CUDA.
     """
     devices = frozenset(stands_for)
     if not devices or not devices <= STAND_INS:

@@ -1,8 +1,8 @@
-"""What CUDA's kernels do to memory beside returning their results, known by source: the table that families fill.
+"""What CUDA's kernels do to memory besides returning results, known from their source: a table that the families fill.
 
-An op's output says nothing of what its kernel allocates inside, rearranges first or refuses, yet the caching allocator
-gives the memory. A family of ops (`attention`, `convolution`, …) registers what its kernels are known to do; others
-than those registered may do more.
+The output of an op says nothing about what its kernel allocates inside, copies first or refuses, yet the caching
+allocator provides that memory. A family of ops (`attention`, `convolution`, …) registers what its kernels are known to
+do; kernels that are not registered may do more than is simulated.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Temporary(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What it asks for."""
+        """The bytes that it requests."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 Copies = Iterator[tuple[torch.Tensor, Format]]
-"""Arguments that a kernel copies before it begins, and the memory format that they are brought into."""
+"""The arguments that a kernel copies before it begins, and the memory format of the copies."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 TEMPORARIES: dict[Any, Callable[..., Iterator[Temporary]]] = {}
@@ -37,12 +37,16 @@ SAME_DTYPE: dict[Any, slice] = {}
 
 
 def temporaries_of(*ops: Any) -> Callable[[_Function], _Function]:
-    """The function says what the kernels of `ops` have at their own peak; it takes the op's arguments."""
+    """Register a function that yields the allocations alive at the peak of the kernels of `ops`; it takes an op's
+    arguments.
+    """
     return _registered(TEMPORARIES, ops)
 
 
 def copies_of(*ops: Any) -> Callable[[_Function], _Function]:
-    """The function says what the kernels of `ops` copy; it takes the op's positional arguments and its keywords."""
+    """Register a function that yields what the kernels of `ops` copy; it takes an op's positional and keyword
+    arguments.
+    """
     return _registered(COPIES, ops)
 
 

@@ -105,7 +105,7 @@ def _run_packed(
 
 
 def _values(sizes: Tensor) -> list[int] | None:
-    """How many sequences go on at each step; None where only the data could tell."""
+    """How many sequences take part in each step; None where only the data could tell."""
     if not sizes.is_meta:
         return sizes.tolist()
     from memsize.constants.values import constant_of
@@ -149,7 +149,7 @@ def _widths(hidden: Tensor, cell: Tensor | None) -> tuple[int, int]:
 
 
 def _flat_storage(weights: list[Tensor]) -> Tensor | None:
-    """What stands for the flat buffer that the weights lie in; None where they lie in none."""
+    """What stands for the flat buffer that holds the weights; None where there is no such buffer."""
     is_flat = all(isinstance(w, torch.nn.Parameter) and w.dtype is not torch.bfloat16 for w in weights)
     return weights[0].detach() if is_flat else None
 

@@ -1,9 +1,9 @@
-"""The dispatch key on which CUDA's decisions are made for tensors that only stand for CUDA tensors.
+"""The dispatch key on which CUDA's decisions are made for tensors that stand for CUDA tensors.
 
-A dispatch key is a place in PyTorch's dispatcher where a kernel may take a call before autograd records it. Nothing in
-PyTorch uses `AutocastIPU`; it sits where CUDA's autocast sits, and sees every call: also those that composites written
-in C++ make. Every thread excludes it by default, so the kernels that `kernels` puts there sleep until a thread is
-`switched_on`.
+A dispatch key is a place in PyTorch's dispatcher where a kernel may intercept a call before autograd records it.
+Nothing in PyTorch uses `AutocastIPU`; it sits where CUDA's autocast sits and sees every call, including those that
+composites written in C++ make. Every thread excludes it by default, so the kernels that `kernels` registers for it stay
+inactive until a thread is `switched_on`.
 
 Source: c10/core/DispatchKey.h (order of the keys).
 """
@@ -23,15 +23,15 @@ from memsize.internals.dispatch_key import KEY, exclude, include, is_excluded, i
 CastObserver = Callable[[Tensor, Tensor], None]
 STAND_INS = frozenset({"meta", "cpu"})
 CUDNN = 91501
-"""The version of cuDNN that is meant where none is named: 9.15.1."""
+"""The version of cuDNN that is assumed where none is given: 9.15.1."""
 
 
 @dataclass(slots=True)
 class Semantics:
-    """What one thread takes for CUDA, and autocast's weight copies that are alive in it.
+    """What one thread treats as CUDA, and autocast's weight copies that are alive in it.
 
-    `capability` and `cudnn` (9.15.1 is 91501) are those of the GPU and its libraries; `observer` hears of every copy
-    that autocast makes of a parameter. `copies` maps a parameter's id to the parameter and its copy.
+    `capability` and `cudnn` (9.15.1 is 91501) are those of the GPU and its libraries; `observer` is called for every
+    copy that autocast makes of a parameter. `copies` maps a parameter's id to the parameter and its copy.
     """
 
     meta: bool
@@ -60,7 +60,7 @@ def current() -> Semantics | None:
 
 @contextlib.contextmanager
 def switched_on(semantics: Semantics) -> Iterator[None]:
-    """Let the kernels of the key answer this thread, as `semantics` says; as before afterwards."""
+    """While open, the kernels of the key answer this thread's calls as `semantics` says."""
     outer, was_included, was_excluded = _thread.semantics, is_included(KEY), is_excluded(KEY)
     _thread.semantics = semantics
     include(KEY, True)

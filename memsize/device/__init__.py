@@ -1,6 +1,6 @@
-"""What a GPU shows of a run: the caching allocator's blocks and segments, library workspaces, and the CUDA context.
+"""What a GPU reports for a run: the caching allocator's blocks and segments, library workspaces, and the CUDA context.
 
     requested ≤ allocated (blocks) ≤ reserved (segments) ≤ device (reserved + context)
 
-Everything here is arithmetic on events and needs no torch and no GPU.
+All of it is arithmetic on events: neither torch nor a GPU is needed, except to ask about this machine's own GPU.
 """

@@ -14,17 +14,17 @@ from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.units import format_bytes, parse_bytes
 
 LOCAL = "local"
-"""The name that means the GPU of this machine."""
+"""The name that stands for the GPU of this machine."""
 _ASKED: Final = "torch.cuda.mem_get_info"
 
 
 def budgets(
     gpu: str | Iterable[str] | None = None, budget: str | int | None = None, margin: str | int = 0
 ) -> tuple[Budget, ...]:
-    """The budgets of cards by name (one, a comma list, several), or of a number of bytes on one of them.
+    """The budgets of cards by name (one, a comma-separated list, or several), or of a number of bytes on one of them.
 
-    Without either it is the usual card's. Raises `InputError` for an unknown card, for bytes on several, and where
-    nothing is left for the allocator.
+    With neither, the budget is that of the default card. Raises `InputError` for an unknown card, for a number of bytes
+    on several cards, and where nothing is left for the allocator.
     """
     parts = gpu.split(",") if isinstance(gpu, str) else gpu or (DEFAULT_GPU,)
     names = [name.strip() for name in parts if name.strip()]
@@ -60,7 +60,7 @@ def local_card() -> Card:
 
 
 def _budget(name: str, where: Card, device: int, margin: str | int) -> Budget:
-    # Metal recommends what a process may take; it has no context that would come out of that.
+    # Metal recommends how much a process may take, and has no context that would come out of it.
     taken = 0 if where.platform == "MPS" else context().high
     notes = (*([where.note] if where.note else []), *_taken(where))
     budget = Budget(name, where, device, taken, _margin(margin, device), notes)
@@ -72,7 +72,7 @@ def _budget(name: str, where: Card, device: int, margin: str | int) -> Budget:
 
 
 def _taken(where: Card) -> Iterator[str]:
-    """What others have of a local GPU right now, where that is more than this process's own context may be."""
+    """A note where more of a local GPU is taken right now than this process's own context can account for."""
     if where.source == _ASKED:
         import torch
 

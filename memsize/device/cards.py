@@ -1,11 +1,11 @@
 """The one table of GPUs: how much memory a process really gets, which is less than what is printed on the box.
 
-`bytes` is what `torch.cuda.mem_get_info` calls total, on Linux. It moves by a hundred MiB or two with the driver and
-with the display; the table takes the smaller figure where several were reported. Error correction takes a sixteenth of
-the memory of cards that have it in software: the figure is that of the setting that is more common, and `source` names
-the other one.
+`bytes` is what `torch.cuda.mem_get_info` calls total, on Linux. It varies by a hundred MiB or two with the driver and
+the display; where several figures were reported, the table has the smallest. On cards that do error correction in
+software it takes a sixteenth of the memory: the figure is for the more common setting, and `source` names the other
+one.
 
-Where a source says that a card was not seen, the figure is that of another card, by the rule which it names.
+Where a source says that a card was not seen, the figure is that of another card, by the rule that it names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def _mib(amount: int) -> int:
 def _geforce(
     name: str, capability: tuple[int, int], mib: int, source: str, *, short: str = "", plain: bool = False
 ) -> Card:
-    """A GeForce RTX card by its number. `plain` gives it the number alone as a name too, where several sizes exist."""
+    """A GeForce RTX card by its number. With `plain` the bare number is a name too, where the card comes in several
+    sizes.
+    """
     spoken = short or name
     names = (spoken, spoken.partition(" ")[0] if plain else "")
     aliases = tuple(alias for number in names if number for alias in (f"rtx{number}", number))
@@ -46,10 +48,10 @@ def _geforce(
 
 _TURING, _AMPERE, _ADA, _BLACKWELL = (7, 5), (8, 6), (8, 9), (12, 0)
 _STAND_IN: Final = (8, 0)
-"""The capability whose kernels stand in where the platform is not CUDA."""
+"""The compute capability whose kernels are assumed where the platform is not CUDA."""
 
 _GH200: Final = ("gh200", "gh200-480gb")
-"""Drivers name it after the memory of its processor."""
+"""Drivers name it after the size of its CPU's memory."""
 
 _DATACENTER = (
     Card("Tesla P100 16GB", (6, 0), _mib(16_276), f"{_ULTRALYTICS}: 16,276 to 16,281 MiB", ("p100", "p100-16gb")),
@@ -157,7 +159,7 @@ _APPLE_SEEN: Final = {
     64: "BoBo0037/bobo-fun#8, where 1.7 times it is allowed",
     128: _LLAMA,
 }
-"""Sizes of unified memory for which Metal's recommendation was seen, and where."""
+"""Sizes of unified memory whose `recommendedMaxWorkingSetSize` was reported, and where."""
 _APPLE_LAST_TWO_THIRDS: Final = 32
 
 
@@ -177,7 +179,7 @@ _MACS = tuple(map(_apple, (8, 16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512
 _TABLE = (*_DATACENTER, *_CONSUMER, *_WORKSTATION, *_INSTINCT, *_MACS)
 
 _LEFT_OUT: Final = re.compile(r"nvidia|geforce|tesla|amd|generation|(?<=laptop)gpu|sxm\d?|pcie|hbm\d?e?|[^a-z0-9]")
-"""What drivers write into a name and people leave out."""
+"""What drivers write into a name and people omit."""
 _MAC: Final = re.compile(
     r"^(?:apple|mac(?:book)?(?:pro|air|mini|studio)?|mps)?(?:m\d(?:pro|max|ultra)?)?(?=\d*(?:gb)?$)"
 )

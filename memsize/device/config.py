@@ -23,7 +23,7 @@ SMALL_SEGMENT: Final = 2 * MiB
 LARGE_REQUEST: Final = 10 * MiB
 """From this size on, a request gets a segment of its own (kMinLargeAlloc)."""
 SEGMENT_STEP: Final = 2 * MiB
-"""Those segments are a multiple of this (kRoundLarge)."""
+"""The size of those segments is a multiple of this (kRoundLarge)."""
 
 _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables in the order in which PyTorch looks them up; the first one that is set wins."""
@@ -47,7 +47,7 @@ IGNORED: Final = frozenset(
         "throw_on_cudamalloc_oom",
     }
 )
-"""Settings that PyTorch knows and that change no size on the GPU."""
+"""Settings that PyTorch accepts and that change no size on the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ class AllocatorConfig:
         return max(-(-request // BLOCK), 1) * BLOCK
 
     def segment_size(self, block: int) -> int:
-        """The bytes of the segment that is asked from CUDA for a block of `block` bytes that nothing free can serve."""
+        """The bytes of the segment that is requested from CUDA for a block of `block` bytes that no free block can
+        serve.
+        """
         if block <= SMALL:
             return SMALL_SEGMENT
         if block < LARGE_REQUEST:
@@ -175,9 +177,10 @@ def _power_of_two(key: str, text: str) -> int:
 
 
 def _divisions(key: str, text: str) -> tuple[int, ...]:
-    """The 16 divisions of ``4`` (all alike) or ``[64:8,256:4,>:1]``.
+    """The 16 divisions of ``4`` (all the same) or ``[64:8,256:4,>:1]``.
 
-    The first boundary's divisions hold below it too, ``>`` stands for all above the last; between boundaries is none.
+    The first boundary's divisions also hold below it, and ``>`` stands for everything above the last; sizes between two
+    boundaries are not divided.
     """
     if not text.startswith("["):
         return (_power_of_two(key, text),) * INTERVALS

@@ -1,4 +1,4 @@
-"""What a process holds on the GPU beside the caching allocator: the CUDA context, loaded kernels, library handles.
+"""What a process holds on the GPU outside the caching allocator: the CUDA context, loaded kernels, library handles.
 
 It depends on the software stack and the card, not on the model, and cannot be derived offline: it is an interval.
 """
@@ -16,7 +16,7 @@ from memsize.units import MiB
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A software stack, the context that it brings, and where the figures come from."""
+    """A software stack, the size of its CUDA context, and where the figures come from."""
 
     name: str
     context: Interval
@@ -37,7 +37,7 @@ EAGER: Final = Stack(
 
 
 def context(cuda: str | None = None, module_loading: str | None = None) -> Interval:
-    """The bytes beside the allocator's for CUDA `cuda` (``"12.8"``; None: a current one).
+    """Bytes that a process holds outside the caching allocator with CUDA `cuda` (``"12.8"``; None: a current version).
 
     `module_loading` is the value of `CUDA_MODULE_LOADING`, which overrides the version's default. Raises `InputError`
     when the version cannot be read.

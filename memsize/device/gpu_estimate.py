@@ -1,4 +1,4 @@
-"""What a GPU would show of a trace: its peaks in the allocator's terms, and what is alive there."""
+"""The memory that a GPU would report for a trace: its peaks in the allocator's terms, and what is alive there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from memsize.records.trace import Storage, Trace
 def estimate_gpu(
     trace: Trace, *, config: AllocatorConfig | None = None, cuda: str | None = None, largest: int = 20
 ) -> GpuEstimate:
-    """What a GPU would show of `trace`, whose allocator is set by `config` and whose context follows CUDA `cuda`."""
+    """The memory that a GPU would report for `trace`, at its peak.
+
+    `config` sets the caching allocator (None: PyTorch's defaults), `cuda` is the CUDA version that determines the size
+    of the context (None: a current one), and `largest` is how many of the storages alive at the peak are listed.
+    """
     settings = config or AllocatorConfig()
     replayed = replay(requests(trace), settings, streams=trace.streams)
     index = replayed.requested.event
@@ -40,7 +44,9 @@ def estimate_gpu(
 
 
 def _device(trace: Trace, replayed: Replay, config: AllocatorConfig, outside: Interval) -> Interval:
-    """Reserved and what is outside the allocator, from the least to the most that workspaces make of it."""
+    """Reserved memory plus the CUDA context, with the smallest and the largest convolution workspaces that are
+    possible.
+    """
     others = (replay(each, config, streams=trace.streams) for each in variants(trace)[1:])
     reserved = [each.reserved.bytes for each in (replayed, *others)]
     return Interval(min(reserved) + outside.low, max(reserved) + outside.high)

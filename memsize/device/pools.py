@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from typing import Final
 
 SHIFT: Final = 44
-"""Bits of an address: 2^44 blocks of 512 B are 8 PiB, more than a long replay walks through."""
+"""Bits of an address: 2^44 blocks of 512 B are 8 PiB, more than even a long replay allocates."""
 ADDRESS: Final = (1 << SHIFT) - 1
 GAP: Final = 4096
 """Blocks left free between two segments (2 MiB)."""
@@ -91,7 +91,7 @@ class Pool:
         return size << SHIFT | start
 
     def give(self, block: int) -> int:
-        """Put `block` back, merged with the free blocks on either side; the block that is free now."""
+        """Put `block` back, merged with the free blocks on either side; returns the merged block."""
         start = block & ADDRESS
         end = start + (block >> SHIFT)
         free = self.free
@@ -128,7 +128,7 @@ class Pool:
         return [block for block in self.free if self.segments.get(block & ADDRESS) == block >> SHIFT]
 
     def drop(self, block: int) -> None:
-        """Give back the segment that the free `block` is."""
+        """Give back the segment that the free `block` makes up."""
         self.withdraw(block)
         del self.segments[block & ADDRESS]
         self.memory.give_back(block >> SHIFT)
@@ -146,7 +146,7 @@ class Pool:
 
 
 class LimitedPool(Pool):
-    """Large blocks under `max_split_size`, or whose age garbage collection asks for.
+    """A pool of large blocks under `max_split_size`, or under garbage collection, which asks for the age of a block.
 
     A block of at least `most` is never split: it serves no smaller request, and no request that it exceeds by
     `tolerance`. `clock` counts the requests to the large pools of all streams.
@@ -216,7 +216,7 @@ class ExpandablePool(Pool):
         self.holes: dict[int, int] = {}
 
     def take(self, size: int) -> int:
-        """As a plain pool, but a block at the mapped end counts with all that it can still grow by."""
+        """Like a plain pool, but a block at the mapped end also counts all the space into which it can still grow."""
         free = self.free
         at = bisect_left(free, size << SHIFT)
         while at + 1 < len(free) and self._reach(free[at + 1]) < self._reach(free[at]):

@@ -23,7 +23,7 @@ BLAS_LT: Final = 1 * MiB
 """cuBLASLt's own workspace where it does not share that of cuBLAS (pytorch/pytorch issue 73328)."""
 
 _NEWEST: Final = (2, 14)
-"""The release that is assumed where none is named."""
+"""The release that is assumed where none is given."""
 _BLACKWELL_SINCE: Final = (2, 12)
 _SHARED_SINCE: Final = (2, 12)
 

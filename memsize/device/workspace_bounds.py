@@ -1,4 +1,4 @@
-"""What a trace asks of the allocator, and how far that may be off: workspaces of convolutions can be estimates."""
+"""Bounds on what a trace requests: the workspaces of convolutions may be estimates, with a lower and an upper bound."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from memsize.records.trace import Trace
 CONVOLUTIONS: Final = frozenset({"convolution", "convolution_backward"})
 """Ops that cuDNN computes with a workspace."""
 DOUBLED: Final = 2
-"""How much more than estimated is taken for possible (`python -m benchmarks.workspaces` says how often it is)."""
+"""An estimated workspace may be up to this many times as large (`python -m benchmarks.workspaces` says how often it
+is).
+"""
 
 Requests = list[tuple[int, int]]
-"""Storage and bytes of each event: more than 0 where it appears."""
+"""The storage and the bytes of each event: positive where the storage appears."""
 
 
 def requests(trace: Trace, factor: int = 1) -> Requests:
@@ -24,12 +26,12 @@ def requests(trace: Trace, factor: int = 1) -> Requests:
 
 
 def is_estimated(trace: Trace) -> bool:
-    """Whether workspaces of convolutions in it are estimates."""
+    """Whether any convolution workspace in the trace is an estimate."""
     return trace.cudnn is None and any(_is_workspace(trace, event.storage) for event in trace.events)
 
 
 def variants(trace: Trace) -> list[Requests]:
-    """The events as they are; where workspaces are estimates, also without them, and with twice as much."""
+    """The events as they are; where workspaces are estimates, also without those and with twice as much (`DOUBLED`)."""
     return [requests(trace, factor) for factor in ((1, 0, DOUBLED) if is_estimated(trace) else (1,))]
 
 

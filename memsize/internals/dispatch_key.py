@@ -1,6 +1,6 @@
-"""The dispatch key that nothing in PyTorch uses, and how a thread switches it on and off.
+"""The dispatch key that nothing else in PyTorch uses, and how a thread switches it on and off.
 
-The kernels of `memsize.cuda` are registered for it: they take an op before autograd records it.
+The kernels of `memsize.cuda` are registered for this key: they intercept an op before autograd records it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ key_excluded: Final = _KeyExcluded()
 
 
 class suspended:  # noqa: N801 - reads as the context manager that it is
-    """Call PyTorch without the kernels of the key: what runs below autograd is no longer CUDA's to decide."""
+    """Call PyTorch without the kernels of the key: below autograd, CUDA's choices have been made already."""
 
     __slots__ = ("_was_excluded",)
 

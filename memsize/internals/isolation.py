@@ -1,4 +1,4 @@
-"""Leaves the process as it was: random number generators, garbage collector, gradient mode, warnings."""
+"""Leave the process as it was: random number generators, garbage collector, gradient mode, warnings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _COMPILER = "torch._dynamo"
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: a storage ends with its last reference, never whenever the collector runs.
+    """Pause Python's garbage collector, so that a storage dies with its last reference and not whenever the collector
+    runs.
 
-    So every run records the same events, and many runs in a row do not pay for scanning each other's records.
+    Every run then records the same events, and many runs in a row do not pay for scanning each other's records.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -41,7 +42,7 @@ class CompilerImport:
         self._pending = _COMPILER not in sys.modules
 
     def forget(self) -> None:
-        """Collect once, when the import is over. Call it after every module call."""
+        """Collect once, as soon as the import is over. To be called after every module call."""
         if self._pending and _COMPILER in sys.modules:
             self._pending = False
             gc.collect()

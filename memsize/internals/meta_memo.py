@@ -1,10 +1,10 @@
-"""A memo of PyTorch's `meta` kernels: each runs once per op, layouts of its tensors and other arguments.
+"""A memo of PyTorch's `meta` kernels: each runs once per op, tensor layouts and other arguments.
 
 Most of these kernels are written in Python and take 50 µs to several milliseconds; an answer from the memo takes 6 µs.
-A `meta` tensor has no values, so for an op that makes new tensors the arguments' shapes, strides and dtypes decide what
-these look like. Everything else runs each time: an op that writes into an argument or returns a view of one, arguments
-with values (on the CPU) or a hidden state (subclasses, lazy conjugation), and results that are not tensors with memory
-of their own, exactly as large as they need.
+A `meta` tensor has no values, so the results of an op that makes new tensors depend only on the shapes, strides and
+dtypes of its arguments. Everything else runs each time: ops that write into an argument or return a view of one,
+arguments with values (on the CPU) or a hidden state (subclasses, lazy conjugation), and results other than tensors that
+fill memory of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLAIN = frozenset({int, float, bool, str, type(None)})
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 _META = torch.device("meta")
 _empty_strided = torch.empty_strided
-"""PyTorch's own, also while `memsize.tracing.overrides` has another in its place: the device is named here."""
+"""PyTorch's own function, even while `memsize.tracing.overrides` replaces it: these calls name their device."""
 
 
 class _Layout(NamedTuple):
@@ -35,11 +35,11 @@ class _Layout(NamedTuple):
 
 
 class _UnkeyedError(Exception):
-    """An argument that decides more than a key can say."""
+    """An argument that affects the result in ways that a key cannot express."""
 
 
 class MetaMemo:
-    """Remembers at most `limit` answers; the oldest goes first."""
+    """Remembers at most `limit` answers; the oldest is forgotten first."""
 
     def __init__(self, limit: int = 8192) -> None:
         self._limit = limit
@@ -57,7 +57,7 @@ class MetaMemo:
             kind, layouts = answer
             made = [None if layout is None else layout.made() for layout in layouts]
             return made[0] if kind is torch.Tensor else kind(made)
-        # Below autograd autocast has had its say: a kernel written in Python must not be cast again.
+        # Autocast has already acted above autograd: what a kernel written in Python calls must not be cast again.
         with suspended():
             result = func(*args, **kwargs)
         if key is not None:
@@ -65,7 +65,7 @@ class MetaMemo:
         return result
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-        """All that decides the answer; None where there is more to it."""
+        """Everything that determines the result; None where a key cannot express it."""
         pure = self._pure.get(func)
         if pure is None:
             pure = self._pure[func] = _is_pure(func)
@@ -95,7 +95,7 @@ class MetaMemo:
 
 
 def _is_pure(func: Any) -> bool:
-    """Whether the schema promises new tensors, made of the arguments alone; other libraries' may not keep theirs."""
+    """Whether the schema promises new tensors that depend on the arguments alone. Only ATen's schemas are trusted."""
     schema = func._schema
     given = all(argument.alias_info is None and argument.name != "storage_offset" for argument in schema.arguments)
     return func.namespace == "aten" and given and all(each.alias_info is None for each in schema.returns)

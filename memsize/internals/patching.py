@@ -21,23 +21,23 @@ from typing import Any, NamedTuple
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _AS_SEQUENCE = 13 * _WORD
-"""Of a type: after the object's header of three words and ten other fields."""
+"""Offset in a type object: after the header of three words and ten other fields."""
 _ITEM = 3 * _WORD
-"""Of its sequence methods: after length, concat and repeat."""
+"""Offset in the sequence methods: after length, concat and repeat."""
 
 Slot = tuple[int, int | None]
-"""Where a slot lies, and what it held."""
+"""The address of a slot, and what it held."""
 
 
 def item_slots(owner: type) -> Sequence[Slot]:
-    """The slots that tell `owner` and the classes derived from it for sequences, as they are now."""
+    """The slots by which CPython takes `owner` and its subclasses for sequences, with their present contents."""
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return ()
     return [(address, _at(address).value) for kind in _family(owner) if (address := _address(kind))]
 
 
 def restore(slots: Sequence[Slot]) -> None:
-    """Let each slot hold again what it held."""
+    """Put back into each slot what it held."""
     for address, held in slots:
         _at(address).value = held
 
@@ -68,9 +68,9 @@ _NOTHING = object()
 
 
 class Patch(NamedTuple):
-    """A function of PyTorch, by the module or class that holds it, and what makes its replacement out of the original.
+    """A function of PyTorch, by the module or class that holds it, and a function from the original to its replacement.
 
-    It may also be a value: then its replacement finds out itself which thread asks.
+    The original may also be a plain value; its replacement then has to find out itself which thread is asking.
     """
 
     owner: Any
@@ -81,8 +81,8 @@ class Patch(NamedTuple):
 class PatchSet:
     """Patches that are in place while any thread is inside, and that only threads for which `applies()` holds notice.
 
-    `choose` lists them whenever a thread comes in: a module that was not imported yet may be there the next time. It
-    must list equal patches each time, so that each replacement is made and put in place once.
+    `choose` lists the patches whenever a thread enters, since more modules may have been imported by then. It must
+    return equal patches each time, so that each replacement is made and installed only once.
     """
 
     def __init__(self, choose: Callable[[], Iterable[Patch]], applies: Callable[[], bool]) -> None:
@@ -95,7 +95,7 @@ class PatchSet:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """The patches are in place; the originals are back when the last thread leaves."""
+        """Put the patches in place; the originals are back when the last thread leaves."""
         with self._lock:
             self._inside += 1
             for patch in self._choose():
@@ -133,7 +133,7 @@ class PatchSet:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """Set, or for `_NOTHING` delete, without making a sequence of the class."""
+    """Set the attribute, or delete it for `_NOTHING`, without turning the class into a sequence."""
     slots = item_slots(owner) if name == "__getitem__" else ()
     if value is _NOTHING:
         delattr(owner, name)  # it was inherited

@@ -28,7 +28,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def objects_in(value: Any) -> Iterator[Any]:
-    """Everything in `value` that is no tensor and not plain, itself first: what holds the tensors."""
+    """Every object in `value` that is neither a tensor nor plain data, itself first: the containers of its tensors."""
     met: set[int] = set()
     waiting = [value]
     while waiting:
@@ -74,7 +74,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object holds by name, in its dictionary or in slots."""
+    """The attributes of an object by name, from its dictionary and its slots."""
     slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return held | getattr(value, "__dict__", {})
@@ -96,7 +96,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 class _Mapped:
-    """One pass of `map_tensors`. The memo keeps what it knows by its address alive."""
+    """One pass of `map_tensors`. The memo is keyed by id, so it keeps its objects alive."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.function = function
@@ -106,7 +106,7 @@ class _Mapped:
         if isinstance(value, _PLAIN):
             return value
         if id(value) not in self.memo:
-            self.memo[id(value)] = (value, value)  # what holds itself is met again before it is made
+            self.memo[id(value)] = (value, value)  # an object that contains itself is met again before it is rebuilt
             self.memo[id(value)] = (value, self._new(value))
         return self.memo[id(value)][1]
 
@@ -114,7 +114,7 @@ class _Mapped:
         if isinstance(value, torch.Tensor):
             return self.function(value)
         if isinstance(value, PackedSequence):
-            return PackedSequence(self.of(value.data), *value[1:])  # the rest are its indices, in part on the CPU
+            return PackedSequence(self.of(value.data), *value[1:])  # the rest are indices, some of them on the CPU
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(self.of, value))
         if isinstance(value, (list, tuple, set, frozenset)):

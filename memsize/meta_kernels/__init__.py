@@ -1,16 +1,17 @@
-"""Shape rules: what an op returns on CUDA, answered directly for `meta` tensors.
+"""Shape rules: what an op returns on CUDA, computed directly for `meta` tensors.
 
-There are rules for two kinds of ops. Where CUDA's kernel returns something else than PyTorch's `meta` kernel, or where
-PyTorch has none, the rule says so and names its source. The others are what ordinary models are made of: most `meta`
-kernels are written in Python, and the first use of one imports sympy or torch._dynamo, which takes as long as importing
-torch. All else is left to PyTorch, whose answers `memsize.meta_kernels.memo` remembers.
+There are rules for two kinds of ops. Where CUDA's kernel returns something other than PyTorch's `meta` kernel, or where
+PyTorch has none, the rule says so and names its source. The other rules cover what ordinary models are made of: most
+`meta` kernels are written in Python, and the first use of one imports sympy or torch._dynamo, which takes as long as
+importing torch. Everything else is left to PyTorch, whose results `memsize.internals.meta_memo` remembers.
 
 A rule gives shape, dtype and strides as the CUDA kernel does, in a few microseconds. It returns NotImplemented where it
-isn't certain: for unusual arguments, and for wrong ones, so that PyTorch's kernel raises its own words.
+isn't certain: for unusual arguments, and for wrong ones, so that PyTorch's kernel raises its own error.
 
-Families of which CUDA decides more than the shapes (attention, recurrent layers) have theirs in `memsize.cuda`.
+Families for which CUDA decides more than shapes (attention, recurrent layers) are in `memsize.cuda`.
 
-`strides` is the arithmetic, `tensors` makes results, `registry` holds the table; every other file is one family of ops.
+`strides` is the arithmetic, `tensors` makes results, `registry` holds the table; every other module is one family of
+ops.
 """
 
 from __future__ import annotations

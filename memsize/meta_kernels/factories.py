@@ -46,7 +46,7 @@ def _made_like(
 
 @shape_rule("aten::normal_", "aten::uniform_", "aten::exponential_")
 def _filled_with_chance(tensor: Any, *_: Any, **__: Any) -> Any:
-    """In place, without drawing: initialisers run on `meta` parameters too."""
+    """In place, without drawing random numbers: initialisers run on `meta` parameters too."""
     return tensor if are_plain(tensor) and tensor.is_floating_point() and not overlaps(tensor) else NotImplemented
 
 
@@ -65,7 +65,7 @@ def range_length(start: float, end: float, step: float) -> int | None:
 
 @shape_rule("aten::arange", "aten::arange.start", "aten::arange.start_step")
 def _arange(*bounds: Any, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-    """Whole numbers only: floating ranges round, and PyTorch's kernel knows how."""
+    """Integers only: floating ranges round, and PyTorch's kernel knows how."""
     if device is None or torch.device(device) != META or not all(isinstance(bound, int) for bound in bounds):
         return NotImplemented
     start, end, *step = (0, *bounds) if len(bounds) == 1 else bounds
@@ -135,7 +135,7 @@ def _embedding(weight: Any, indices: Any, *_: Any, **__: Any) -> Any:
 
 
 def _refuse_beyond(indices: Tensor, rows: int) -> None:
-    """A look-up beyond the table fails, as it would with data: a position after the last one, say."""
+    """A look-up beyond the table fails, as it would with real data: a position after the last one, for example."""
     values = constant_of(indices)
     if values is None or not values.numel():
         return

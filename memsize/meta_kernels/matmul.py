@@ -57,7 +57,7 @@ def _baddbmm(start: Any, one: Any, other: Any, **_: Any) -> Any:
 
 _GROUPED = (torch.float32, torch.float16, torch.bfloat16)
 _ROW_BYTES = 16
-"""Every row of a grouped product begins on a multiple of these, for the GPU's tensor memory accelerator."""
+"""Every row of a grouped product begins at a multiple of this many bytes, for the GPU's tensor memory accelerator."""
 
 
 @shape_rule("aten::_grouped_mm")

@@ -15,7 +15,9 @@ from memsize.meta_kernels.tensors import Tensor, accumulation, are_plain, empty,
 
 
 def _gradients(mask: Any, tensor: Tensor, shape: Shape, dtype: torch.dtype, row_major: bool = True) -> Any:
-    """The input's, and those of the parameters with their `shape` and `dtype`; None for each that `mask` leaves out."""
+    """The gradients of the input and of parameters with their `shape` and `dtype`; None for each that `mask` leaves
+    out.
+    """
     given = None if not mask[0] else empty(tensor.shape, tensor.dtype) if row_major else like(tensor)
     return given, *(empty(shape, dtype) if wanted else None for wanted in mask[1:])
 

@@ -1,7 +1,7 @@
 """Elementwise ops: one input, two inputs with type promotion, comparisons, choices, each also in place; activation
 functions with their gradients, and dropout.
 
-Type promotion is asked of `torch.result_type` itself. Strides: `tensors.elementwise`.
+The promoted dtype comes from `torch.result_type` itself, the strides from `tensors.elementwise`.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ Promotion = Callable[[torch.dtype], "torch.dtype | None"]
 
 
 def _same(dtype: torch.dtype) -> torch.dtype | None:
-    """Numbers keep the common dtype; truth values have rules of their own in each op."""
+    """Numbers keep the common dtype; booleans have rules of their own in each op."""
     return None if dtype is torch.bool or dtype.is_complex else dtype
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype | None:
-    """Whole numbers become the default floating dtype."""
+    """Integers become the default floating dtype."""
     return None if dtype.is_complex else dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
 def _real(dtype: torch.dtype) -> torch.dtype | None:
-    """Powers of whole numbers depend on the exponent's sign."""
+    """Powers of integers depend on the exponent's sign."""
     return dtype if dtype.is_floating_point else None
 
 
@@ -271,7 +271,7 @@ _READ = {
     (1, 0): overloads("threshold leaky_relu", "_backward"),
     (0, 5): ("aten::elu_backward",),
 }
-"""Where an op has the operands of one dtype that its kernel reads, in the order in which it does."""
+"""The ops, by the positions of the operands that their kernels read, in the order in which they read them."""
 
 
 def _reading_rule(positions: tuple[int, ...]) -> Rule:

@@ -44,7 +44,7 @@ def reduced_shape(shape: Shape, dims: Dims, keepdim: bool) -> tuple[int, ...] | 
 
 @shape_rule("aten::sum.dim_IntList")
 def _sum(tensor: Any, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """Whole numbers and truth values are counted in int64."""
+    """Integers and booleans are summed in int64."""
     shape = reduced_shape(tensor.shape, dims, keepdim) if are_plain(tensor) else None
     if shape is None:
         return NotImplemented
@@ -88,7 +88,7 @@ def _softmax(tensor: Any, dim: int, half_to_float: bool) -> Any:
 
 @shape_rule("aten::_safe_softmax")
 def _safe_softmax(tensor: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """The result only: on its way CUDA also makes a softmax, a comparison and its reduction."""
+    """Only the result; on the way CUDA also makes a softmax, a comparison and its reduction."""
     if not are_plain(tensor) or not tensor.is_floating_point() or reduced_shape(tensor.shape, dim, True) is None:
         return NotImplemented
     return empty(tensor.shape, dtype or tensor.dtype)

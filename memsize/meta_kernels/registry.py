@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch._ops import OpOverload
 
 Rule = Callable[..., Any]
-"""Takes an op's own arguments; returns what it would return on CUDA, NotImplemented where it can't tell for certain."""
+"""Takes an op's own arguments; returns what the op returns on CUDA, or NotImplemented where that isn't certain."""
 
 _R = TypeVar("_R", bound=Rule)
 TABLE: dict[str, Rule] = {}
@@ -17,8 +17,8 @@ TABLE: dict[str, Rule] = {}
 class Rules(dict[OpOverload, Rule | None]):
     """The table by overload: ``rules[op]`` is the op's rule, or None.
 
-    An overload is matched when it is first asked for, because finding all of them in `torch.ops` takes longer than a
-    small model does; those that the installed torch lacks are never met.
+    An overload is looked up when it is first used, because finding all of them in `torch.ops` takes longer than running
+    a small model; those that the installed torch lacks are never looked up.
     """
 
     def __missing__(self, op: OpOverload) -> Rule | None:

@@ -22,7 +22,7 @@ _INTERPOLATIONS = (
 
 
 def _per_dimension(values: Sequence[int], rank: int) -> Sequence[int] | None:
-    """One value for each of `rank` dimensions; a single one is that of all."""
+    """One value for each of `rank` dimensions; a single value holds for all."""
     if len(values) == rank:
         return values
     return tuple(values) * rank if len(values) == 1 else None
@@ -61,14 +61,14 @@ def convolved_shape(
     lists = [_per_dimension(values, rank) for values in (stride, padding, dilation, output_padding)]
     if rank not in (1, 2, 3) or len(weight) != rank + 2 or None in lists or groups < 1:
         return None
-    steps, pads, spread, extra = (values or () for values in lists)
-    if min(*steps, *spread) < 1 or min(*pads, *extra) < 0 or 0 in weight or 0 in shape[1:]:
+    steps, pads, dilations, extra = (values or () for values in lists)
+    if min(*steps, *dilations) < 1 or min(*pads, *extra) < 0 or 0 in weight or 0 in shape[1:]:
         return None
     if shape[1] != (weight[0] if transposed else weight[1] * groups) or weight[0] % groups:
         return None
-    dimensions = zip(shape[2:], weight[2:], steps, pads, spread, strict=True)
+    dimensions = zip(shape[2:], weight[2:], steps, pads, dilations, strict=True)
     if transposed:
-        if any(more >= max(step, gap) for more, step, gap in zip(extra, steps, spread, strict=True)):
+        if any(more >= max(step, gap) for more, step, gap in zip(extra, steps, dilations, strict=True)):
             return None
         sizes = [transposed_size(*each, more) for each, more in zip(dimensions, extra, strict=True)]
     else:

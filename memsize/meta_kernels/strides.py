@@ -60,7 +60,7 @@ def is_channels_last(shape: Shape, strides: Shape) -> bool:
 
 
 def is_dense(shape: Shape, strides: Shape) -> bool:
-    """Whether every element has a place of its own and no place is left out."""
+    """Whether every element has a place of its own and no place is unused."""
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if size == 0:

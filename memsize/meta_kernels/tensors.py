@@ -1,4 +1,4 @@
-"""`meta` tensors made and looked at as cheaply as PyTorch allows.
+"""`meta` tensors, made and inspected as cheaply as PyTorch allows.
 
 Measured per call inside a dispatch mode: `torch.empty_strided` 1.1 µs, `torch.empty` 1.6 µs, the same through
 `torch.ops.aten` 5.5 µs, `Tensor.new_empty` 7 µs, `torch.empty_like` (Python on `meta`) 25 µs.
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 META = torch.device("meta")
 _ONE = (1,)
 _empty, _empty_strided = torch.empty, torch.empty_strided
-"""PyTorch's own, also while `memsize.tracing.overrides` has others in their place: these name their device."""
+"""PyTorch's own functions, even while `memsize.tracing.overrides` replaces them: these calls name their device."""
 _STRIDED = torch.strided
 
 
@@ -52,7 +52,7 @@ def formatted(shape: layout.Shape, dtype: torch.dtype, channels_last: bool) -> T
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether kernels that keep a memory format will take `tensor` for channels last."""
+    """Whether kernels that keep a memory format treat `tensor` as channels last."""
     return tensor.dim() in (4, 5) and layout.is_channels_last(tensor.shape, tensor.stride())
 
 
@@ -63,7 +63,7 @@ def is_canonical(tensor: Tensor) -> bool:
 
 
 def are_plain(*tensors: Any) -> bool:
-    """Whether each of these is None or a strided `meta` tensor of real numbers: all that the rules know of."""
+    """Whether each of these is None or a strided `meta` tensor of real numbers, the only kinds that the rules know."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -86,7 +86,7 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype CUDA kernels keep statistics of `dtype` (ATen/AccumulateType.h): float32 for half precision."""
+    """The dtype in which CUDA kernels accumulate `dtype` (ATen/AccumulateType.h): float32 for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

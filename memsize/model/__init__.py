@@ -1,1 +1,1 @@
-"""A torch model as storages: its copy on `meta`, what it stores, what it is given."""
+"""A torch model as storages: its copy on `meta`, what it stores, and the inputs that it is given."""

@@ -1,4 +1,4 @@
-"""What a model is given: the positional and keyword inputs of one call, made from specs or taken from the user."""
+"""The inputs of a model: the positional and keyword arguments of one call, made from specs or taken from the user."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from memsize.spec.subject import Call, Subject, call_of
 class ModelInputs:
     """The inputs of one call. `make(batch)` gives fresh `meta` arguments for a batch size.
 
-    `resizable` says whether the batch size can be chosen; where it can't, `make` is only asked for `batch_size`.
-    `note` is what a reader must know of these inputs. `typed` are the arguments, by position or name, whose dtype the
-    user chose; None stands for all of them.
+    `resizable` says whether the batch size can be chosen; where it can't, `make` is only called with `batch_size`.
+    `note` is what a reader must know about these inputs. `typed` lists the arguments, by position or name, whose dtype
+    the user chose; None stands for all of them.
     """
 
     make: Callable[[int], Call]
@@ -43,7 +43,9 @@ class ModelInputs:
     def call(
         self, batch_size: int | None = None, floating: torch.dtype | None = None, *, typed_too: bool = True
     ) -> Call:
-        """Arguments on `meta`, floating ones cast to `floating` if given; the typed ones only where `typed_too`."""
+        """Arguments on `meta`. With `floating`, floating ones are cast to it; those whose dtype was chosen only if
+        `typed_too`.
+        """
         args, kwargs = self.make(self.batch_size if batch_size is None else batch_size)
         if floating is None:
             return args, kwargs
@@ -53,7 +55,7 @@ class ModelInputs:
         return tuple(items[position] for position in range(len(args))), {name: items[name] for name in kwargs}
 
     def typed_dtypes(self) -> set[torch.dtype]:
-        """The floating dtypes that the user chose, of what a cast would change."""
+        """The floating dtypes, among those that the user chose, which a cast would change."""
         args, kwargs = self.make(self.batch_size)
         chosen = [value for key, value in _by_key(args, kwargs).items() if self._is_typed(key)]
         return {tensor.dtype for tensor in tensors_in(chosen) if _is_cast(tensor)}
@@ -63,7 +65,7 @@ class ModelInputs:
 
 
 def inputs_for(subject: Subject, model: nn.Module, maker: InputMaker | None, training: bool) -> ModelInputs:
-    """What `subject` gives its `model`, or where it gives nothing, what `maker` makes: inputs that a library knows of.
+    """The inputs that `subject` specifies for its `model`, or else those that `maker`, a library's own example, makes.
 
     Raises `InputError` where there is neither.
     """
@@ -78,16 +80,17 @@ def inputs_for(subject: Subject, model: nn.Module, maker: InputMaker | None, tra
 
 
 def _own_maker(source: Callable[..., Any] | str | None) -> InputMaker | None:
-    """What makes the inputs where the user gave a function, or named one."""
+    """The function that makes the inputs, where the user gave or named one."""
     if isinstance(source, str):
         return load_inputs(source)
     return source and input_maker(source, getattr(source, "__name__", type(source).__name__))
 
 
 def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInputs:
-    """Inputs made from specs: floating ones unknown, integer and boolean ones valid for look-ups.
+    """Inputs made from specs: floating ones with unknown values, integer and boolean ones with values valid for
+    look-ups.
 
-    Integers are 0, and 1 where the name says that it is a mask, so that every position counts; those with a range are
+    Integers are 0, or 1 where the name says that it is a mask, so that every position counts; those with a range are
     spread evenly over it.
     """
 
@@ -102,17 +105,19 @@ def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInput
 
 
 def inputs_from_data(data: Any) -> ModelInputs:
-    """The user's own inputs: a mapping gives keywords, a tuple or list positions, anything else the only one."""
+    """The user's own inputs: a mapping gives keyword arguments, a tuple or list positional ones, anything else the only
+    one.
+    """
     return inputs_from_call(call_of(data))
 
 
 def inputs_from_call(given: Call) -> ModelInputs:
     """The user's own inputs, positional and by keyword.
 
-    The tensors are not kept: meta copies of the same shapes stand for them. Where all of them agree on their first
-    dimension it is taken for the batch, which can then be resized.
+    The tensors are not kept: meta copies of the same shapes stand in for them. Where all of them agree on their first
+    dimension, it is taken to be the batch, which can then be resized.
 
-    Raises `InputError` for what can be read only once, and for tensors that no meta copy can stand for.
+    Raises `InputError` for values that can be read only once, and for tensors that have no meta copy.
     """
     call = _copied(given)
     sizes = {_samples(tensor) for tensor in tensors_in(call)}
@@ -128,7 +133,7 @@ def inputs_from_call(given: Call) -> ModelInputs:
 
 
 def inputs_from_maker(maker: InputMaker, request: Request) -> ModelInputs:
-    """Inputs that are made on request; where they come in one size only, of those."""
+    """Inputs from a function of the batch size; where that offers one size only, of that size."""
     typed = frozenset[int | str]() if maker.untyped else None
     if not maker.resizable:
         return replace(inputs_from_data(maker.make(request)), typed=typed)
@@ -137,14 +142,14 @@ def inputs_from_maker(maker: InputMaker, request: Request) -> ModelInputs:
     def make(size: int) -> Call:
         return _copied(call_of(made(size)))
 
-    make(request.batch_size)  # what is wrong with them shows now
+    make(request.batch_size)  # to find mistakes in them now
     return ModelInputs(make, request.batch_size, True, maker.note, typed)
 
 
 def input_tensors(call: Call) -> tuple[InputTensor, ...]:
     """The record of every tensor in a call, named by argument (``"input_ids"``) or position (``"0"``).
 
-    Memory that several of them share counts with the first.
+    Memory that several of them share is counted with the first.
     """
     args, kwargs = call
     named = [(str(position), value) for position, value in enumerate(args)] + list(kwargs.items())
@@ -153,9 +158,9 @@ def input_tensors(call: Call) -> tuple[InputTensor, ...]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating tensors in `dtype`, what is known of their values as well.
+    """`value` with its floating tensors in `dtype`, known values included.
 
-    Those of less than two bytes are quantized, and stay.
+    Those of less than two bytes per element are quantized, and stay as they are.
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,7 +193,7 @@ def _copied(call: Call) -> Call:
 
 
 def _samples(tensor: torch.Tensor) -> int:
-    """The size of `tensor`'s first dimension, 0 where it is no batch that could be resized."""
+    """The size of `tensor`'s first dimension, 0 where that cannot be a batch dimension."""
     return 0 if tensor.is_nested or not tensor.dim() else tensor.shape[0]
 
 
@@ -199,13 +204,13 @@ def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex or dtype in UNREADABLE:
         return tensor
     if spec.span is not None:
-        return set_constant(tensor, _spread(spec.span, tensor))
+        return set_constant(tensor, _evenly_over(spec.span, tensor))
     value = 1 if "mask" in (spec.name or "") else 0
     return set_constant(tensor, torch.full(shape, value, dtype=dtype, device="cpu"))
 
 
-def _spread(span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
-    """Whole numbers from the first of `span` to the last, each about as often, in rising order."""
+def _evenly_over(span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    """Integers from the first of `span` to the last, each about as often, in rising order."""
     low, high = span
     place = torch.arange(like.numel(), dtype=torch.float64, device="cpu") / max(like.numel() - 1, 1)
     return (low + (place * (high - low)).round()).to(like.dtype).reshape(like.shape)

@@ -1,7 +1,7 @@
 """Models and inputs with real values, for runs that really compute: on the CPU (`--execute`) or on a GPU (`verify`).
 
-Tensors that were built without values get random ones on the device itself, in their own dtype, so that nothing larger
-is there on the way. Memory depends on none of them, except where a model looks at its own numbers.
+Tensors that were built without values get random ones directly on the device and in their own dtype, so that nothing
+larger exists on the way. Memory does not depend on the values, except where a model looks at its own numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memsize.units import format_bytes
 
 _CPU: Final = torch.device("cpu")
 _STD: Final = 0.02
-"""Standard deviation of made-up weights: small, so that activations stay finite through many layers."""
+"""Standard deviation of random weights: small, so that activations stay finite through many layers."""
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 
 
@@ -47,9 +47,9 @@ def executable(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Move everything that `model.to(device)` moves, children first as it does; what has no values gets some."""
+    """Move everything that `model.to(device)` moves, children first; tensors without values get random ones."""
     made: dict[int, torch.Tensor] = {}
-    originals: list[torch.Tensor] = []  # an id is one tensor's as long as that lives
+    originals: list[torch.Tensor] = []  # an id belongs to one tensor for as long as that lives
 
     def materialized(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
@@ -69,8 +69,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def executable_call(call: Call, device: torch.device | str = _CPU) -> Call:
-    """The same arguments with values, on `device`: constants, zeros for other integers, a normal distribution for the
-    rest.
+    """The same arguments with values, on `device`: known constants, zeros for other integers, normally distributed
+    numbers for the rest.
     """
     real: Call = map_tensors(_argument, call)
     if torch.device(device) == _CPU:
@@ -97,7 +97,7 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 
 
 def _attributes_without_values(module: nn.Module) -> list[tuple[str, Any]]:
-    """Plain attributes that hold tensors without values. `to` leaves others where they are."""
+    """Plain attributes that hold tensors without values; `to` leaves other attributes where they are."""
     held = [(name, value) for name, value in vars(module).items() if name not in _REGISTRIES]
     return [(name, value) for name, value in held if any(tensor.is_meta for tensor in arguments_in([value]))]
 
@@ -130,7 +130,9 @@ def _materialized(name: str, tensor: torch.Tensor, device: torch.device) -> torc
 
 
 def _fill(name: str, tensor: torch.Tensor) -> None:
-    """Values with which a network neither dies nor overflows: scales and variances of one, small weights."""
+    """Values that keep a network's activations from vanishing or overflowing: scales and variances of one, small
+    weights.
+    """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor.zero_()
     elif tensor.dim() == 1 and name in ("weight", "running_var"):

@@ -1,11 +1,11 @@
 """The meta copy: a private copy of a model whose tensors are all on the `meta` device.
 
 Same classes, names, shapes, strides, ties, attributes and flags; no values and no memory. The copy is what runs, so the
-user's model is never moved, hooked, cast or called: also not through a function that holds on to it, such as a hook or
-a forward that was put on the instance.
+user's model is never moved, hooked, cast or called, not even through a function that refers to it, such as a hook or a
+forward that was set on the instance.
 
-Known limits: functions reach what they find in a module's globals; an attribute that cannot be copied (a lock, a file)
-is shared with the original.
+Known limits: functions still reach whatever they find in a module's globals; an attribute that cannot be copied (a
+lock, a file) is shared with the original.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _MAPPINGS = (dict, OrderedDict)
 _EMPTY = frozenset({*_MAPPINGS, *_SEQUENCES})
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
-"""Modules that only wrap another for a compiler or a process group: what runs is the module inside."""
+"""Modules that only wrap another one for a compiler or a process group: the module inside is what runs."""
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 _STATISTICS = ("running_mean", "running_var")
 _ORIGINAL = "_torchdynamo_orig_callable"
 
 
 def meta_copy(value: Any) -> Any:
-    """A copy of a model, or of any nest (a model's inputs, say), with each of its tensors on `meta`.
+    """A copy of a model, or of any pytree (a model's inputs, say), with each of its tensors on `meta`.
 
-    Tensors that share memory share it in the copy; parameters keep `requires_grad`. Small tensors keep their values
-    beside them, since models look at them.
+    Tensors that share memory share it in the copy; parameters keep `requires_grad`. Small tensors keep their values as
+    constants, since models look at them.
 
     Raises `MemsizeError` for a model that is sharded over a process group: no process holds all of it.
     """
@@ -68,7 +68,7 @@ def meta_copy(value: Any) -> Any:
 
 
 class MetaCopier:
-    """Makes any number of copies of one model, which has to stay as it is meanwhile: it is looked at closely once.
+    """Makes any number of copies of one model, which must not change meanwhile: it is inspected closely only once.
 
     The copies share nothing that a run can change.
     """
@@ -102,15 +102,15 @@ def in_mode(model: nn.Module, training: bool) -> nn.Module:
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """What really runs of `model`: a compiler's or a process group's wrapper only passes the call on."""
+    """The module of `model` that really runs: a compiler's or a process group's wrapper only passes the call on."""
     wrapped = _WRAPPERS.get(type(model).__name__)
     return getattr(model, wrapped) if wrapped else model
 
 
 class _Attributes(NamedTuple):
-    """Which attributes of a module its copies get new and empty, and which need copying; all others they may share.
+    """Which attributes of a module its copies get new and empty, and which must be copied; copies may share all others.
 
-    It keeps its module alive, whose id it is found by.
+    It keeps its module alive, since it is found by the module's id.
     """
 
     module: nn.Module
@@ -119,7 +119,7 @@ class _Attributes(NamedTuple):
 
 
 class _Learned:
-    """What copying passes over the same modules and tensors need not find out again, by id."""
+    """What one copying pass learned about modules and tensors, by id, so that later passes need not find out again."""
 
     def __init__(self) -> None:
         self.modules: dict[int, _Attributes] = {}
@@ -148,7 +148,7 @@ class _Copy:
         return copied
 
     def _announce(self, module: nn.Module) -> None:
-        """Give the module an empty copy first: attributes may refer to any module, also to their own owner."""
+        """Register an empty copy first: attributes may refer to any module, including their own owner."""
         if id(module) in self.memo:
             return
         if isinstance(module, torch.jit.ScriptModule):
@@ -158,7 +158,7 @@ class _Copy:
             self.memo[id(module)] = object.__new__(type(module))
 
     def _script(self, module: torch.jit.ScriptModule) -> None:
-        """TorchScript copies itself, values and all; its tensors are then replaced. Constants of its code stay."""
+        """TorchScript copies itself, values and all; then its tensors are replaced. Constants in its code stay."""
         copied: Any = copy.deepcopy(module)
         for original, own in zip(module.modules(), copied.modules(), strict=True):
             for name, tensor in (*original._parameters.items(), *original._buffers.items()):
@@ -178,7 +178,7 @@ class _Copy:
         for name in copied:
             state[name] = self._attribute(name, given[name])
         if isinstance(module, nn.DataParallel):
-            state["device_ids"] = []  # it hands everything to the one module inside
+            state["device_ids"] = []  # it delegates everything to the module inside
 
     def _learn(self, module: nn.Module) -> _Attributes:
         empty, copied = [], []
@@ -229,7 +229,7 @@ class _Copy:
         return self._object(value) if copier is None else copier(self, value)
 
     def _kept(self, original: Any, copied: Any) -> Any:
-        """`copied`, found again for `original`, which must outlive the memo that is keyed by its id."""
+        """Remember `copied` for `original`, and keep that alive as long as the memo, which is keyed by its id."""
         self.memo[id(original)] = copied
         self.memo.setdefault(id(self.memo), []).append(original)
         return copied
@@ -262,7 +262,7 @@ class _Copy:
         return copied
 
     def _function(self, function: types.FunctionType) -> Any:
-        """A function whose closure and defaults are the copy's; one that holds nothing of its own is shared."""
+        """A function whose closure and defaults belong to the copy; one that holds nothing of its own is shared."""
         compiled = vars(function).get(_ORIGINAL)
         if compiled is not None:
             return self.part(compiled)  # torch.compile's wrapper: what runs is the function inside
@@ -309,7 +309,7 @@ class _Copy:
         return self._kept(value, copied)  # type: ignore[no-any-return]
 
     def _object(self, value: Any) -> Any:
-        """A copy by the object's own means, attribute by attribute where that fails."""
+        """A copy by the object's own means, or attribute by attribute where that fails."""
         known = len(self.memo)
         try:
             with _TensorsOnMeta(self.tensors):
@@ -323,7 +323,7 @@ class _Copy:
         try:
             attributes = vars(value)
             copied = object.__new__(type(value))
-        except TypeError:  # a lock, a file, a stream: an object of another language
+        except TypeError:  # a lock, a file, a stream: an object that is not made of Python attributes
             return self._kept(value, value)
         self._kept(value, copied)
         vars(copied).update({name: self.part(item) for name, item in attributes.items()})
@@ -331,15 +331,15 @@ class _Copy:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether nothing can change `value`: copies may have it too. Exactly these classes: others have attributes."""
+    """Whether `value` is immutable, so that copies may share it. Exactly these classes: subclasses have attributes."""
     kind = type(value)
     return kind in _CONSTANTS or (kind is tuple and _CONSTANTS.issuperset(map(type, value)))
 
 
 def _holds_nothing(function: Any, seen: set[int]) -> bool:
-    """Whether `function` holds on to nothing but other such functions and code; its defaults may be any constants.
+    """Whether `function` refers to nothing but code and other such functions; its defaults may be any constants.
 
-    A number in a closure is no constant: a function can count with it.
+    A number in a closure is not a constant: a function can use it to count.
     """
     if not isinstance(function, types.FunctionType):
         return isinstance(function, _CODE)
@@ -373,7 +373,7 @@ _COPIERS: dict[type, Callable[[_Copy, Any], Any]] = {
 
 
 class _TensorsOnMeta(TorchFunctionMode):
-    """While an object is deep-copied, tensors met in it become tensors on `meta` instead of real copies."""
+    """While open, tensors that `copy.deepcopy` meets in an object become tensors on `meta` instead of real copies."""
 
     def __init__(self, tensors: MetaTensors) -> None:
         super().__init__()

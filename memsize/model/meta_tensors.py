@@ -1,7 +1,7 @@
-"""Meta tensors in the place of real ones, with the same shape, strides, dtype, ties and flags, and no memory.
+"""Meta tensors that stand in for real ones: same shape, strides, dtype, ties and flags, and no memory.
 
-Values that models look at stay known beside them (`memsize.constants.values`): those of small integer and boolean
-tensors, of small floating buffers and inputs, and of parameters that are one number.
+Values that models look at are kept with them (`memsize.constants.values`): those of small integer and boolean tensors,
+of small floating buffers and inputs, and of parameters with a single element.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ _SPARSE = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""Sparse layouts, and the methods that give their parts."""
+"""Sparse layouts, and the methods that return their component tensors."""
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 class Plain(NamedTuple):
-    """All that the meta tensors of an ordinary tensor need: one that fills its storage and has no attributes.
+    """All that is needed to make the meta tensor of an ordinary tensor, one that fills its storage and has no
+    attributes.
 
-    `value` is what is known of it, if anything; `storage` the address of its memory. It keeps its tensor alive, whose
-    id it is found by.
+    `value` is its known value, if any; `storage` is the address of its memory. It keeps its tensor alive, since it is
+    found by the tensor's id.
     """
 
     original: torch.Tensor
@@ -44,10 +45,11 @@ class Plain(NamedTuple):
 
 
 class MetaTensors:
-    """One copying pass over tensors. The memo is `copy.deepcopy`'s, so that each tensor has one copy however reached.
+    """One copying pass over tensors. The memo is that of `copy.deepcopy`, so each tensor has one copy however it is
+    reached.
 
-    `copy_attribute` copies what hangs on a tensor as an attribute. `plain` is what earlier passes over the same tensors
-    found out, and learns from this one.
+    `copy_attribute` copies what is attached to a tensor as an attribute. `plain` holds what earlier passes over the
+    same tensors found out, and is extended by this one.
     """
 
     def __init__(self, memo: dict[int, Any], copy_attribute: Callable[[Any], Any], plain: dict[int, Plain]) -> None:
@@ -57,10 +59,12 @@ class MetaTensors:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._values: dict[int, tuple[torch.UntypedStorage, ConstantState]] = {}
         self._alive: list[Any] = []
-        """What these tables know by its address."""
+        """Objects that these tables know by address, kept alive."""
 
     def tensor(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
-        """The one copy of `original`. `looked_at` is False where nobody reads its values, though they are small."""
+        """The one copy of `original`. With `looked_at` False its values are dropped even if small, since nobody reads
+        them.
+        """
         found: torch.Tensor | None = self.memo.get(id(original))
         if found is None:
             plain = self._plain.get(id(original))
@@ -74,7 +78,7 @@ class MetaTensors:
         return found
 
     def _learn(self, original: torch.Tensor, copied: torch.Tensor) -> None:
-        """Note how `copied` came about, where that is simple enough to be done again without looking at `original`."""
+        """Note how `copied` was made, where that is simple enough to be repeated without looking at `original`."""
         ordinary = type(original) in _PLAIN_TYPES and not original.is_nested and not original.is_quantized
         if not ordinary or vars(original) or not _fills_storage(original):
             return
@@ -99,7 +103,7 @@ class MetaTensors:
         return set_constant(copied, value, state)
 
     def data(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
-        """A plain tensor in the place of `original`: no parameter, no leaf that requires a gradient."""
+        """A plain tensor that stands in for `original`: not a parameter, and no leaf that requires a gradient."""
         if type(original) not in _PLAIN_TYPES and hasattr(original, "__tensor_flatten__"):
             return self._wrapper(original)
         if original.layout in _SPARSE:
@@ -144,7 +148,7 @@ class MetaTensors:
         return copied
 
     def _wrapper(self, original: torch.Tensor) -> torch.Tensor:
-        """A wrapper subclass (torchao, DTensor): its inner tensors on `meta`, put together again by its own class."""
+        """A wrapper subclass (torchao, DTensor): its inner tensors on `meta`, reassembled by its own class."""
         names, context = original.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: self.tensor(getattr(original, name)) for name in names}
         rebuilt: torch.Tensor = type(original).__tensor_unflatten__(  # type: ignore[attr-defined]
@@ -153,7 +157,7 @@ class MetaTensors:
         return rebuilt
 
     def _sparse(self, original: torch.Tensor) -> torch.Tensor:
-        """Moved as a whole it would lose its elements: on `meta` PyTorch forgets how many there are."""
+        """A sparse tensor, part by part: moved as a whole, it would forget on `meta` how many elements it has."""
         names = _SPARSE[original.layout]
         make: Any = torch.sparse_coo_tensor if original.layout is torch.sparse_coo else torch.sparse_compressed_tensor
         parts = [self.data(getattr(original, name)(), False) for name in names]
@@ -162,7 +166,7 @@ class MetaTensors:
         return copied._coalesced_(original.is_coalesced()) if original.layout is torch.sparse_coo else copied
 
     def _opaque(self, original: torch.Tensor) -> torch.Tensor:
-        """Quantized, nested and MKL-DNN's tensors; those that `meta` cannot have are shared with the original."""
+        """Quantized, nested and MKL-DNN tensors; those that cannot exist on `meta` are shared with the original."""
         try:
             return original.detach().to("meta")
         except (NotImplementedError, RuntimeError):
@@ -183,7 +187,7 @@ class MetaTensors:
         return empty.set_(base, original.storage_offset(), original.shape, original.stride())
 
     def _remembered(self, copied: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-        """Views of one small block keep sharing their values; of a large one each keeps a copy of its own."""
+        """Keep known values: views of one small block keep sharing them; each view of a large one has its own."""
         storage = original.untyped_storage()
         if storage.nbytes() > 4 * original.numel() * original.element_size() + 1024:
             return set_constant(copied, original.detach().cpu().clone())

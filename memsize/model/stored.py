@@ -1,11 +1,11 @@
 """What a model really stores: every tensor it holds, in bytes, each byte counted once.
 
-Each tensor is taken apart (`memsize.model.tensor_storage`), a packed object of a quantized module into what it unpacks
-to. The memory that the pieces cover is then given out in registration order, so that views, ties and expanded tensors
-add nothing twice.
+Each tensor is taken apart (`memsize.model.tensor_storage`); a packed object of a quantized module counts as the tensors
+that it unpacks to. The memory that the pieces cover is then assigned in registration order, so that views, ties and
+expanded tensors add nothing twice.
 
-Known limits: a packed object is counted as the tensors it unpacks to, not as the padded form that the CPU kernels keep;
-tensors are not seen that only a closure or an object other than a module, list, tuple or dict holds.
+Known limits: a packed object is counted as the tensors it unpacks to, not in the padded form that the CPU kernels keep;
+tensors that only a closure or an object other than a module, list, tuple or dict holds are not found.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _SCRIPTED_PACKED = ("_packed_params", "_packed_weight", "_packed_weight_ih", "_p
 _SCALARS = frozenset({int, float, bool, str, type(None)})
 _HOLDERS = (torch.Tensor, nn.Module, dict, list, tuple)
 _PAIRED = {"float4_e2m1fn_x2": 2}
-"""Elements per stored element of the dtypes that PyTorch itself counts in pairs."""
+"""Elements per stored element of dtypes that PyTorch itself counts in pairs."""
 
 
 def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
-    """Every tensor that `model` holds, module by module in registration order: what it stores and what it shares.
+    """Every tensor that `model` holds, module by module in registration order, with what it stores and shares.
 
-    Registered tensors are met before attributes, so that an attribute which only names a parameter again is the tied
-    one; the very same tensor object under an attribute is left out (an RNN's `_flat_weights`). A tensor whose memory
-    was all met before has 0 bytes and `tied_to`. Of views of one block each has its own extent, and the first of them
-    also what none covers.
+    Registered tensors come before attributes, so that an attribute which only names a parameter again is the tied one;
+    the very same tensor object under an attribute is left out (an RNN's `_flat_weights`). A tensor whose memory was
+    counted before has 0 bytes and a `tied_to`. Of several views of one block, each gets its own extent, and the first
+    of them also whatever none covers.
     """
     modules = list(model.named_modules())
     order = {path: index for index, (path, _) in enumerate(modules)}
@@ -59,12 +59,12 @@ def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
     return tuple(sorted(rows, key=lambda row: order[row.layer]))
 
 
-# Giving out memory
+# Assigning memory
 
 
 @dataclass(slots=True)
 class _Claim:
-    """What one named tensor gets: for each of its pieces the bytes that are its own, and who held the memory first."""
+    """What one named tensor is assigned: for each of its pieces the bytes of its own, and who held the memory first."""
 
     name: str
     pieces: list[tuple[str, torch.Tensor]]
@@ -74,7 +74,7 @@ class _Claim:
 
 @dataclass(slots=True)
 class _Ground:
-    """One storage while it is given out: its first claim and piece, and the sorted, disjoint ranges already covered."""
+    """One storage being assigned: its first claim and piece, and the sorted, disjoint ranges already covered."""
 
     claim: _Claim
     piece: int
@@ -82,7 +82,7 @@ class _Ground:
     covered: list[tuple[int, int]] = field(default_factory=list)
 
     def cover(self, start: int, end: int) -> int:
-        """Adds ``[start, end)`` and returns how many of its bytes were new."""
+        """Add ``[start, end)`` and return how many of its bytes were new."""
         if not self.covered:
             self.covered.append((start, end))
             return end - start
@@ -98,7 +98,7 @@ class _Ground:
 
 
 def _share(claims: Iterable[_Claim]) -> None:
-    """Gives every byte of a storage to the first claim that touches it, and its untouched rest to the first holder."""
+    """Assign every byte of a storage to the first claim that touches it, and its untouched rest to the first holder."""
     grounds: dict[Hashable, _Ground] = {}
     for claim in claims:
         for index, (_, tensor) in enumerate(claim.pieces):
@@ -226,7 +226,7 @@ def _may_hold(value: Any) -> bool:
 
 
 def _matmul_state(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What bitsandbytes' Linear8bitLt moves from its weight into its `state` in the first forward."""
+    """The tensors that bitsandbytes' Linear8bitLt moves from its weight into its `state` in the first forward."""
     for key in ("CB", "SCB"):
         if isinstance(tensor := getattr(state, key, None), torch.Tensor):
             yield key, tensor
@@ -251,7 +251,7 @@ def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> I
 
 
 def _constants(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in the code of a scripted module: the weights of a frozen one, and what a trace had at hand."""
+    """Tensors in the code of a scripted module: the weights of a frozen one, and constants captured by a trace."""
     graph = getattr(module, "graph", None) if isinstance(module, torch.jit.ScriptModule) else None
     for node in [] if graph is None else graph.findAllNodes("prim::Constant", recurse=True):
         if node.hasAttribute("value") and node.kindOf("value") == "t":

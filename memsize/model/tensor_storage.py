@@ -1,4 +1,4 @@
-"""One tensor and what it is made of: its plain pieces, the memory that they touch, its name in the record's terms.
+"""One tensor and what it is made of: its plain pieces, the memory that they touch, its name as the record writes it.
 
 A tensor is taken apart until plain memory is left: a wrapper subclass into its inner tensors, a sparse tensor into
 indices and values, a quantized one into data, scales and zero points.
@@ -23,25 +23,25 @@ _COMPRESSED = {
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
 PLAIN_TYPES = (torch.Tensor, nn.Parameter)
-"""The classes of tensors that are no wrappers."""
+"""The classes of tensors that wrap no others."""
 _BITSANDBYTES = ("quant_state", "CB", "SCB")
 
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's own name without the prefix, as the record has it: ``"float32"``."""
+    """torch's own name without the prefix, as records have it: ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """The dtype and shape of a tensor, in the record's terms."""
+    """The dtype and shape of a tensor, as records have them."""
     # A nested tensor has no one shape: its number of elements stands for it.
     shape = (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)
     return TensorSpec(dtype_name(tensor.dtype), shape)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """The bytes that `tensor` keeps in memory, whatever it claims: its whole storages, each counted once."""
+    """The bytes that `tensor` keeps in memory, whatever its dtype claims: its whole storages, each counted once."""
     return sum({extent.key: extent.total for extent in map(extent_of, plain_tensors(tensor))}.values())
 
 
@@ -115,12 +115,14 @@ def _inner(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is of a class that keeps its values in other tensors."""
+    """Whether the class of `tensor` keeps its values in other tensors."""
     return type(tensor) not in PLAIN_TYPES and hasattr(tensor, "__tensor_flatten__")
 
 
 def _bitsandbytes(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """What bitsandbytes hangs on a parameter: `SCB`, `CB` unless it is the data, the tensors of its `quant_state`."""
+    """The tensors that bitsandbytes attaches to a parameter: `SCB`, `CB` unless it is the data, those of its
+    `quant_state`.
+    """
     if type(tensor) in PLAIN_TYPES:
         return
     for key in _BITSANDBYTES:
@@ -137,7 +139,7 @@ def _state_tensors(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _state_tensors(getattr(state, key, None), f"{name}.{key}")
 
 
-# What one takes
+# Extents of memory
 
 
 class Extent(NamedTuple):

@@ -1,6 +1,6 @@
-"""What quantized layers do with their weights while they run: the copies that come and go beside what is stored.
+"""How quantized layers use their weights while they run: the copies that they make beside what is stored.
 
-A layout replaces what is stored; these forwards stand for the library's kernels in the run. Sources: torchao's
+A storage layout only replaces what is stored; these forwards stand in for the library's kernels. Sources: torchao's
 `Int8Tensor` and `Float8Tensor` (a weight-only linear multiplies by a copy of the weight in the input's dtype, which
 autograd keeps for the input's gradient), bitsandbytes' `MatMul4Bit` (a copy in the forward and one in the backward,
 none kept), torch.ao (int8 kernels without a gradient).
@@ -19,7 +19,7 @@ from memsize.precision.layouts import Kernel
 
 
 def run_as(kernel: Kernel, modules: Iterable[nn.Module]) -> None:
-    """Let `modules` (of a copy that is ours to change) run as a library's quantized ones do."""
+    """Let `modules` (of a copy that memsize may change) run as a library's quantized modules do."""
     for module in modules:
         if kernel == "no gradient":
             _without_gradient(module)

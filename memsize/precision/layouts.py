@@ -49,8 +49,9 @@ _CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 
 
 Kernel = Literal["quantized", "copy kept", "copy freed", "no gradient"]
-"""How a layer multiplies: by the quantized values themselves, by a copy that backward needs, by one that it makes
-again, or without a gradient."""
+"""How a layer multiplies: with the quantized values themselves, with a copy that is kept for backward, with a copy that
+backward makes again, or without a gradient.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from memsize.precision.layouts import Layout, Parts
 from memsize.records.trace import StoredTensor
 
 _UNCONVERTED = nn.modules.linear.NonDynamicallyQuantizableLinear
-"""The output projection of an attention module, which reads its weight directly: no library here converts it."""
+"""The output projection of an attention module, whose weight is read directly: no library here converts it."""
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 
@@ -31,8 +31,8 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64
 class Quantized:
     """What quantizing does to a model's parameters.
 
-    `replaced` gives the parts that stand for each parameter, by its name; `left` says for the path of each module with
-    parameters that stays as it is why. `modelled` is False when the library itself did it.
+    `replaced` maps the name of a parameter to the tensors that replace it; `left` maps the path of each module whose
+    parameters stay as they are to the reason. `modelled` is False when the library itself quantized the model.
     """
 
     layout: str
@@ -46,7 +46,7 @@ class Quantized:
 
 
 def apply_layout(model: nn.Module, layout: Layout) -> Quantized:
-    """What `layout` would make of `model`, which keeps its shapes; its replaced parameters stop requiring a gradient.
+    """How `model` would be stored under `layout`. Its shapes stay; replaced parameters stop requiring a gradient.
 
     Raises `ScenarioError` when the layout covers nothing in the model, when the library would refuse it, or when the
     model already holds quantized tensors.
@@ -73,13 +73,13 @@ def apply_layout(model: nn.Module, layout: Layout) -> Quantized:
 
 
 def stored_under(tensors: tuple[StoredTensor, ...], quantized: Quantized) -> tuple[StoredTensor, ...]:
-    """The stored tensors of the original model as they are once quantized.
+    """The stored tensors of the original model as they are once it is quantized.
 
-    Libraries quantize module by module, so a weight tied to a replaced one is its own tensor afterwards: a head tied to
-    an embedding gets int8 values, and the embedding keeps the floating ones. A bias stays shared.
+    Libraries quantize module by module, so a weight tied to a replaced one becomes a tensor of its own: a head tied to
+    an embedding gets int8 values, and the embedding keeps the floating-point ones. A bias stays shared.
 
-    Known limit: a module registered under two parents is taken as converted once. torch.ao makes a copy for each
-    parent, and torchao 0.18 fails on the second visit.
+    Known limit: a module registered under two parents counts as converted once. torch.ao makes a copy for each parent,
+    and torchao 0.18 fails on the second visit.
     """
     owners: dict[str, str] = {}
     bytes_of = {tensor.name: tensor.bytes for tensor in tensors if tensor.tied_to is None}
@@ -87,7 +87,7 @@ def stored_under(tensors: tuple[StoredTensor, ...], quantized: Quantized) -> tup
 
 
 def apply_torchao(model: nn.Module, config_name: str) -> Quantized:
-    """Applies torchao's own `quantize_` to `model` with its configuration class `config_name`, by its defaults.
+    """Apply torchao's own `quantize_` to `model` with its configuration class `config_name` and that class's defaults.
 
     Raises `ScenarioError` when torchao is missing, has no such configuration, or refuses this model.
     """
@@ -141,7 +141,7 @@ def _refuse_recurrent(module: nn.Module, path: str, layout: Layout) -> None:
 
 
 def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
-    """What stands for each parameter of `module` that `layout` replaces, by its name in the module."""
+    """The tensors that replace each parameter of `module` under `layout`, by the parameter's name in the module."""
     found: dict[str, Parts] = {}
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -152,7 +152,7 @@ def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
 
 
 def _freeze(model: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
-    """Stops the converted parameters from requiring a gradient; whoever else holds one keeps the floating one."""
+    """Stop the converted parameters from requiring a gradient; other holders keep the floating-point tensor."""
     held = [(id(module), name) for module in model.modules() for name in module._parameters]
     elsewhere = set(held) - {(id(module), name) for module, name in converted}
     kept = {id(m._parameters[name]) for m in model.modules() for name in m._parameters if (id(m), name) in elsewhere}
@@ -171,7 +171,9 @@ def _refuse_quantized(model: nn.Module) -> None:
 
 
 def _nothing(layout: Layout, left: Mapping[str, str]) -> str:
-    """Why nothing was converted: the one reason that is not about a module's class, or that there is no such module."""
+    """Why nothing was converted: the first reason that is not about a module's class, else that there is no suitable
+    module.
+    """
     general = f"{layout.library} converts {layout.converts}"
     special = next((reason for reason in left.values() if not reason.startswith(general)), None)
     return f"{general}; this model has none" + (f" that it can convert: {special}" if special else "")
@@ -262,7 +264,7 @@ def _read_back(model: nn.Module, config_name: str) -> Quantized:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps torchao's import and deprecation messages off stderr; they are about its own kernels."""
+    """Keep torchao's import and deprecation messages off stderr: they are about its own kernels."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""How a scenario changes a copy of a model: casts, autocast regions, apex's levels, quantized storage.
+"""How a scenario changes a copy of a model: casts, autocast regions, apex's optimization levels, quantized storage.
 
 Sources: `torch.nn.Module.half` (casts floating parameters and buffers, nothing else), torch.amp's documentation,
 apex.amp's `opt_levels` and `_initialize` (what O0 to O3 cast, and that O2 and O3 cast inputs down and outputs to
@@ -30,10 +30,11 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A copy of a model made ready for a scenario.
+    """A copy of a model, ready to run under a scenario.
 
-    `floating` is the dtype that floating inputs come in (None: as they are), `autocast` the region of its forwards.
-    `rewrite` says how the scenario stores the model's tensors, `sizes` what replaced parameters take, by name.
+    `floating` is the dtype that floating inputs are cast to (None: they stay as they are) and `autocast` opens the
+    region around its forwards. `rewrite` turns the tensors that the copy stores into those that the scenario stores,
+    and `sizes` gives the bytes of replaced parameters, by name.
     """
 
     model: nn.Module
@@ -45,7 +46,10 @@ class Recipe:
 
 
 def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
-    """`model` (ours to change) as `scenario` stores and runs it; raises `ScenarioError` with the reason if it can't."""
+    """Make `model`, a copy that memsize may change, store and run as `scenario` does.
+
+    Raises `ScenarioError` with the reason where that is impossible.
+    """
     if scenario.recipe == "quantized":
         return _quantized(model, scenario)
     if scenario.dtype is not None:
@@ -64,7 +68,7 @@ def _as_held(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:
 
 
 def _with_masters(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:
-    """`tensors` and the float32 copies that apex's optimizer keeps of every trainable float16 parameter."""
+    """`tensors` plus the float32 copies that apex's optimizer keeps of all trainable float16 parameters."""
     halves = [
         t for t in tensors if t.kind == "parameter" and t.trainable and t.spec.dtype == "float16" and not t.tied_to
     ]
@@ -77,7 +81,7 @@ def _master(tensor: StoredTensor) -> StoredTensor:
 
 
 def floating_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype of the model's first floating parameter: what an input without a dtype is taken to be."""
+    """The dtype of the model's first floating parameter, which inputs without a dtype are assumed to have."""
     return next((p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1), None)
 
 
@@ -104,7 +108,7 @@ def _cast_floating(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _has_only(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a cast to `dtype` changes nothing. What a module with an `_apply` of its own casts, we don't know."""
+    """Whether a cast to `dtype` changes nothing. Nobody can tell what a module with its own `_apply` casts."""
     for module in model.modules():
         if type(module)._apply is not nn.Module._apply or "_apply" in vars(module):
             return False
@@ -115,7 +119,9 @@ def _has_only(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _is_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether an ordinary tensor has `dtype` or is not floating; not of others, which may cast as they like."""
+    """Whether an ordinary tensor has `dtype` or is not floating. False for tensor subclasses: they may cast as they
+    like.
+    """
     return type(tensor) in _PLAIN and (tensor.dtype is dtype or not tensor.is_floating_point())
 
 
@@ -133,7 +139,7 @@ def _cast_all_but_norms(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _cast_inputs_and_outputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """apex's patched forward: floating inputs cast down on the way in, outputs cast to float32 on the way out."""
+    """apex's patched forward: floating inputs are cast down, and outputs are cast to float32."""
     forward = model.forward
 
     def patched(*args: Any, **kwargs: Any) -> Any:

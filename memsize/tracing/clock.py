@@ -1,8 +1,8 @@
-"""Where in a run an op happens: in which step, phase and layer.
+"""Where in a run an op happens: its step, phase and layer.
 
 A forward op belongs to the module that is running. A backward op belongs to the module whose forward created its
 autograd node: nodes are numbered in order of creation, so the numbers between a module's start and end are its own.
-Autograd's engine itself tells whether a backward is running, also when the user's own loop called it.
+Whether a backward is running comes from autograd's engine itself, so it also holds when the user's own loop started it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_NUMBER = 2**63
 
 
 class Clock:
-    """The place of the op that runs now.
+    """The location of the op that is running.
 
     `layer` indexes the run's layers (-1: outside every module), `phase` indexes `phases`; `step` is 0 before the first
     step.
@@ -44,7 +44,7 @@ class Clock:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Open a phase of the current step, named as in the record (``"forward 2"``); the outer one goes on after."""
+        """Open a phase of the current step, named as in the record (``"forward 2"``); the outer one resumes after."""
         self._settle()
         outer, self.phase = self.phase, self._index(name)
         try:
@@ -80,7 +80,9 @@ class Clock:
             self._owners.append(layer)
 
     def _settle(self) -> None:
-        """Return to the phase and layer that called backward, once it is over: the engine announces no end."""
+        """Return to the phase and layer that called backward once it is over, since the engine does not announce its
+        end.
+        """
         if self._outside is not None and _graph_task() == -1:
             self.phase, self.layer, self._depth = self._outside
             self._outside = None
@@ -94,7 +96,7 @@ class Clock:
             self._outside = (self.phase, self.layer, self._depth)
             self.phase = self._index("backward")
         if self._depth == self._outside[2]:
-            # Deeper than where backward began a module runs again: a checkpoint recomputes it.
+            # A module that runs inside of where backward began is recomputed by a checkpoint.
             node = _node()
             number = _NO_NUMBER if node is None else node._sequence_nr()
             if number < _NO_NUMBER:

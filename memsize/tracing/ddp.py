@@ -1,13 +1,12 @@
-"""What `DistributedDataParallel` adds to one process: buckets, in which gradients are sent to the others.
+"""What `DistributedDataParallel` adds to a process: the buckets in which it sends gradients to the others.
 
-They are kept from the first step on. Parameters fill them in reverse order, and a bucket is closed once it
-has reached its limit; the first one's is smaller, so that communication starts early. Without
-``gradient_as_bucket_view`` each gradient is stored twice, in ``.grad`` and in its bucket; with it, gradients are views
-of the buckets and are never freed. Source: `torch.nn.parallel.DistributedDataParallel` and
-``compute_bucket_assignment_by_size`` of its reducer.
+They exist from the first step on. Parameters fill them in reverse order, and a bucket is closed once it has reached its
+limit; the first one's is smaller, so that communication starts early. Without ``gradient_as_bucket_view`` each gradient
+is stored twice, in ``.grad`` and in its bucket; with it, gradients are views of the buckets and are never freed.
+Source: `torch.nn.parallel.DistributedDataParallel` and ``compute_bucket_assignment_by_size`` of its reducer.
 
-Known limits: parameters that DDP was told to ignore are in the buckets all the same; NCCL's own buffers lie outside
-PyTorch's allocator; communication hooks are not run.
+Known limits: parameters that DDP is configured to ignore are still counted in the buckets; NCCL's own buffers lie
+outside PyTorch's allocator; communication hooks are not run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LIMIT = 25 * 2**20
 @dataclass(frozen=True, slots=True)
 class Buckets:
     """The layout of gradients under `DistributedDataParallel`: the limit of a bucket in bytes, and whether gradients
-    are views of buckets.
+    are views of the buckets.
     """
 
     limit: int = _LIMIT
@@ -47,7 +46,7 @@ class Buckets:
         return [*closed, *filling.items()]
 
     def hold(self, parameters: list[torch.Tensor], ledger: Ledger) -> list[torch.Tensor]:
-        """Allocate what stays for the whole training, as gradients; returns what has to be kept alive."""
+        """Allocate the buckets, which last for the whole training, as gradients; returns the tensors to keep alive."""
         if self.views:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
@@ -70,7 +69,9 @@ def buckets_of(model: nn.Module) -> Buckets | None:
 
 
 def bucket_bytes(model: nn.Module) -> tuple[int, bool] | None:
-    """What the buckets of `model` take, and whether its gradients lie in them; None where it has none."""
+    """The bytes that the buckets of `model` take, and whether gradients are views of them; None where it has no
+    buckets.
+    """
     buckets = buckets_of(model)
     if buckets is None:
         return None

@@ -1,7 +1,7 @@
-"""The dispatch mode of a run: each op's result by shape, nothing computed.
+"""The dispatch mode of a run: the result of each op has the right shape, and nothing is computed.
 
-A `TorchDispatchMode` below autograd. An op's result comes from a meta kernel of memsize's where there is one, from
-PyTorch's own otherwise, and from one run on the CPU where PyTorch has none.
+It is a `TorchDispatchMode` below autograd. The result of an op comes from a rule of `memsize.meta_kernels` where there
+is one, otherwise from PyTorch's `meta` kernel, and from one run on the CPU where PyTorch has none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class MetaDispatchMode(TorchDispatchMode):
-    """Ops on `meta` tensors give meta tensors; with ``device="cpu"`` they are really computed."""
+    """Ops on `meta` tensors return `meta` tensors; with ``device="cpu"`` they are really computed."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -38,7 +38,7 @@ class MetaDispatchMode(TorchDispatchMode):
         self._computes = device != "meta"
         self._rules = rules()
         self._regions: list[ExitStack] = []
-        """What each entry has opened: a mode may be entered again inside of itself."""
+        """The contexts that each entry opened: a mode may be entered again while it is active."""
 
     def __enter__(self) -> Self:
         with ExitStack() as regions:
@@ -73,8 +73,8 @@ class MetaDispatchMode(TorchDispatchMode):
 
 
 def has_own_dispatch(types: Iterable[Any]) -> bool:
-    """Whether one of the argument types is a wrapper subclass with a ``__torch_dispatch__`` of its own.
+    """Whether one of the argument types is a wrapper subclass with its own ``__torch_dispatch__``.
 
-    That one goes first; the ops that it calls on its inner tensors come back to the mode.
+    That one runs first; the ops that it calls on its inner tensors come back to the mode.
     """
     return any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types)

@@ -19,7 +19,7 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def explain(error: Exception, calls: Calls, ledger: Ledger) -> Failure:
-    """The layer that was running, its inputs, and the reason, with advice where the cause is a common one."""
+    """The failing layer, its inputs, and the reason, with advice where the cause is a common one."""
     running = calls.failed
     seen = calls.seen[running.layer if running else max(0, ledger.clock.layer)]
     reason = _reason(error, seen)
@@ -38,7 +38,7 @@ def _reason(error: Exception, seen: Seen) -> str:
 
 
 def _wanted(seen: Seen) -> str:
-    """What the layer was built for, by its own `extra_repr`."""
+    """How the layer was built, from its own `extra_repr`."""
     described = seen.module.extra_repr() if seen.leaf else ""
     return f"{seen.path or seen.type} is built as {seen.type}({described})" if described else ""
 

@@ -1,7 +1,7 @@
-"""The ledger: writes down every storage that appears, is kept for backward, or disappears while a model runs.
+"""The ledger: records every storage that appears, is kept for backward, or disappears while a model runs.
 
-Each op runs without computing (`dispatch`). New storages among its outputs become events; a weak reference to
-each storage writes the event of its end. Nothing is summed here.
+Ops run without computing anything (`dispatch`). New storages among their outputs become events; a weak reference to
+each storage records the event of its end. Nothing is added up here.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
 
 
 class Workspaces(NamedTuple):
-    """Bytes that a GPU's libraries take from the allocator: cuBLAS per thread that multiplies matrices (the forward's,
-    and autograd's own), and cuBLASLt during each product with a bias, where it does not share cuBLAS's. `convolutions`
-    tells what cuDNN takes during each of them."""
+    """Bytes that a GPU's libraries take from the allocator.
+
+    `blas` is cuBLAS's workspace, one for each thread that multiplies matrices (the forward's and autograd's own). `lt`
+    is cuBLASLt's, taken during each product with a bias where it does not share that of cuBLAS. `convolutions` gives
+    what cuDNN takes during each convolution.
+    """
 
     blas: int = 0
     lt: int = 0
@@ -50,10 +53,10 @@ _NO_WORKSPACES = Workspaces()
 
 
 class Ledger(MetaDispatchMode):
-    """Events of one run, each with the phase and layer that the `clock` shows.
+    """The events of one run, each with the phase and layer that the `clock` shows.
 
     `device` is where the run's tensors live: ``"meta"``, or ``"cpu"`` for a run that really computes. `workspaces` are
-    those of the GPU that is meant, if one is.
+    those of the simulated GPU, if there is one.
     """
 
     def __init__(self, device: str = "meta", workspaces: Workspaces = _NO_WORKSPACES) -> None:
@@ -67,7 +70,7 @@ class Ledger(MetaDispatchMode):
         """Addresses of storages that some op took as an argument."""
         self._bytes: list[int] = []
         self._held: list[int] = []
-        """What each storage takes now; a resize moves it."""
+        """Bytes that each storage takes now; a resize changes them."""
         self._roles: list[Role] = []
         self._layers: list[int] = []
         self._ops: list[str] = []
@@ -123,14 +126,14 @@ class Ledger(MetaDispatchMode):
             self.enter(tensor, "temporary", op)
 
     def _take_workspace(self, op: str) -> None:
-        """A thread's first matrix product makes a cuBLAS handle with its workspace, kept from then on."""
+        """A thread's first matrix product creates a cuBLAS handle, whose workspace is kept from then on."""
         if self.clock.backward not in self._handles:
             self._handles.add(self.clock.backward)
             size = self.workspaces.blas
             self._open("workspace", size, op, torch.uint8, (size,))
 
     def _begin_copies(self, copied: Iterable[tuple[torch.Tensor, Any]], op: str) -> list[tuple[int, int]]:
-        """What a kernel rearranges first, there until its end: each copy's index and bytes."""
+        """The copies that a kernel makes of arguments and holds until its end: the index and the bytes of each."""
         sizes = [(tensor, tensor.numel() * tensor.element_size()) for tensor, _ in copied]
         return [(self._open("temporary", size, op, tensor.dtype, _shape(tensor)), size) for tensor, size in sizes]
 
@@ -148,7 +151,7 @@ class Ledger(MetaDispatchMode):
             self._borrow(size, op)
 
     def _note_temporaries(self, taken: Iterable[Temporary], op: str) -> None:
-        """What a kernel takes for itself is there beside its result, and gone at its end."""
+        """A kernel's own temporaries exist beside its result, and are gone at its end."""
         begun = [(self._open("temporary", each.bytes, op, each.dtype, each.shape), each.bytes) for each in taken]
         for index, size in begun:
             self._end(index, size, op)
@@ -161,12 +164,12 @@ class Ledger(MetaDispatchMode):
     def _end(self, index: int, size: int, op: str) -> None:
         self.events.append(Event(index, -size, self.clock.phase, self.clock.layer, op))
 
-    # -- what others tell it ------------------------------------------------------------------------------------------
+    # -- calls from outside ------------------------------------------------------------------------------------------
 
     def enter(self, tensor: torch.Tensor, role: Role, op: str = "", size: int | None = None) -> int:
-        """Write down the storage of `tensor` if it is new; returns its index either way.
+        """Record the storage of `tensor` if it is new; returns its index either way.
 
-        `size` is what it takes on the GPU where that is not what it takes here (quantized weights).
+        `size` is its size on the GPU where that differs from its size here (quantized weights).
         """
         storage = _storage(tensor)
         if storage is None:
@@ -216,14 +219,14 @@ class Ledger(MetaDispatchMode):
 
     @staticmethod
     def addresses(tensor: torch.Tensor) -> set[int]:
-        """The memory of `tensor`, as `read` names it: of a wrapper, that of each tensor inside."""
+        """The memory of `tensor`, as `read` names it; for a wrapper subclass, that of each inner tensor."""
         if is_wrapper(tensor):
             names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
             return set().union(*(Ledger.addresses(getattr(tensor, name)) for name in names))
         return {_address(tensor)}
 
     def index_of(self, tensor: torch.Tensor) -> int:
-        """The index of the live storage of `tensor`, -1 when the ledger doesn't know it."""
+        """The index of the live storage of `tensor`, -1 when the ledger has not seen it."""
         found = self.live.get(_address(tensor))
         return -1 if found is None else found.index
 
@@ -255,17 +258,17 @@ class Ledger(MetaDispatchMode):
 
     @property
     def count(self) -> int:
-        """How many storages have appeared so far: storages with this index or above are newer than now."""
+        """How many storages have appeared so far. Storages with this index or above are newer than this call."""
         return len(self._bytes)
 
     def size(self, index: int) -> int:
         """Bytes of storage `index`."""
         return self._bytes[index]
 
-    # -- what is left of it -------------------------------------------------------------------------------------------
+    # -- the result of the run ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop listening: storages that end from now on are no events."""
+        """Stop recording: storages that end from now on are no events."""
         self.live.clear()
 
     def storages(self, kept: Set[int]) -> tuple[Storage, ...]:

@@ -1,8 +1,8 @@
 """Which module is running, and what each module took and returned.
 
 Every call of a module passes through `nn.Module._wrapped_call_impl`, which first asks the instance for a
-`_compiled_call_impl`. The model that runs is our copy, so each of its modules gets one that steps into the layer, makes
-the ordinary call, and steps out. Forward hooks would do the same, but a module that has some leaves its fused paths
+`_compiled_call_impl`. The model that runs is memsize's copy, so each of its modules gets one that enters the layer,
+makes the ordinary call, and leaves it. Forward hooks would do the same, but a module with hooks leaves its fused paths
 (`nn.TransformerEncoder`), and `torch.nn` then takes its slow route through every call.
 """
 
@@ -42,7 +42,7 @@ def parameters_reached(outputs: Iterable[torch.Tensor]) -> set[int]:
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen of one module."""
+    """What a run showed of one module."""
 
     path: str
     type: str
@@ -57,7 +57,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The module that was running when its forward failed, and the tensors it had been given."""
+    """The module that was running when its forward failed, and the tensors that it was given."""
 
     layer: int
     inputs: tuple[str, ...]
@@ -70,10 +70,10 @@ class Calls:
         self.ledger = ledger
         self.seen = [_seen(path, module) for path, module in model.named_modules()]
         self.entered: list[tuple[int, int]] = []
-        """Of each call of the first forward: which module was running, and which was called; in order."""
+        """For each call of the first forward, in order: the module that was running, and the one that was called."""
         self.failed: Running | None = None
         self.complete = False
-        """Whether the model returned once: the table shows its first forward, not those of later steps."""
+        """Whether the model has returned once: tables show its first forward, not those of later steps."""
         self.kept: Set[int] = set()
         self.reached: Set[int] = set()
         self._claimed: set[int] = set()
@@ -81,7 +81,7 @@ class Calls:
 
     @contextmanager
     def watched(self, inner: bool = True) -> Iterator[None]:
-        """While open, the model's modules report their calls; without the `inner` ones only the model itself does."""
+        """While open, the model's modules record their calls; without `inner`, only the model itself does."""
         watched = self.seen if inner else self.seen[:1]
         for index, seen in enumerate(watched):
             vars(seen.module)["_compiled_call_impl"] = self._call(index, seen.module)
@@ -153,7 +153,7 @@ class Calls:
 
 
 def _shared(tensor: torch.Tensor, storage: int, start: int, given: list[tuple[torch.Tensor, int]]) -> Memory:
-    """How an output that brought no memory came by it."""
+    """How an output that brought no new memory relates to the tensors that were there before."""
     for argument, version in given:
         if argument is tensor:
             return "passed" if _version(tensor) == version else "in place"

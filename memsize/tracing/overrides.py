@@ -2,10 +2,10 @@
 
 ``torch.tensor([1, 2], device=x.device)`` and ``x[:, [0, -1]]`` make their tensor below the dispatcher, where a dispatch
 mode does not see it: on `meta` the numbers would be lost. ``x.cuda()`` and ``device="cuda"`` ask for a device that a
-machine without a GPU refuses and that a machine with one would really allocate on: during a run they mean where the
-run's tensors live. Only threads in which a run is under way see the replacements.
+machine without a GPU refuses and on which a machine with one would really allocate: during a run they mean the device
+of the run's tensors. Only threads in which a run is under way see the replacements.
 
-Known limits: names that a module imported from torch itself (``from torch import zeros``) are not seen, nor are
+Known limits: names that a module imported from torch itself (``from torch import zeros``) are not replaced, nor are
 ``torch.cuda.FloatTensor`` and generators of a CUDA device.
 """
 
@@ -50,7 +50,7 @@ _thread = _Thread()
 
 @contextmanager
 def overridden(notes: dict[str, None]) -> Iterator[None]:
-    """While open, a run is under way in this thread; what a reader should know about it goes into `notes`."""
+    """While open, a run is under way in this thread; remarks for the reader are added to `notes`."""
     with _overrides.active(), _uncompiled():
         _thread.notes.append(notes)
         try:
@@ -61,7 +61,7 @@ def overridden(notes: dict[str, None]) -> Iterator[None]:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Code runs as it is written: `torch.compile` steps aside, TorchScript fuses and reorders nothing."""
+    """Run code as it is written: `torch.compile` steps aside, and TorchScript neither fuses nor reorders."""
     dynamo = sys.modules.get("torch._dynamo")
     optimizes = torch._C._get_graph_executor_optimize()
     torch._C._set_graph_executor_optimize(False)
@@ -81,7 +81,7 @@ def _patches() -> tuple[Patch, ...]:
 
 @cache
 def _patches_of_torch() -> tuple[Patch, ...]:
-    # PyTorch keeps a table of its factories by identity, made when it is first asked for: not while they are replaced.
+    # PyTorch builds a table of its factories, by identity, on first use: that must not happen while they are replaced.
     _device_constructors()
     from_numbers = [(torch, "tensor"), (torch, "as_tensor"), (torch, "asarray")]
     with_device = [(torch, name) for name in _FACTORIES.split()] + [(Tensor, name) for name in _METHODS.split()]
@@ -116,7 +116,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _from_numbers(original: Function) -> Function:
-    """``torch.tensor`` and its like: made on the CPU, where numbers are real, and moved from there."""
+    """``torch.tensor`` and its like: made on the CPU, where numbers are real, and moved from there to `meta`."""
 
     def made(data: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data, Tensor) or not _is_meta(kwargs.get("device")):
@@ -182,7 +182,9 @@ def _index(numbers: list[Any]) -> Any:
 
 
 def _given_numbers(original: Function) -> Function:
-    """Quantized ops want their scale as a number; torch.fx hands them the tensor that has it, and PyTorch reads it."""
+    """Quantized ops want their scale as a number; torch.fx passes the tensor that holds it, and PyTorch reads the
+    number.
+    """
 
     def called(packet: OpOverloadPacket, *args: Any, **kwargs: Any) -> Any:
         if packet._qualified_op_name.startswith("quantized::"):
@@ -198,7 +200,7 @@ def _number(value: Any) -> Any:
 
 
 def _formatted(original: Function) -> Function:
-    """A known number in an f-string is itself: ``self[f"expert_{index}"]``."""
+    """In an f-string, a tensor with a known value prints its number: ``self[f"expert_{index}"]``."""
 
     def formatted(tensor: Tensor, spec: str) -> str:
         number = _number(tensor)

@@ -1,4 +1,4 @@
-"""Runs of one model under one scenario, as a `Trace`: what every workload shares."""
+"""One run of a model under a scenario, recorded as a `Trace`: what all workloads share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from memsize.tracing.module_calls import Calls, Seen
 
 @contextmanager
 def gpu_semantics(ledger: Ledger, capability: tuple[int, int] = (8, 0), cudnn: int = CUDNN) -> Iterator[None]:
-    """While open, PyTorch decides as it would for tensors on a GPU, and autocast's copies are marked in the ledger."""
+    """While open, PyTorch behaves as it would for tensors on a GPU, and autocast's copies are marked in the ledger."""
 
     def copied(source: torch.Tensor, copy: torch.Tensor) -> None:
         ledger.mark(copy, "cast copy")
@@ -42,14 +42,14 @@ def gpu_semantics(ledger: Ledger, capability: tuple[int, int] = (8, 0), cudnn: i
 
 @dataclass(frozen=True)
 class Setup:
-    """What to run: a copy of the user's model that is ours to run and to change, its arguments, and the regions that it
-    runs in. `name` is what the user calls the model.
+    """What to run: a copy of the user's model that memsize may run and change, its arguments, and the regions around
+    it.
 
-    `semantics` is open during the whole run and may tell the ledger of cast copies, `autocast` during forwards and
-    losses. `rewrite` says how the scenario stores the model's tensors where that is not how `model` itself holds them,
-    and `sizes` what such parameters take, by name. `stored` finds what the model stores. `masters` asks for float32
-    master weights in the optimizer, `scaled` for a GradScaler; `buckets` are those of distributed training,
-    `workspaces` those of the GPU that is meant. `listener` hears of the calls that the run showed.
+    `name` is what the user calls the model. `semantics` is open during the whole run and may report cast copies to the
+    ledger, `autocast` during forwards and losses. `rewrite` turns the tensors that `model` stores into those that the
+    scenario stores, and `sizes` gives the bytes of such parameters, by name. `stored` finds what the model stores.
+    `masters` asks for float32 master weights in the optimizer, `scaled` for a GradScaler. `buckets` are those of
+    distributed training, `workspaces` those of the simulated GPU. `listener` receives the calls that the run recorded.
     """
 
     name: str
@@ -73,12 +73,12 @@ class Setup:
 
 
 def stored_only(name: str, model: nn.Module) -> Trace:
-    """What `model` stores, as a trace without a run: layers and tensors, no calls, no outputs, no events."""
+    """What `model` stores, as a trace without a run: layers and tensors, but no calls, outputs or events."""
     return Run(Setup(name, "as-given", model, ((), {}), model.training), enter=False).trace()
 
 
 class Run:
-    """One model that runs, its ledger and its calls: opened once with `recording`, then read as a `trace`."""
+    """A run of one model, with its ledger and its calls: opened once with `recording`, then read with `trace`."""
 
     def __init__(self, setup: Setup, enter: bool = True, tables: bool = True) -> None:
         self.setup = setup
@@ -95,8 +95,10 @@ class Run:
 
     @contextmanager
     def recording(self, inner: bool = True) -> Iterator[None]:
-        """While open, everything that runs is written down; a failure becomes a `ForwardError` with what ran before
-        it. Without the `inner` modules' calls nothing is known of layers.
+        """While open, everything that runs is recorded; a failure becomes a `ForwardError` that carries what ran before
+        it.
+
+        With `inner` False only calls of the model itself are recorded, and nothing is known about layers.
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, lambda tensor: tensor)
         with undisturbed(), ExitStack() as regions:
@@ -112,11 +114,11 @@ class Run:
                 raise ForwardError(_message(failure), self.trace(failure)) from error
 
     def note(self, text: str) -> None:
-        """Something that a reader must know about how the run was made."""
+        """Add something that a reader must know about how the run was made."""
         self._notes.append(text)
 
     def trace(self, failure: Failure | None = None) -> Trace:
-        """What was written down so far."""
+        """The trace of what was recorded so far."""
         setup, ledger, convolutions = self.setup, self.ledger, self.setup.workspaces.convolutions
         storages = ledger.storages(self.calls.kept)
         tensors = self.tensors if failure or not self.calls.complete else self._with_use()
@@ -161,7 +163,7 @@ class Run:
                 ledger.enter(piece, "input")
 
     def _with_use(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors with what the run showed of them: whether an op read them, whether a gradient reaches
+        """The stored tensors, completed by what the run showed: whether an op read them, and whether a gradient reaches
         them.
         """
         ledger = self.ledger
@@ -184,9 +186,10 @@ class Run:
 
 
 def give_shapes(model: nn.Module, call: Call, training: bool, device: str = "meta", always: bool = False) -> None:
-    """One forward ahead of any run, in which lazy modules learn their shapes; why it fails is for the run to say.
+    """Run one forward ahead of any recorded run, in which lazy modules learn their shapes; a failure is left to that
+    run.
 
-    `always` makes it for any model: for one that registers modules in its forward.
+    `always` does it for any model, as needed for one that registers modules in its forward.
     """
     if always or wants_shapes(model):
         with suppress(Exception), undisturbed(), torch.no_grad(), Ledger(device):
@@ -194,7 +197,7 @@ def give_shapes(model: nn.Module, call: Call, training: bool, device: str = "met
 
 
 def wants_shapes(model: nn.Module) -> bool:
-    """Whether a parameter or buffer has no shape yet. Asked before every run, hence without `parameters()`, which looks
+    """Whether a parameter or buffer has no shape yet. Checked before every run, so without `parameters()`, which looks
     for ties.
     """
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""What is run. Each workload is a value that turns a setup into the trace of its run; a new one is one more module."""
+"""What to run. A workload is a value that turns a setup into the trace of its run; a new one is a new module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class Workload(Protocol):
-    """Something to run with a model: one forward, training steps, the user's own loop."""
+    """Something to run with a model: one forward, some training steps, the user's own loop."""
 
     def run(self, setup: Setup) -> Trace:
-        """The trace of running it on `setup`, whose model it may change.
+        """The trace of the workload on `setup`, whose model it may change.
 
         Raises `ForwardError` when the model's own code fails; its `trace` holds the layers that ran.
         """

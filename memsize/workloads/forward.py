@@ -1,4 +1,4 @@
-"""One forward as a workload: with what autograd keeps, or without gradients."""
+"""One forward as a workload: with what autograd keeps for backward, or without gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memsize.tracing.run import Run, Setup
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One forward in gradient mode, with what autograd keeps at its end: what the tables of a report show."""
+    """One forward in gradient mode, up to what autograd keeps at its end: what the tables of a report show."""
 
     def run(self, setup: Setup) -> Trace:
         run = Run(setup)
@@ -33,7 +33,7 @@ class Inference:
 
 
 def kept_for_backward(setup: Setup) -> int:
-    """Bytes that one forward keeps for backward, parameters apart: all that the search for a batch size asks."""
+    """Bytes that one forward keeps for backward, parameters apart: all that the search for a crossover asks for."""
     run = Run(setup, tables=False)
     with run.recording(inner=False), torch.enable_grad(), setup.autocast():
         run.result = setup.model(*setup.call[0], **setup.call[1])

@@ -1,4 +1,4 @@
-"""The number that a training step minimises: the user's, the model's own, or the one that its output suggests."""
+"""The loss that a training step minimises: the user's, the model's own, or the one that its output suggests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 class Losses:
-    """Computes a step's loss. Targets are made once, as inputs; `name` says afterwards which loss it was."""
+    """Computes the loss of a step. Targets are made once, as inputs; `name` then tells which loss was used."""
 
     def __init__(self, wanted: str | Loss | None, ledger: Ledger) -> None:
         self.wanted = wanted
@@ -26,7 +26,9 @@ class Losses:
         self.targets: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """The loss of a model's output, a tensor of one element; raises `InputError` if it has none of that kind."""
+        """The loss of a model's output, a tensor of one element; raises `InputError` where the output does not allow
+        it.
+        """
         if callable(self.wanted):
             self.name = getattr(self.wanted, "__name__", "the given function")
             return self.wanted(output)
@@ -35,7 +37,7 @@ class Losses:
         return _KINDS[name](self, output)
 
     def own(self, output: Any) -> torch.Tensor:
-        """What the model itself returned as its loss."""
+        """The loss that the model itself returned."""
         loss = _named(output, "loss")
         if loss is None:
             raise InputError("the model returns no loss of its own: choose another with loss=")
@@ -60,11 +62,11 @@ class Losses:
         return functional.binary_cross_entropy_with_logits(first, self._target(tuple(first.shape), first.dtype))
 
     def mean(self, output: Any) -> torch.Tensor:
-        """The mean of every floating output that requires a gradient, added up."""
+        """The sum of the means of all floating outputs that require a gradient."""
         return _total(tensor.mean() for tensor in _floating(output))
 
     def sum(self, output: Any) -> torch.Tensor:
-        """The sum of every floating output that requires a gradient, added up."""
+        """The sum of all floating outputs that require a gradient."""
         return _total(tensor.sum() for tensor in _floating(output))
 
     def _target(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -113,7 +115,7 @@ def _logits(output: Any) -> torch.Tensor:
 
 
 def _floating(output: Any) -> list[torch.Tensor]:
-    """Every floating output that a gradient can start from."""
+    """Every floating output from which a gradient can start."""
     found = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
     if not found:
         raise InputError("no output of the model requires a gradient: there is nothing to train")

@@ -1,4 +1,4 @@
-"""Optimizers on a meta copy, as CUDA would have them."""
+"""Optimizers on a meta copy, behaving as on CUDA."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _SUPPORTED = ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supp
 
 
 def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that `kind` names (see `memsize.spec.training.parse_optimizer`) or makes of the parameters.
+    """The optimizer that `kind` names (see `memsize.spec.training.parse_optimizer`), or that `kind` makes of the
+    parameters.
 
-    Raises `InputError` when its options do not suit it.
+    Raises `InputError` when the options do not suit the optimizer.
     """
     try:
         if callable(kind):
@@ -37,11 +38,11 @@ def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tens
 
 @cache
 def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """`cls` with the methods that PyTorch wraps for torch.compile as they were written.
+    """`cls` with the methods that PyTorch wraps for torch.compile replaced by the originals.
 
-    The wrappers do nothing here but import torch._dynamo, which takes as long as importing torch. What a wrapped step
-    does beside, choosing the gradient mode, is done here too. PyTorch hooks `step` for profilers class by class: it
-    finds this class unhooked and hooks it.
+    All that the wrappers would do here is import torch._dynamo, which takes as long as importing torch, and choose the
+    gradient mode, which is done here instead. PyTorch hooks `step` for profilers class by class: it finds this class
+    unhooked and hooks it.
     """
     written = inspect.unwrap(cls.step)
 

@@ -1,7 +1,7 @@
 """Training steps of one model, as a `Trace`: forward, loss, backward and optimizer, several times over.
 
 Everything is PyTorch's own: autograd runs the backward, `torch.optim` the update, `torch.amp` the scaling. The user's
-own loop runs the same way: the phases are read off the engine and the optimizers' hooks, not off our loop.
+own loop runs the same way: phases are read from autograd's engine and the optimizers' hooks, not from memsize's loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Body = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class TrainingSteps:
-    """The usual steps with these options, `options.steps` of them."""
+    """The usual training loop with these options, for `options.steps` steps."""
 
     options: Training
 
@@ -49,7 +49,7 @@ class OwnLoop:
     """The user's own loop.
 
     `make_body(model)` is called once with a copy of the user's model and returns the body, which is called `steps`
-    times with the inputs; what it makes outside the body (optimizer, scaler, averaged copy) is there from the first
+    times with the inputs; whatever it makes outside the body (optimizer, scaler, averaged copy) exists from the first
     step on.
     """
 
@@ -69,7 +69,7 @@ class OwnLoop:
 
 
 def step_workload(training: Training | None) -> Inference | TrainingSteps:
-    """Training steps with these options; where none are asked for, one inference."""
+    """Training steps with these options; one inference where there are none."""
     return Inference() if training is None else TrainingSteps(training)
 
 
@@ -103,7 +103,7 @@ def _trainable(model: nn.Module) -> list[torch.Tensor]:
 class Loop:
     """The usual body: zero the gradients, forward, loss, backward, step.
 
-    A real run on a GPU is this loop too, with a ledger that does not listen.
+    A real run on a GPU uses this loop too, with a ledger that does not record.
     """
 
     def __init__(self, setup: Setup, ledger: Ledger, training: Training) -> None:
@@ -133,7 +133,7 @@ class Loop:
         return self.parameters if self.masters is None else self.masters
 
     def _zero_grad(self) -> None:
-        views = self.setup.buckets is not None and self.setup.buckets.views  # of buckets, which stay
+        views = self.setup.buckets is not None and self.setup.buckets.views  # views of buckets, which stay
         self.optimizer.zero_grad(set_to_none=self.training.set_to_none and not views)
         if self.masters is not None:
             for parameter in self.parameters:
@@ -147,7 +147,7 @@ class Loop:
                 loss = self.losses(output)
                 if self.training.accumulate > 1:
                     loss = loss / self.training.accumulate
-        # A loop usually lets go of the output only when the next one arrives: so it is here.
+        # A training loop usually holds the output until the next one replaces it; so does this one.
         self.output = output
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 

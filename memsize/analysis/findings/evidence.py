@@ -1,4 +1,4 @@
-"""What the rules look at: the runs of one model and the opinions of others on it. Numbers only."""
+"""What the rules of a report look at: the runs of one model, and what other tools say of it. Numbers only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Evidence:
     buckets: tuple[int, bool] | None = None
 
     def totals(self, scenario: str) -> Totals | None:
-        """The totals of a scenario that was run."""
+        """The totals of a scenario, where it was run."""
         return totals(self.runs[scenario]) if scenario in self.runs else None
 
     @property

@@ -1,4 +1,4 @@
-"""Rules about what fits: what binds, what fits most, what was refused, what would be enough, the budget."""
+"""Rules about what fits: what limits it, what fits most, what was refused, what would be enough, the budget."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
 
 @RULES.rule("fit-binds")
 def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
-    """What stops the next size, or one that does not fit."""
+    """What stops the next size, or the size asked about where that does not fit."""
     row, vary = evidence.first, evidence.vary
     if row is None or row.bind is None or row.status not in ("found", "open", "none", "exceeds"):
         return
@@ -131,7 +131,7 @@ def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
 
 @RULES.rule("fit-fixed-cost")
 def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
-    """Where what does not depend on the size is too much already."""
+    """Where the part that does not depend on the size is already too much."""
     row = evidence.first
     if row is None or row.status != "none":
         return
@@ -176,7 +176,7 @@ def most(evidence: FitEvidence) -> Iterator[Finding]:
 
 @RULES.rule("fit-refused")
 def refused(evidence: FitEvidence) -> Iterator[Finding]:
-    """Sizes that the model does not run with, and the rule that they suggest."""
+    """Sizes with which the model does not run, and the rule that they suggest."""
     row = evidence.first
     if row is None or not row.refused:
         return
@@ -184,7 +184,7 @@ def refused(evidence: FitEvidence) -> Iterator[Finding]:
     size = bound if bound is not None and bound in row.refused else next(iter(row.refused))
     reason = row.refused[size]
     rule = " Sizes that ran are multiples of {step}." if row.step > 1 else ""
-    # What was run is the range that works, as far as that is known.
+    # The sizes that ran are the range that works, as far as is known.
     ran = " It ran with {least} to {most}." if len(row.ran) > 1 else ""
     yield Finding(
         "fit-refused",
@@ -204,7 +204,7 @@ def refused(evidence: FitEvidence) -> Iterator[Finding]:
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
 def remedies(evidence: FitEvidence) -> Iterator[Finding]:
-    """What is enough."""
+    """The optimizations that are enough."""
     remedied = evidence.remedied
     if remedied is None or remedied.peak <= remedied.budget:
         return
@@ -234,7 +234,7 @@ def _listed(names: Sequence[str]) -> str:
 
 @RULES.rule(*(f"crossing-{kind}" for kind in _CROSSINGS))
 def crossings(evidence: FitEvidence) -> Iterator[Finding]:
-    """From which size on something is so."""
+    """The sizes from which on something changes."""
     for crossing in evidence.crossings:
         so, never = _CROSSINGS[crossing.kind]
         text = never if crossing.size is None else so
@@ -251,7 +251,7 @@ def crossings(evidence: FitEvidence) -> Iterator[Finding]:
 
 @RULES.rule("budget")
 def budgets(evidence: FitEvidence) -> Iterator[Finding]:
-    """How much memory there is."""
+    """How much memory the budgets have."""
     for budget in evidence.budgets:
         taken = ["the CUDA context may take {context}"] if budget.context else []
         taken += ["the margin is {margin}"] if budget.margin else []

@@ -26,7 +26,7 @@ def nothing_to_convert(audit: Audit) -> Iterator[Finding]:
     "channels-last-copies-more", "channels-last-copies-less", "channels-last-copies-the-same", "channels-last-kept"
 )
 def verdict(audit: Audit) -> Iterator[Finding]:
-    """What is copied to rearrange in channels last, beside what is copied anyway."""
+    """Bytes that are copied to rearrange tensors in channels last, compared with those copied anyway."""
     if not audit.converted and not audit.converted_inputs:
         return
     plain, last = audit.plain.copied, audit.last.copied
@@ -72,7 +72,7 @@ def lost(audit: Audit) -> Iterator[Finding]:
 
 @RULES.rule("convolution-copies-back")
 def copied_back(audit: Audit) -> Iterator[Finding]:
-    """Convolutions that are given row-major images although their weights are channels last."""
+    """Convolutions that receive row-major images although their weights are channels last."""
     yield from _copied(
         audit,
         _CONVOLUTION,
@@ -84,7 +84,7 @@ def copied_back(audit: Audit) -> Iterator[Finding]:
 
 @RULES.rule("kernel-copies")
 def copied_in_kernels(audit: Audit) -> Iterator[Finding]:
-    """Other kernels that make what they are given row-major before they begin."""
+    """Other kernels that make their arguments row-major before they begin."""
     ops = dict.fromkeys(copy.op for copy in audit.last.copies if copy.hidden and copy.op != _CONVOLUTION)
     for op in ops:
         text = f"What {{layers}} {{get}} is not row-major: {op} makes it so in a copy first, {{bytes}} in all."

@@ -13,7 +13,7 @@ RULES = Rules[Evidence]()
 
 @RULES.rule("halving-leaves-integers")
 def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
-    """Integer buffers and inputs, which `.half()` leaves as they are, and tensors that it does not see."""
+    """Integer buffers and inputs, which `.half()` leaves as they are, and tensors that it does not reach."""
     fixed = [
         t for t in evidence.given.tensors if t.kind == "buffer" and "float" not in t.spec.dtype and t.bytes >= 1024
     ]
@@ -72,7 +72,7 @@ def buffers(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("summary-counts-differently")
 def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
-    """Another summary's total, where it is not the number of elements that are stored."""
+    """Another summary's total, where it differs from the number of elements that are stored."""
     ours = evidence.stored.parameters
     for reading in evidence.readings:
         if reading.parameters != ours:

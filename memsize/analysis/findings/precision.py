@@ -114,7 +114,7 @@ def _readings(evidence: Evidence) -> str:
 
 @RULES.rule("amp-keeps-fp32-parameters", "amp-crossover")
 def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
-    """Autocast casts no parameter; where its copies cost more than they save is found by running both."""
+    """Autocast casts no parameter; where its copies cost more than they save is found by running both ways."""
     amp = evidence.amp
     totals = evidence.totals(amp) if amp else None
     if totals is None or not totals.parameter_bytes:

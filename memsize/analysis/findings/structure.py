@@ -62,7 +62,7 @@ def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _wide(tensor: StoredTensor) -> bool:
-    """torchao's unpacked low-bit tensors say so in their name; what they hold is one int8 per value."""
+    """Whether torchao keeps a low-bit tensor unpacked: the class name says so, and each value takes one int8."""
     unpacked = "UnpackedToInt8" in (tensor.wrapper or "")
     return unpacked and any(part.spec.dtype == "int8" for part in tensor.parts)
 
@@ -70,7 +70,7 @@ def _wide(tensor: StoredTensor) -> bool:
 @RULES.rule("unregistered-tensors")
 def unregistered(evidence: Evidence) -> Iterator[Finding]:
     """Tensors in plain attributes and modules in Python lists, which `parameters()`, `.to()` and `.half()` do not
-    see.
+    reach.
     """
     hidden = [t for t in evidence.given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
     if hidden:

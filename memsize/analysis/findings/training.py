@@ -1,4 +1,4 @@
-"""Rules about a training step: where its peak falls and what stands in its way down, alone and on several GPUs."""
+"""Rules about a training step: where its peak is, what could lower it, and what several GPUs add."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STATES: tuple[Role, ...] = ("parameter", "gradient", "optimizer state", "master
 
 @RULES.rule("training-peak")
 def training_peak(evidence: Evidence) -> Iterator[Finding]:
-    """Where the peak falls and what most of it is."""
+    """Where the peak is and what most of it consists of."""
     name = next((name for name in ("as-given", "fp32", *evidence.peaks) if name in evidence.peaks), None)
     if name is None:
         return
@@ -84,7 +84,7 @@ def _is_inside(name: str, paths: tuple[str, ...]) -> bool:
 
 @RULES.rule("gradient-buckets")
 def distributed(evidence: Evidence) -> Iterator[Finding]:
-    """`DistributedDataParallel`: each process has all of it, and buckets for its gradients."""
+    """`DistributedDataParallel`: each process holds everything, plus buckets for its gradients."""
     if evidence.buckets is None:
         return
     size, views = evidence.buckets

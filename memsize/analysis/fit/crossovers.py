@@ -1,6 +1,7 @@
-"""From which size on something is so: autocast pays, activations outweigh parameters, the peak leaves the optimizer.
+"""The sizes from which on something changes: autocast pays, activations outweigh parameters, the peak leaves the
+optimizer.
 
-A forecast says where to look; runs of that size and the one before say whether it is there.
+A forecast says where to look; runs of that size and of the one before decide.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _autocast_crossing(trials: Trials, plain: RunVariant, foreseen: Forecast) ->
 
 
 def _first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool]) -> int | None:
-    """`first_size`, where a size that the model refuses counts as one before."""
+    """`first_size`, where a size that the model refuses counts as one at which the condition does not hold yet."""
 
     def holds(size: int) -> bool:
         try:

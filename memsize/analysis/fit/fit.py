@@ -1,4 +1,4 @@
-"""What fits: which runs are needed, what they showed, and what follows."""
+"""What fits: the runs that are needed, what they showed, and what follows from it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from memsize.units import format_bytes
 
 @dataclass(frozen=True)
 class FitRequest:
-    """Which scenarios on which budgets, how trained, and about which size (None: the largest).
+    """What is asked: scenarios, budgets, how the model is trained, and a size (None: find the largest).
 
-    `remedies` asks for optimizations or not (None: where the size that was asked about does not fit), `crossovers` for
-    the sizes from which on something is so. `default` says that the scenarios are the usual ones: `as-given` is left
-    out where it is what fp32 is.
+    `remedies` says whether to look for optimizations (None: where the size that was asked about does not fit),
+    `crossovers` whether to look for the sizes from which on something changes. `default` says that the scenarios are
+    the usual ones: `as-given` is then left out where it is the same as fp32.
     """
 
     scenarios: Sequence[Scenario]
@@ -47,7 +47,7 @@ class FitRequest:
 
 
 def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> Fit:
-    """What fits of what is asked. What fails under one scenario is told in its row.
+    """The answer to `request`. A scenario that fails is reported in its own row.
 
     Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
     """
@@ -110,7 +110,7 @@ def _rows(trials: Trials, request: FitRequest) -> tuple[FitRow, ...]:
 
 
 def _likely(rows: Sequence[FitRow], scenario: Scenario, budget: Budget) -> int | None:
-    """The answer of a scenario before that computes in numbers of the same width: the search may begin there."""
+    """The answer of an earlier scenario that computes in numbers of the same width: a good start for the search."""
     alike = (row for row in reversed(rows) if row.gpu == budget.name and row.size and row.status == "found")
     return next((row.size for row in alike if _width(SCENARIOS.get(row.scenario)) == _width(scenario)), None)
 
@@ -178,14 +178,16 @@ def _status(found: Search) -> Status:
 
 
 def _constant(found: Search) -> bool:
-    """Whether all runs need the same beside their input."""
+    """Whether all runs need the same memory apart from their input."""
     traces = [(run.trace, run.pairs) for run in found.runs.values()]
     beside = {most_alive(trace, deltas, {s.role for s in trace.storages} - {"input"}) for trace, deltas in traces}
     return len(traces) > 1 and len(beside) == 1
 
 
 def _per_step(found: Search) -> int | None:
-    """What one more adds to the tensors' peak: between the answer and the next size, or the two least that ran."""
+    """What one more sample or position adds to the tensors' peak: between the answer and the next size, or the two
+    smallest runs.
+    """
     pair = [run for run in (found.largest, found.above) if run]
     if len(pair) < 2:
         pair = [found.runs[size] for size in sorted(found.runs)[:2]]
@@ -195,7 +197,9 @@ def _per_step(found: Search) -> int | None:
 
 
 def _fixed(found: Search, per_step: int | None, linear: bool) -> int | None:
-    """What does not depend on the size: the line's value at 0, or what the model and its training hold at the peak."""
+    """The part that does not depend on the size: the line's value at 0, or what the model and its training hold at the
+    peak.
+    """
     run = found.largest or found.above
     if run is None:
         return None

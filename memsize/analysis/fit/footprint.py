@@ -1,4 +1,4 @@
-"""The memory of one run of one size: whether it fits a capacity, and the least capacity that it needs."""
+"""The memory of one run at one size: whether it fits a capacity, and the smallest capacity that it needs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from memsize.records.roles import Role
 from memsize.records.trace import TensorSpec, Trace
 
 _VOCABULARY: Final = 1000
-"""Classes from which on what the model returns is called logits."""
+"""From this many classes on, what the model returns is called logits."""
 _LOOKS_AT_LACKS: Final = 6
-"""How often what a replay lacked is followed before the rest is halved: several small lacks may add up."""
+"""How often the shortfall of a replay is followed before the rest is bisected: several small ones may add up."""
 
 
 Replays = dict[int | None, Replay]
-"""What an allocator makes of one list of events, by the bytes that it has; None: as many as it asks for."""
+"""The replays of one list of events, by the bytes that the allocator may have (None: as many as it asks for)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,11 @@ class Footprint:
 
     @property
     def unbounded(self) -> Replay:
-        """The replay on a GPU without end, where cached blocks are never given back."""
+        """The replay on a GPU with unlimited memory, where cached blocks are never given back."""
         return self.bounded(None)
 
     def bounded(self, capacity: int | None) -> Replay:
-        """The replay with `capacity` bytes to have: cached blocks are given back before it fails."""
+        """The replay with `capacity` bytes available: cached blocks are given back before it fails."""
         if capacity not in self.replays:
             self.replays[capacity] = replay(self.pairs, self.config, capacity=capacity)
         return self.replays[capacity]
@@ -68,7 +68,7 @@ class Footprint:
         return self.takes(capacity) is not None
 
     def takes(self, capacity: int) -> int | None:
-        """The most that is reserved when there are `capacity` bytes; None where the run ends without memory."""
+        """The most that is reserved with `capacity` bytes available; None where the run runs out of memory."""
         if self.requested > capacity:
             return None
         if self.unbounded.reserved.bytes <= capacity:
@@ -79,14 +79,14 @@ class Footprint:
         return None if replayed.out_of_memory else replayed.reserved.bytes
 
     def needs(self, capacity: int | None = None) -> int:
-        """The least capacity that the run ends well with, between its blocks' peak and its segments'.
+        """The smallest capacity with which the run completes, between its blocks' peak and its segments' peak.
 
-        In steps of 2 MiB, the grain of segments. Where a replay runs out of memory it says how much it lacks: that is
-        where to look next, and one step below what fits there. Else the rest is halved. A `capacity` that was looked at
-        saves half of it.
+        In steps of 2 MiB, the granularity of segments. A replay that runs out of memory says how much was missing: that
+        is where to look next, and one step below what fits there. Otherwise the range is bisected. A `capacity` that
+        was tried before narrows it.
 
-        Known limit: where a run that ends well with some capacity fails with a little more, because its segments are
-        split otherwise, the answer fits and a step less does not; there may be a lesser one.
+        Known limit: where a run that completes with some capacity fails with a little more, because its segments are
+        split differently, the answer fits and one step less does not, but an even smaller capacity may fit.
         """
         high = self.unbounded.reserved.bytes
         low = (self.unbounded.allocated.bytes - 1) // SEGMENT_STEP * SEGMENT_STEP
@@ -110,14 +110,14 @@ class Footprint:
         return high
 
     def _lacks(self, capacity: int) -> int:
-        """What the request that fails with `capacity` would have needed, in whole steps; 0 where that isn't known."""
+        """How much the request that fails with `capacity` was short of, in whole steps; 0 where that isn't known."""
         if self.unbounded.allocated.bytes > capacity or (failure := self.bounded(capacity).out_of_memory) is None:
             return 0
         return -(-(failure.held.reserved + failure.segment) // SEGMENT_STEP) * SEGMENT_STEP
 
 
 def bind(run: Footprint, capacity: int | None) -> Bind:
-    """What binds a run: where it runs out of `capacity`, or its peak where it doesn't or none is given."""
+    """What limits a run: where it runs out of `capacity`, or its peak where it doesn't or none is given."""
     failure = None if capacity is None else run.bounded(capacity).out_of_memory
     event = failure.event if failure else run.unbounded.requested.event
     trace = run.trace
@@ -151,7 +151,7 @@ def _most_alike(trace: Trace, held: Mapping[int, int]) -> Alike | None:
 
 
 def _vocabularies(trace: Trace) -> set[int]:
-    """The last dimensions of what the model returns, as far as they are those of a vocabulary."""
+    """The last dimensions of the model's outputs that are large enough to be those of a vocabulary."""
     widths = {out.spec.shape[-1] for layer in trace.layers[:1] for out in layer.outputs if out.spec.shape}
     return {width for width in widths if width >= _VOCABULARY}
 

@@ -1,6 +1,6 @@
-"""The one table of optimizations, what each does to a variant and what it costs; and which of them help at one size.
+"""The one table of optimizations: what each does to a variant and what it costs; and which of them help at one size.
 
-Each is run, alone and together with others: none is taken on trust.
+Each is really run, alone and together with others: none is taken on trust.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import Training, parse_optimizer
 
 Changes = Literal["nothing", "speed", "numbers", "training"]
-"""What an optimization changes beside memory: nothing that matters, the speed, the rounding, or what is learnt."""
+"""What an optimization changes besides memory: nothing that matters, the speed, the rounding, or what is learnt."""
 
 Apply = Callable[[RunVariant], RunVariant]
 
@@ -55,7 +55,7 @@ _FUSED: Final = ("adam", "adamw", "sgd", "sgd-momentum", "adagrad")
 _ADAMS: Final = ("adam", "adamw")
 
 OPTIMIZATIONS: Final[list[Optimization]] = []
-"""All optimizations but accumulation, which has a number of parts, in the order in which they are tried."""
+"""All optimizations except accumulation, which has a number of parts, in the order in which they are tried."""
 
 
 def _optimization(name: str, title: str, cost: str, changes: Changes, groups: str = "") -> Callable[[Apply], Apply]:
@@ -289,9 +289,9 @@ Tried = tuple[Optimization, RemedyRow]
 
 _MOST_PARTS: Final = 64
 _PAIRS: Final = 4
-"""How many pairs are run where more than two optimizations were needed otherwise."""
+"""How many pairs are run where more than two optimizations would be needed otherwise."""
 _GRAIN: Final = 2 << 20
-"""What saves less than one segment saves nothing that the GPU would notice."""
+"""An optimization that saves less than one segment saves nothing that shows on the GPU."""
 
 
 def try_optimizations(run: Run, base: RunVariant, size: int, capacity: int, gpu: str, *, parts: bool) -> Remedied:

@@ -1,13 +1,12 @@
-"""Optimizations that change a meta copy which is ready to run: recomputed blocks, frozen weights, adapters.
-
-The copy is ours; the model that it stands for is never touched.
+"""Optimizations that change a meta copy which is ready to run: recomputed blocks, frozen weights, adapters, a chunked
+loss, 8-bit Adam. The user's own model is never touched.
 
 `chunk_the_head` computes cross-entropy over a large vocabulary a thousand tokens at a time, so that the logits never
 exist as a whole: what fused kernels (Liger, Apple's cut cross-entropy) and torchtune's chunked loss do, here with plain
 PyTorch, each part's logits recomputed in backward.
 
-`Adam8bit` keeps Adam's state in 8 bits, as bitsandbytes lays it out. Modelled: the bytes and their lifetimes are those
-of the library, whose own kernels need a GPU. Source: bitsandbytes 0.43 to 0.49, `optim/optimizer.py`
+`Adam8bit` keeps Adam's state in 8 bits, as bitsandbytes lays it out. It is modelled: the bytes and their lifetimes are
+those of the library, whose own kernels need a GPU. Source: bitsandbytes 0.43 to 0.49, `optim/optimizer.py`
 (`Optimizer2State.init_state`: two uint8 tensors, a float32 absmax per block of 256, one table of 256 float32 each for
 signed and unsigned values; parameters of fewer than 4,096 elements keep float32).
 """
@@ -30,7 +29,7 @@ from memsize.tracing.run import Setup
 TOKENS = 1024
 """Tokens per part."""
 LARGE = 8192
-"""Classes from which on a head counts as one over a vocabulary."""
+"""From this many classes on, a linear layer counts as a head over a vocabulary."""
 
 
 def chunk_the_head(setup: Setup) -> Setup:
@@ -79,7 +78,7 @@ class Adam8bit(torch.optim.Optimizer):
         self._tables: list[torch.Tensor] = []
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update. It makes nothing but the state, in the first."""
+        """One update. The only memory that it allocates is the state, in the first step."""
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -114,7 +113,7 @@ def _like(parameter: torch.Tensor, shape: Iterable[int], dtype: torch.dtype) -> 
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _IN_PLACE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.Hardtanh, nn.RReLU)
-"""Activations whose backward needs their output only, so that writing it over the input loses nothing."""
+"""Activations whose backward needs only their output, so that writing it over the input loses nothing."""
 
 
 def recompute_blocks(setup: Setup) -> Setup:
@@ -129,9 +128,9 @@ def recompute_blocks(setup: Setup) -> Setup:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of one class, not leaves, that stand in lists or sequences: the class that holds most parameters.
+    """The non-leaf modules of one class that stand in lists or sequences: of the class that holds most parameters.
 
-    Raises `NotApplicable` where no class comes twice.
+    Raises `NotApplicable` where no class occurs twice.
     """
     found: dict[type, list[nn.Module]] = {}
     for container in model.modules():
@@ -155,7 +154,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write_in_place(setup: Setup) -> Setup:
-    """Let activations write over their input, where a backward without it exists."""
+    """Let activations write over their input, where their backward does not need it."""
     found = [module for module in setup.model.modules() if isinstance(module, _IN_PLACE) and not module.inplace]
     if not found:
         raise NotApplicable("no activation module has an in-place form that it doesn't use already")
@@ -165,7 +164,7 @@ def write_in_place(setup: Setup) -> Setup:
 
 
 def freeze_all_but_head(setup: Setup) -> Setup:
-    """Train the last module with parameters only."""
+    """Train only the last module that has parameters."""
     owners = [module for module in setup.model.modules() if module._parameters]
     trained = [module for module in owners if any(p.requires_grad for p in module.parameters(recurse=False))]
     if len(trained) < 2:

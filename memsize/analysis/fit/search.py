@@ -1,10 +1,10 @@
-"""The largest size that fits: looked for where a forecast points, and answered by runs of that size and the next.
+"""The largest size that fits: a forecast says where to look, and runs of that size and the next decide.
 
-A size fits, or needs more than there is, or the model refuses it. Refused sizes are taken for the rule behind them: a
+A size fits, needs more memory than there is, or is refused by the model. Refused sizes reveal the rule behind them: a
 floor (a batch norm wants two samples), a divisor (groups of four), a ceiling (1,024 positions).
 
 Runs of different sizes usually make the same events with other numbers of bytes. A forecast extends each event along
-the line, or the parabola, through the runs at hand, and replays the whole like a run. It is never an answer.
+the line, or the parabola, through the available runs, and replays the whole like a run. It is never the answer itself.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Measure = Callable[[int], Footprint]
 MOST_RUNS: Final = 8
 """Runs per answer."""
 LIMIT: Final = 2**20
-"""The largest size that is looked at."""
+"""The largest size that is tried."""
 STARTS: Final = (13, 8, 60, 840, 1, 2)
-"""Sizes that a model is tried with first: a prime, which no other dimension divides by, then those of many divisors."""
+"""The sizes that are tried first: a prime, which divides no other dimension, then sizes with many divisors."""
 _COARSEST: Final = 4096
 _FAR: Final = 4096
-"""How far the first jump may go at least."""
+"""The first jump may always go at least this far."""
 _JUMPS: Final = 2
-"""How often a forecast is believed that points beyond a size that does not fit."""
+"""How often a forecast that points beyond a size which does not fit is still followed."""
 FIXED: Final[frozenset[Role]] = frozenset(
     {"parameter", "buffer", "gradient", "optimizer state", "master weight", "workspace"}
 )
 """Roles whose bytes are those of the model, whatever it is given."""
 _REPLAYED: Final = 50_000
-"""How many events may be replayed to look at every size: about a tenth of a second."""
+"""How many events may be replayed to check every size: about a tenth of a second's worth."""
 _LOOKS: Final = 8
-"""How many sizes are looked at otherwise, below what tensors alone allow, and beyond the edge."""
+"""How many sizes are checked otherwise, below what the tensors alone allow, and beyond the edge."""
 
 
 def largest(
@@ -99,12 +99,12 @@ class Search:
 
     @property
     def bound(self) -> int | None:
-        """The least larger size that needs more or that the model refused, as far as one was run."""
+        """The smallest larger size that needs more memory or that the model refused, if one was run."""
         return self._bracket()[1]
 
     @property
     def largest(self) -> Footprint | None:
-        """The run of the largest size that fits; None where not even the least that runs does."""
+        """The run of the largest size that fits; None where not even the smallest size fits."""
         return self.runs.get(self.size)
 
     @property
@@ -114,12 +114,12 @@ class Search:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing lies between `size` and `bound`. Where something does, the runs ended first."""
+        """Whether no size lies between `size` and `bound`. Where one does, the search ran out of runs."""
         return self._closed(*self._bracket())
 
     @property
     def endless(self) -> bool:
-        """Whether even the largest size that is looked at fits."""
+        """Whether even the largest size that is tried fits."""
         return self.size == self.most
 
     @property
@@ -129,13 +129,13 @@ class Search:
 
     @property
     def monotone(self) -> bool:
-        """Whether no size below the answer was seen to need more than there is."""
+        """Whether no size below the answer was found to need too much memory."""
         return all(run.fits(self.capacity) for size, run in self.runs.items() if size < self.size)
 
     # -- the runs -----------------------------------------------------------------------------------------------------
 
     def run(self, start: int | None, runs: int) -> None:
-        """Look at up to `runs` sizes, `start` first; raises `ForwardError` where the model runs with none."""
+        """Run up to `runs` sizes, `start` first; raises `ForwardError` where the model runs with none of them."""
         sizes = dict.fromkeys(size for size in (start, *STARTS) if size and size <= self.most)
         # Where all of them were refused before, the model says it once more.
         starts = iter([size for size in sizes if size not in self.refused] or sizes)
@@ -186,7 +186,7 @@ class Search:
         return found
 
     def _bracket(self) -> tuple[int, int | None]:
-        """The largest size that fits (0: none), and the least above it that doesn't or that the model refuses."""
+        """The largest size that fits (0: none), and the smallest above it that doesn't or that the model refuses."""
         low = max((size for size, run in self.runs.items() if run.fits(self.capacity)), default=0)
         step, least = self.step, min(self.runs)
         short = [size for size, run in self.runs.items() if size > low and not run.fits(self.capacity)]
@@ -196,7 +196,7 @@ class Search:
     # -- where to look ------------------------------------------------------------------------------------------------
 
     def _next(self) -> int | None:
-        """The size to run next; None where the answer stands."""
+        """The size to run next; None where the answer is final."""
         low, high = self._bracket()
         if low >= self.most:
             return None
@@ -209,7 +209,7 @@ class Search:
         return after > self.most or (high is not None and after >= high)
 
     def _finer(self, low: int, high: int | None) -> int | None:
-        """The size beside the answer that only a divisor rules out: is it really refused?"""
+        """The size next to the answer that only a divisor rules out: is it really refused?"""
         beside = low + 1
         if self.step == 1 or beside in self.refused or beside in self.runs or beside > self.most or low == 0:
             return None

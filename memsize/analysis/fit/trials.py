@@ -24,15 +24,15 @@ from memsize.tracing.run import Setup
 from memsize.workloads.training import step_workload
 
 Edit = Callable[[Setup], Setup]
-"""Changes a meta copy that is ready to run; raises `NotApplicable` where there is nothing to change."""
+"""Changes a meta copy that is ready to run; raises `NotApplicable` where it does not apply."""
 
 
 class NotApplicable(Exception):  # noqa: N818
-    """Why an optimization has no meaning for a model. It never leaves the search for optimizations."""
+    """Why an optimization does not apply to a model. Raised only within the search for optimizations."""
 
 
 class Events(NamedTuple):
-    """What decides the events of a run beside its size. Cards of one generation run the same `kernels`."""
+    """What determines the events of a run besides its size. Cards of one generation run the same `kernels`."""
 
     scenario: str
     kernels: tuple[object, ...]
@@ -63,7 +63,7 @@ class RunVariant:
 
     @property
     def events(self) -> Events:
-        """What its runs have in common with those of other variants: the allocator and its card's size play no part."""
+        """What its runs share with those of other variants: the allocator and its card's size play no part."""
         return Events(self.scenario.name, self.card.kernels, self.training, self.edits, self.split)
 
 
@@ -105,9 +105,9 @@ class Trials:
         return self.model_inputs.batch_size if self.vary.batch else self.vary.size(self.inputs)
 
     def run(self, variant: RunVariant, size: int) -> Footprint:
-        """The run of a size; with a batch that is split, that of the largest part of a batch of that size.
+        """The run of a size; of a split batch, the run of its largest part.
 
-        Raises `ForwardError` where the model refuses the size, `ScenarioError` where the variant can't be.
+        Raises `ForwardError` where the model refuses the size, `ScenarioError` where the variant is impossible.
         """
         key = variant.events, size
         if key in self._refusals:
@@ -134,7 +134,9 @@ class Trials:
         return {size: self.run(variant, size) for size in sizes}
 
     def refused(self, variant: RunVariant) -> dict[int, str]:
-        """The sizes that the model refused in such a variant, and why. That is for their shapes: on every card."""
+        """The sizes that the model refused in such a variant, and why. Shapes are the reason, so they are refused on
+        every card.
+        """
         events = variant.events
         found = self._refusals.items()
         return {size: str(error) for (of, size), error in found if of._replace(kernels=events.kernels) == events}
@@ -159,7 +161,7 @@ class Trials:
 
     def _trace(self, variant: RunVariant, size: int) -> Trace:
         setup = self.prepared(variant, size)
-        # State is made in the first step: the second is like all that follow.
+        # The first step creates the optimizer's state: the second is like all that follow.
         training = variant.training and replace(
             variant.training, steps=2, accumulate=variant.training.accumulate * variant.split
         )
@@ -173,7 +175,7 @@ class Trials:
 
 
 def _resized(call: Call, dimensions: Iterable[Dimension], size: int) -> Call:
-    """The call with another size in some of its inputs' dimensions."""
+    """The call with the size of some of its inputs' dimensions changed."""
     dims: dict[str, list[int]] = {}
     for dimension in dimensions:
         dims.setdefault(dimension.name, []).append(dimension.dim)

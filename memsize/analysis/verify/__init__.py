@@ -1,1 +1,1 @@
-"""A prediction beside a real GPU: the same step run there, measured and laid side by side."""
+"""A prediction compared with a real GPU: the same step is run there, measured, and aligned with the prediction."""

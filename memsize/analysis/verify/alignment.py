@@ -92,7 +92,7 @@ def _differences(
 
 
 def _unlike(said: Allocation, seen: Allocation, mine: Sequence[int], theirs: Sequence[int]) -> DifferenceKind | None:
-    """How a matched allocation is not as predicted; None where it is."""
+    """How a matched allocation differs from its prediction; None where it does not."""
     if said.bytes != seen.bytes:
         return "other size"
     ends = _end(said, mine), _end(seen, theirs)
@@ -173,7 +173,7 @@ def _between(pairs: Sequence[IndexPair], window: Window) -> Iterator[Window]:
 
 
 def _anchors(first: Sequence[Hashable], second: Sequence[Hashable], window: Window) -> list[IndexPair]:
-    """Elements that come once in both stretches, as many as keep their order."""
+    """Elements that occur once in both stretches, as many as keep their order."""
     low, high, other_low, other_high = window
     once = {key for key, count in Counter(first[low:high]).items() if count == 1}
     once &= {key for key, count in Counter(second[other_low:other_high]).items() if count == 1}

@@ -23,7 +23,7 @@ from memsize.errors import InputError
 from memsize.records.measurement import DeviceUse, Peaks, SoftwareStack
 
 _MAX_ENTRIES: Final = 2_000_000
-"""How many a history keeps: a step of a large model makes some 10,000."""
+"""The most entries that a history keeps: a step of a large model makes some 10,000."""
 
 
 class AllocationEvent(NamedTuple):
@@ -86,7 +86,8 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """The memory of one CUDA device. Created before the process touches the device, it knows what others hold there.
+    """The memory of one CUDA device. Created before the process touches the device, it knows what other processes hold
+    there.
 
     Raises `InputError` where there is no such device.
     """
@@ -126,7 +127,7 @@ class CudaMemory:
 
     @contextmanager
     def recorded(self) -> Iterator[list[AllocationEvent]]:
-        """Recorded without Python stacks: they take time, and the marked step tells more."""
+        """Record without Python stacks: they take time, and the marked step shows more."""
         found: list[AllocationEvent] = []
         history: Any = torch.cuda.memory._record_memory_history
         history("all", context=None, stacks="python", max_entries=_MAX_ENTRIES, clear_history=True)

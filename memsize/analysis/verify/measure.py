@@ -53,7 +53,7 @@ _MAX_SKIPPED: Final = 20
 """How many skipped steps of a GradScaler are run again: its first scale overflows some nets."""
 
 _BY_TORCHAO: Final = {"int8-weight": "Int8WeightOnlyConfig", "fp8-weight": "Float8WeightOnlyConfig"}
-"""Layouts that torchao itself makes, and its configuration for them."""
+"""Layouts that torchao itself produces, and its configuration for each."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _message(error: BaseException) -> str:
 
 def _measured(plan: MeasurementPlan, memory: DeviceMemory, stack: SoftwareStack) -> Measurement:
     setup = plan.build()
-    memory.settle()  # what building it left behind
+    memory.settle()  # what building the model left behind
     memory.reset()
     marker = OpMarker(str(memory.device), memory.count)
     step = _Inference(setup) if plan.training is None else _Steps(setup, marker, plan.training)
@@ -229,7 +229,7 @@ class OpMarker(Ledger):
     def listening(self, setup: Setup) -> Iterator[list[OpSpan]]:
         """While open, the ops of the setup's model are marked."""
         calls = Calls(setup.model, self)
-        calls.complete = True  # no table is wanted: only which module is running
+        calls.complete = True  # no tables are needed, only which module is running
         self._paths = [seen.path for seen in calls.seen]
         with calls.watched(), steps_watched(self), self:
             yield self.spans
@@ -285,10 +285,10 @@ def _location(spans: Sequence[OpSpan], index: int) -> OpLocation:
 
 
 def _tracked(plan: MeasurementPlan, setup: Setup, step: _Step, device: torch.device) -> dict[str, Any]:
-    """What PyTorch's own MemTracker says of one more step, as fields of a `Measurement`.
+    """The readings of PyTorch's own MemTracker for one more step, as fields of a `Measurement`.
 
-    It is the peer that predictions are compared with. It follows tensors through a dispatch mode, counts each storage
-    in blocks of 512 B, and knows no workspaces and no segments: its peak compares with `allocated`.
+    It is the existing tool that predictions are compared with. It follows tensors through a dispatch mode, counts each
+    storage in blocks of 512 B, and knows neither workspaces nor segments: its peak compares with `allocated`.
     """
     if not plan.track:
         return {}

@@ -1,6 +1,7 @@
 """The prediction of a run in the terms in which a GPU is measured: peaks, intervals, and the log of the last step.
 
-Peaks are intervals where cuDNN could not be asked for the workspaces of convolutions, or where its benchmark decides.
+Peaks are intervals where cuDNN could not be asked for the workspaces of convolutions, or where its benchmark chooses
+the plans.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ def predict(
     *,
     greediest: Trace | None = None,
 ) -> Prediction:
-    """What a GPU of `stack` would show of `trace`, for whose convolutions cuDNN named the `workspaces`.
+    """What a GPU with the software `stack` would show for `trace`; `workspaces` are those that cuDNN named for
+    convolutions.
 
     `greediest` is the same run with the most that `torch.backends.cudnn.benchmark` may allocate for each convolution:
-    which plan it chooses then depends on the clock.
+    which plan the benchmark chooses depends on timing.
     """
     config = AllocatorConfig.parse(stack.allocator)
     possible = variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]
@@ -50,7 +52,7 @@ def predict(
 
 
 def convolves(trace: Trace) -> bool:
-    """Whether a convolution runs."""
+    """Whether the run contains a convolution."""
     return any(event.op in CONVOLUTIONS for event in trace.events)
 
 

@@ -59,7 +59,7 @@ class Experiment:
     training: Training | None
 
     def workload(self, benchmark: bool = False) -> MeasuredWorkload:
-        """The experiment as a file of measurements has it."""
+        """The experiment as files of measurements record it."""
         training = self.training
         optimizer = training and training.optimizer
         loss = training and training.loss
@@ -79,7 +79,7 @@ class Experiment:
         )
 
     def trace(self, stack: SoftwareStack, plans: Plans | None = None) -> Trace:
-        """The simulated run on a GPU of `stack`; convolutions take the workspaces that `plans` say."""
+        """The simulated run on a GPU of `stack`; convolutions take the workspaces that `plans` give."""
         where = Card(stack.gpu, stack.capability, stack.total, "measured")
         runner = self._runner(where)
         with collector_paused():

@@ -1,4 +1,4 @@
-"""Which workspace cuDNN takes for a convolution: its own answer where the library is at hand, else an estimate."""
+"""The workspace that cuDNN takes for a convolution: its own answer where the library is installed, else an estimate."""
 
 from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.library import Library, installed

@@ -17,7 +17,7 @@ Handle = ctypes.c_void_p
 
 
 class CudnnError(Exception):
-    """cuDNN cannot answer; the message is its own. It reaches no user: an estimate takes the answer's place."""
+    """cuDNN cannot answer; the message is its own. Users never see it: an estimate takes the place of the answer."""
 
 
 class Kind(IntEnum):

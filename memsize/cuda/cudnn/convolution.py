@@ -1,4 +1,4 @@
-"""A convolution as cuDNN is asked for it: one of its three operations, and the tensors that it works on."""
+"""A convolution as cuDNN is asked about it: one of three operations, and the tensors involved."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ _FEW: Final = 8
 _NOTES: Final = 16
 _ALIGNMENT: Final = 16
 _PLACES: Final = ("nvidia/cudnn", "torch")
-"""Packages that bring it: NVIDIA's own, and builds of PyTorch that hold it themselves."""
+"""Packages that contain it: NVIDIA's own, and builds of PyTorch that bundle it."""
 _MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132}
-"""Of the card that most people meet with a compute capability: V100, T4, A100, A10, L40S, H100."""
+"""The number on the most common card of each compute capability: V100, T4, A100, A10, L40S, H100."""
 
 
 class Plan(NamedTuple):
@@ -131,7 +131,7 @@ def _candidates() -> Iterator[str]:
 
 
 def _device_properties(capability: tuple[int, int]) -> dict[str, object]:
-    """A GPU of this compute capability; beside that, and the multiprocessors, any figures do."""
+    """A description of a GPU of this compute capability; apart from its multiprocessors, any other figures would do."""
     major, minor = capability
     return {
         "cudaDeviceId": 0,

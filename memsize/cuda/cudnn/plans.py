@@ -1,4 +1,4 @@
-"""The workspace of each convolution of a run: what cuDNN says, what was written down of it, or an estimate."""
+"""The workspace of each convolution of a run: cuDNN's own answer, a recorded one, or an estimate."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _FEW_CHANNELS: Final = 4
 
 
 class Plans:
-    """What cuDNN takes on a GPU of compute capability `capability`, convolution by convolution; answers are kept.
+    """What cuDNN takes on a GPU of compute capability `capability` for each convolution; answers are kept.
 
-    `library` finds the one to ask when the first convolution comes, since loading it takes memory. `recorded` holds
-    answers that cuDNN `release` gave on another day, which come first. `greedy` answers with the most that PyTorch's
-    benchmark may allocate: the greediest of all plans it tries.
+    `library` loads the library to ask when the first convolution comes, since loading it takes memory. `recorded` holds
+    answers that cuDNN `release` gave earlier, which take precedence. `greedy` answers with the most that PyTorch's
+    benchmark may allocate: the largest workspace of all plans that it tries.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Plans:
 
     @property
     def source(self) -> str | None:
-        """Whose answers these are: cuDNN's release; None where any is an estimate, or none was asked for."""
+        """The cuDNN release that gave the answers; None where any of them is an estimate, or there are none."""
         return self._release if self.answers and not self.estimated else None
 
     def _ask(self, convolution: Convolution) -> int:
@@ -70,14 +70,14 @@ class Plans:
 
 
 _GREED: Final = 3
-"""How much more than the first plan the greediest one takes, where cuDNN cannot be asked: an assumption."""
+"""The largest workspace, as a multiple of the first plan's, where cuDNN cannot be asked: an assumption."""
 
 
 def estimate(convolution: Convolution, capability: tuple[int, int]) -> int:
-    """About what cuDNN takes where it cannot be asked: room for all three tensors in the format of its kernels.
+    """Roughly what cuDNN takes where it cannot be asked: room for all three tensors in the format of its kernels.
 
-    Kernels for tensor cores work on channels last, and bring row-major tensors into it and back. Kernels without
-    tensor cores, depthwise ones and those for a picture's few channels work on what there is. `python -m
+    Kernels for tensor cores work on channels last, and convert row-major tensors to it and back. Kernels without tensor
+    cores, depthwise ones and those for an image's few channels work on the tensors as they are. `python -m
     benchmarks.workspaces` says how often that is so.
     """
     if convolution.operation != "filter" and convolution.x[1] <= _FEW_CHANNELS:
