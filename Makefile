@@ -24,6 +24,7 @@ test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
 bench: $(STAMP)

@@ -8,6 +8,7 @@
     step.peak                                            # what a GPU would show at the peak of a training step
     memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
     memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
+    report.save("run.memsize"); memsize.load("run.memsize")     # the same answer later, without the model
     memsize.verify(model, (3, 64, 64), train="adamw")    # on a machine with a GPU: compare the prediction with it
 
 Importing memsize does not import torch; the first report does.
@@ -22,7 +23,7 @@ from memsize.version import VERSION
 
 if TYPE_CHECKING:
     from memsize.analysis.step import StepTrace
-    from memsize.api import audit_layout, compare, fit, read_checkpoint, report, shape_rule, trace, verify
+    from memsize.api import audit_layout, compare, fit, load, read_checkpoint, report, shape_rule, trace, verify
     from memsize.errors import (
         CheckpointError,
         ForwardError,
@@ -61,6 +62,7 @@ __all__ = [
     "audit_layout",
     "compare",
     "fit",
+    "load",
     "read_checkpoint",
     "report",
     "shape_rule",
@@ -69,7 +71,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "memsize.api": ("audit_layout", "compare", "fit", "read_checkpoint", "report", "shape_rule", "trace", "verify"),
+    "memsize.api": (
+        "audit_layout",
+        "compare",
+        "fit",
+        "load",
+        "read_checkpoint",
+        "report",
+        "shape_rule",
+        "trace",
+        "verify",
+    ),
     "memsize.records.comparison": ("Comparison",),
     "memsize.records.report": ("Report",),
     "memsize.errors": (

@@ -288,8 +288,8 @@ def audit_layout(
 def compare(before: Any, after: Any, input_size: InputSize | Any = None, **options: Any) -> Comparison:
     """What changed from one model to another, what did not, and why: before and after `.half()`, `quantize_`, pruning.
 
-    `before` and `after` are modules, targets, traces or reports. Modules and targets are run when an input is given
-    (`input_size` and `options` as to `report`); without one only what they store is compared.
+    `before` and `after` are modules, targets, traces, steps, reports or saved runs. Modules and targets are run when an
+    input is given (`input_size` and `options` as in `report`); without one only what they store is compared.
 
     Raises `MemsizeError` for anything else, and what `report` raises.
     """
@@ -323,12 +323,27 @@ def read_checkpoint(
         return CheckpointReport(found.contents, compared(found.breakdown, expected_from(model), name))
 
 
-def _as_trace(subject: Any, input_size: Any, options: dict[str, Any]) -> Trace:
-    from memsize.records.report import Report
+def load(path: str | os.PathLike[str]) -> Any:
+    """What `save` or ``--save`` wrote: a `Report`, `StepTrace`, `Fit`, `LayoutReport`, `CheckpointReport`,
+    `Verification` or `Comparison`, equal to the one that was saved. torch is not imported.
 
+    Raises `InputError` for a file that is no saved run, that is damaged, or that a newer memsize wrote.
+    """
+    from memsize.analysis.saved import load as loaded
+
+    return loaded(path)
+
+
+def _as_trace(subject: Any, input_size: Any, options: dict[str, Any]) -> Trace:
+    from memsize.analysis.step import StepTrace
+    from memsize.records.report import Report
+    from memsize.records.run_file import is_run_file
+
+    if isinstance(subject, (str, os.PathLike)) and is_run_file(subject):
+        subject = load(subject)
     if isinstance(subject, Trace):
         return subject
-    if isinstance(subject, Report):
+    if isinstance(subject, (Report, StepTrace)):
         return subject.trace
     asked = Subject.of(subject, input_size, **{k: v for k, v in options.items() if k in InputOptions.__annotations__})
     if asked.has_input:
@@ -383,4 +398,4 @@ def _loaded(
     yield type(model).__name__, model, (), None
 
 
-__all__ = ["SCENARIOS", "audit_layout", "compare", "fit", "read_checkpoint", "report", "trace"]
+__all__ = ["SCENARIOS", "audit_layout", "compare", "fit", "load", "read_checkpoint", "report", "trace"]

@@ -783,19 +783,19 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 def test_the_command(net: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["verify", "net.py", "--input", "16", "--train", "sgd:foreach", "--loss", "mean"]
     with stood_in(monkeypatch):
-        assert run([*arguments, "--save", "m.json", "-b", "4"]) == 0
+        assert run([*arguments, "--save", "m.memsize", "-b", "4"]) == 0
     out, err = capsys.readouterr()
     assert "net.py:Net" in out and "stand-in" in out and "requested" in out and "MemTracker" in out
-    assert "Wrote m.json" in err
-    saved = read("m.json")
+    assert "Wrote m.memsize" in err
+    saved = read_measurements("m.memsize")
     assert saved.memsize == memsize.__version__ and saved.command.startswith("memsize")
-    assert run([*arguments, "--against", "m.json", "-b", "4", "-f", "json"]) == 0
+    assert run([*arguments, "--against", "m.memsize", "-b", "4", "-f", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["runs"][0]["figures"][0]["difference"] == 2 * BLAS
     assert data["differences"] == []
-    assert run([*arguments, "--against", "m.json", "-b", "8"]) == 2
+    assert run([*arguments, "--against", "m.memsize", "-b", "8"]) == 2
     assert "the measurement is of another run" in capsys.readouterr().err
-    assert run([*arguments, "--save", "m.json"]) == 2
+    assert run([*arguments, "--save", "m.memsize"]) == 2
     assert "--force" in capsys.readouterr().err
 
 

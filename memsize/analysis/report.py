@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from memsize.model.meta_copy import in_mode
 from memsize.precision.modelled import modelled
 from memsize.precision.recipes import floating_dtype
 from memsize.records.aggregates import Totals, totals
+from memsize.records.codec import plain
 from memsize.records.gpu import GpuEstimate
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.trace import Reading, Trace
@@ -84,6 +86,7 @@ class ReportBuilder:
             baseline=_as_float32(baseline.totals, given),
             gpu=self.runner.gpu.name if self.peaks else "",
             optimizer=self._optimizer(),
+            allocator=json.dumps(plain(self.config)) if self.config else "",
         )
 
     def result(self, scenario: Scenario) -> ScenarioResult:

@@ -6,12 +6,13 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from memsize.analysis.timeline import timeline
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.records.aggregates import live_bytes
+from memsize.records.answer import Savable
 from memsize.records.codec import decode, encode
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
 from memsize.records.trace import Trace
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class StepTrace:
+class StepTrace(Savable):
     """A run of some training steps, or of one inference, and its peak on a GPU.
 
     `trace` is the record itself; `gpu` names the simulated card, `config` sets the allocator, and `cuda` is the CUDA
     version that determines the size of the context (None: a current one).
     """
+
+    kind: ClassVar = "step"
 
     trace: Trace
     gpu: str = DEFAULT_GPU

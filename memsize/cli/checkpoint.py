@@ -11,6 +11,7 @@ import click
 from memsize.cli.options import output_options
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
+from memsize.cli.saved import is_saved
 from memsize.cli.subject import parse_arguments
 from memsize.errors import InputError
 from memsize.loading.target import parse_target
@@ -64,8 +65,13 @@ def checkpoint(
 
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import api
+        from memsize.analysis.saved import load_kind
 
         progress(f"reading {path}")
-        found = api.read_checkpoint(path, against=target, arguments=values)
+        if is_saved(str(path)):
+            found = load_kind(path, "checkpoint")
+        else:
+            found = api.read_checkpoint(path, against=target, arguments=values)
+        output.keep(found)
         text = output.drawn(found, depth=depth)
     output.write(text)

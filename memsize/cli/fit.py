@@ -10,6 +10,7 @@ import click
 from memsize.cli.options import allocator_option, output_options, scenarios_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
+from memsize.cli.saved import is_saved
 from memsize.cli.subject import fit_subject_options, step_options
 from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
@@ -81,20 +82,26 @@ def fit(
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import api
+        from memsize.analysis.saved import load_kind
 
-        found = api.fit(
-            subject,
-            vary=vary,
-            scenarios=scenarios,
-            train=training,
-            gpu=gpu,
-            budget=budget,
-            margin=margin,
-            config=config,
-            remedies=remedies,
-            crossovers=crossovers,
-            progress=progress,
+        found = (
+            load_kind(str(subject.model), "fit")
+            if is_saved(subject.model)
+            else api.fit(
+                subject,
+                vary=vary,
+                scenarios=scenarios,
+                train=training,
+                gpu=gpu,
+                budget=budget,
+                margin=margin,
+                config=config,
+                remedies=remedies,
+                crossovers=crossovers,
+                progress=progress,
+            )
         )
         progress("writing the answer")
+        output.keep(found)
         text = output.drawn(found)
     output.write(text)

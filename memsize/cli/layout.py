@@ -10,6 +10,7 @@ import click
 from memsize.cli.options import depth_option, output_options, scenario_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
+from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options
 from memsize.spec.scenario import scenario_named
 from memsize.spec.subject import Subject
@@ -39,11 +40,17 @@ def layout(subject: Subject, scenario: str, depth: int | None, output: Destinati
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import api
+        from memsize.analysis.saved import load_kind
 
-        found = api.audit_layout(
-            subject,
-            scenario=asked.name,
-            progress=progress,
+        found = (
+            load_kind(str(subject.model), "layout")
+            if is_saved(subject.model)
+            else api.audit_layout(
+                subject,
+                scenario=asked.name,
+                progress=progress,
+            )
         )
+        output.keep(found)
         text = output.drawn(found, depth=depth)
     output.write(text)

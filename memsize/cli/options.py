@@ -18,12 +18,14 @@ from memsize.units import DECIMAL, UNITS
 
 def output_options_for(formats: Formats) -> Option:
     """The parameter `output`, a `Destination` in one of `formats`, and the flag --debug."""
-    options = (_UNITS, _format_option(formats), _FILE, _FORCE, _DEBUG)
+    options = (_UNITS, _format_option(formats), _FILE, _SAVE, _FORCE, _DEBUG)
     return grouped("output", options, partial(_output, formats=formats))
 
 
-def _output(unit: str, format: str | None, file: Path | None, force: bool, formats: Formats) -> Destination:
-    return destination(file, format, force, formats, parse_unit(unit))
+def _output(
+    unit: str, format: str | None, file: Path | None, save: Path | None, force: bool, formats: Formats
+) -> Destination:
+    return destination(file, format, force, formats, parse_unit(unit), save)
 
 
 def parse_unit(text: str) -> str:
@@ -105,6 +107,12 @@ _FILE = click.option(
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Write to this file, in the format given by its suffix.",
+)
+_SAVE = click.option(
+    "--save",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also save the run, as run.memsize: every command takes that file in place of TARGET.",
 )
 _FORCE = click.option("--force", is_flag=True, help="Overwrite the file if it exists.")
 _DEBUG = click.option(

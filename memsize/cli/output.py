@@ -13,7 +13,8 @@ from typing import Any
 import click
 
 from memsize.errors import OutputError, UnknownOutputError
-from memsize.records.answer import Drawable
+from memsize.records.answer import Drawable, Savable
+from memsize.records.run_file import check_writable
 from memsize.render import FORMATS, format_of, render
 from memsize.suggestions import suggestion
 
@@ -21,7 +22,7 @@ from memsize.suggestions import suggestion
 @dataclass(frozen=True, slots=True)
 class Destination:
     """A format, and the file that takes it (None: stdout). `width` is the terminal's, None where nobody watches; `unit`
-    is what sizes are drawn in.
+    is what sizes are drawn in. `saved` is the file that the run itself is saved to, if any.
     """
 
     format: str
@@ -29,6 +30,13 @@ class Destination:
     overwrite: bool = False
     width: int | None = None
     unit: str = "MiB"
+    saved: Path | None = None
+
+    def keep(self, answer: Savable) -> None:
+        """Save `answer` where that was asked for, and say so on stderr."""
+        if self.saved is not None:
+            answer.save(self.saved, overwrite=self.overwrite)
+            click.echo(f"Wrote {self.saved}", err=True)
 
     def drawn(self, answer: Drawable, **view: Any) -> str:
         """`answer` in this format; `view` as `memsize.render.render` takes it."""
@@ -57,12 +65,19 @@ BINARY = ("snapshot",)
 
 
 def destination(
-    file: Path | None, format: str | None, force: bool, formats: Formats = FORMATS, unit: str = "MiB"
+    file: Path | None,
+    format: str | None,
+    force: bool,
+    formats: Formats = FORMATS,
+    unit: str = "MiB",
+    saved: Path | None = None,
 ) -> Destination:
     """Where to write and how: `format` (one of `formats`) if it is given, else by the file's suffix, else text.
 
     Raises `OutputError` for what would only fail after the work is done.
     """
+    if saved is not None:
+        check_writable(saved, overwrite=force)
     if format is not None and format not in formats:
         raise UnknownOutputError("format", format, formats)
     if file is None and format in BINARY and sys.stdout.isatty():
@@ -70,14 +85,14 @@ def destination(
         raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{suffix}")
     if file is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        return Destination(format or "text", None, force, width=width, unit=unit)
+        return Destination(format or "text", None, force, width=width, unit=unit, saved=saved)
     if file.is_dir():
         raise OutputError(f"{file} is a folder: name a file in it")
     if not file.parent.is_dir():
         raise OutputError(f"cannot write {file}: there is no folder {file.parent}")
     if file.exists() and not force:
         raise _exists(file)
-    return Destination(format or _format_by_suffix(file, formats), file, force, unit=unit)
+    return Destination(format or _format_by_suffix(file, formats), file, force, unit=unit, saved=saved)
 
 
 def _format_by_suffix(file: Path, formats: Formats) -> str:

@@ -18,6 +18,7 @@ from memsize.cli.options import (
 )
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
+from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options, training_options
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
@@ -82,16 +83,21 @@ def report(
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
-        found, error = _found(
-            subject,
-            scenarios=scenarios,
-            train=training,
-            gpu=_gpu(gpu or (DEFAULT_GPU if allocator else None), output.format),
-            config=config,
-            execute=execute,
-            progress=progress,
+        found, error = (
+            _shown(subject.model)
+            if is_saved(subject.model)
+            else _found(
+                subject,
+                scenarios=scenarios,
+                train=training,
+                gpu=_gpu(gpu or (DEFAULT_GPU if allocator else None), output.format),
+                config=config,
+                execute=execute,
+                progress=progress,
+            )
         )
         progress("writing the report")
+        output.keep(found)
         text = output.drawn(found, depth=depth, columns=chosen)
     output.write(text)
     if error is not None:
@@ -117,8 +123,20 @@ def _found(subject: Subject, **options: Any) -> tuple[Report, ForwardError | Non
         if error.trace is None:
             raise
         return Report(error.trace.model, error.trace, failure=error.trace.failure), error
+    return found, _stopped(found)
+
+
+def _shown(path: Any) -> tuple[Report, ForwardError | None]:
+    """A saved report, and the error of a forward that had failed."""
+    from memsize.analysis.saved import load_kind
+
+    found: Report = load_kind(path, Report.kind)
+    return found, _stopped(found)
+
+
+def _stopped(found: Report) -> ForwardError | None:
     stopped = found.stopped
-    return found, ForwardError(describe_failure(stopped), found.trace) if stopped else None
+    return ForwardError(describe_failure(stopped), found.trace) if stopped else None
 
 
 def _short(failure: Failure) -> str:

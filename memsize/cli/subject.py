@@ -13,6 +13,7 @@ import click
 from memsize.cli.values import grouped
 from memsize.errors import InputError
 from memsize.loading.target import parse_target
+from memsize.records.run_file import is_run_file
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.subject import Mode, Subject
 from memsize.spec.training import LOSSES, Training
@@ -27,7 +28,8 @@ def _subject(
     batch_size: int | None,
     mode: Mode | None,
 ) -> Subject:
-    parse_target(target)
+    if not is_run_file(target):
+        parse_target(target)
     if maker is not None:
         if inputs:
             raise InputError("give the inputs with --input or with --inputs, not with both")

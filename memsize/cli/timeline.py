@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from memsize.cli.options import allocator_option, execute_option, gpu_option, output_options_for, scenario_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
+from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options, training_options
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
@@ -63,19 +65,30 @@ def timeline(
     # What the user's model prints goes to stderr: stdout holds the timeline and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import api
+        from memsize.analysis.saved import load_step
 
-        progress(f"{asked.name}, batch {subject.batch_size}")
-        traced = api.trace(
-            subject,
-            **(asdict(training) if training else {"optimizer": None}),
-            scenario=asked.name,
-            gpu=where.name,
-            config=config,
-            execute=execute,
-        )
+        if is_saved(subject.model, "scenario", "allocator"):
+            traced = load_step(str(subject.model), _given("scenario", scenario))
+            traced = replace(traced, config=config) if allocator else traced
+        else:
+            progress(f"{asked.name}, batch {subject.batch_size}")
+            traced = api.trace(
+                subject,
+                **(asdict(training) if training else {"optimizer": None}),
+                scenario=asked.name,
+                gpu=where.name,
+                config=config,
+                execute=execute,
+            )
+        output.keep(traced)
         progress("writing the timeline")
         content = _content(traced, output)
     output.write(content)
+
+
+def _given(name: str, value: str) -> str | None:
+    """The value of an option, None where it is its default."""
+    return value if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE else None
 
 
 def _content(traced: StepTrace, output: Destination) -> str | bytes:

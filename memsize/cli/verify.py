@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import sys
 from dataclasses import replace
@@ -12,14 +11,13 @@ from pathlib import Path
 import click
 
 from memsize.cli.options import output_options, scenario_option
-from memsize.cli.output import Destination, destination
+from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
+from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options, training_options
 from memsize.spec.scenario import scenario_named
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
-
-_FILES = {"json": (".json",)}
 
 
 @click.command(
@@ -27,8 +25,8 @@ _FILES = {"json": (".json",)}
     epilog="""\b
     Examples:
       memsize verify model.py:Net --input 3,224,224 --train adamw
-      memsize verify model.py:Net --input 3,224,224 --train adamw --scenario amp-bf16 --save h100.json
-      memsize verify model.py:Net --input 3,224,224 --train adamw --scenario amp-bf16 --against h100.json
+      memsize verify model.py:Net --input 3,224,224 --train adamw --scenario amp-bf16 --save h100.memsize
+      memsize verify model.py:Net --input 3,224,224 --train adamw --scenario amp-bf16 --against h100.memsize
     """,
 )
 @subject_options
@@ -36,12 +34,6 @@ _FILES = {"json": (".json",)}
 @scenario_option
 @click.option(
     "--device", default=0, show_default=True, type=click.IntRange(min=0), metavar="N", help="CUDA device to run on."
-)
-@click.option(
-    "--save",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also write the measurement to this .json file, with the versions of GPU and software.",
 )
 @click.option(
     "--against",
@@ -55,7 +47,6 @@ def verify(
     training: Training | None,
     scenario: str,
     device: int,
-    save: Path | None,
     against: Path | None,
     output: Destination,
 ) -> None:
@@ -67,23 +58,24 @@ def verify(
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
     asked = scenario_named(scenario)
-    kept = destination(save, "json", output.overwrite, _FILES) if save else None
 
     # What the user's model prints goes to stderr: stdout holds the comparison and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
         from memsize import __version__, api
-        from memsize.records.measurement import encode
+        from memsize.analysis.saved import load_kind
 
-        found = api.verify(
-            subject,
-            scenario=asked.name,
-            train=training,
-            against=against,
-            device=device,
-            progress=progress,
-        )
-        found = replace(found, command=shlex.join(["memsize", *sys.argv[1:]]), version=__version__)
+        if is_saved(subject.model):
+            found = load_kind(str(subject.model), "verification")
+        else:
+            found = api.verify(
+                subject,
+                scenario=asked.name,
+                train=training,
+                against=against,
+                device=device,
+                progress=progress,
+            )
+            found = replace(found, command=shlex.join(["memsize", *sys.argv[1:]]), version=__version__)
+        output.keep(found)
         text = output.drawn(found)
     output.write(text)
-    if kept is not None:
-        kept.write(json.dumps(encode(found.saved())) + "\n")

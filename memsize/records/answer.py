@@ -74,7 +74,24 @@ class Why(tuple[Finding, ...], Drawable):
         return "\n".join(f"{n}. {finding.text()}" for n, finding in enumerate(self, 1)) or "nothing to explain"
 
 
-class Answer(Drawable):
+class Savable:
+    """What a file can hold whole. `kind` is the name that the file gives it."""
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Save this to `path` (``run.memsize``), with everything that it is drawn from; `memsize.load` reads it.
+
+        A file that exists is replaced with `overwrite`, if it is a saved run. Raises `OutputError` where it can't be.
+        """
+        from memsize.records.run_file import write_run
+
+        write_run(path, self, overwrite=overwrite)
+
+
+class Answer(Drawable, Savable):
     """The base of the answers."""
 
     __slots__ = ()
@@ -95,15 +112,6 @@ class Answer(Drawable):
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
-
-    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Save the answer to `path` (``run.memsize``), with everything that it is drawn from; `memsize.load` reads it.
-
-        A file that exists is replaced with `overwrite`, if it is a saved run. Raises `OutputError` where it can't be.
-        """
-        from memsize.records.run_file import write_run
-
-        write_run(path, self, overwrite=overwrite)
 
     def __str__(self) -> str:
         return self._drawn("text").rstrip("\n")

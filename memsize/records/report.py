@@ -85,6 +85,8 @@ class Report(Answer):
     baseline: Totals | None = None
     gpu: str = ""
     optimizer: str = ""
+    allocator: str = ""
+    """The settings of the caching allocator as JSON data; empty where they are PyTorch's."""
 
     @property
     def totals(self) -> Totals:

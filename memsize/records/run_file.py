@@ -25,19 +25,19 @@ SUFFIX: Final = ".memsize"
 SCHEMA: Final = "memsize.run"
 NEWEST: Final = 1
 """The version of the schema that is written; older ones are read."""
-_MAGIC: Final = b"\x1f\x8b"
+_HEAD: Final = f'{{"schema":"{SCHEMA}/'.encode()
 _MOST_BYTES: Final = 1 << 30
 """Unpacked bytes beyond which a file is no saved run: that of a 70 B Llama in seven scenarios has 100 MB."""
 
 
 def is_run_file(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is meant as a saved run: it has its suffix, or it is a gzipped file."""
+    """Whether `path` is meant as a saved run: it has its suffix, or begins as one does."""
     if os.fspath(path).endswith(SUFFIX):
         return True
     try:
-        with open(path, "rb") as file:
-            return file.read(2) == _MAGIC
-    except (OSError, ValueError):
+        with gzip.open(path, "rb") as file:
+            return file.read(len(_HEAD)) == _HEAD
+    except (OSError, ValueError, EOFError, zlib.error):
         return False
 
 

@@ -1,0 +1,77 @@
+"""Saved runs as answers: which record a file's kind is, and what of a run a command shows."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import import_module
+from typing import Any
+
+from memsize.analysis.step import StepTrace
+from memsize.device.config import AllocatorConfig
+from memsize.errors import InputError, UnknownScenarioError
+from memsize.records.codec import coder
+from memsize.records.gpu import DEFAULT_GPU
+from memsize.records.report import Report
+from memsize.records.run_file import read_run
+
+KINDS = {
+    "report": ("memsize.records.report", "Report"),
+    "step": ("memsize.analysis.step", "StepTrace"),
+    "fit": ("memsize.records.fit", "Fit"),
+    "layout": ("memsize.records.layout", "LayoutReport"),
+    "checkpoint": ("memsize.checkpoint.report", "CheckpointReport"),
+    "verification": ("memsize.records.verification", "Verification"),
+    "comparison": ("memsize.records.comparison", "Comparison"),
+}
+"""The record of each kind of saved run. It is imported when a file holds one."""
+
+COMMANDS = {"step": "timeline", "verification": "verify"}
+"""The commands that show a kind, where they have another name."""
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """The answer in a saved run; raises `InputError` where the file is none, is damaged, or newer than this memsize."""
+    return read_run(path, _record_of)
+
+
+def load_kind(path: str | os.PathLike[str], kind: str) -> Any:
+    """The answer in a saved run of one kind; raises `InputError` also where it is of another."""
+    found = load(path)
+    if found.kind != kind:
+        command = COMMANDS.get(found.kind, found.kind)
+        hint = "memsize.load reads it" if found.kind == "comparison" else f"memsize {command} shows it"
+        raise InputError(f"{path} holds a {found.kind}: {hint}")
+    return found
+
+
+def load_step(path: str | os.PathLike[str], scenario: str | None) -> StepTrace:
+    """The step in a saved run: the one of a timeline, or of a report the run under `scenario` (None: its layers').
+
+    Raises `InputError`, and `ScenarioError` where the report has no such run.
+    """
+    found = load(path)
+    if not isinstance(found, Report):
+        return load_kind(path, StepTrace.kind) if scenario is None else _only(found, path, scenario)
+    runs = {result.name: result.trace for result in found.scenario_results if result.trace}
+    runs.setdefault(found.trace.scenario, found.trace)
+    if scenario is not None and scenario not in runs:
+        raise UnknownScenarioError("scenario", scenario, runs)
+    trace = found.trace if scenario is None else runs[scenario]
+    config = coder(AllocatorConfig).read(json.loads(found.allocator)) if found.allocator else AllocatorConfig()
+    return StepTrace(trace, found.gpu or DEFAULT_GPU, config)
+
+
+def _only(found: Any, path: str | os.PathLike[str], scenario: str) -> StepTrace:
+    step: StepTrace = load_kind(path, StepTrace.kind)
+    if step.trace.scenario != scenario:
+        raise InputError(f"{path} was run under {step.trace.scenario}, and under no other scenario")
+    return step
+
+
+def _record_of(kind: str) -> type | None:
+    if kind not in KINDS:
+        return None
+    module, name = KINDS[kind]
+    record: type = getattr(import_module(module), name)
+    return record

@@ -1,0 +1,209 @@
+"""A saved run is a target: every command that only reads a run shows it from its file, alike and without torch."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import memsize
+from memsize.analysis.saved import COMMANDS, KINDS, load, load_step
+from memsize.cli import run
+from memsize.errors import InputError, ScenarioError
+from memsize.records.run_file import NEWEST, read_data
+from tests import records
+
+SAVED = Path(__file__).parent / "saved"
+NET = """from torch import nn
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+"""
+TARGET = ("net.py:net", "--input", "3,16,16")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(NET)
+    torch.save({"weight": torch.zeros(4, 4)}, tmp_path / "last.pt")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    return captured.err.removeprefix("error: ").rstrip("\n")
+
+
+COMMAND_LINES = {
+    "report": ("report", *TARGET, "--scenario", "fp32,fp16", "--train", "sgd", "--gpu", "t4"),
+    "step": ("timeline", *TARGET, "--train", "adamw", "--scenario", "amp-fp16"),
+    "fit": ("fit", *TARGET, "--gpu", "t4", "--scenario", "fp16", "--batch-size", "8", "--remedies"),
+    "layout": ("layout", *TARGET),
+    "checkpoint": ("checkpoint", "last.pt"),
+}
+
+
+@pytest.mark.parametrize("kind", COMMAND_LINES)
+def test_a_saved_run_is_shown_as_it_was(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *rest = COMMAND_LINES[kind]
+    first = {form: shown(capsys, command, *rest, "--format", form) for form in ("text", "json", "html", "csv")}
+    assert shown(capsys, command, *rest, "--save", "run.memsize") == first["text"]
+    assert read_data(folder / "run.memsize")["kind"] == kind
+    for form, text in first.items():
+        assert shown(capsys, command, "run.memsize", "--format", form) == text
+    # A run can be saved again, and is the same.
+    shown(capsys, command, "run.memsize", "--save", "again.memsize")
+    assert (folder / "again.memsize").read_bytes() == (folder / "run.memsize").read_bytes()
+
+
+@pytest.mark.parametrize("kind", COMMAND_LINES)
+def test_showing_a_saved_run_needs_no_torch(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *rest = COMMAND_LINES[kind]
+    shown(capsys, command, *rest, "--save", "run.memsize")
+    code = f"import sys, memsize.cli; memsize.cli.run(['{command}', 'run.memsize']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False" and done.stderr == ""
+
+
+def test_a_snapshot_is_written_from_a_saved_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown(capsys, *COMMAND_LINES["step"], "-o", "one.pickle", "--save", "run.memsize")
+    shown(capsys, "timeline", "run.memsize", "-o", "two.pickle")
+    one, two = (pickle.loads((folder / name).read_bytes()) for name in ("one.pickle", "two.pickle"))
+    assert one == two
+
+
+def test_the_allocator_of_a_saved_step_may_change(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("--allocator", "expandable_segments:True", "--format", "json")
+    wanted = json.loads(shown(capsys, *COMMAND_LINES["step"], *settings))
+    shown(capsys, *COMMAND_LINES["step"], "--save", "run.memsize")
+    assert json.loads(shown(capsys, "timeline", "run.memsize", *settings)) == wanted
+
+
+def test_a_timeline_of_a_saved_report(capsys: pytest.CaptureFixture[str]) -> None:
+    allocator = ("--allocator", "expandable_segments:True")
+    shown(capsys, *COMMAND_LINES["report"], *allocator, "--save", "run.memsize")
+    step = ("timeline", *TARGET, "--train", "sgd", "--gpu", "t4", *allocator)
+    for chosen in (("--scenario", "fp16"), ("--scenario", "as-given")):
+        wanted = shown(capsys, *step, *chosen)
+        assert shown(capsys, "timeline", "run.memsize", *chosen) == wanted
+    assert shown(capsys, "timeline", "run.memsize") == wanted
+    assert refused(capsys, "timeline", "run.memsize", "--scenario", "bf16").startswith("no scenario 'bf16'")
+
+
+def test_a_verification_is_saved_and_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = load(SAVED / "verification.1.memsize")
+    assert shown(capsys, "verify", str(SAVED / "verification.1.memsize")) == f"{found}\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        ("report", ("--train", "sgd"), "--train"),
+        ("report", ("-b", "4"), "-b"),
+        ("report", ("--input", "3,8,8"), "-i"),
+        ("report", ("--scenario", "fp16"), "-s"),
+        ("step", ("--gpu", "t4"), "--gpu"),
+        ("fit", ("--vary", "image"), "--vary"),
+        ("layout", ("--mode", "eval"), "--mode"),
+        ("checkpoint", ("--against", "net.py:net"), "--against"),
+    ],
+)
+def test_what_would_need_the_model_is_refused(
+    kind: str, options: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = SAVED / f"{kind}.1.memsize"
+    message = refused(capsys, COMMANDS.get(kind, kind), str(path), *options)
+    assert message == f"{path} is a saved run: {named} would need the model to be run again"
+
+
+def test_view_options_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(SAVED / "report.1.memsize")
+    assert "KiB" in shown(capsys, "report", path, "--units", "KiB", "--depth", "0", "--columns", "layer,stored")
+
+
+@pytest.mark.parametrize(("command", "kind"), [("fit", "report"), ("report", "fit"), ("layout", "step")])
+def test_a_run_of_another_kind_is_refused(command: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = SAVED / f"{kind}.1.memsize"
+    by = COMMANDS.get(kind, kind)
+    assert refused(capsys, command, str(path)) == f"{path} holds a {kind}: memsize {by} shows it"
+
+
+def test_nothing_is_run_where_saving_would_fail(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "x.memsize").write_text("precious")
+    (folder / "net.py").write_text("raise SystemError('imported')")
+    assert "exists already" in refused(capsys, "report", *TARGET, "--save", "x.memsize")
+    assert "it is not overwritten" in refused(capsys, "report", *TARGET, "--save", "x.memsize", "--force")
+    assert (folder / "x.memsize").read_text() == "precious"
+
+
+def test_a_failed_forward_is_saved_as_far_as_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(("report", "net.py:net", "--input", "5,16,16", "--save", "run.memsize")) == 2
+    first = capsys.readouterr()
+    assert run(("report", "run.memsize")) == 2
+    again = capsys.readouterr()
+    assert again.out == first.out and again.err == first.err.replace("Wrote run.memsize\n", "")
+
+
+# -- in Python ---------------------------------------------------------------------------------------------------------
+
+
+def test_answers_come_back_equal(folder: Path) -> None:
+    model = torch.nn.Linear(8, 4)
+    answers = (
+        memsize.report(model, (8,), scenarios="fp16", train="sgd"),
+        memsize.trace(model, (8,), optimizer="sgd"),
+        memsize.fit(model, (8,), scenarios="fp32", gpu="t4", batch_size=2),
+        memsize.audit_layout(model, (8,)),
+        memsize.read_checkpoint("last.pt"),
+        memsize.compare(model, torch.nn.Linear(8, 4).half()),
+    )
+    for number, answer in enumerate(answers):
+        answer.save(folder / f"{number}.memsize")
+        assert memsize.load(folder / f"{number}.memsize") == answer
+
+
+def test_saved_runs_are_compared(folder: Path) -> None:
+    for name, width in (("before", 4), ("after", 8)):
+        memsize.report(torch.nn.Linear(8, width), (8,), scenarios="fp32").save(folder / f"{name}.memsize")
+    assert "288 B" in memsize.compare("before.memsize", "after.memsize").findings[0].text("B")  # (8 × 8 + 8) × 4
+
+
+def test_a_step_of_a_report_has_its_allocator(folder: Path) -> None:
+    records.toy_report().save(folder / "run.memsize")
+    assert load_step("run.memsize", None).trace == records.toy_report().trace
+    with pytest.raises(ScenarioError):
+        load_step("run.memsize", "nf4")
+    memsize.fit(torch.nn.Linear(8, 4), (8,), scenarios="fp32", gpu="t4", batch_size=2).save(folder / "fit.memsize")
+    with pytest.raises(InputError, match="holds a fit"):
+        load_step("fit.memsize", None)
+
+
+# -- files of every version of the schema keep loading -----------------------------------------------------------------
+
+
+def test_there_is_a_file_of_every_kind_and_version() -> None:
+    expected = {f"{kind}.{version}.memsize" for kind in KINDS for version in range(1, NEWEST + 1)}
+    assert {path.name for path in SAVED.glob("*.memsize")} == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", range(1, NEWEST + 1))
+def test_files_of_older_versions_are_read(kind: str, version: int) -> None:
+    path = SAVED / f"{kind}.{version}.memsize"
+    assert read_data(path)["schema"] == f"memsize.run/{version}"
+    text = (SAVED / f"{kind}.{version}.txt").read_text(encoding="utf-8")
+    assert str(load(path)) == text.rstrip("\n")
