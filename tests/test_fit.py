@@ -70,6 +70,21 @@ def footprint(size: int, fixed: int, varying: list[int]) -> Footprint:
     return Footprint(size, trace, AllocatorConfig())
 
 
+def test_streams_have_pools_of_their_own() -> None:
+    # Two tensors of 12 MiB, the second on another stream: once the first is freed its 12 MiB segment could serve the
+    # second, but a stream only takes what it has freed itself. So 24 MiB are reserved where 12 MiB would do.
+    size = 12 * MiB
+    storages = tuple(Storage(size, "temporary", -1, "op", "uint8", (size,), -1) for _ in range(2))
+    events = tuple(Event(storage, delta, 0, -1, "op") for storage in range(2) for delta in (size, -size))
+    one = Trace("m", "fp32", True, 1, "2.13.0", (), (), (), storages=storages, events=events)
+    two = replace(one, storages=(storages[0], storages[1]._replace(stream=1)))
+    assert Footprint(1, one, AllocatorConfig()).unbounded.reserved.bytes == 12 * MiB
+    apart = Footprint(1, two, AllocatorConfig())
+    assert apart.unbounded.reserved.bytes == 24 * MiB
+    # With less the cached segment of the first stream is given back before the second's is made.
+    assert apart.fits(12 * MiB) and not apart.fits(10 * MiB)
+
+
 def refusing(divisor: int = 1, floor: int = 1, ceiling: int = 10**9) -> Callable[[int], int]:
     """The identity on sizes that a model runs with."""
 

@@ -60,7 +60,8 @@ class Footprint:
     def bounded(self, capacity: int | None) -> Replay:
         """The replay with `capacity` bytes available: cached blocks are given back before it fails."""
         if capacity not in self.replays:
-            self.replays[capacity] = replay(self.pairs, self.config, capacity=capacity)
+            streams = self.trace.streams
+            self.replays[capacity] = replay(self.pairs, self.config, capacity=capacity, streams=streams)
         return self.replays[capacity]
 
     def fits(self, capacity: int) -> bool:

@@ -286,7 +286,8 @@ class Forecast:
     def fits(self, size: int, capacity: int) -> bool:
         """Whether `size` would fit `capacity`."""
         try:
-            return replay(self.pairs(size), self.config, capacity=capacity).out_of_memory is None
+            replayed = replay(self.pairs(size), self.config, capacity=capacity, streams=self.runs[0].trace.streams)
+            return replayed.out_of_memory is None
         except InputError:  # rounding broke a storage that is resized in place
             return False
 

@@ -124,7 +124,8 @@ class Trials:
         if served not in self._footprints:
             run = Footprint(size, self._traces[key], variant.config)
             # Runs that make the same events share their replays: float16 and bfloat16 often do.
-            replays = self._replays.setdefault((run.pairs, variant.config), run.replays)
+            made = run.pairs, tuple(run.trace.streams.items())
+            replays = self._replays.setdefault((made, variant.config), run.replays)
             self._footprints[served] = run if replays is run.replays else replace(run, replays=replays)
         return self._footprints[served]
 
