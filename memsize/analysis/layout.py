@@ -54,9 +54,10 @@ def format_of(tensor: torch.Tensor) -> Format | None:
 
 
 def convert(model: nn.Module) -> int:
-    """Rearrange the weights of `model` (our copy) as ``.to(memory_format=torch.channels_last)`` does, volumes too.
+    """Rearrange the weights of `model`, a copy that memsize may change, as ``.to(memory_format=torch.channels_last)``
+    does, volumes too.
 
-    Returns how many.
+    Returns how many were rearranged.
     """
     converted = 0
     for tensor in dict.fromkeys((*model.parameters(), *model.buffers())):

@@ -136,19 +136,21 @@ class ReportBuilder:
     def _run(self, scenario: Scenario) -> Trace:
         if self.training is not None:
             try:
-                return self._heard_run(TrainingSteps(self.training), scenario)
+                return self._observed_run(TrainingSteps(self.training), scenario)
             except (ForwardError, InputError) as error:
                 # The forward alone may still run: then that is what the tables show.
                 self._untrained[scenario.name] = _one_line(error)
-        return self._heard_run(Forward(), scenario)
+        return self._observed_run(Forward(), scenario)
 
-    def _heard_run(self, workload: Forward | TrainingSteps, scenario: Scenario) -> Trace:
+    def _observed_run(self, workload: Forward | TrainingSteps, scenario: Scenario) -> Trace:
         if scenario.recipe != "as-given":
             return self.runner.run(workload, scenario)
-        return self.runner.run(workload, scenario, listener=self._heard)
+        return self.runner.run(workload, scenario, listener=self._observe)
 
-    def _heard(self, calls: Calls) -> None:
-        """The model was run as it is. Where torchinfo need not run it as well, it may read the same copy."""
+    def _observe(self, calls: Calls) -> None:
+        """Note that the model was run as it is, and whether torchinfo may read that very copy instead of running
+        another.
+        """
         grows = self.runner.late or wants_shapes(self.runner.model)
         is_simple = not grows and not self.runner.execute and calls.complete and counts_without_running(calls)
         self._readable = calls.seen[0].module if is_simple else None

@@ -79,7 +79,7 @@ def _first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool]
 
 
 def _foreseen(trials: Trials, variant: RunVariant) -> Forecast | None:
-    """A forecast for small sizes, from the runs at hand and up to two more; None where the model refuses those."""
+    """A forecast for small sizes, from the runs made so far and up to two more; None where the model refuses those."""
     for size in (trials.asked, 8, 13):
         if len(trials.known(variant)) > 1:
             break

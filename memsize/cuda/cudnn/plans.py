@@ -11,7 +11,7 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.library import Library
 
 _FEW_CHANNELS: Final = 4
-"""Up to so many input channels, plans read a picture as it lies."""
+"""Up to this many input channels, plans read an image in the format that it has."""
 
 
 class Plans:
