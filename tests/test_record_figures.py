@@ -31,7 +31,7 @@ from memsize.records.measurement import (
     read,
 )
 from memsize.records.report import figures
-from memsize.records.roles import TITLES, in_order, noun
+from memsize.records.roles import FIXED, PER_PARAMETER, TITLES, in_order, noun
 from memsize.records.timeline import Phase, Summit, Timeline, courses
 from memsize.records.trace import Event, StoredPart, StoredTensor
 from memsize.records.verification import (
@@ -605,3 +605,8 @@ def test_words_stand_at_the_left_of_their_column_and_numbers_at_the_right(
     whole, part = (line.removesuffix("  1") for line in (first, second))
     assert len(whole) == len(part) and whole == whole.strip()
     assert part == (part.strip().ljust(len(whole)) if side == "left" else part.strip().rjust(len(whole)))
+
+
+def test_what_decides_the_bytes_of_each_role() -> None:
+    assert {"parameter", "gradient", "optimizer state", "master weight"} == PER_PARAMETER
+    assert PER_PARAMETER | {"buffer", "workspace"} == FIXED

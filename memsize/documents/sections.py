@@ -85,8 +85,8 @@ class Column:
 
 def role_column(role: Role, meaning: str = "") -> Column:
     """The column of the bytes that have a role."""
-    noun, weight, _ = TITLES[role]
-    return Column(role, noun, "bytes", weight, f"{noun}{meaning}" if meaning else "")
+    title = TITLES[role]
+    return Column(role, title.noun, "bytes", title.weight, f"{title.noun}{meaning}" if meaning else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,21 +12,23 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 class RoleTitle(NamedTuple):
     """How a role is shown: what its bytes are called together, how much a table wants to show them (the most: 60), and
-    their colour on a light page and on a dark one.
+    their colour on a light page and on a dark one. `size` says what decides how many bytes there are: the parameters
+    (one copy of them, or several), the model alone, or also its input.
     """
 
     noun: str
     weight: int
     colours: tuple[str, str]
+    size: Literal["parameters", "model", "input"] = "input"
 
 
 TITLES: Final[dict[str, RoleTitle]] = {
-    "parameter": RoleTitle("parameters", 60, ("#4a78b0", "#5b8cc8")),
-    "buffer": RoleTitle("buffers", 35, ("#9cc0e0", "#86a9c9")),
-    "master weight": RoleTitle("master weights", 54, ("#2c4a73", "#3c639a")),
-    "optimizer state": RoleTitle("optimizer state", 56, ("#5aa6a0", "#4f9a94")),
-    "workspace": RoleTitle("workspaces", 40, ("#b4b4ac", "#6f7376")),
-    "gradient": RoleTitle("gradients", 58, ("#d9605a", "#cf5f5a")),
+    "parameter": RoleTitle("parameters", 60, ("#4a78b0", "#5b8cc8"), "parameters"),
+    "buffer": RoleTitle("buffers", 35, ("#9cc0e0", "#86a9c9"), "model"),
+    "master weight": RoleTitle("master weights", 54, ("#2c4a73", "#3c639a"), "parameters"),
+    "optimizer state": RoleTitle("optimizer state", 56, ("#5aa6a0", "#4f9a94"), "parameters"),
+    "workspace": RoleTitle("workspaces", 40, ("#b4b4ac", "#6f7376"), "model"),
+    "gradient": RoleTitle("gradients", 58, ("#d9605a", "#cf5f5a"), "parameters"),
     "input": RoleTitle("inputs", 20, ("#8d6e63", "#9d8276")),
     "activation": RoleTitle("activations", 59, ("#f0a848", "#dd9538")),
     "cast copy": RoleTitle("cast copies", 50, ("#e9d25b", "#cdb845")),
@@ -35,6 +37,10 @@ TITLES: Final[dict[str, RoleTitle]] = {
 }
 
 ROLES: Final = tuple(TITLES)
+PER_PARAMETER: Final = frozenset(role for role, title in TITLES.items() if title.size == "parameters")
+"""Roles of the parameters and of what a training keeps for each of them."""
+FIXED: Final = frozenset(role for role, title in TITLES.items() if title.size != "input")
+"""Roles whose bytes are those of the model, whatever it is given."""
 _PLACES: Final = {role: place for place, role in enumerate(ROLES)}
 
 if TYPE_CHECKING:

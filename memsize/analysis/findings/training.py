@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from memsize.analysis.findings.evidence import Evidence, bytes_of
 from memsize.records.finding import Finding, Rules
 from memsize.records.gpu import GpuEstimate
-from memsize.records.roles import Role
+from memsize.records.roles import PER_PARAMETER
 from memsize.units import Bytes
 
 RULES = Rules[Evidence]()
-
-_STATES: tuple[Role, ...] = ("parameter", "gradient", "optimizer state", "master weight")
 
 
 @RULES.rule("training-peak")
@@ -43,7 +41,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _states(peak: GpuEstimate) -> int:
-    return sum(peak.roles.get(role, 0) for role in _STATES)
+    return sum(peak.roles.get(role, 0) for role in PER_PARAMETER)
 
 
 def _phase(name: str) -> str:

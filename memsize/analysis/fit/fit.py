@@ -9,14 +9,14 @@ from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.fit.crossovers import crossings, most_alive
 from memsize.analysis.fit.footprint import Footprint, bind
 from memsize.analysis.fit.optimizations import try_optimizations
-from memsize.analysis.fit.search import FIXED, Search, largest
+from memsize.analysis.fit.search import Search, largest
 from memsize.analysis.fit.trials import RunVariant, Trials
 from memsize.analysis.runner import is_float32
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
 from memsize.records.fit import Budget, Crossing, Fit, FitRow, Remedied, Status
-from memsize.records.roles import Role
+from memsize.records.roles import FIXED, Role
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.training import Training
 from memsize.tracing.run import stored_only

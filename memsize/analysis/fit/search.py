@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from memsize.analysis.fit.footprint import Footprint
 from memsize.device.allocator import replay
 from memsize.errors import ForwardError, InputError
-from memsize.records.roles import Role
+from memsize.records.roles import FIXED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,10 +39,6 @@ _FAR: Final = 4096
 """The first jump may always go at least this far."""
 _JUMPS: Final = 2
 """How often a forecast that points beyond a size which does not fit is still followed."""
-FIXED: Final[frozenset[Role]] = frozenset(
-    {"parameter", "buffer", "gradient", "optimizer state", "master weight", "workspace"}
-)
-"""Roles whose bytes are those of the model, whatever it is given."""
 _REPLAYED: Final = 50_000
 """How many events may be replayed to check every size: about a tenth of a second's worth."""
 _LOOKS: Final = 8
