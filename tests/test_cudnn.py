@@ -477,7 +477,7 @@ def test_cudnn_refuses_what_it_does_not_know(cudnn: Library) -> None:
 
 
 def test_a_trace_by_cudnn(cudnn: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.cuda.cudnn.installed", lambda: cudnn)
+    monkeypatch.setattr("memsize.cuda.cudnn.library.installed", lambda: cudnn)
     trace = conv_trace(gpu="h100")
     plan = cudnn.plan(PLAIN._replace(tf32=torch.backends.cudnn.allow_tf32), H100)
     assert plan is not None and trace.cudnn == str(cudnn)
