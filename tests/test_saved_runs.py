@@ -113,9 +113,9 @@ def test_a_verification_is_saved_and_shown(folder: Path, capsys: pytest.CaptureF
     ("kind", "options", "named"),
     [
         ("report", ("--train", "sgd"), "--train"),
-        ("report", ("-b", "4"), "-b"),
-        ("report", ("--input", "3,8,8"), "-i"),
-        ("report", ("--scenario", "fp16"), "-s"),
+        ("report", ("-b", "4"), "--batch-size"),
+        ("report", ("--input", "3,8,8"), "--input"),
+        ("report", ("--scenario", "fp16"), "--scenario"),
         ("step", ("--gpu", "t4"), "--gpu"),
         ("fit", ("--vary", "image"), "--vary"),
         ("layout", ("--mode", "eval"), "--mode"),

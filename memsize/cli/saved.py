@@ -24,5 +24,7 @@ def is_saved(target: object, *also: str) -> bool:
         name = str(option.name)
         given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         if given and name not in _SHOWS and name not in also:
-            raise InputError(f"{target} is a saved run: {option.opts[0]} would need the model to be run again")
+            raise InputError(
+                f"{target} is a saved run: {max(option.opts, key=len)} would need the model to be run again"
+            )
     return True
