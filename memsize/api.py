@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
-from memsize.errors import MemsizeError
+from memsize.errors import ExitError, MemsizeError, exits_caught
 from memsize.records.trace import Trace
 from memsize.spec.scenario import SCENARIOS, scenario_named, select
 from memsize.spec.subject import InputOptions, InputSize, Subject
@@ -380,14 +380,20 @@ def _opened(subject: Subject, say: Callable[[str], None] = lambda _: None) -> It
 def _loaded(
     subject: Subject, say: Callable[[str], None] = lambda _: None
 ) -> Iterator[tuple[str, nn.Module, tuple[str, ...], InputMaker | None]]:
-    """The name, the model, what is to be said of it, and what makes its inputs."""
-    if isinstance(subject.model, str):
-        from memsize.loading import load
+    """The name, the model, what is to be said of it, and what makes its inputs.
 
+    The user's code runs only in here: one thread at a time, and the process is as it was afterwards.
+    """
+    if isinstance(subject.model, str):
+        from memsize.loading import load, parse_target
+
+        target = parse_target(subject.model)  # what cannot be one shows before torch is loaded
         say(f"loading {subject.model}")
-        loaded = load(subject.model, subject.arguments)
-        with loaded.importable():
-            yield loaded.name, loaded.module, loaded.notes, loaded.inputs
+        with _users_code_runs():
+            loaded = load(target, subject.arguments)
+            _refuse_traced(loaded.module)
+            with loaded.importable():
+                yield loaded.name, loaded.module, loaded.notes, loaded.inputs
         return
     from torch import nn
 
@@ -395,7 +401,29 @@ def _loaded(
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
-    yield type(model).__name__, model, (), None
+    with _users_code_runs():
+        _refuse_traced(model)
+        yield type(model).__name__, model, (), None
+
+
+def _refuse_traced(model: nn.Module) -> None:
+    from memsize.model.traced import refuse_traced_model
+
+    refuse_traced_model(model)
+
+
+@contextmanager
+def _users_code_runs() -> Iterator[None]:
+    from memsize.internals.isolation import isolated
+
+    try:
+        with exits_caught(), isolated():
+            yield
+    except ExitError as error:
+        from memsize.loading.building import user_traceback
+        from memsize.loading.scope import is_users
+
+        raise MemsizeError(f"the model ended the program {user_traceback(error, is_users)}") from error
 
 
 __all__ = ["SCENARIOS", "audit_layout", "compare", "fit", "load", "read_checkpoint", "report", "trace"]

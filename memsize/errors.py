@@ -15,7 +15,8 @@ caused it, where there is one, is kept as `__cause__`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from memsize.suggestions import nearest, suggestion
@@ -100,6 +101,8 @@ def first_line(error: BaseException | str) -> str:
 
 def in_one_line(error: BaseException) -> str:
     """The exception's type and message in one line, the type alone where it says nothing."""
+    if isinstance(error, ExitError):
+        return str(error)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
     message = " ".join(str(error).split())
@@ -112,3 +115,21 @@ class DataDependentError(RuntimeError):
     It is raised inside the model's code, so it is a `RuntimeError` as PyTorch's own refusals are. The user sees it as
     the cause of a `ForwardError`; a model whose constructor meets it is built with its weights in memory.
     """
+
+
+class ExitError(RuntimeError):
+    """The user's code ended the program (`SystemExit`), or raised another exception that is no `Exception`.
+
+    It is raised in their place, from them and with their traceback, so that no code of theirs ends ours.
+    """
+
+
+@contextmanager
+def exits_caught() -> Iterator[None]:
+    """While the user's code runs in here, it ends with a result or an `Exception`; only Ctrl-C passes as it is."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ExitError(in_one_line(error)).with_traceback(error.__traceback__) from error

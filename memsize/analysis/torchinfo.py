@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from torch import nn
 
+from memsize.errors import exits_caught
 from memsize.internals.isolation import undisturbed
 from memsize.records.trace import Reading
 from memsize.spec.subject import Call
@@ -24,7 +25,7 @@ def torchinfo_reading(model: nn.Module, call: Call) -> Reading | None:
     args, kwargs = call
     mode = "train" if model.training else "eval"
     try:
-        with undisturbed(), MetaDispatchMode():
+        with exits_caught(), undisturbed(), MetaDispatchMode():
             summary = torchinfo.summary(
                 model, input_data=args or None, verbose=0, device="meta", mode=mode, cache_forward_pass=False, **kwargs
             )

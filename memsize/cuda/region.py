@@ -10,7 +10,6 @@ Limits: threads that the user's forward starts itself do not take part, nor does
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +21,8 @@ from memsize.cuda.availability import answered_as_cuda
 from memsize.cuda.kernels import kernels
 from memsize.cuda.semantics import CUDNN, STAND_INS, CastObserver, Semantics, current, switched_on
 from memsize.internals.dispatch_key import KEY, NAMESPACE, Kernel
+from memsize.internals.turn import turn_taken
 
-_lock = threading.Lock()
 _libraries: list[Any] = []
 _registered: set[str] = set()
 """Names of the operators that have their kernel on the key."""
@@ -31,7 +30,7 @@ _registered: set[str] = set()
 
 def register_kernels() -> None:
     """Register those kernels that are not on the key yet."""
-    with _lock:
+    with turn_taken():
         if not _libraries:
             fallback = torch.library.Library("_", "IMPL", KEY.name)
             fallback.fallback(torch.library.fallthrough_kernel, KEY.name)

@@ -1,4 +1,4 @@
-"""Leave the process as it was: random number generators, garbage collector, gradient mode, warnings."""
+"""Leave the process as it was: one run at a time, and afterwards all that was changed for it is put back."""
 
 from __future__ import annotations
 
@@ -7,12 +7,37 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memsize.internals.settings import settings_kept
+from memsize.internals.turn import turn_taken
 
 _SEED = 0
 _COMPILER = "torch._dynamo"
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Run the user's code, one thread at a time; afterwards the process's settings are as they were.
+
+    Modes that are active around the call (`FakeTensorMode`, a profiler's, `torch.inference_mode`) are suspended: they
+    are not about what runs in here.
+    """
+    with turn_taken(), settings_kept(), _modes_suspended():
+        yield
+
+
+@contextmanager
+def _modes_suspended() -> Iterator[None]:
+    with ExitStack() as suspended:
+        if torch._C._len_torch_dispatch_stack():
+            suspended.enter_context(_disable_current_modes())
+        if torch.is_inference_mode_enabled():
+            suspended.enter_context(torch.inference_mode(False))
+        yield
 
 
 @contextmanager
@@ -50,25 +75,15 @@ class CompilerImport:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore all global state that a forward may change, also after an error.
+    """Run a model: isolated, and the same each time.
 
-    Inside, random numbers start from a fixed seed, so that a model with random control flow (a layer skipped now and
-    then) is the same each time, and warnings are ignored: a model's own are about real data or devices.
+    Random numbers start from a fixed seed, so that a model with random control flow (a layer skipped now and then)
+    always goes the same way, and warnings are ignored: a model's own are about real data or devices.
     """
-    numpy = sys.modules.get("numpy")
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-    grad = torch.is_grad_enabled()
-    try:
+    with isolated(), collector_paused():
+        warnings.simplefilter("ignore")
         random.seed(_SEED)
         torch.default_generator.manual_seed(_SEED)
-        if numpy:
+        if numpy := sys.modules.get("numpy"):
             numpy.random.seed(_SEED)
-        with collector_paused(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_grad_enabled(grad)
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy:
-            numpy.random.set_state(states[2])
+        yield

@@ -15,9 +15,10 @@ import ctypes
 import functools
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from memsize.internals.turn import turn_taken
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _AS_SEQUENCE = 13 * _WORD
@@ -79,7 +80,7 @@ class Patch(NamedTuple):
 
 
 class PatchSet:
-    """Patches that are in place while any thread is inside, and that only threads for which `applies()` holds notice.
+    """Patches that are in place while a thread is inside, and that only threads for which `applies()` holds notice.
 
     `choose` lists the patches whenever a thread enters, since more modules may have been imported by then. It must
     return equal patches each time, so that each replacement is made and installed only once.
@@ -90,23 +91,21 @@ class PatchSet:
         self._applies = applies
         self._made: dict[Patch, tuple[Function, Function]] = {}
         self._before: dict[Patch, Any] = {}
-        self._lock = threading.Lock()
-        self._inside = 0
+        self._depth = 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Put the patches in place; the originals are back when the last thread leaves."""
-        with self._lock:
-            self._inside += 1
-            for patch in self._choose():
-                if patch not in self._before:
-                    self._put(patch)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                while not self._inside and self._before:
+        """Put the patches in place; may be entered again inside itself. Other threads wait for their turn."""
+        with turn_taken():
+            self._depth += 1
+            try:
+                for patch in self._choose():
+                    if patch not in self._before:
+                        self._put(patch)
+                yield
+            finally:
+                self._depth -= 1
+                while not self._depth and self._before:
                     (owner, name, _), value = self._before.popitem()
                     _set(owner, name, value)
 

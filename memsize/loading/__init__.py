@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError, UnknownTargetError
+from memsize.errors import ExitError, TargetError, UnknownTargetError, exits_caught
 from memsize.loading.building import build, random_numbers_kept, user_traceback
 from memsize.loading.inputs import input_maker
 from memsize.loading.scope import ImportScope, is_taken
@@ -118,10 +118,11 @@ def _scope(target: Target) -> tuple[ImportScope, str]:
 
 def _imported(target: Target, scope: ImportScope, name: str) -> ModuleType:
     try:
-        if target.file and "." not in name and target.file.stem != "__init__":
-            return _executed(target.file, scope, name)
-        module = importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+        with exits_caught():
+            if target.file and "." not in name and target.file.stem != "__init__":
+                return _executed(target.file, scope, name)
+            module = importlib.import_module(name)
+    except Exception as error:
         raise TargetError(_import_failure(error, target, scope)) from error
     found = getattr(module, "__file__", None)
     if target.file and not (found and Path(found).samefile(target.file)):
@@ -149,14 +150,14 @@ class _Source(SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
 
-def _import_failure(error: BaseException, target: Target, scope: ImportScope) -> str:
+def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str:
     if isinstance(error, TargetError):
         return str(error)
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and target.module and f"{target.module}.".startswith(f"{missing}."):
         return f"no module {missing!r}, neither installed nor in {scope.folder}{_dotted_hint(target)}"
     what = f"importing {target.place} failed {user_traceback(error, scope.owns)}"
-    if isinstance(error, SystemExit):
+    if isinstance(error, ExitError):
         return f"{what}; keep what runs the program below if __name__ == '__main__'"
     if missing and missing.partition(".")[0] not in sys.stdlib_module_names:
         return f"{what}; install it where memsize is installed, or put it beside {target.place}"

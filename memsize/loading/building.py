@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError, UnknownTargetError, in_one_line
+from memsize.errors import ExitError, TargetError, UnknownTargetError, exits_caught, in_one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ def _call(
     """What `factory` returns and, where that is not made without its weights, a note that says why."""
     try:
         made, why = weightless(factory, arguments, is_theirs)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise TargetError(f"building {label} failed {user_traceback(error, is_theirs)}") from error
     if why is None:
         return made, None
@@ -66,25 +66,27 @@ def weightless(
     Whatever is wrong with the user's code shows in the second, ordinary call too, and is raised from there; unless it
     shows on `meta` in the same words, where it costs nothing.
     """
-    try:
-        return _call_weightless(factory, arguments), None
-    except (Exception, SystemExit) as error:
-        first = error
-    if _fails_alike(factory, arguments, first):
-        raise first
-    return factory(**arguments), user_traceback(first, is_theirs)
+    with exits_caught():
+        try:
+            with exits_caught():
+                return _call_weightless(factory, arguments), None
+        except Exception as error:
+            first = error
+        if _fails_alike(factory, arguments, first):
+            raise first
+        return factory(**arguments), user_traceback(first, is_theirs)
 
 
-def _fails_alike(factory: Callable[..., Any], arguments: Mapping[str, object], error: BaseException) -> bool:
+def _fails_alike(factory: Callable[..., Any], arguments: Mapping[str, object], error: Exception) -> bool:
     """Whether `error` is that of the constructor: no `RuntimeError`, as PyTorch raises where a value is missing, and
     the same on `meta`. The weights of billions of parameters are not made to fail once more.
     """
     import torch
 
-    if isinstance(error, (RuntimeError, SystemExit)):
+    if isinstance(error, RuntimeError) and not isinstance(error, ExitError):
         return False
     try:
-        with warnings.catch_warnings(), torch.device("meta"):
+        with exits_caught(), warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             factory(**arguments)
     except Exception as other:

@@ -11,7 +11,7 @@ from typing import Any
 
 from memsize.errors import InputError, TargetError
 from memsize.loading.building import random_numbers_kept, user_traceback, weightless
-from memsize.loading.scope import ImportScope
+from memsize.loading.scope import ImportScope, is_users
 from memsize.spec.request import InputMaker, Request
 
 
@@ -53,18 +53,14 @@ def _taken(function: Callable[..., Any], label: str) -> set[str]:
 
 
 def _called(function: Callable[..., Any], asked: dict[str, Any], label: str, scope: ImportScope | None) -> Any:
-    is_theirs = scope.owns if scope else _is_theirs
+    is_theirs = scope.owns if scope else is_users
     try:
         with random_numbers_kept():
             found = weightless(function, asked, is_theirs)[0]
     except TargetError:
         raise
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise InputError(f"{label} failed {user_traceback(error, is_theirs)}") from error
     if found is None:
         raise InputError(f"{label} returned None, not the model's inputs")
     return found
-
-
-def _is_theirs(file: str) -> bool:
-    return "site-packages" not in file and "/memsize/" not in file

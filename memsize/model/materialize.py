@@ -14,10 +14,13 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 
 from memsize.constants.values import constant_of
 from memsize.errors import MemsizeError
+from memsize.internals.isolation import undisturbed
 from memsize.internals.pytree import arguments_in, map_tensors
 from memsize.spec.subject import Call
 from memsize.units import format_bytes
@@ -28,21 +31,49 @@ _STD: Final = 0.02
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 
 
+@undisturbed()
 def executable(model: nn.Module) -> nn.Module:
-    """A copy of `model` on the CPU whose every tensor has values.
+    """A copy of `model` on the CPU whose every tensor has values, the same each time; lazy ones have none yet.
 
     Raises `MemsizeError` when the copy would not fit in memory.
     """
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    held = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)]
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in held)
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if needed * 2 > available:
         raise MemsizeError(
             f"running the model for real needs more than {format_bytes(needed * 2, 'GiB')} of memory, and "
             f"{format_bytes(available, 'GiB')} are free"
         )
-    copied = copy.deepcopy(model)
+    copied = real_copy(model)
     materialize(copied, _CPU)
     return copied
+
+
+def real_copy(model: nn.Module) -> nn.Module:
+    """A copy of `model`, values and all, also of one whose tensors have been computed with."""
+    with _ResultsCopied():
+        return copy.deepcopy(model)
+
+
+class _ResultsCopied(TorchFunctionMode):
+    """While open, `copy.deepcopy` also copies what PyTorch refuses to copy: buffers without a shape yet, and what an op
+    returned (a pruned weight, an output that was kept), of which it takes the values. Its history is the original's.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if is_lazy(tensor):
+                return memo.setdefault(id(tensor), _still_lazy(tensor, tensor.device))
+            if not tensor.is_leaf:
+                return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+def _still_lazy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    kind: Any = type(tensor)
+    return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -68,6 +99,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             module._init_flat_weights()  # else the first forward does it
 
 
+@undisturbed()
 def executable_call(call: Call, device: torch.device | str = _CPU) -> Call:
     """The same arguments with values, on `device`: known constants, zeros for other integers, normally distributed
     numbers for the rest.
@@ -118,9 +150,8 @@ def _children_first(model: nn.Module) -> Iterator[nn.Module]:
 def _materialized(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.device == device:
         return tensor
-    if nn.parameter.is_lazy(tensor):
-        kind: Any = type(tensor)
-        return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]
+    if is_lazy(tensor):
+        return _still_lazy(tensor, device)
     if tensor.is_meta:
         moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         _fill(name, moved)

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.errors import MemsizeError
 from memsize.model.meta_tensors import MetaTensors, Plain
@@ -43,6 +45,8 @@ _ATOMIC = (
     torch.Size,
     torch.memory_format,
 )
+_SHARED = (*_ATOMIC, TorchDispatchMode, TorchFunctionMode, StorageWeakRef)
+"""What copies share with the original: also what holds a bare address, which a second object would free once more."""
 _CONSTANTS = frozenset(_ATOMIC)
 _CODE = (type, types.BuiltinFunctionType, types.ModuleType)
 _SEQUENCES = (list, tuple, set)
@@ -217,7 +221,7 @@ class _Copy:
         if kind in _EMPTY and not value:
             copied = self.memo[id(value)] = kind()
             return copied
-        if isinstance(value, _ATOMIC):
+        if isinstance(value, _SHARED):
             return value
         if id(value) in self.memo:
             return self.memo[id(value)]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from memsize.constants.values import ConstantState, constant_of, is_small, set_constant, state_of
+from memsize.model.traced import refuse_traced
 
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -123,6 +124,7 @@ class MetaTensors:
         return self._remembered(copied, original) if has_values else copied
 
     def _new(self, original: torch.Tensor, looked_at: bool) -> torch.Tensor:
+        refuse_traced(original)
         if is_lazy(original):
             kind: Any = UninitializedParameter if isinstance(original, nn.Parameter) else UninitializedBuffer
             lazy: torch.Tensor = kind(requires_grad=original.requires_grad, device="meta", dtype=original.dtype)

@@ -102,7 +102,7 @@ class Calls:
             given = [(tensor, _version(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
             try:
                 result = module._call_impl(*args, **kwargs)
-            except Exception:
+            except BaseException:
                 if self.failed is None:
                     self.failed = Running(index, tuple(str(spec_of(tensor)) for tensor, _ in given))
                 raise

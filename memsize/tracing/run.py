@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from memsize.cuda.region import cuda_semantics
 from memsize.cuda.semantics import CUDNN
-from memsize.errors import ForwardError
+from memsize.errors import ForwardError, exits_caught
 from memsize.internals.isolation import undisturbed
 from memsize.internals.pytree import tensors_in
 from memsize.model.inputs import input_tensors
@@ -104,10 +104,11 @@ class Run:
         with undisturbed(), ExitStack() as regions:
             try:
                 watches = (self.calls.watched(inner), resizes_seen(self.ledger), hooks)
-                for region in (*watches, self.ledger, self.setup.semantics(self.ledger)):
-                    regions.enter_context(region)
-                yield
-                regions.close()
+                with exits_caught():
+                    for region in (*watches, self.ledger, self.setup.semantics(self.ledger)):
+                        regions.enter_context(region)
+                    yield
+                    regions.close()
             except Exception as error:
                 failure = explain(error, self.calls, self.ledger)
                 self.calls.kept = {reference.index for reference in self.ledger.live.values()}
@@ -192,7 +193,7 @@ def give_shapes(model: nn.Module, call: Call, training: bool, device: str = "met
     `always` does it for any model, as needed for one that registers modules in its forward.
     """
     if always or wants_shapes(model):
-        with suppress(Exception), undisturbed(), torch.no_grad(), Ledger(device):
+        with suppress(Exception), exits_caught(), undisturbed(), torch.no_grad(), Ledger(device):
             model.train(training)(*call[0], **call[1])
 
 

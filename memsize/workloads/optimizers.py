@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -70,14 +71,18 @@ def as_on_cuda() -> Iterator[None]:
 
 @contextmanager
 def steps_watched(ledger: Ledger) -> Iterator[None]:
-    """While open, every optimizer's `step` is its own phase, and the state that it makes is marked."""
+    """While open, every optimizer's `step` in this thread is its own phase, and the state that it makes is marked."""
     phases: list[Any] = []
+    thread = threading.get_ident()
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        phases.append(ledger.clock.during("optimizer"))
-        phases[-1].__enter__()
+        if threading.get_ident() == thread:
+            phases.append(ledger.clock.during("optimizer"))
+            phases[-1].__enter__()
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != thread:
+            return
         phases.pop().__exit__(None, None, None)
         for tensor in tensors_in(list(optimizer.state.values())):
             ledger.mark(tensor, "optimizer state")

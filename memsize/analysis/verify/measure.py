@@ -6,7 +6,6 @@ each allocation's op is marked, and one for MemTracker.
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from bisect import bisect_right
@@ -25,7 +24,7 @@ from memsize.analysis.verify.cuda_memory import AllocationEvent, DeviceMemory
 from memsize.errors import InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
 from memsize.internals.pytree import tensors_in
-from memsize.model.materialize import executable_call, materialize
+from memsize.model.materialize import executable_call, materialize, real_copy
 from memsize.model.meta_copy import in_mode, inside
 from memsize.precision.quantized import apply_torchao
 from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype
@@ -322,7 +321,7 @@ def materialized_setup(runner: Runner, scenario: Scenario, device: torch.device)
 
     Raises `ScenarioError` for a scenario that does not run on a GPU, or whose library is missing.
     """
-    model = copy.deepcopy(inside(runner.model))
+    model = real_copy(inside(runner.model))
     recipe = _apply(model, scenario, device)
     in_mode(model, runner.training)
     call = executable_call(runner.call(scenario, recipe.floating), device)
