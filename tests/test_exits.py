@@ -144,5 +144,5 @@ def test_the_command_says_so_and_ends_with_2(
 
 @pytest.mark.parametrize("text", ["import sys\nsys.exit(0)\n", "\nraise GeneratorExit\n"])
 def test_an_import_that_leaves(write: Write, text: str) -> None:
-    with pytest.raises(memsize.TargetError, match="at model.py:2: "):
+    with pytest.raises(memsize.TargetError, match=r"at model\.py:2: "):
         memsize.report(f"{write('model.py', text)}:Net", (8,))
