@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
@@ -391,8 +391,7 @@ def _loaded(
         say(f"loading {subject.model}")
         with _users_code_runs():
             loaded = load(target, subject.arguments)
-            _refuse_traced(loaded.module)
-            with loaded.importable():
+            with loaded.importable(), _untouched(loaded.module):
                 yield loaded.name, loaded.module, loaded.notes, loaded.inputs
         return
     from torch import nn
@@ -401,15 +400,17 @@ def _loaded(
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
-    with _users_code_runs():
-        _refuse_traced(model)
+    with _users_code_runs(), _untouched(model):
         yield type(model).__name__, model, (), None
 
 
-def _refuse_traced(model: nn.Module) -> None:
+def _untouched(model: nn.Module) -> AbstractContextManager[None]:
+    """The globals of the model's code are kept; raises `MemsizeError` for a model that must not even be copied."""
+    from memsize.model.globals_kept import globals_kept
     from memsize.model.traced import refuse_traced_model
 
     refuse_traced_model(model)
+    return globals_kept(model)
 
 
 @contextmanager

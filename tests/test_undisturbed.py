@@ -1,13 +1,12 @@
-"""The user's model and the process are the same after a report as before, also after one that failed."""
+"""The user's model and the process are the same after a question as before, also after one that failed anywhere."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,77 +14,142 @@ import torch
 from torch import nn
 
 import memsize
+from memsize.internals.settings import settings_kept
 from tests import models
+from tests.misbehaving import MODELS, fuse, globals_of_modules
+from tests.process import changes, process_state
 
-
-def build_hooked() -> nn.Module:
-    model = models.Small().eval()
-    model.conv.register_forward_hook(lambda module, args, output: None)
-    model.norm.weight.requires_grad_(False)
-    return model
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | str]] = {
-    "with hooks, in eval mode, partly frozen": (build_hooked, (3, 32, 32)),
-    "lazy": (models.Lazy, (20,)),
-    "fails half-way": (models.Forgetful, (10,)),
-    "wrong input": (models.Small, (3, 16, 16)),
-    "modules in a list": (models.Listed, (100,)),
-    "lstm": (models.Recurrent, (5, 16)),
-    "attention": (models.Attention, (7, 64)),
-    "spectral norm": (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(10, 10))), (10,)),
-    "parametrized": (lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(10, 10))), (10,)),
+Question = Callable[[nn.Module, Any], object]
+QUESTIONS: dict[str, Question] = {
+    "report": lambda model, size: memsize.report(model, size, batch_size=2),
+    "all": lambda model, size: memsize.report(model, size, batch_size=2, scenarios="all"),
+    "train": lambda model, size: memsize.report(model, size, batch_size=2, scenarios="fp32,amp-fp16", train="adamw"),
+    "trace": lambda model, size: memsize.trace(model, size, batch_size=2, optimizer="sgd:momentum=0.9"),
+    "fit": lambda model, size: memsize.fit(model, size, batch_size=2, scenarios="fp32", gpu="t4"),
+    "layout": lambda model, size: memsize.audit_layout(model, size, batch_size=2),
+    "compare": lambda model, size: memsize.compare(model, model, size, batch_size=2),
+    "stored": lambda model, size: memsize.compare(model, model),
+    "execute": lambda model, size: memsize.report(model, size, batch_size=2, scenarios="fp32", execute=True),
 }
 
 
-def state(model: nn.Module) -> list[object]:
-    """Everything of a model that a report could touch."""
-    seen: list[object] = []
+class BoomError(Exception):
+    pass
+
+
+ERRORS = (
+    None,
+    BoomError("boom"),
+    RuntimeError("boom"),
+    MemoryError(),
+    SystemExit(0),
+    GeneratorExit(),
+    KeyboardInterrupt(),
+)
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Everything of a model that a run could touch."""
+    state: dict[str, Any] = {}
     for path, module in model.named_modules():
-        seen.append((path, type(module), id(module), module.training, sorted(vars(module))))
-        seen.append([list(table) for name, table in sorted(vars(module).items()) if name.endswith("_hooks")])
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        seen.append((name, id(tensor), tensor.requires_grad, tensor.device, tensor.dtype, type(tensor)))
-        if not nn.parameter.is_lazy(tensor):
-            seen.append((tensor._version, tensor.data_ptr(), tensor.detach().clone().tolist(), tensor.grad))
-    return seen
+        if isinstance(module, torch.jit.ScriptModule):
+            state[path] = module.training
+        else:
+            held = {name: described(value) for name, value in vars(module).items() if name != "_modules"}
+            state[path] = (id(module), type(module), list(module._modules), held)
+    return state
+
+
+def described(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tensor_state(value)
+    if isinstance(value, dict) and depth < 3:
+        return [(key, described(each, depth + 1)) for key, each in value.items()]
+    if isinstance(value, (list, tuple)) and depth < 3:
+        return [described(each, depth + 1) for each in value]
+    return value if isinstance(value, (int, float, str, type(None))) else id(value)
+
+
+def tensor_state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    kind = (id(tensor), type(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor._version)
+    if nn.parameter.is_lazy(tensor):
+        return kind
+    values = (tensor.int_repr() if tensor.is_quantized else tensor.detach()).tolist()
+    hooks = len(tensor._backward_hooks or ())
+    gradient = tensor.grad if tensor.is_leaf else None
+    return *kind, tensor.stride(), values, hooks, None if gradient is None else (id(gradient), gradient.tolist())
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    return {"model": model_state(model), "globals": globals_of_modules(), **process_state()}
+
+
+def ask(name: str, question: str, error: BaseException | None = None, at: int = 0) -> dict[str, Any]:
+    """What is different after the question, which may fail in the model's forward."""
+    build, size = MODELS[name]
+    model = build()
+    before = everything(model)
+    fuse.set(error, at)
+    expected = (memsize.MemsizeError, *([KeyboardInterrupt] if isinstance(error, KeyboardInterrupt) else []))
+    with suppress(*expected):
+        QUESTIONS[question](model, size)
+    fuse.set(None, 0)
+    return changes(before, everything(model))
+
+
+def some(seed: int) -> Iterator[tuple[str, BaseException | None, int]]:
+    """Questions, errors and places where they happen, at random."""
+    chosen = random.Random(seed)
+    while True:
+        yield chosen.choice(list(QUESTIONS)), chosen.choice(ERRORS), chosen.choice((1, 2, 3, 5, 8, 13, 20, 30, 50))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Modules that are imported on first use stay imported: here, all of them."""
+    for question in QUESTIONS.values():
+        question(nn.Conv2d(1, 1, 1), (1, 8, 8))
+    for name in ("checkpointed", "quantized"):
+        memsize.report(MODELS[name][0](), (8,))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_model_is_untouched(name: str) -> None:
-    build, size = MODELS[name]
-    model = build()
-    before = state(model)
-    with suppress(memsize.MemsizeError):
-        memsize.report(model, size, batch_size=2, scenarios="all")
-    assert state(model) == before
+def test_a_report_changes_nothing(name: str) -> None:
+    assert not ask(name, "report")
 
 
-@pytest.mark.parametrize("name", ["with hooks, in eval mode, partly frozen", "fails half-way"])
-def test_the_process_is_untouched(name: str) -> None:
-    build, size = MODELS[name]
-    model = build()
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
-    before = list(process())
-    with suppress(memsize.MemsizeError):
-        memsize.report(model, size, batch_size=2, scenarios="all")
-    assert list(process()) == before
+@pytest.mark.parametrize("name", MODELS)
+def test_nor_does_a_question_that_fails_anywhere(name: str) -> None:
+    question, error, at = next(some(list(MODELS).index(name)))
+    assert not ask(name, question, error, at), (question, error, at)
 
 
-def process() -> Iterator[object]:
-    """Global state that running a model may move."""
-    yield torch.get_rng_state().tolist()
-    yield random.getstate()
-    yield np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
-    yield torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-    yield torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
-    yield gc.isenabled(), list(warnings.filters)
-    yield torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-    yield (
-        torch.overrides._get_current_function_mode() if hasattr(torch.overrides, "_get_current_function_mode") else None
-    )
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_nor_do_many(name: str) -> None:
+    for _, (question, error, at) in zip(range(30), some(len(name)), strict=False):
+        assert not ask(name, question, error, at), (question, error, at)
+
+
+@pytest.mark.parametrize("name", ["settings", "global"])
+def test_what_one_run_changes_does_not_reach_the_next(name: str) -> None:
+    model = MODELS[name][0]()
+    both = memsize.report(model, (8,), batch_size=2, scenarios="fp32,fp16")
+    (alone,) = memsize.report(model, (8,), batch_size=2, scenarios="fp16").scenario_results
+    assert both.scenario_results[1] == alone
+
+
+def test_settings_that_cannot_be_read_are_left_alone() -> None:
+    """PyTorch refuses to tell a precision that was set by two of its interfaces."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        with settings_kept():
+            torch.set_float32_matmul_precision("medium")
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_model_still_trains_after_its_report() -> None:
@@ -99,3 +163,15 @@ def test_a_model_still_trains_after_its_report() -> None:
         each(data).sum().backward()
         results.append(each.head.weight.grad)
     assert torch.equal(results[0], results[1])
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    drawn, model = [], MODELS["seeding"][0]()
+    for ask_between in (False, True):
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        if ask_between:
+            memsize.report(model, (8,), scenarios="all")
+        drawn.append((torch.rand(3).tolist(), random.random(), np.random.rand()))
+    assert drawn[0] == drawn[1]

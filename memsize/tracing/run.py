@@ -16,6 +16,7 @@ from memsize.cuda.semantics import CUDNN
 from memsize.errors import ForwardError, exits_caught
 from memsize.internals.isolation import undisturbed
 from memsize.internals.pytree import tensors_in
+from memsize.model.globals_kept import globals_kept
 from memsize.model.inputs import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.stored import stored_tensors
@@ -101,7 +102,7 @@ class Run:
         With `inner` False only calls of the model itself are recorded, and nothing is known about layers.
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, lambda tensor: tensor)
-        with undisturbed(), ExitStack() as regions:
+        with undisturbed(), globals_kept(self.setup.model), ExitStack() as regions:
             try:
                 watches = (self.calls.watched(inner), resizes_seen(self.ledger), hooks)
                 with exits_caught():

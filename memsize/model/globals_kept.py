@@ -1,0 +1,116 @@
+"""What a model's code keeps outside of the model, put back: attributes of its classes, and globals that it names.
+
+A forward that keeps a mask in a global for its next call keeps one on `meta` here. The user's own next call would find
+it there, and so would the run of the next scenario.
+
+Put back are the objects that names mean, and what dicts, lists, sets and queues hold. Known limits: objects deeper
+inside, caches of `functools`, attributes of other modules, and all that installed packages keep of themselves.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from memsize.loading.scope import is_users
+
+_NOTHING = object()
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+
+
+@contextmanager
+def globals_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards the classes of `model` that the user wrote, and the globals that their methods name, are as before."""
+    classes = _classes(model)
+    functions = [each for cls in classes for each in vars(cls).values() if isinstance(each, types.FunctionType)]
+    attributes = [(cls, _held(vars(cls), vars(cls))) for cls in classes]
+    variables = [(table, _held(table, names)) for table, names in _named(functions)]
+    try:
+        yield
+    finally:
+        for cls, before in attributes:
+            _put_back(cls, before)
+        for table, before in variables:
+            _put_back(table, before)
+
+
+Held = dict[str, tuple[Any, Any]]
+"""By name: an object, and a copy of what it holds (None where it is no container)."""
+
+
+def _classes(model: nn.Module) -> list[type]:
+    """The classes of the model's modules, and their bases, that the user wrote."""
+    kinds = {kind for used in {type(module) for module in model.modules()} for kind in used.__mro__}
+    return [kind for kind in kinds if any(map(_is_users, vars(kind).values()))]
+
+
+def _is_users(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and is_users(value.__code__.co_filename)
+
+
+def _named(functions: Iterable[types.FunctionType]) -> Iterator[tuple[dict[str, Any], set[str]]]:
+    """The globals of each module whose functions these are, and the names that they use, or that functions of the
+    user's use which they call.
+    """
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    waiting, met = list(functions), set[int]()
+    while waiting:
+        function = waiting.pop()
+        if id(function) in met or not _is_users(function):
+            continue
+        met.add(id(function))
+        table = function.__globals__
+        names = set(_names(function.__code__))
+        found.setdefault(id(table), (table, set()))[1].update(names)
+        waiting += [table[name] for name in names if isinstance(table.get(name), types.FunctionType)]
+    return iter(found.values())
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _held(table: Any, names: Iterable[str]) -> Held:
+    held = {name: table.get(name, _NOTHING) for name in names if not name.startswith("__")}
+    return {name: (value, value.copy() if type(value) in _CONTAINERS else None) for name, value in held.items()}
+
+
+def _put_back(owner: Any, before: Held) -> None:
+    """Put names of a class, or of a module's globals, and the contents of containers back where they changed."""
+    is_class = isinstance(owner, type)
+    table: Any = vars(owner) if is_class else owner
+    added = [name for name in table if name not in before and not name.startswith("__")] if is_class else []
+    for name in added:
+        delattr(owner, name)
+    for name, (value, contents) in before.items():
+        if table.get(name, _NOTHING) is not value:
+            _set(owner, name, value)
+        if contents is not None and not _same(value, contents):
+            value.clear()
+            (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, type):
+        setattr(owner, name, value) if value is not _NOTHING else delattr(owner, name)
+    elif value is _NOTHING:
+        del owner[name]
+    else:
+        owner[name] = value
+
+
+def _same(value: Any, contents: Any) -> bool:
+    """Whether a container holds the very objects that it held, compared by identity: tensors are not compared."""
+    if len(value) != len(contents):
+        return False
+    if isinstance(value, dict):
+        return all(key in value and value[key] is held for key, held in contents.items())
+    return all(a is b for a, b in zip(value, contents, strict=True))
