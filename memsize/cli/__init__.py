@@ -15,9 +15,11 @@ from importlib import import_module
 import click
 
 from memsize.cli.session import Session
+from memsize.cli.working import fill_closed_streams, give_up_stdout
 from memsize.errors import MemsizeError
+from memsize.interrupt import INTERRUPTED
 
-_USER, _BUG, _INTERRUPTED, _PIPE_CLOSED = 2, 1, 130, 141
+_USER, _BUG, _PIPE_CLOSED = 2, 1, 141
 
 
 _COMMANDS = ("report", "checkpoint", "timeline", "fit", "layout", "verify")
@@ -57,7 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `memsize` with `arguments` (None: the process's own) and exit."""
     # A collector that scans what importing torch makes costs a tenth of a short command; a rare one costs nothing.
     gc.set_threshold(100_000, 20, 20)
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    fill_closed_streams()
+    status = run(sys.argv[1:] if arguments is None else arguments)
+    if status != _PIPE_CLOSED:
+        give_up_stdout()
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -71,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        return _INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:
         return _PIPE_CLOSED
     except Exception as error:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
 
 import click
 
 from memsize.cli.options import output_options
 from memsize.cli.output import Destination
-from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import parse_arguments
+from memsize.cli.working import working
 from memsize.errors import InputError
 from memsize.loading.target import parse_target
 
@@ -63,7 +61,7 @@ def checkpoint(
     if target is not None:
         parse_target(target)
 
-    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with working() as progress:
         from memsize import api
         from memsize.analysis.saved import load_kind
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-
 import click
 
 from memsize.cli.options import allocator_option, output_options, scenarios_option
 from memsize.cli.output import Destination
-from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import fit_subject_options, step_options
+from memsize.cli.working import working
 from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
 from memsize.spec.scenario import select
@@ -80,7 +77,7 @@ def fit(
         budgets(gpu, budget, margin)
 
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
-    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with working() as progress:
         from memsize import api
         from memsize.analysis.saved import load_kind
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-
 import click
 
 from memsize.cli.options import depth_option, output_options, scenario_option
 from memsize.cli.output import Destination
-from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options
+from memsize.cli.working import working
 from memsize.spec.scenario import scenario_named
 from memsize.spec.subject import Subject
 
@@ -38,7 +35,7 @@ def layout(subject: Subject, scenario: str, depth: int | None, output: Destinati
     asked = scenario_named(scenario)
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
-    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with working() as progress:
         from memsize import api
         from memsize.analysis.saved import load_kind
 

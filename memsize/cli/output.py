@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from memsize.errors import OutputError, UnknownOutputError
+from memsize.interrupt import raised
 from memsize.records.answer import Drawable, Savable
 from memsize.records.run_file import check_writable
 from memsize.render import FORMATS, format_of, render
@@ -35,7 +36,8 @@ class Destination:
     def keep(self, answer: Savable) -> None:
         """Save `answer` where that was asked for, and say so on stderr."""
         if self.saved is not None:
-            answer.save(self.saved, overwrite=self.overwrite)
+            with raised():
+                answer.save(self.saved, overwrite=self.overwrite)
             click.echo(f"Wrote {self.saved}", err=True)
 
     def drawn(self, answer: Drawable, **view: Any) -> str:
@@ -48,7 +50,7 @@ class Destination:
             _print(content)
             return
         try:
-            with self.file.open("wb" if self.overwrite else "xb") as file:
+            with raised(), self.file.open("wb" if self.overwrite else "xb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
         except FileExistsError:
             raise _exists(self.file) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import sys
 import threading
@@ -43,6 +45,12 @@ class Progress:
             if self._shown:
                 self._stream.write(_CLEAR)
                 self._stream.flush()
+
+    def wipe(self) -> None:
+        """Wipe the line where the process is about to end: without the lock, which its own thread may hold."""
+        if self._shown:
+            with contextlib.suppress(OSError, ValueError):
+                os.write(self._stream.fileno(), _CLEAR.encode())
 
     def __call__(self, text: str) -> None:
         self._text = text

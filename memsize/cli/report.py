@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from typing import Any
 
 import click
@@ -17,9 +15,9 @@ from memsize.cli.options import (
     scenarios_option,
 )
 from memsize.cli.output import Destination
-from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options, training_options
+from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.documents.report import COLUMNS
@@ -82,7 +80,7 @@ def report(
     chosen, config = _columns(columns), AllocatorConfig.parse(allocator) if allocator else None
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
-    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with working() as progress:
         found, error = (
             _shown(subject.model)
             if is_saved(subject.model)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -12,9 +10,9 @@ from click.core import ParameterSource
 
 from memsize.cli.options import allocator_option, execute_option, gpu_option, output_options_for, scenario_option
 from memsize.cli.output import Destination
-from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options, training_options
+from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.records.gpu import DEFAULT_GPU
@@ -63,7 +61,7 @@ def timeline(
     asked, where, config = scenario_named(scenario), card(gpu or DEFAULT_GPU), AllocatorConfig.parse(allocator or "")
 
     # What the user's model prints goes to stderr: stdout holds the timeline and nothing else.
-    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with working() as progress:
         from memsize import api
         from memsize.analysis.saved import load_step
 

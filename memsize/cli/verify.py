@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
 from dataclasses import replace
@@ -12,9 +11,9 @@ import click
 
 from memsize.cli.options import output_options, scenario_option
 from memsize.cli.output import Destination
-from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options, training_options
+from memsize.cli.working import working
 from memsize.spec.scenario import scenario_named
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
@@ -60,7 +59,7 @@ def verify(
     asked = scenario_named(scenario)
 
     # What the user's model prints goes to stderr: stdout holds the comparison and nothing else.
-    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with working() as progress:
         from memsize import __version__, api
         from memsize.analysis.saved import load_kind
 

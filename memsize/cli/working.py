@@ -1,0 +1,86 @@
+"""While a command works: what it is doing shows on stderr, and stdout is kept for its answer alone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from memsize.cli.progress import Progress
+from memsize.interrupt import cleaned_up
+
+
+@contextlib.contextmanager
+def working() -> Iterator[Progress]:
+    """What the user's model prints in here goes to stderr."""
+    with Progress() as progress, cleaned_up(progress.wipe), stdout_kept():
+        yield progress
+
+
+@contextlib.contextmanager
+def stdout_kept() -> Iterator[None]:
+    """While open, everything that is written to stdout goes to stderr: also by libraries in C, which write to the file
+    descriptor, and by processes that are started meanwhile.
+    """
+    with contextlib.ExitStack() as redirected:
+        for descriptor in _descriptors():
+            redirected.callback(_put_back, descriptor, os.dup(descriptor))
+            _to_stderr(descriptor)
+        redirected.callback(_flush, sys.stdout)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+
+
+def fill_closed_streams() -> None:
+    """Open the null device where a standard stream is closed: the first files to be opened would take its descriptor,
+    and what is meant for stdout or stderr would be written to them.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lasts
+
+
+def give_up_stdout() -> None:
+    """The answer has been written: what the model's threads and its functions for `atexit` still say goes to stderr."""
+    descriptors, sys.stdout = _descriptors(), sys.stderr
+    for descriptor in descriptors:
+        _to_stderr(descriptor)
+
+
+def _descriptors() -> set[int]:
+    """The file descriptors by which stdout can be reached: none where it is closed, or is no file (in a notebook)."""
+    try:
+        sys.stdout.flush()
+        return {1, sys.stdout.fileno()}
+    except (AttributeError, OSError, ValueError):
+        return set()
+
+
+def _to_stderr(descriptor: int) -> None:
+    with contextlib.ExitStack() as opened:
+        try:
+            target = sys.stderr.fileno()
+        except (AttributeError, OSError, ValueError):
+            target = os.open(os.devnull, os.O_WRONLY)
+            opened.callback(os.close, target)
+        os.dup2(target, descriptor)
+
+
+def _flush(stream: TextIO | None) -> None:
+    """What Python's and C's own buffers still hold was written while stdout was redirected."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        stream.flush()  # type: ignore[union-attr]
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).fflush(None)
+
+
+def _put_back(descriptor: int, kept: int) -> None:
+    os.dup2(kept, descriptor)
+    os.close(kept)
