@@ -16,12 +16,13 @@ Importing memsize does not import torch; the first report does.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from memsize.version import VERSION
 
+# `typing` and `importlib` would be the longest part of what the command does before it can be interrupted in silence.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from memsize.analysis.step import StepTrace
     from memsize.api import audit_layout, compare, fit, load, read_checkpoint, report, shape_rule, trace, verify
     from memsize.errors import (
@@ -109,6 +110,8 @@ def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'memsize' has no attribute {name!r}")
+    from importlib import import_module
+
     value = globals()[name] = getattr(import_module(home), name)
     return value
 

@@ -1,37 +1,42 @@
 """Ctrl-C ends a command at once: silently, with status 130, wherever it is.
 
 Python's own way, an exception, is wrong nearly everywhere in a command: it shows a traceback while modules are
-imported, aborts the process where C++ had called Python code, and may be caught by the user's code. Only a file that is
-being written needs it, to be removed.
+imported, aborts the process where C++ had called Python code, and may be caught by the user's code.
 
-This module imports next to nothing: it is the first thing that the command runs.
+The command runs this before it imports anything that takes time. Before that, Python itself decides.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final
 
-INTERRUPTED: Final = 130
+# `signal` itself takes ten times as long to import.
+from _signal import SIGINT, default_int_handler, getsignal, signal  # type: ignore[import-not-found]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+INTERRUPTED = 130
+cleanups: list[Callable[[], None]] = []
+"""Called before the process ends. They must neither wait for a lock nor take long."""
 _process: list[int] = []
-_cleanups: list[Callable[[], None]] = []
 
 
 def ends_the_process() -> None:
     """From now on Ctrl-C ends this process, unless it was started with Ctrl-C ignored."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if getsignal(SIGINT) is default_int_handler:
         _process[:] = [os.getpid()]
-        signal.signal(signal.SIGINT, _end)
+        signal(SIGINT, end)
 
 
-def _end(*_: object) -> None:
+def end(*_: object) -> None:
+    """The handler of the signal."""
     try:
         if os.getpid() in _process:  # and not a process that was forked from this one
-            for cleanup in _cleanups:
+            for cleanup in cleanups:
                 cleanup()
             _end_children()
     finally:
@@ -44,26 +49,3 @@ def _end_children() -> None:
     if multiprocessing is not None:
         for child in multiprocessing.active_children():
             child.kill()
-
-
-@contextmanager
-def cleaned_up(cleanup: Callable[[], None]) -> Iterator[None]:
-    """While open, Ctrl-C calls `cleanup`, which must neither wait for a lock nor take long."""
-    _cleanups.append(cleanup)
-    try:
-        yield
-    finally:
-        _cleanups.remove(cleanup)
-
-
-@contextmanager
-def raised() -> Iterator[None]:
-    """While open, Ctrl-C raises `KeyboardInterrupt`, as it does in other programs."""
-    if signal.getsignal(signal.SIGINT) is not _end:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, _end)

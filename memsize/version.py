@@ -1,5 +1,9 @@
 """The version of memsize: what `pyproject.toml`, the command line and saved runs say."""
 
-from typing import Final
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing `typing` is left to whoever needs it
+    from typing import Final
 
 VERSION: Final = "0.1.0"

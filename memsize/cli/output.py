@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
+from memsize.cli.working import interrupts_raised
 from memsize.errors import OutputError, UnknownOutputError
-from memsize.interrupt import raised
 from memsize.records.answer import Drawable, Savable
 from memsize.records.run_file import check_writable
 from memsize.render import FORMATS, format_of, render
@@ -36,7 +36,7 @@ class Destination:
     def keep(self, answer: Savable) -> None:
         """Save `answer` where that was asked for, and say so on stderr."""
         if self.saved is not None:
-            with raised():
+            with interrupts_raised():
                 answer.save(self.saved, overwrite=self.overwrite)
             click.echo(f"Wrote {self.saved}", err=True)
 
@@ -50,7 +50,7 @@ class Destination:
             _print(content)
             return
         try:
-            with raised(), self.file.open("wb" if self.overwrite else "xb") as file:
+            with interrupts_raised(), self.file.open("wb" if self.overwrite else "xb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
         except FileExistsError:
             raise _exists(self.file) from None

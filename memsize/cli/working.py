@@ -5,19 +5,37 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TextIO
 
 from memsize.cli.progress import Progress
-from memsize.interrupt import cleaned_up
+from memsize.interrupt import cleanups, end
 
 
 @contextlib.contextmanager
 def working() -> Iterator[Progress]:
     """What the user's model prints in here goes to stderr."""
-    with Progress() as progress, cleaned_up(progress.wipe), stdout_kept():
-        yield progress
+    with Progress() as progress, stdout_kept():
+        cleanups.append(progress.wipe)
+        try:
+            yield progress
+        finally:
+            cleanups.remove(progress.wipe)
+
+
+@contextlib.contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """While open, Ctrl-C raises `KeyboardInterrupt`: a file that is half written must be removed."""
+    if signal.getsignal(signal.SIGINT) is not end:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, end)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memsize.internals.ctrl_c import raise_waiting
 from memsize.internals.settings import settings_kept
 from memsize.internals.turn import turn_taken
 
@@ -81,6 +82,7 @@ def undisturbed() -> Iterator[None]:
     always goes the same way, and warnings are ignored: a model's own are about real data or devices.
     """
     with isolated(), collector_paused():
+        raise_waiting()
         warnings.simplefilter("ignore")
         random.seed(_SEED)
         torch.default_generator.manual_seed(_SEED)

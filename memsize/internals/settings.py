@@ -92,7 +92,7 @@ def _mapping(kept: Any) -> _Setting:
         for key in set(kept) - set(before):
             del kept[key]
         for key, value in before.items():
-            if key not in kept or kept[key] is not value:
+            if key not in kept or kept[key] != value:
                 kept[key] = value
 
     return _Setting(lambda: dict(kept), write)

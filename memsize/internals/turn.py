@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from memsize.errors import MemsizeError
+from memsize.internals.ctrl_c import deferred, raise_waiting
 
 
 class _Turn:
@@ -54,12 +55,16 @@ def turn_taken() -> Iterator[None]:
         return
     if threading.current_thread() in turn.started:
         raise MemsizeError("memsize was called in a thread that the model started while memsize was running it")
-    with turn.lock, turn.starts_noted():
-        turn.owner = thread
+    with deferred():
+        while not turn.lock.acquire(timeout=0.1):
+            raise_waiting()
         try:
-            yield
+            turn.owner = thread
+            with turn.starts_noted():
+                yield
         finally:
             turn.owner = None
+            turn.lock.release()
 
 
 def _after_fork() -> None:

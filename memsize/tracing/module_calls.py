@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memsize.internals.ctrl_c import raise_waiting
 from memsize.internals.isolation import CompilerImport
 from memsize.internals.pytree import arguments_in, tensors_in
 from memsize.model.tensor_storage import plain_tensors, spec_of
@@ -95,6 +96,7 @@ class Calls:
         clock, seen = self.ledger.clock, self.seen[index]
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            raise_waiting()
             self._compiler.forget()
             outer, start = clock.enter(index), self.ledger.count
             if not self.complete:
