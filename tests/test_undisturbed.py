@@ -16,6 +16,7 @@ from torch import nn
 import memsize
 from memsize.internals.settings import settings_kept
 from tests import models
+from tests.conftest import Write
 from tests.misbehaving import MODELS, fuse, globals_of_modules
 from tests.process import changes, process_state
 
@@ -137,6 +138,31 @@ def test_what_one_run_changes_does_not_reach_the_next(name: str) -> None:
     both = memsize.report(model, (8,), batch_size=2, scenarios="fp32,fp16")
     (alone,) = memsize.report(model, (8,), batch_size=2, scenarios="fp16").scenario_results
     assert both.scenario_results[1] == alone
+
+
+TARGET = """
+import os, torch, warnings
+from torch import nn
+torch.set_default_dtype(torch.float64)
+os.environ["MEMSIZE_TEST_TARGET"] = "set"
+warnings.simplefilter("error")
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+    def forward(self, x):
+        assert os.environ["MEMSIZE_TEST_TARGET"] == "set"
+        return self.body(x.double()) + torch.zeros(8)
+"""
+
+
+def test_what_a_target_sets_while_it_is_imported_holds_for_its_runs_only(write: Write) -> None:
+    target = f"{write('model.py', TARGET)}:Net"
+    before = process_state()
+    report = memsize.report(target, "8:float64", scenarios="as-given")
+    assert {tensor.spec.dtype for tensor in report.trace.tensors} == {"float64"}
+    assert report.layers["output_bytes"].sum() == 8 * 8 + 8 * 8  # of the linear layer, and of the sum
+    assert changes(before, process_state()).keys() <= {"imports"}  # of what loading and the table need
 
 
 def test_settings_that_cannot_be_read_are_left_alone() -> None:

@@ -14,6 +14,7 @@ from memsize.cuda.cudnn.plans import Plans
 from memsize.device.cards import card
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace
 from memsize.errors import ForwardError
+from memsize.internals.isolation import undisturbed
 from memsize.model.inputs import ModelInputs
 from memsize.model.materialize import executable, executable_call
 from memsize.model.meta_copy import MetaCopier
@@ -128,13 +129,16 @@ class Runner:
         if recipe.quantized:
             self.left[scenario.name] = dict(recipe.quantized.left)
         call = self.call(scenario, recipe.floating, batch_size)
+        if self.execute:
+            with undisturbed():
+                call = executable_call(call)
         return Setup(
             name=self.name,
             device="cpu" if self.execute else "meta",
             notes=self._notes(scenario),
             scenario=scenario.name,
             model=recipe.model,
-            call=executable_call(call) if self.execute else call,
+            call=call,
             training=self.training,
             batch_size=batch_size,
             semantics=partial(gpu_semantics, capability=self.gpu.capability),

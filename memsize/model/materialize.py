@@ -99,7 +99,6 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             module._init_flat_weights()  # else the first forward does it
 
 
-@undisturbed()
 def executable_call(call: Call, device: torch.device | str = _CPU) -> Call:
     """The same arguments with values, on `device`: known constants, zeros for other integers, normally distributed
     numbers for the rest.
