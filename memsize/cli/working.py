@@ -57,9 +57,7 @@ def fill_closed_streams() -> None:
     and what is meant for stdout or stderr would be written to them.
     """
     for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
+        if not _is_open(descriptor):
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lasts
@@ -76,9 +74,17 @@ def _descriptors() -> set[int]:
     """The file descriptors by which stdout can be reached: none where it is closed, or is no file (in a notebook)."""
     try:
         sys.stdout.flush()
-        return {1, sys.stdout.fileno()}
+        return {descriptor for descriptor in (1, sys.stdout.fileno()) if _is_open(descriptor)}
     except (AttributeError, OSError, ValueError):
         return set()
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _to_stderr(descriptor: int) -> None:

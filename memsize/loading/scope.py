@@ -130,11 +130,10 @@ def _home(module: ModuleType | None) -> Path | None:
     return Path(places[0]).absolute().parent if places and isinstance(places[0], str) else None
 
 
-@cache
 def is_users(file: str) -> bool:
     """Whether the source `file` is the user's own: neither Python's, nor an installed package's, nor memsize's."""
     path = Path(file).absolute()
-    return not file.startswith("<frozen ") and not _installed(path) and not path.is_relative_to(_MEMSIZE)
+    return file[:1] != "<" and not _installed(path) and not path.is_relative_to(_MEMSIZE)
 
 
 @cache

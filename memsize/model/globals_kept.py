@@ -13,6 +13,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from torch import nn
 from memsize.loading.scope import is_users
 
 _NOTHING = object()
+_is_users_file = cache(is_users)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
@@ -50,7 +52,9 @@ def _classes(model: nn.Module) -> list[type]:
 
 
 def _is_users(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and is_users(value.__code__.co_filename)
+    if not isinstance(value, types.FunctionType):
+        return False
+    return value.__globals__.get("__name__") == "__main__" or _is_users_file(value.__code__.co_filename)
 
 
 def _named(functions: Iterable[types.FunctionType]) -> Iterator[tuple[dict[str, Any], set[str]]]:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from memsize.internals.ctrl_c import raise_waiting
+
 _graph_task = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
 _next_number = torch._C._autograd._get_sequence_nr
@@ -89,6 +91,7 @@ class Clock:
 
     def tick(self) -> None:
         """An op is about to run."""
+        raise_waiting()
         if _graph_task() == -1:
             self._settle()
             return

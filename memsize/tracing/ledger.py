@@ -19,7 +19,6 @@ from memsize.cuda.convolution import BACKWARD, FORWARD, Convolutions
 from memsize.cuda.kernels import kernel_copies, kernel_temporaries
 from memsize.cuda.matmul import CUBLAS, CUBLASLT
 from memsize.cuda.registry import Temporary
-from memsize.internals.ctrl_c import raise_waiting
 from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
@@ -87,7 +86,6 @@ class Ledger(MetaDispatchMode):
             return NotImplemented
         if func is DETACH:
             return carry_over(args[0], func(*args))
-        raise_waiting()
         self.clock.tick()
         self.last_op = op = func._overloadpacket.__name__
         if self.workspaces.blas and func in CUBLAS:

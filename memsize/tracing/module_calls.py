@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memsize.errors import exits_caught
 from memsize.internals.ctrl_c import raise_waiting
 from memsize.internals.isolation import CompilerImport
 from memsize.internals.pytree import arguments_in, tensors_in
@@ -103,8 +104,9 @@ class Calls:
                 self.entered.append((outer, index))
             given = [(tensor, _version(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
             try:
-                result = module._call_impl(*args, **kwargs)
-            except BaseException:
+                with exits_caught():
+                    result = module._call_impl(*args, **kwargs)
+            except Exception:
                 if self.failed is None:
                     self.failed = Running(index, tuple(str(spec_of(tensor)) for tensor, _ in given))
                 raise
