@@ -62,11 +62,10 @@ def test_what_a_model_writes_goes_to_stderr(command: list[str]) -> None:
         assert [way for way in WAYS if f"{way} in {where}" not in said] == []
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-"])
-def test_closed_streams(command: list[str], tmp_path: Path, closed: str) -> None:
-    """The answer goes to a file where stdout is closed; what the model writes to a closed stream is lost."""
-    line = " ".join([*command, "-o", str(tmp_path / "answer.json")])
-    done = subprocess.run(["sh", "-c", f"{line} {closed}"], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+def test_closed_streams(command: list[str], tmp_path: Path) -> None:
+    """The answer goes to a file; what the model writes to a closed stream is lost."""
+    line = " ".join([*command, "-o", str(tmp_path / "answer.json"), ">&- 2>&-"])
+    done = subprocess.run(["sh", "-c", line], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert done.returncode == 0
     assert json.loads((tmp_path / "answer.json").read_text())["model"] == "model.py:Net"
 
