@@ -20,6 +20,8 @@ import memsize
 from memsize import interrupt
 from memsize.cli import run
 from memsize.cli.working import interrupts_raised
+from memsize.internals import ctrl_c
+from memsize.internals.ctrl_c import deferred, raise_waiting
 from memsize.internals.isolation import isolated
 from tests.conftest import ROOT, Write
 from tests.process import changes, process_state
@@ -181,6 +183,20 @@ class Computing(nn.Module):
 @pytest.mark.parametrize("model", [Waiting(), Computing()])
 def test_a_forward_is_stopped_at_once(model: nn.Module) -> None:
     assert interrupted(0.5, lambda: memsize.trace(model, (8,), optimizer=None))
+
+
+def test_a_second_one_does_not_wait() -> None:
+    def in_memsize() -> None:
+        ctrl_c._interrupted(signal.SIGINT, None)  # as the handler is called where no frame is the user's
+
+    with deferred():
+        in_memsize()
+        with pytest.raises(KeyboardInterrupt):
+            in_memsize()
+    with pytest.raises(KeyboardInterrupt), deferred():
+        in_memsize()
+    with deferred():
+        raise_waiting()
 
 
 def test_waiting_for_another_thread_is_stopped_too() -> None:

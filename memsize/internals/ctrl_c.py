@@ -2,7 +2,7 @@
 
 Python raises `KeyboardInterrupt` between any two instructions of the main thread. Amid a patch, or before a ``finally``
 has begun, it would leave PyTorch patched; in a callback of a weak reference it is lost. So it is raised at once only in
-the user's own code, and otherwise at the next op, module call or run.
+the user's own code, and otherwise at the next op, module call or run. A second one does not wait.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class deferred:  # noqa: N801 - reads as the context manager that it is
 
 
 def _interrupted(_: int, frame: FrameType | None) -> None:
+    raise_waiting()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] != _OURS:
         if not _is_library(frame.f_code.co_filename):
             raise KeyboardInterrupt
