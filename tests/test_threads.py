@@ -118,11 +118,11 @@ def test_what_another_thread_does_is_not_recorded() -> None:
     try:
         while not steps[0]:
             stop.wait(0.001)
-        assert [trace("") for _ in range(3)] == [alone] * 3
+        while steps[0] < 10:
+            assert trace("") == alone
     finally:
         stop.set()
         thread.join()
-    assert steps[0] > 1
 
 
 class Asking(nn.Module):
