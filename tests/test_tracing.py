@@ -14,8 +14,9 @@ from memsize.errors import ForwardError
 from memsize.meta_kernels import registry
 from memsize.model.inputs import inputs_from_data
 from memsize.model.meta_copy import meta_copy
-from memsize.records.aggregates import totals
+from memsize.records.aggregates import live_bytes, split_phase, totals
 from memsize.records.trace import Trace
+from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Setup
 from memsize.workloads.forward import Forward
 from tests import models
@@ -96,6 +97,51 @@ def test_meta_and_real_runs_write_the_same_events(name: str) -> None:
 def _sizes(trace: Trace) -> list[tuple[int, int, int]]:
     """Every event as bytes, layer and phase, apart from storages of a few bytes."""
     return [(event.delta, event.layer, event.phase) for event in trace.events]
+
+
+class Monitored(nn.Module):
+    """Logs its result's norm, in a graph that is dropped before it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.fc(x)
+        self.norm = h.norm().item()
+        return h
+
+
+def test_what_a_dropped_graph_had_saved_is_not_kept() -> None:
+    trace = forward(Monitored(), torch.randn(256, 256))
+    # The layer keeps its input, 256·256·4; its result, which the norm had saved, is only returned.
+    assert totals(trace).saved_bytes == 262_144
+    assert [(s.role, s.saved_by) for s in trace.storages if s.op == "addmm"] == [("output", -1)]
+
+
+def test_dropped_graphs_leave_nothing_for_the_next_step() -> None:
+    model = nn.Sequential(*(Monitored() for _ in range(6)))
+    steps = memsize.trace(model, (256,), batch_size=64, steps=4).trace
+    peaks: dict[int, int] = {}
+    for event, level in zip(steps.events, live_bytes(steps.events), strict=True):
+        step = split_phase(steps.phases[event.phase])[1]
+        peaks[step] = max(peaks.get(step, 0), level)
+    assert peaks[2] == peaks[3] == peaks[4]
+
+
+def test_what_is_saved_again_belongs_to_the_layer_whose_graph_lasts() -> None:
+    trace = forward(nn.Sequential(Monitored(), nn.Linear(256, 8)), torch.randn(256, 256))
+    assert {layer.path: layer.saved_bytes for layer in trace.layers} == {"": 0, "0": 0, "0.fc": 262_144, "1": 262_144}
+
+
+def test_a_saved_tensor_is_held_without_its_graph() -> None:
+    weight = torch.randn(8, requires_grad=True)
+    result = weight.exp()
+    ledger = Ledger("cpu")
+    held = ledger.saved(result).tensor
+    assert held.grad_fn is None and held.data_ptr() == result.data_ptr()
+    # A leaf has no graph. Data that it is given later is what backward reads, as sharded training expects.
+    assert ledger.saved(weight).tensor is weight
 
 
 def test_in_place_results_and_views_bring_no_memory() -> None:

@@ -126,6 +126,7 @@ class Calls:
                 return call(*args, **kwargs)
             with clock.during("forward"):
                 result = call(*args, **kwargs)
+                self.ledger.forget_released()
                 for tensor in tensors_in(result):
                     for piece in plain_tensors(tensor):
                         self.ledger.mark(piece, "output")

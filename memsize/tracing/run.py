@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class Run:
 
         With `inner` False only calls of the model itself are recorded, and nothing is known about layers.
         """
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, attrgetter("tensor"))
         with undisturbed(), ExitStack() as regions:
             try:
                 watches = (self.calls.watched(inner), resizes_seen(self.ledger), hooks)
