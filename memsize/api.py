@@ -369,11 +369,13 @@ class _Opened(NamedTuple):
 def _opened(subject: Subject, say: Callable[[str], None] = lambda _: None) -> Iterator[_Opened]:
     """The subject with its model built; while open, a target's own imports work as it expects."""
     with _loaded(subject, say) as (name, model, notes, maker):
+        from memsize.internals.isolation import autograd_enabled
         from memsize.model.inputs import inputs_for
 
         training = subject.mode != "eval"
-        inputs = inputs_for(subject, model, maker, training)
-        yield _Opened((name, model, inputs, training), (*notes, *filter(None, [inputs.note])))
+        with autograd_enabled():
+            inputs = inputs_for(subject, model, maker, training)
+            yield _Opened((name, model, inputs, training), (*notes, *filter(None, [inputs.note])))
 
 
 @contextmanager

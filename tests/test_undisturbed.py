@@ -7,7 +7,7 @@ import gc
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +88,22 @@ def process() -> Iterator[object]:
     yield (
         torch.overrides._get_current_function_mode() if hasattr(torch.overrides, "_get_current_function_mode") else None
     )
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_callers_gradient_mode_changes_no_figure(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    model = models.Small()
+    expected = memsize.report(model, (3, 32, 32), batch_size=2)
+    step = memsize.trace(model, (3, 32, 32), batch_size=2)
+    with mode():
+        before = list(process())
+        built = models.Small()
+        for each in (model, built):
+            found = memsize.report(each, (3, 32, 32), batch_size=2)
+            assert found.trace == expected.trace
+            assert found.totals.saved_bytes > 0
+        assert memsize.trace(built, torch.randn(2, 3, 32, 32)).peak == step.peak
+        assert list(process())[3:] == before[3:]  # building the model drew random numbers
 
 
 class Everyday(nn.Module):

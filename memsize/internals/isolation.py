@@ -7,7 +7,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -29,6 +29,14 @@ def collector_paused() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def autograd_enabled() -> AbstractContextManager[None]:
+    """While open, autograd records, even where the caller is inside of `torch.inference_mode` or `torch.no_grad`.
+
+    What is kept for backward is asked of the model, not of the place where the question stands.
+    """
+    return torch.inference_mode(False)  # which sets the gradient mode too
 
 
 class CompilerImport:
