@@ -14,7 +14,7 @@ from memsize.errors import ForwardError
 from memsize.meta_kernels import registry
 from memsize.model.inputs import inputs_from_data
 from memsize.model.meta_copy import meta_copy
-from memsize.records.aggregates import live_bytes, split_phase, totals
+from memsize.records.aggregates import live_bytes, split_phase, totals, visible
 from memsize.records.trace import Trace
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Setup
@@ -161,6 +161,31 @@ def test_every_output_of_a_nested_result_is_listed() -> None:
     assert [str(output.spec) for output in outputs] == ["float32[2,10]", "float32[2,10]", "float32[2,3]"]
     # The body's 80 bytes are the body's; the sigmoid's 80 are new here; the slice is a view.
     assert [(output.memory, output.bytes) for output in outputs] == [("passed", 0), ("new", 80), ("view", 0)]
+
+
+def test_a_tensor_that_is_returned_again_is_listed_again() -> None:
+    class Repeating(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, object]:
+            h = x + 1
+            return {"first": h, "all": [h, h], "input": x}
+
+    outputs = forward(Repeating(), torch.randn(2, 10)).layers[0].outputs
+    assert [(each.memory, each.bytes) for each in outputs] == [("new", 80), ("new", 0), ("new", 0), ("passed", 0)]
+
+
+def test_a_module_under_several_names_says_so() -> None:
+    model = nn.Module()
+    model.first = nn.Sequential(nn.Linear(10, 10), nn.ReLU())
+    model.again, model.head = model.first, nn.ModuleList([model.first[0]])
+    model.forward = lambda x: model.again(x)  # type: ignore[method-assign]
+    trace = forward(model, torch.randn(2, 10))
+    aliases = {layer.path: layer.aliases for layer in trace.layers if layer.aliases}
+    assert aliases == {"first": ("again",), "first.0": ("head.0",)}
+    # A container without a figure has a row all the same, which is the only one to say so.
+    assert {row.path: row.marks for row in visible(trace) if row.aliases} == {
+        "first": ("also again",),
+        "first.0": ("also head.0",),
+    }
 
 
 def test_a_module_called_three_times_has_one_row() -> None:

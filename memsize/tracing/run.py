@@ -240,6 +240,7 @@ def _layer(seen: Seen, own: list[StoredTensor], saved: int, cast: int) -> Layer:
         output_bytes=sum(output.bytes for output in seen.outputs),
         saved_bytes=saved,
         cast_bytes=cast,
+        aliases=seen.aliases,
     )
 
 
