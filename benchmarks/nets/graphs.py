@@ -34,19 +34,20 @@ class Monitored(nn.Module):
 
 
 class VectorQuantized(nn.Module):
-    """The straight-through quantizer of van den Oord et al., 2017, whose losses are left aside."""
+    """The straight-through quantizer of van den Oord et al., 2017, with its three losses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encode, self.decode = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.codes = nn.Embedding(128, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.encode(x)
-        nearest = torch.cdist(x.flatten(0, 1), self.codes.weight).argmin(-1)
-        quantized = self.codes(nearest).view_as(x)
-        functional.huber_loss(quantized.detach(), x)
-        return self.decode(x + (quantized - x).detach())
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        z = self.encode(x)
+        nearest = torch.cdist(z.flatten(0, 1), self.codes.weight).argmin(-1)
+        quantized = self.codes(nearest).view_as(z)
+        commitment = functional.mse_loss(quantized.detach(), z) + functional.mse_loss(quantized, z.detach())
+        decoded = self.decode(z + (quantized - z).detach())
+        return {"loss": functional.mse_loss(decoded, x) + commitment, "decoded": decoded}
 
 
 class Sampled(nn.Module):
