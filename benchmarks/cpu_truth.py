@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.nets import graphs
 from benchmarks.nets.adapted import adapted
-from benchmarks.nets.language import GPT2, Bert, Experts, Gated, Llama
+from benchmarks.nets.language import GPT2, Bert, Experts, Gated, GPT2Block, Llama
 from benchmarks.nets.visual import ViTBase
 from benchmarks.truth.standin import STACK, StandIn
 from benchmarks.truth.suite import NETS, Build
@@ -175,6 +175,7 @@ _TABLE: Final = """
     llama-1b               train  bf16         adamw:foreach         2   16 own
     llama-1b-checkpointed  train  bf16         adamw:foreach         2   16 own
     gpt2                   infer  fp32         -                     2   16 own
+    gpt2                   train  fp32         adamw:foreach         2   16 own
 """
 """Network, training or inference, scenario, optimizer (``/4``: four backwards a step), batch, length of texts.
 
@@ -301,6 +302,13 @@ BY_DESIGN: Final = (
             for name in ("flash_attention", "efficient_attention", "flash_attention_for_cpu")
             for end in ("", "_backward")
         ),
+    ),
+    Reason(
+        "attention with dropout",
+        "CUDA's fused kernels draw it themselves (cuda/attention.cu); a CPU's flash attention refuses it "
+        "(transformers/sdp_utils_cpp.cpp, `check_for_dropout`), and keeps the scores, their softmax and the mask",
+        within=(GPT2Block,),
+        lends=True,
     ),
 )
 """What is not to agree."""
