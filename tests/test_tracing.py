@@ -163,6 +163,19 @@ def test_every_output_of_a_nested_result_is_listed() -> None:
     assert [(output.memory, output.bytes) for output in outputs] == [("passed", 0), ("new", 80), ("view", 0)]
 
 
+def test_a_tensor_saved_in_a_transform_keeps_its_outer_graph() -> None:
+    weight, outer = torch.randn(3, requires_grad=True), []
+
+    def inner(x: Tensor) -> Tensor:
+        result = x * weight
+        held = Ledger("cpu").saved(result).tensor
+        outer.append((held.grad_fn, torch._C._functorch.get_unwrapped(held).requires_grad))
+        return result.sum()
+
+    torch.func.grad(inner)(torch.randn(3))
+    assert outer == [(None, True)]
+
+
 def test_a_tensor_that_is_returned_again_is_listed_again() -> None:
     class Repeating(nn.Module):
         def forward(self, x: Tensor) -> dict[str, object]:

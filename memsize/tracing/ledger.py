@@ -326,7 +326,7 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) not in PLAIN_TYPES:
         return tensor.detach()
     with torch._C._DisableTorchDispatch():
-        alias = tensor.detach()
+        alias = tensor.data  # not detach(), which would cut the outer graphs of torch.func's transforms too
     return carry_over(tensor, alias)
 
 
