@@ -26,6 +26,8 @@ from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import DETACH, MetaDispatchMode, has_own_dispatch
 
 _aten = torch.ops.aten
+_NOT_KEPT: frozenset[Role] = frozenset(("parameter", "buffer"))
+"""What is there anyway does not count as kept for backward."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -255,10 +257,11 @@ class Ledger(MetaDispatchMode):
     def saved(self, tensor: torch.Tensor) -> SavedTensor:
         """A pack hook (`torch.autograd.graph.saved_tensors_hooks`): autograd keeps `tensor` for backward."""
         index = self.index_of(tensor)
-        storages = [index]
-        if index < 0:  # a wrapper keeps what it is made of
-            storages = list(map(self.index_of, plain_tensors(tensor))) if is_wrapper(tensor) else []
-        kept = [each for each in storages if each >= 0 and self._roles[each] not in ("parameter", "buffer")]
+        if index >= 0:
+            kept = [index] if self._roles[index] not in _NOT_KEPT else []
+        else:  # a wrapper keeps what it is made of
+            pieces = map(self.index_of, plain_tensors(tensor)) if is_wrapper(tensor) else ()
+            kept = [each for each in pieces if each >= 0 and self._roles[each] not in _NOT_KEPT]
         saved = SavedTensor(_without_graph(tensor), kept, self.clock.layer)
         if kept:
             self._saved.append(weakref.ref(saved))
