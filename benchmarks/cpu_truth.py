@@ -26,8 +26,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.nets import graphs
 from benchmarks.nets.adapted import adapted
-from benchmarks.nets.language import GPT2, Bert, Experts, Gated, Llama
+from benchmarks.nets.language import GPT2, Bert, Experts, Gated, GPT2Block, Llama
 from benchmarks.nets.visual import ViTBase
 from benchmarks.truth.standin import STACK, StandIn
 from benchmarks.truth.suite import NETS, Build
@@ -89,6 +90,19 @@ SMALL: Final[Mapping[str, tuple[Build, str]]] = {
 }
 """The suite's networks; those that are too large for a CPU with fewer layers, or narrower, of the same code."""
 
+GRAPHS: Final[Mapping[str, tuple[Build, str]]] = {
+    "monitored": (graphs.Monitored, "16,64"),
+    "vector-quantized": (graphs.VectorQuantized, "16,64"),
+    "sampled": (graphs.Sampled, "16,64"),
+    "linear-attention": (graphs.LinearAttention, "16,64"),
+    "continuous": (graphs.Continuous, "16,64"),
+    "penalized": (graphs.Penalized, "16,64"),
+    "recomputed": (partial(graphs.Recomputed, False), "16,64"),
+    "recomputed-reentrant": (partial(graphs.Recomputed, True), "16,64"),
+    "normalized": (graphs.Normalized, "16,64"),
+}
+"""Networks whose autograd graphs are unusual."""
+
 _TABLE: Final = """
     perceptron             train  fp32         adamw:foreach         8
     perceptron             train  fp32         adamw:fused           8
@@ -143,12 +157,25 @@ _TABLE: Final = """
     gru                    train  fp32         adamw:foreach         2    8
     gru                    infer  fp32         -                     2    8
 
+    monitored              train  fp32         adamw:foreach         8
+    monitored              train  amp-bf16     adamw:foreach         8
+    vector-quantized       train  fp32         adamw:foreach         8
+    sampled                train  fp32         adamw:foreach         8
+    linear-attention       train  fp32         adamw:foreach         8
+    continuous             train  fp32         adamw:foreach         8
+    penalized              train  fp32         adamw:foreach         8
+    recomputed             train  fp32         adamw:foreach         8
+    recomputed             train  amp-bf16     adamw:foreach         8
+    recomputed-reentrant   train  fp32         adamw:foreach         8
+    normalized             train  fp32         adamw:foreach         8
+
     vit-base               train  fp32         adamw:foreach         1    0 own
     vit-base               train  amp-bf16     adamw:foreach         1    0 own
     llama-1b               train  fp32         adamw:foreach         2   16 own
     llama-1b               train  bf16         adamw:foreach         2   16 own
     llama-1b-checkpointed  train  bf16         adamw:foreach         2   16 own
     gpt2                   infer  fp32         -                     2   16 own
+    gpt2                   train  fp32         adamw:foreach         2   16 own
 """
 """Network, training or inference, scenario, optimizer (``/4``: four backwards a step), batch, length of texts.
 
@@ -170,7 +197,7 @@ def _run(line: str) -> Run:
     net, kind, scenario, optimizer, batch, *more = line.split()
     given, _, backwards = optimizer.partition("/")
     training = Training(given, accumulate=int(backwards or 1)) if kind == "train" else None
-    build, inputs = SMALL[net]
+    build, inputs = {**SMALL, **GRAPHS}[net]
     own = more[1:] == ["own"]
     parts = [net, kind, scenario, *([given] if training else [])]
     name = "/".join([*parts, *([f"x{backwards}"] if backwards else []), *(["own-attention"] if own else [])])
@@ -275,6 +302,13 @@ BY_DESIGN: Final = (
             for name in ("flash_attention", "efficient_attention", "flash_attention_for_cpu")
             for end in ("", "_backward")
         ),
+    ),
+    Reason(
+        "attention with dropout",
+        "CUDA's fused kernels draw it themselves (cuda/attention.cu); a CPU's flash attention refuses it "
+        "(transformers/sdp_utils_cpp.cpp, `check_for_dropout`), and keeps the scores, their softmax and the mask",
+        within=(GPT2Block,),
+        lends=True,
     ),
 )
 """What is not to agree."""

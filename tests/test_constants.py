@@ -262,14 +262,18 @@ def test_a_number_that_is_assigned_is_on_the_host() -> None:
     ledger = Ledger("meta")
     with ledger:
         table = torch.zeros(4, 6, dtype=torch.int64, device=META)
+        mask = torch.ones(4, 6, dtype=torch.bool, device=META).tril()
         table[1:3, -2:] = 7
         table[0] = True
         table[..., 2] = 5
+        table[mask] = -3
         table[None] += 1
-    assert [storage.bytes for storage in ledger.storages(frozenset())] == [8 * 4 * 6]
+    # the table, the mask and what it was made of
+    assert [storage.bytes for storage in ledger.storages(frozenset())] == [8 * 4 * 6, 4 * 6, 4 * 6]
     ledger.close()
     expected = torch.zeros(4, 6, dtype=torch.int64)
     expected[1:3, -2:], expected[0], expected[..., 2] = 7, 1, 5
+    expected[torch.ones(4, 6, dtype=torch.bool).tril()] = -3
     values = constant_of(table)
     assert values is not None and values.equal(expected + 1)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks import cpu_truth
-from benchmarks.cpu_truth import BY_DESIGN, RUNS, SMALL, EvenChoices, Held, Run, held, line, main
+from benchmarks.cpu_truth import BY_DESIGN, GRAPHS, RUNS, SMALL, EvenChoices, Held, Run, held, line, main
 from benchmarks.truth.suite import NETS
 from memsize.constants.values import constant_of
 from memsize.model.inputs import inputs_from_specs
@@ -23,7 +23,7 @@ from memsize.spec.inputs import parse_inputs
 from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python
 
-RECURRENT, NORMS, ATTENTION = (reason.what for reason in BY_DESIGN)
+RECURRENT, NORMS, ATTENTION, DROPOUT = (reason.what for reason in BY_DESIGN)
 QUICK = (
     "perceptron/train/amp-fp16/adamw:foreach",
     "perceptron/train/fp32/adamw:foreach/x4",
@@ -33,6 +33,7 @@ QUICK = (
     "mixture/train/fp32/adamw:foreach",
     "lstm/train/fp32/sgd:foreach",
     "gpt2/infer/bf16",
+    *(name for name in RUNS if name.partition("/")[0] in GRAPHS),
 )
 """Run with every suite: they take a second or two each. The others are slow."""
 
@@ -43,7 +44,7 @@ def expected(name: str) -> set[str]:
     if net in ("lstm", "gru"):
         return {RECURRENT}
     if name.endswith("own-attention"):
-        return {ATTENTION}
+        return {ATTENTION, DROPOUT} if kind == "train" and net == "gpt2" else {ATTENTION}
     halved = scenario == "bf16" or (scenario == "apex-O2" and kind == "train")
     return {NORMS} if halved and net == "gpt2" else set()
 
@@ -65,7 +66,7 @@ def test_a_real_step_is_as_predicted(name: str) -> None:
 def test_every_network_of_the_suite_is_run() -> None:
     """But for three of the same code as others: larger, or with the adapters of another net."""
     again = {"wide-perceptron", "gpt2-large", "llama-1b-adapted"}
-    assert {name.partition("/")[0] for name in RUNS} == set(NETS) - again
+    assert {name.partition("/")[0] for name in RUNS} == {*NETS, *GRAPHS} - again
     assert set(SMALL) == set(NETS)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import types
+import weakref
 from collections import defaultdict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +54,55 @@ class Slots:
         self.left, self.right = left, right
 
 
+class Storage(MutableMapping[str, Tensor]):
+    """The tensors of a `Graph`, which know what they belong to, as in torch_geometric."""
+
+    def __init__(self, parent: Graph, **held: Tensor) -> None:
+        self._held, self._parent = held, weakref.ref(parent)
+
+    @property
+    def parent(self) -> Graph:
+        found = self._parent()
+        assert found is not None
+        return found
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._held[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self._held[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class Graph:
+    """The tensors are two levels down, and a call lists them."""
+
+    def __init__(self, **held: Tensor) -> None:
+        self._store = Storage(self, **held)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._store[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._store.items())
+
+    def __call__(self, *names: str) -> Iterator[Any]:
+        yield from self._store.items()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        return Graph(**copy.deepcopy(dict(self._store), memo))
+
+
 class Reading(nn.Module):
     """Applies a Linear(16, 8) to the tensors that `pick` finds in its input."""
 
@@ -78,6 +130,7 @@ NESTS: dict[str, tuple[Callable[[Any], list[Tensor]], Any]] = {
     "frozen dataclass": (lambda given: [given.left, *given.right], Frozen(A, [B])),
     "object": (both, types.SimpleNamespace(left=A, right=B)),
     "object with slots": (both, Slots(A, B)),
+    "graph": (lambda given: both(given._store.parent), Graph(left=A, right=B)),
     "dictionary": (items, {"left": A, "right": B}),
     "dictionary with defaults": (
         lambda given: [given["left"], *given["none"], given["right"]],
@@ -107,6 +160,19 @@ def test_a_nest_is_rebuilt_as_what_it_is(name: str) -> None:
     assert type(rebuilt) is type(data)
     assert {tensor.dtype for tensor in tensors_in(rebuilt)} == {torch.float64}
     assert {tensor.dtype for tensor in tensors_in(data)} == {torch.float32}
+
+
+def test_data_that_can_be_called_is_no_function() -> None:
+    report = memsize.report(Reading(both), Graph(left=A, right=B), scenarios="fp32,fp16")
+    assert [str(each.spec) for each in report.trace.inputs] == ["float32[4,16]"] * 2
+    assert [result.figure("input_bytes") for result in report.scenario_results] == [512, 256]
+
+
+def test_parts_refer_to_the_rebuilt_whole() -> None:
+    graph = Graph(left=A)
+    rebuilt = map_tensors(lambda tensor: tensor.half(), graph)
+    assert rebuilt._store.parent is rebuilt
+    assert graph._store.parent is graph and graph.left is A
 
 
 def test_an_object_without_tensors_is_the_same_object() -> None:
@@ -167,6 +233,11 @@ def test_jagged_tensors_run_in_one_size() -> None:
     # 8 rows of 16 float32 and 3 offsets; 8 rows of 8 come out
     assert report.totals.input_bytes == 8 * 16 * 4 + 3 * 8
     assert report.totals.output_bytes == 8 * 8 * 4
+    assert str(report.trace.inputs[0].spec) == "float32[2,*,16]"
+    assert [str(out.spec) for out in report.trace.layers[1].outputs] == ["float32[2,*,8]"]
+    assert json.loads(report.to_json())["inputs"][0]["shape"] == [2, None, 16]
+    with pytest.raises(InputError, match="dimension 1 has no one size"):
+        memsize.fit(Reading(lambda given: [given]), input_data=(jagged,), vary="0:1", budget="2GiB")
     assert [result.status for result in report.scenario_results] == ["run", "run"]
 
 

@@ -257,6 +257,7 @@ SCHEMA = {
     "layers": [
         {
             "path": str,
+            "aliases": [str],
             "type": str,
             "depth": int,
             "calls": int,

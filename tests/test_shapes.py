@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch._ops import OpOverload
 
 from memsize.cuda.attention import efficient_rows
+from memsize.cuda.kernels import kernel_temporaries
 from memsize.internals.meta_memo import MetaMemo
 from memsize.meta_kernels import factories, matmul, norms, rules, spatial, strides
 from memsize.meta_kernels.reductions import reduced_shape
@@ -385,6 +386,24 @@ def test_an_answer_agrees_with_a_real_run(name: str) -> None:
 def test_a_rule_agrees_with_the_meta_kernel(name: str) -> None:
     for args in MODELLED[name]:
         compare(f"aten::{name}", args, {}, "meta")
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize(
+    "name", ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"]
+)
+def test_a_loss_holds_the_memory_that_a_real_one_holds(name: str, reduction: int) -> None:
+    """Most reduced losses are one number in the memory of all terms."""
+    op = getattr(torch.ops.aten, name).default
+    options = (None, reduction) if name == "binary_cross_entropy" else (reduction,)
+    real = op(torch.rand(5, 8), torch.rand(5, 8), *options)
+    ours = RULES[op](meta(5, 8), meta(5, 8), *options)
+    assert ours.shape == real.shape
+    assert ours.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+    assert ours.untyped_storage().nbytes() == (4 if reduction and name == "huber_loss" else 4 * 5 * 8)
+    # A real run hides what is allocated inside of an op. In half precision, 2 bytes for each term.
+    inside = [each.bytes for each in kernel_temporaries(op, (meta(5, 8).half(), meta(8).half(), *options))]
+    assert inside == ([2 * 5 * 8] if reduction and name in ("mse_loss", "smooth_l1_loss", "huber_loss") else [])
 
 
 @pytest.mark.parametrize(("name", "args", "kwargs"), KEYWORDS)

@@ -14,8 +14,9 @@ from memsize.errors import ForwardError
 from memsize.meta_kernels import registry
 from memsize.model.inputs import inputs_from_data
 from memsize.model.meta_copy import meta_copy
-from memsize.records.aggregates import totals
+from memsize.records.aggregates import live_bytes, split_phase, totals, visible
 from memsize.records.trace import Trace
+from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Setup
 from memsize.workloads.forward import Forward
 from tests import models
@@ -98,6 +99,51 @@ def _sizes(trace: Trace) -> list[tuple[int, int, int]]:
     return [(event.delta, event.layer, event.phase) for event in trace.events]
 
 
+class Monitored(nn.Module):
+    """Logs its result's norm, in a graph that is dropped before it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.fc(x)
+        self.norm = h.norm().item()
+        return h
+
+
+def test_what_a_dropped_graph_had_saved_is_not_kept() -> None:
+    trace = forward(Monitored(), torch.randn(256, 256))
+    # The layer keeps its input, 256·256·4; its result, which the norm had saved, is only returned.
+    assert totals(trace).saved_bytes == 262_144
+    assert [(s.role, s.saved_by) for s in trace.storages if s.op == "addmm"] == [("output", -1)]
+
+
+def test_dropped_graphs_leave_nothing_for_the_next_step() -> None:
+    model = nn.Sequential(*(Monitored() for _ in range(6)))
+    steps = memsize.trace(model, (256,), batch_size=64, steps=4).trace
+    peaks: dict[int, int] = {}
+    for event, level in zip(steps.events, live_bytes(steps.events), strict=True):
+        step = split_phase(steps.phases[event.phase])[1]
+        peaks[step] = max(peaks.get(step, 0), level)
+    assert peaks[2] == peaks[3] == peaks[4]
+
+
+def test_what_is_saved_again_belongs_to_the_layer_whose_graph_lasts() -> None:
+    trace = forward(nn.Sequential(Monitored(), nn.Linear(256, 8)), torch.randn(256, 256))
+    assert {layer.path: layer.saved_bytes for layer in trace.layers} == {"": 0, "0": 0, "0.fc": 262_144, "1": 262_144}
+
+
+def test_a_saved_tensor_is_held_without_its_graph() -> None:
+    weight = torch.randn(8, requires_grad=True)
+    result = weight.exp()
+    ledger = Ledger("cpu")
+    held = ledger.saved(result).tensor
+    assert held.grad_fn is None and held.data_ptr() == result.data_ptr()
+    # A leaf has no graph. Data that it is given later is what backward reads, as sharded training expects.
+    assert ledger.saved(weight).tensor is weight
+
+
 def test_in_place_results_and_views_bring_no_memory() -> None:
     trace = forward(models.Small(), torch.randn(2, 3, 32, 32))
     memory = {layer.path: [(output.memory, output.bytes) for output in layer.outputs] for layer in trace.layers}
@@ -115,6 +161,44 @@ def test_every_output_of_a_nested_result_is_listed() -> None:
     assert [str(output.spec) for output in outputs] == ["float32[2,10]", "float32[2,10]", "float32[2,3]"]
     # The body's 80 bytes are the body's; the sigmoid's 80 are new here; the slice is a view.
     assert [(output.memory, output.bytes) for output in outputs] == [("passed", 0), ("new", 80), ("view", 0)]
+
+
+def test_a_tensor_saved_in_a_transform_keeps_its_outer_graph() -> None:
+    weight, outer = torch.randn(3, requires_grad=True), []
+
+    def inner(x: Tensor) -> Tensor:
+        result = x * weight
+        held = Ledger("cpu").saved(result).tensor
+        outer.append((held.grad_fn, torch._C._functorch.get_unwrapped(held).requires_grad))
+        return result.sum()
+
+    torch.func.grad(inner)(torch.randn(3))
+    assert outer == [(None, True)]
+
+
+def test_a_tensor_that_is_returned_again_is_listed_again() -> None:
+    class Repeating(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, object]:
+            h = x + 1
+            return {"first": h, "all": [h, h], "input": x}
+
+    outputs = forward(Repeating(), torch.randn(2, 10)).layers[0].outputs
+    assert [(each.memory, each.bytes) for each in outputs] == [("new", 80), ("new", 0), ("new", 0), ("passed", 0)]
+
+
+def test_a_module_under_several_names_says_so() -> None:
+    model = nn.Module()
+    model.first = nn.Sequential(nn.Linear(10, 10), nn.ReLU())
+    model.again, model.head = model.first, nn.ModuleList([model.first[0]])
+    model.forward = lambda x: model.again(x)  # type: ignore[method-assign]
+    trace = forward(model, torch.randn(2, 10))
+    aliases = {layer.path: layer.aliases for layer in trace.layers if layer.aliases}
+    assert aliases == {"first": ("again",), "first.0": ("head.0",)}
+    # A container without a figure has a row all the same, which is the only one to say so.
+    assert {row.path: row.marks for row in visible(trace) if row.aliases} == {
+        "first": ("also again",),
+        "first.0": ("also head.0",),
+    }
 
 
 def test_a_module_called_three_times_has_one_row() -> None:

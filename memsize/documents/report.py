@@ -53,7 +53,7 @@ _LAYER_COLUMNS: Final = (
     Column("cast", "cast copies", "bytes", 65, "copies of parameters in another dtype, made while it runs"),
     Column("new", "new output", "bytes", 85, "new memory that its outputs take; views and in-place results: 0"),
     Column("saved", "kept for backward", "bytes", 90, "what its ops keep for backward, parameters apart"),
-    Column("notes", "notes", "words", 92, "ties, views, calls, what was never called or used"),
+    Column("notes", "notes", "words", 92, "other paths, ties, views, calls, what was never called or used"),
 )
 
 COLUMNS: Final = tuple(column.key for column in _LAYER_COLUMNS)

@@ -24,8 +24,8 @@ _COMPILER = "torch._dynamo"
 def isolated() -> Iterator[None]:
     """Run the user's code, one thread at a time; afterwards the process's settings are as they were.
 
-    Modes that are active around the call (`FakeTensorMode`, a profiler's, `torch.inference_mode`) are suspended: they
-    are not about what runs in here.
+    Modes that are active around the call (`FakeTensorMode`, a profiler's, `torch.inference_mode`, `torch.no_grad`) are
+    suspended: what a model keeps for backward is asked of the model, not of the place where the question stands.
     """
     with turn_taken(), settings_kept(), _modes_suspended():
         yield
@@ -36,8 +36,7 @@ def _modes_suspended() -> Iterator[None]:
     with ExitStack() as suspended:
         if torch._C._len_torch_dispatch_stack():
             suspended.enter_context(_disable_current_modes())
-        if torch.is_inference_mode_enabled():
-            suspended.enter_context(torch.inference_mode(False))
+        suspended.enter_context(torch.inference_mode(False))  # which sets the gradient mode too
         yield
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`, in order, each object once.
+    """Every tensor in `value`, in order, as often as it is there; what holds them is looked into once.
 
-    Looks into sequences, sets, mappings, and the attributes of any other object that is neither a module nor a class:
-    a key-value cache returned by a language model is such an object.
+    Looks into sequences, sets, mappings, and the attributes of any other object that is no code: a key-value cache
+    returned by a language model is such an object.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -54,14 +55,12 @@ def arguments_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _walk(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, _PLAIN) or id(value) in seen:
-        return
-    seen.add(id(value))
     if isinstance(value, torch.Tensor):
         yield value
-        return
-    for item in _parts(value):
-        yield from _walk(item, seen)
+    elif not isinstance(value, _PLAIN) and id(value) not in seen:
+        seen.add(id(value))
+        for item in _parts(value):
+            yield from _walk(item, seen)
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -69,8 +68,15 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from value
-    elif not isinstance(value, (type, torch.nn.Module)) and not callable(value):
+    elif not _is_code(value):
         yield from _attributes(value).values()
+
+
+def _is_code(value: Any) -> bool:
+    """Whether `value` is a class, a module, or something to call. What is also iterable is data, such as a graph of
+    `torch_geometric`, whose call lists what is in it.
+    """
+    return isinstance(value, (type, torch.nn.Module)) or (callable(value) and not isinstance(value, Iterable))
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -119,11 +125,11 @@ class _Mapped:
             return type(value)(*map(self.of, value))
         if isinstance(value, (list, tuple, set, frozenset)):
             return type(value)(map(self.of, value))
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and (isinstance(value, dict) or not _attributes(value)):
             return self._mapping(value)
-        if isinstance(value, (type, torch.nn.Module)) or callable(value):
-            return value
-        return self._object(value)
+        if isinstance(value, weakref.ref):
+            return self._reference(value)
+        return value if _is_code(value) else self._object(value)
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
         mapped = {key: self.of(item) for key, item in value.items()}
@@ -135,13 +141,21 @@ class _Mapped:
             # A mapping with a constructor of its own: a plain dict answers the same look-ups.
             return mapped
 
+    def _reference(self, value: weakref.ref[Any]) -> weakref.ref[Any]:
+        target = value()
+        mapped = self.of(target)
+        return value if mapped is target else weakref.ref(mapped)
+
     def _object(self, value: Any) -> Any:
-        held = _attributes(value)
-        mapped = {name: self.of(item) for name, item in held.items()}
-        changed = {name: item for name, item in mapped.items() if item is not held[name]}
-        if not changed:
+        if next(tensors_in(value), None) is None:
             return value
         rebuilt = copy.copy(value)
-        for name, item in changed.items():
-            object.__setattr__(rebuilt, name, item)  # also where a dataclass is frozen
+        self.memo[id(value)] = (value, rebuilt)  # parts may refer to the whole
+        own = getattr(rebuilt, "__dict__", {})
+        for name, item in _attributes(value).items():
+            mapped = self.of(item)
+            if name in own:
+                own[name] = mapped  # past any property of that name
+            else:
+                object.__setattr__(rebuilt, name, mapped)
         return rebuilt

@@ -1,7 +1,7 @@
 """Sums, means and norms; softmax and the losses, with their gradients.
 
-A reduction's output is row-major, whatever the input's strides. A reduced loss is one number; an unreduced one is
-elementwise.
+A reduction's output is row-major, whatever the input's strides. A reduced loss is one number, for some losses at the
+start of the memory that its terms would take; an unreduced one is elementwise.
 """
 
 from __future__ import annotations
@@ -136,7 +136,21 @@ def _nll_loss_backward(
 # -- differences ------------------------------------------------------------------------------------------------------
 
 
-@shape_rule(*overloads("mse_loss smooth_l1_loss huber_loss"))
+@shape_rule(*overloads("mse_loss smooth_l1_loss"))
+def _reduced_in_place(tensor: Any, target: Any, reduction: int = 1, *_: Any) -> Any:
+    """The result is made for the terms, and then resized to one number, which frees nothing (native/Loss.cpp)."""
+    terms = _difference(tensor, target, _UNREDUCED)
+    return terms if terms is NotImplemented or reduction == _UNREDUCED else terms.resize_(())
+
+
+@shape_rule("aten::soft_margin_loss")
+def _soft_margin_loss(tensor: Any, target: Any, reduction: int = 1) -> Any:
+    """As above; the terms are like the input, into which the target is multiplied."""
+    fits = are_plain(tensor, target) and broadcast((tensor.shape, target.shape)) == tuple(tensor.shape)
+    return _reduced_in_place(tensor, tensor, reduction) if fits and are_alike(tensor, target) else NotImplemented
+
+
+@shape_rule(*overloads("huber_loss"))
 def _difference(tensor: Any, target: Any, reduction: int = 1, *_: Any) -> Any:
     if not are_plain(tensor, target) or not are_alike(tensor, target) or not tensor.is_floating_point():
         return NotImplemented
@@ -153,7 +167,14 @@ def _difference_backward(grad: Any, tensor: Any, target: Any, *_: Any) -> Any:
     return elementwise(tensor.dtype, tensor, target, grad)
 
 
-@shape_rule("aten::binary_cross_entropy", "aten::binary_cross_entropy_with_logits")
+@shape_rule("aten::binary_cross_entropy")
+def _binary_cross_entropy_of_shares(tensor: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
+    """As above (cuda/Loss.cu: `loss.resize_as_(loss_reduced)`)."""
+    fits = are_plain(weight) and tensor.shape == target.shape
+    return _reduced_in_place(tensor, target, reduction) if fits else NotImplemented
+
+
+@shape_rule("aten::binary_cross_entropy_with_logits")
 def _binary_cross_entropy(tensor: Any, target: Any, *options: Any) -> Any:
     """`options` are one or two tensors of weights, and the reduction at the end if it isn't the mean."""
     *weights, reduction = options if options and isinstance(options[-1], int) else (*options, 1)

@@ -35,9 +35,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """The dtype and shape of a tensor, as records have them."""
-    # A nested tensor has no one shape: its number of elements stands for it.
-    shape = (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)
-    return TensorSpec(dtype_name(tensor.dtype), shape)
+    sizes = tuple(_size(tensor, dim) for dim in range(tensor.dim())) if tensor.is_nested else tuple(tensor.shape)
+    return TensorSpec(dtype_name(tensor.dtype), sizes)
+
+
+def _size(nested: torch.Tensor, dim: int) -> int | None:
+    """None where the parts differ: a symbol in the jagged layout, and an error in the strided one."""
+    try:
+        size = nested.size(dim)
+    except RuntimeError:
+        return None
+    return size if isinstance(size, int) else None
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -99,6 +99,7 @@ class Row:
 
     `layers` names the modules it adds up (none for a tensor's row). `dtypes` are those of its stored parameters, the
     one with the most bytes first. `marks` are short remarks: ``never called``, ``tied to embed.weight``, ``×3``.
+    `aliases` are the other paths of the module.
     """
 
     path: str
@@ -117,6 +118,7 @@ class Row:
     saved_bytes: int = 0
     cast_bytes: int = 0
     marks: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
     @property
     def hollow(self) -> bool:
@@ -145,8 +147,8 @@ def visible(trace: Trace, depth: int | None = None) -> tuple[Row, ...]:
     """The rows of the layer table down to `depth` (None: all of it); at every depth they add up to `totals(trace)`.
 
     A module below the cut is part of its nearest visible ancestor. Where a module's children are visible, the tensors
-    registered on the module itself get rows of their own, and a module with no figure of its own gets none. Tensors
-    that are not registered get rows wherever they are not below the cut.
+    registered on the module itself get rows of their own, and a module with no figure of its own gets none, unless it
+    has several paths. Tensors that are not registered get rows wherever they are not below the cut.
     """
     rows: list[Row] = []
     failed = trace.failure.layer if trace.failure else None
@@ -155,7 +157,7 @@ def visible(trace: Trace, depth: int | None = None) -> tuple[Row, ...]:
         open_ = _open(head, depth)
         alone = [t for t in group.tensors if _stands_alone(t, head, depth)]
         row = _layer_row(group, [t for t in group.tensors if not _stands_alone(t, head, depth)], trace)
-        if not (open_ and row.hollow) or head.path == failed:
+        if not (open_ and row.hollow) or head.path == failed or head.aliases:
             rows.append(row)
         rows.extend(_tensor_row(tensor, head.depth + 1) for tensor in alone)
     return tuple(rows)
@@ -216,6 +218,7 @@ def _layer_row(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -> 
         saved_bytes=sum(layer.saved_bytes for layer in group.folded),
         cast_bytes=sum(layer.cast_bytes for layer in group.folded),
         marks=tuple(_layer_marks(group, tensors, trace)),
+        aliases=group.head.aliases,
     )
 
 
@@ -265,6 +268,8 @@ def _layer_marks(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -
     head, failure = group.head, trace.failure
     if failure and head.path == failure.layer:
         yield "failed here"
+    if head.aliases:
+        yield f"also {_first_of(head.aliases)}"
     if head.calls > 1:
         yield f"×{head.calls}"
     if failure is None:
@@ -297,6 +302,10 @@ def _short_names(tensors: Sequence[StoredTensor]) -> str:
     return ", ".join(tensor.name.removeprefix(f"{tensor.layer}.") for tensor in tensors)
 
 
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 def _memory_marks(outputs: Sequence[Output]) -> Iterator[str]:
     """How outputs that cost nothing came about; a module whose outputs are all new memory needs no mark."""
     says = {"view": "view", "in place": "in place", "passed": "returns its input"}
@@ -308,7 +317,7 @@ def _memory_marks(outputs: Sequence[Output]) -> Iterator[str]:
 def _tensor_marks(tensors: Sequence[StoredTensor]) -> Iterator[str]:
     ties = list(dict.fromkeys(tensor.tied_to for tensor in tensors if tensor.tied_to))
     if ties:
-        yield f"tied to {ties[0]}" + (f" and {len(ties) - 1} more" if len(ties) > 1 else "")
+        yield f"tied to {_first_of(ties)}"
     registered = [tensor for tensor in tensors if tensor.kind == "parameter"]
     if registered and not any(tensor.trainable for tensor in registered):
         yield "frozen"

@@ -24,13 +24,16 @@ Memory = Literal["new", "view", "in place", "passed"]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor's dtype and shape; its text is ``float32[1,3,64,64]``."""
+    """A tensor's dtype and shape; its text is ``float32[1,3,64,64]``.
+
+    None is a dimension in which the parts of a nested tensor differ: ``float32[3,*,64]``.
+    """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return f"{self.dtype}[{','.join('*' if size is None else str(size) for size in self.shape)}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class Layer:
     cast_bytes: int
     root: int = 0
     """Which of `Trace.roots` it belongs to. Where there are several, `path` begins with the root's name."""
+    aliases: tuple[str, ...] = ()
+    """The paths of the same module elsewhere in the model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -92,7 +92,8 @@ class Subject:
             input_size, input_data = None, input_size
         specs = () if input_size is None else _specs(input_size)
         call = source = None
-        if isinstance(input_data, str) or (callable(input_data) and not isinstance(input_data, Mapping)):
+        # What can also be iterated over is data: a graph of torch_geometric can be called, too.
+        if isinstance(input_data, str) or (callable(input_data) and not isinstance(input_data, Iterable)):
             source = input_data
         elif input_data is not None:
             call = call_of(input_data)

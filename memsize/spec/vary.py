@@ -88,4 +88,7 @@ def _size(dimension: Dimension, inputs: Sequence[InputTensor]) -> int:
         raise UnknownInputError("input", dimension.name, [tensor.name for tensor in inputs])
     if dimension.dim >= len(tensor.spec.shape):
         raise InputError(f"input {dimension.name!r} is {tensor.spec}: it has no dimension {dimension.dim}")
-    return tensor.spec.shape[dimension.dim]
+    size = tensor.spec.shape[dimension.dim]
+    if size is None:
+        raise InputError(f"input {dimension.name!r} is {tensor.spec}: dimension {dimension.dim} has no one size")
+    return size

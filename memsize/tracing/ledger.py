@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,13 +19,15 @@ from memsize.cuda.convolution import BACKWARD, FORWARD, Convolutions
 from memsize.cuda.kernels import kernel_copies, kernel_temporaries
 from memsize.cuda.matmul import CUBLAS, CUBLASLT
 from memsize.cuda.registry import Temporary
-from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors
+from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import DETACH, MetaDispatchMode, has_own_dispatch
 
 _aten = torch.ops.aten
+_NOT_KEPT: frozenset[Role] = frozenset(("parameter", "buffer"))
+"""What is there anyway does not count as kept for backward."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -34,6 +36,21 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("address", "index")
     address: int
     index: int
+
+
+class SavedTensor:
+    """What autograd holds in the place of a tensor that it saves for backward, and lets go of with its graph.
+
+    `tensor` is the saved one without its graph: a graph that held its own result would never be freed. `storages` are
+    the indexes of what it keeps alive, parameters and buffers apart, and `layer` is where that was saved.
+    """
+
+    __slots__ = ("__weakref__", "layer", "storages", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, storages: Sequence[int], layer: int) -> None:
+        self.tensor = tensor
+        self.storages = storages
+        self.layer = layer
 
 
 class Workspaces(NamedTuple):
@@ -77,6 +94,7 @@ class Ledger(MetaDispatchMode):
         self._dtypes: list[torch.dtype] = []
         self._shapes: list[tuple[int, ...]] = []
         self._saved_by: list[int] = []
+        self._saved: list[weakref.ref[SavedTensor]] = []
         self._handles: set[bool] = set()
 
     # -- what happens during the run ---------------------------------------------------------------------------------
@@ -236,21 +254,39 @@ class Ledger(MetaDispatchMode):
         if index >= 0 and self._roles[index] == "temporary":
             self._roles[index] = role
 
-    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+    def saved(self, tensor: torch.Tensor) -> SavedTensor:
         """A pack hook (`torch.autograd.graph.saved_tensors_hooks`): autograd keeps `tensor` for backward."""
         index = self.index_of(tensor)
         if index >= 0:
-            self._keep(index)
-        elif hasattr(tensor, "__tensor_flatten__"):  # a wrapper keeps what it is made of
-            for piece in plain_tensors(tensor):
-                self._keep(self.index_of(piece))
-        return tensor
+            kept = [index] if self._roles[index] not in _NOT_KEPT else []
+        else:  # a wrapper keeps what it is made of
+            pieces = map(self.index_of, plain_tensors(tensor)) if is_wrapper(tensor) else ()
+            kept = [each for each in pieces if each >= 0 and self._roles[each] not in _NOT_KEPT]
+        saved = SavedTensor(_without_graph(tensor), kept, self.clock.layer)
+        if kept:
+            self._saved.append(weakref.ref(saved))
+            for each in kept:
+                self._keep(each)
+        return saved
 
     def _keep(self, index: int) -> None:
-        if index >= 0 and self._saved_by[index] < 0 and self._roles[index] not in ("parameter", "buffer"):
+        if self._saved_by[index] < 0:
             self._saved_by[index] = self.clock.layer
             if self._roles[index] == "temporary":
                 self._roles[index] = "activation"
+
+    def forget_released(self) -> None:
+        """What autograd has let go of, and something else keeps alive, is not kept for backward."""
+        alive = [saved for reference in self._saved if (saved := reference()) is not None]
+        self._saved = list(map(weakref.ref, alive))
+        saved_by: dict[int, int] = {}
+        for saved in alive:
+            for index in saved.storages:
+                saved_by.setdefault(index, saved.layer)
+        for index in (reference.index for reference in self.live.values()):
+            self._saved_by[index] = saved_by.get(index, -1)
+            if index not in saved_by and self._roles[index] == "activation":
+                self._roles[index] = "temporary"
 
     def kept(self, alive: Set[int]) -> int:
         """Bytes of those storages among `alive` that are kept for backward."""
@@ -284,6 +320,17 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse, nested and opaque tensors have no storage of their own
         return None
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself where no graph made it, so that autograd sees data that it is given later (``.data = …``)."""
+    if tensor.is_leaf:
+        return tensor
+    if type(tensor) not in PLAIN_TYPES:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        alias = tensor.data  # not detach(), which would cut the outer graphs of torch.func's transforms too
+    return carry_over(tensor, alias)
 
 
 def _address(tensor: torch.Tensor) -> int:

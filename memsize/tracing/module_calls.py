@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Seen:
     depth: int
     leaf: bool
     module: nn.Module
+    aliases: tuple[str, ...] = ()
     calls: int = 0
     outputs: list[Output] = field(default_factory=list)
     plain: bool = True
@@ -70,7 +71,7 @@ class Calls:
 
     def __init__(self, model: nn.Module, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.seen = [_seen(path, module) for path, module in model.named_modules()]
+        self.seen = _all_seen(model)
         self.entered: list[tuple[int, int]] = []
         """For each call of the first forward, in order: the module that was running, and the one that was called."""
         self.failed: Running | None = None
@@ -130,6 +131,7 @@ class Calls:
                 return call(*args, **kwargs)
             with clock.during("forward"):
                 result = call(*args, **kwargs)
+                self.ledger.forget_released()
                 for tensor in tensors_in(result):
                     for piece in plain_tensors(tensor):
                         self.ledger.mark(piece, "output")
@@ -142,10 +144,13 @@ class Calls:
         return forward
 
     def _returned(self, index: int, result: Any, start: int, given: list[tuple[torch.Tensor, int]]) -> None:
-        seen = self.seen[index]
+        seen, met = self.seen[index], dict[torch.Tensor, Output]()
         seen.calls += 1
         for tensor in tensors_in(result):
-            seen.outputs.append(self._output(tensor, start, given))
+            again = met.get(tensor)
+            output = replace(again, bytes=0) if again else self._output(tensor, start, given)
+            met[tensor] = output
+            seen.outputs.append(output)
 
     def _output(self, tensor: torch.Tensor, start: int, given: list[tuple[torch.Tensor, int]]) -> Output:
         storages = list(map(self.ledger.index_of, plain_tensors(tensor)))
@@ -181,9 +186,20 @@ def _first(args: tuple[Any, ...]) -> Any:
     return args[0] if args else None
 
 
-def _seen(path: str, module: nn.Module) -> Seen:
+def _all_seen(model: nn.Module) -> list[Seen]:
+    paths = {module: path for path, module in model.named_modules()}
+    aliases: dict[nn.Module, list[str]] = {}
+    for module, path in paths.items():
+        for name, child in module._modules.items():
+            place = f"{path}.{name}" if path else name
+            if child is not None and paths.get(child, place) != place:
+                aliases.setdefault(child, []).append(place)
+    return [_seen(path, module, tuple(aliases.get(module, ()))) for module, path in paths.items()]
+
+
+def _seen(path: str, module: nn.Module, aliases: tuple[str, ...]) -> Seen:
     depth = path.count(".") + 1 if path else 0
-    return Seen(path, _type_name(module), depth, not any(True for _ in module.children()), module)
+    return Seen(path, _type_name(module), depth, not any(True for _ in module.children()), module, aliases)
 
 
 def _type_name(module: nn.Module) -> str:

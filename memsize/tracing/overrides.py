@@ -163,17 +163,22 @@ def _indexed(original: Function) -> Function:
 
 def _assigned(original: Function) -> Function:
     """``x[:3] = 1``: the number is on the host for CUDA's tensors, where others make a tensor of it on their device
-    (torch/csrc/autograd/python_variable_indexing.cpp). What is selected by tensors keeps PyTorch's way.
+    (torch/csrc/autograd/python_variable_indexing.cpp). Where places are listed, the kernel copies it to the device.
     """
 
     def assigned(tensor: Tensor, index: Any, value: Any) -> Any:
         if tensor.is_meta and isinstance(value, (int, float, complex)):
             parts = index if type(index) is tuple else (index,)
-            if not any(isinstance(part, (Tensor, list)) for part in parts):
+            if not any(_is_looked_up(part) for part in parts):
                 value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
         return original(tensor, index, value)
 
     return assigned
+
+
+def _is_looked_up(part: Any) -> bool:
+    """Whether part of an index lists places. A mask does not: what is under it is filled with the number."""
+    return isinstance(part, list) or (isinstance(part, Tensor) and part.dtype not in (torch.bool, torch.uint8))
 
 
 def _index(numbers: list[Any]) -> Any:

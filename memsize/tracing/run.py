@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class Run:
 
         With `inner` False only calls of the model itself are recorded, and nothing is known about layers.
         """
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, attrgetter("tensor"))
         with undisturbed(), globals_kept(self.setup.model), ExitStack() as regions:
             try:
                 watches = (self.calls.watched(inner), resizes_seen(self.ledger), hooks)
@@ -241,6 +242,7 @@ def _layer(seen: Seen, own: list[StoredTensor], saved: int, cast: int) -> Layer:
         output_bytes=sum(output.bytes for output in seen.outputs),
         saved_bytes=saved,
         cast_bytes=cast,
+        aliases=seen.aliases,
     )
 
 

@@ -115,8 +115,8 @@ def _logits(output: Any) -> torch.Tensor:
 
 
 def _floating(output: Any) -> list[torch.Tensor]:
-    """Every floating output from which a gradient can start."""
-    found = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
+    """Every floating output from which a gradient can start, once."""
+    found = [t for t in dict.fromkeys(tensors_in(output)) if t.is_floating_point() and t.requires_grad]
     if not found:
         raise InputError("no output of the model requires a gradient: there is nothing to train")
     return found

@@ -154,7 +154,7 @@ def _most_alike(trace: Trace, held: Mapping[int, int]) -> Alike | None:
 def _vocabularies(trace: Trace) -> set[int]:
     """The last dimensions of the model's outputs that are large enough to be those of a vocabulary."""
     widths = {out.spec.shape[-1] for layer in trace.layers[:1] for out in layer.outputs if out.spec.shape}
-    return {width for width in widths if width >= _VOCABULARY}
+    return {width for width in widths if width and width >= _VOCABULARY}
 
 
 def phase_name(label: str) -> str:
