@@ -12,13 +12,25 @@ from typing import Any
 
 import torch
 
-from memsize.cuda import attention, autocast, convolution, dropout, encoder, indexing, matmul, norms, rnn, softmax
+from memsize.cuda import (
+    attention,
+    autocast,
+    convolution,
+    dropout,
+    encoder,
+    foreach,
+    indexing,
+    matmul,
+    norms,
+    rnn,
+    softmax,
+)
 from memsize.cuda.registry import COPIES, SAME_DTYPE, TEMPORARIES, Copies, Temporary
 from memsize.internals.dispatch_key import Kernel
 from memsize.model.tensor_storage import dtype_name
 
-LIBRARIES = (convolution, matmul)
-"""Families with nothing on the dispatch key: the kernels of cuDNN and cuBLAS."""
+LIBRARIES = (convolution, matmul, foreach)
+"""Families with nothing on the dispatch key: the kernels of cuDNN and cuBLAS, and those for lists of tensors."""
 
 
 def kernels() -> Mapping[str, Kernel]:
