@@ -317,6 +317,14 @@ class Doubled(torch.autograd.Function):
         return grad * 2, None
 
 
+@pytest.mark.parametrize(("capability", "native"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_older_gpus_emulate_bfloat16(capability: tuple[int, int], native: bool) -> None:
+    with cuda_semantics(capability=capability):
+        assert torch.cuda.is_bf16_supported()
+        assert torch.cuda.is_bf16_supported(including_emulation=False) is native
+        assert torch.cuda.is_bf16_supported(False) is native
+
+
 def test_custom_forward_casts_its_inputs() -> None:
     Doubled.seen = []
     with cuda_semantics(), autocast_region(BF16):

@@ -43,7 +43,7 @@ def _questions() -> tuple[Patch, ...]:
     renamed = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
     return (
         Patch(common, "amp_definitely_not_available", _always(False)),
-        Patch(torch.cuda, "is_bf16_supported", _always(True)),
+        Patch(torch.cuda, "is_bf16_supported", _from_ampere_on),
         *(Patch(torch, name, _by_name) for name in renamed),
         Patch(torch.amp, "is_autocast_available", _by_name),
         Patch(mode, "is_autocast_available", _by_name),
@@ -81,6 +81,16 @@ def _named_too(original: Any) -> Any:
 
 def _always(answer: bool) -> Callable[[Function], Function]:
     return lambda _: lambda *args, **kwargs: answer
+
+
+def _from_ampere_on(_: Function) -> Function:
+    """Older GPUs emulate bfloat16, which counts unless the caller says otherwise."""
+
+    def answer(including_emulation: bool = True) -> bool:
+        semantics = current()
+        return including_emulation or (semantics is not None and semantics.capability >= (8, 0))
+
+    return answer
 
 
 def _by_name(original: Function) -> Function:
