@@ -395,6 +395,31 @@ def storages_made(
     return made
 
 
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.Tanh, nn.Softplus, nn.SiLU, nn.Mish, nn.GELU)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_the_gradient_of_an_activation_is_one_kernel(kind: type[nn.Module]) -> None:
+    """A gradient like the input, and for PReLU another for the weight; nothing else."""
+    layer = kind().to("meta")
+    x = meta(4, 300, grad=True)
+    with cuda_semantics():
+        out = layer(x)
+        gradient = torch.empty_like(out)
+        made = storages_made(lambda given: out.backward(given), gradient)
+    own = [size for op, size in made if op.endswith("_backward")]
+    assert own == [4 * 4 * 300] * (2 if kind is nn.PReLU else 1)
+    assert sum(size for _, size in made) == sum(own) + 4 * (kind is nn.PReLU)
+
+
+def test_the_gradient_of_mishs_gradient_is_pytorchs() -> None:
+    x = meta(4, grad=True)
+    with cuda_semantics():
+        (first,) = torch.autograd.grad(F.mish(x).sum(), x, create_graph=True)
+        first.sum().backward()
+    assert x.grad is not None
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_one_hot_is_written_in_place(device: str) -> None:
     """CUDA writes ones into zeros; PyTorch's `meta` formula compares, and then widens what it found."""

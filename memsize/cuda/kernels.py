@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memsize.cuda import (
+    activations,
     attention,
     autocast,
     convolution,
@@ -38,7 +39,8 @@ def kernels() -> Mapping[str, Kernel]:
 
     Where autocast wraps an operator, its casts come first; attention does both itself.
     """
-    decided = {**dropout.kernels(), **norms.kernels(), **indexing.kernels(), **rnn.kernels(), **softmax.kernels()}
+    families = (activations, dropout, norms, indexing, rnn, softmax)
+    decided = {name: kernel for family in families for name, kernel in family.kernels().items()}
     return {**decided, **autocast.kernels(decided), **attention.kernels(), **encoder.kernels()}
 
 
