@@ -633,6 +633,33 @@ def test_flash_keeps_its_inputs_its_output_and_the_statistics() -> None:
     assert 0 <= generator <= 32  # seed and offset: two small tensors
 
 
+# The layout of (batch 2, heads 4, length 16, head 64), and what attention and the copy of its result by position make:
+# one is 2·4·16·64 elements. In PyTorch 2.1 the result lies by length, in 2.2 like the query.
+@pytest.mark.parametrize(
+    ("order", "release", "ones"),
+    [
+        ((0, 2, 1, 3), (2, 1), 1),  # by length: nothing is copied
+        ((0, 2, 1, 3), (2, 2), 1),
+        ((2, 0, 1, 3), (2, 1), 1 + 3 + 1),  # by position, as nn.MultiheadAttention has it: query, key, value, result
+        ((2, 0, 1, 3), (2, 2), 1),
+        ((2, 0, 1, 3), None, 1),
+    ],
+)
+def test_the_first_flash_attention_packs_its_batch(
+    order: tuple[int, ...], release: tuple[int, int] | None, ones: int
+) -> None:
+    shape = (2, 4, 16, 64)
+    back = tuple(sorted(range(4), key=order.__getitem__))
+    x = meta(*(shape[dim] for dim in order), dtype=FP16).permute(back)
+    ledger = Ledger("meta")
+    with ledger, cuda_semantics(release=release):
+        ledger.enter(x, "input")
+        F.scaled_dot_product_attention(x, x, x).permute(order).contiguous()
+    made = [each.bytes for each in ledger.storages(frozenset())[1:]]
+    ledger.close()
+    assert made.count(2 * 2 * 4 * 16 * 64) == ones
+
+
 def test_the_state_of_efficient_attentions_random_numbers_is_on_the_host() -> None:
     """Output 2·4·16·64, and sums for 32 rows instead of 16; no seed and no offset, which `meta` would have there."""
 
