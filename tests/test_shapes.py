@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._ops import OpOverload
 
-from memsize.cuda.attention import efficient_rows
+from memsize.cuda.attention_memory import efficient_rows
 from memsize.cuda.kernels import kernel_temporaries
 from memsize.internals.meta_memo import MetaMemo
 from memsize.meta_kernels import factories, matmul, norms, rules, spatial, strides
@@ -248,7 +248,7 @@ REAL: dict[str, list[tuple[Any, ...]]] = {
     "flip": [(ROWS, [1]), (LAST, [0, -1])],
     "roll": [(ROWS, [1], [1]), (ROWS, [2])],
     "tril": [(ROWS,), (LAST, 1)],
-    "triu": [(ROWS,), (LAST, -1)],
+    "triu": [(ROWS,), (LAST, -1), (ROWS.transpose(1, 2), 1)],
     "glu": [(ROWS,), (IMAGE, 1)],
     "glu_backward": [(meta(3, 5, 4), ROWS, -1), (meta(2, 2, 8, 6), IMAGE, 1)],
     "_prelu_kernel": [(IMAGE, meta(1, 4, 1, 1))],

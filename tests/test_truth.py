@@ -20,8 +20,8 @@ TRUTH = Path(__file__).resolve().parents[2] / "shared" / "truth"
 A100 = TRUTH / "a100_mlp.csv"
 MIB = 2**20
 
-SAMPLES = 1000
-"""The data set's size is not stated. With 1,000 samples and an incomplete last batch the runs fit best (see below)."""
+SAMPLES = 4096
+"""Of the script that was measured, as are the loop below and the summary before it: ``mlp.py`` of itu-rad/GPUMemNet."""
 CONTEXT = 1429
 """MiB of CUDA context on that stack (CUDA before 11.7): the one fitted constant."""
 
@@ -41,15 +41,18 @@ def perceptron(features: int, layers: str) -> nn.Module:
 
 
 def epochs(batch: int) -> list[int]:
-    """Batch sizes of two passes over the data: full ones, then what is left over."""
+    """Batch sizes of two passes over the data: full ones, of which three tell all, then what is left over."""
     full, rest = divmod(SAMPLES, batch)
     return ([batch] * min(full, 3) + [rest] * (rest > 0)) * 2
 
 
 def loop(sizes: list[int], features: int) -> Callable[[nn.Module], Callable[[], None]]:
-    """The usual script: a batch, an output and a loss live until the next ones replace them."""
+    """torchsummary runs the model once with two samples. In training, a batch is freed before the next one is copied
+    to the GPU; an output and a loss live until the next ones replace them.
+    """
 
     def make(model: nn.Module) -> Callable[[], None]:
+        model(torch.empty(2, 1, features, device="meta"))
         optimizer = torch.optim.Adam(model.parameters())
         criterion = nn.CrossEntropyLoss()
         pending = iter(sizes)
@@ -57,6 +60,8 @@ def loop(sizes: list[int], features: int) -> Callable[[nn.Module], Callable[[], 
 
         def body() -> None:
             batch = next(pending)
+            for name in "xy":
+                held.pop(name, None)
             held["x"] = torch.empty(batch, features, device="meta")
             held["y"] = torch.zeros(batch, dtype=torch.int64, device="meta")
             optimizer.zero_grad()
@@ -103,8 +108,8 @@ def test_a100_perceptrons(errors: list[tuple[float, float]]) -> None:
     relative = [share for _, share in errors]
     assert statistics.median(relative) <= 0.001
     assert sum(share <= 0.01 for share in relative) >= 0.95 * len(errors)
-    assert sum(error <= 8 for error, _ in errors) >= 0.90 * len(errors)
+    assert sum(error <= 8 for error, _ in errors) >= 0.95 * len(errors)
 
 
 def test_most_rows_are_exact(errors: list[tuple[float, float]]) -> None:
-    assert sum(error == 0 for error, _ in errors) >= len(errors) // 2
+    assert sum(error == 0 for error, _ in errors) >= 0.85 * len(errors)

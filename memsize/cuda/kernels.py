@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from memsize.cuda import (
+    activations,
     attention,
+    attention_memory,
     autocast,
     convolution,
     dropout,
     encoder,
+    foreach,
     indexing,
     losses,
     matmul,
@@ -29,8 +32,10 @@ from memsize.cuda.registry import COPIES, SAME_DTYPE, TEMPORARIES, Copies, Tempo
 from memsize.internals.dispatch_key import Kernel
 from memsize.model.tensor_storage import dtype_name
 
-FACTS_ALONE = (convolution, losses, matmul)
-"""Families with nothing on the dispatch key: the kernels of cuDNN and cuBLAS, and those that run on every device."""
+NOT_ON_KEY = (attention_memory, convolution, losses, matmul, foreach)
+"""Families with nothing on the dispatch key: kernels of libraries, of losses and for lists of tensors, and attention's
+memory.
+"""
 
 
 def kernels() -> Mapping[str, Kernel]:
@@ -38,7 +43,8 @@ def kernels() -> Mapping[str, Kernel]:
 
     Where autocast wraps an operator, its casts come first; attention does both itself.
     """
-    decided = {**dropout.kernels(), **norms.kernels(), **indexing.kernels(), **rnn.kernels(), **softmax.kernels()}
+    families = (activations, dropout, norms, indexing, rnn, softmax)
+    decided = {name: kernel for family in families for name, kernel in family.kernels().items()}
     return {**decided, **autocast.kernels(decided), **attention.kernels(), **encoder.kernels()}
 
 
