@@ -307,6 +307,7 @@ SCHEMA = {
     "assumptions": [str],
     "notes": [str],
     "gpu": (str, type(None)),
+    "stack": (str, type(None)),
     "optimizer": (str, type(None)),
     "failure": ({"layer": str, "type": str, "op": (str, type(None)), "inputs": [str], "reason": str}, type(None)),
 }

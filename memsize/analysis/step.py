@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class StepTrace(Savable):
     """A run of some training steps, or of one inference, and its peak on a GPU.
 
-    `trace` is the record itself; `gpu` names the simulated card, `config` sets the allocator, and `cuda` is the CUDA
-    version that determines the size of the context (None: a current one).
+    `trace` is the record itself; `gpu` names the simulated card, and `config` sets the allocator.
     """
 
     kind: ClassVar = "step"
@@ -35,12 +34,11 @@ class StepTrace(Savable):
     trace: Trace
     gpu: str = DEFAULT_GPU
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
-    cuda: str | None = None
 
     @cached_property
     def peak(self) -> GpuEstimate:
         """The peak: `requested`, `allocated`, `reserved`, `device`, `roles`, `storages`, all in bytes."""
-        return estimate_gpu(self.trace, config=self.config, cuda=self.cuda)
+        return estimate_gpu(self.trace, config=self.config)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -97,7 +95,8 @@ class StepTrace(Savable):
         peak = self.peak
         where = f"in {peak.peak_phase}" + (f" of {peak.peak_layer}" if peak.peak_layer else "")
         under = "" if self.trace.scenario == "as-given" else f" under {self.trace.scenario}"
-        lines = [f"{self.trace.model}{under} on {self.gpu}: {where}"]
+        stack = f" with {self.trace.stack}" if self.trace.stack else ""
+        lines = [f"{self.trace.model}{under} on {self.gpu}{stack}: {where}"]
         lines += [
             f"  {name:<10} {format_bytes(getattr(peak, name))}" for name in ("requested", "allocated", "reserved")
         ]

@@ -41,6 +41,7 @@ def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:
         reserved=tuple(levels.reserved.tolist()),
         assumptions=trace.assumptions,
         notes=trace.notes,
+        stack=trace.stack,
     )
 
 

@@ -12,15 +12,14 @@ from memsize.records.aggregates import alive, split_phase
 from memsize.records.gpu import GpuEstimate, Interval, LiveStorage
 from memsize.records.roles import Role
 from memsize.records.trace import Storage, Trace
+from memsize.spec.stack import Stack
 
 
-def estimate_gpu(
-    trace: Trace, *, config: AllocatorConfig | None = None, cuda: str | None = None, largest: int = 20
-) -> GpuEstimate:
+def estimate_gpu(trace: Trace, *, config: AllocatorConfig | None = None, largest: int = 20) -> GpuEstimate:
     """The memory that a GPU would report for `trace`, at its peak.
 
-    `config` sets the caching allocator (None: PyTorch's defaults), `cuda` is the CUDA version that determines the size
-    of the context (None: a current one), and `largest` is how many of the storages alive at the peak are listed.
+    `config` sets the caching allocator (None: PyTorch's defaults), and `largest` is how many of the storages alive at
+    the peak are listed. The size of the CUDA context is that of the trace's stack.
     """
     settings = config or AllocatorConfig()
     replayed = replay(requests(trace), settings, streams=trace.streams)
@@ -32,7 +31,7 @@ def estimate_gpu(
         requested=replayed.requested.bytes,
         allocated=replayed.allocated.bytes,
         reserved=replayed.reserved.bytes,
-        device=_device(trace, replayed, settings, context(cuda)),
+        device=_device(trace, replayed, settings, context(Stack.parse(trace.stack).cuda)),
         fragmentation=replayed.fragmentation,
         peak_phase=phase,
         peak_step=step,

@@ -129,6 +129,7 @@ class ReportDocument(Document[Report]):
             "assumptions": report.assumptions,
             "notes": report.remarks,
             "gpu": report.gpu or None,
+            "stack": trace.stack or None,
             "optimizer": report.optimizer or None,
             "failure": plain(report.stopped),
         }
@@ -304,11 +305,12 @@ def peak_table(report: Report) -> Table:
     )
     # A100, H100, L4 and RTX begin with a vowel when they are read out.
     article = "an" if report.gpu[:1] in "AHLR" else "a"
+    stack = f" with {report.trace.stack}" if report.trace.stack else ""
     trained = f", training with {report.optimizer}" if report.optimizer else ""
     return Table(
         name="peaks",
         title="Peaks",
-        caption=f"Peaks on {article} {report.gpu}{trained}",
+        caption=f"Peaks on {article} {report.gpu}{stack}{trained}",
         columns=columns,
         rows=tuple(_peak_cells(result, run, look, roles) for result, run, look in runs),
         remarks=tuple(Remark(r.name, "training", r.untrained) for r in report.scenario_results if r.untrained),
