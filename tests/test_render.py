@@ -241,6 +241,14 @@ GPU_ESTIMATE = {
     "peak_op": str,
     "roles": dict,
     "storages": [dict],
+    "shortage": (
+        {
+            **dict.fromkeys(("request", "tried", "total", "free", "allocated", "reserved", "step"), int),
+            **dict.fromkeys(("phase", "layer", "op"), str),
+            "certain": bool,
+        },
+        type(None),
+    ),
 }
 SCHEMA = {
     "schema": str,

@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from memsize.analysis.findings.memory import out_of_memory
 from memsize.analysis.timeline import timeline
+from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.records.aggregates import live_bytes
@@ -38,7 +40,7 @@ class StepTrace(Savable):
     @cached_property
     def peak(self) -> GpuEstimate:
         """The peak: `requested`, `allocated`, `reserved`, `device`, `roles`, `storages`, all in bytes."""
-        return estimate_gpu(self.trace, config=self.config)
+        return estimate_gpu(self.trace, card(self.gpu), config=self.config)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -68,7 +70,7 @@ class StepTrace(Savable):
     @property
     def timeline(self) -> DataFrame:
         """One row per event: its phase, step, layer and op, live bytes by role after it, allocated and reserved."""
-        return timeline(self.trace, self.config).tables()["events"].frame()
+        return timeline(self.trace, self.config, card(self.gpu)).tables()["events"].frame()
 
     def snapshot(self, path: str | Path) -> None:
         """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""
@@ -89,7 +91,7 @@ class StepTrace(Savable):
         return cls(decode(json.loads(text)))
 
     def _repr_html_(self) -> str:
-        return timeline(self.trace, self.config)._repr_html_()
+        return timeline(self.trace, self.config, card(self.gpu))._repr_html_()
 
     def __repr__(self) -> str:
         peak = self.peak
@@ -102,4 +104,6 @@ class StepTrace(Savable):
         ]
         lines += [f"  device     {format_bytes(peak.device.low)} to {format_bytes(peak.device.high)}"]
         lines += [f"    {role:<16} {format_bytes(size)}" for role, size in peak.roles.items()]
+        if peak.shortage:
+            lines.append(out_of_memory(peak.shortage, "the run", self.gpu).text())
         return "\n".join(lines)

@@ -110,4 +110,4 @@ def _content(traced: StepTrace, output: Destination) -> str | bytes:
         return pickled(traced.trace, traced.config)
     from memsize.analysis.timeline import timeline
 
-    return output.drawn(timeline(traced.trace, traced.config))
+    return output.drawn(timeline(traced.trace, traced.config, card(traced.gpu)))

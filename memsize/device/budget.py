@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from memsize.device.cards import card
-from memsize.device.context import context
+from memsize.device.context import context, context_on
 from memsize.errors import InputError, first_line
 from memsize.records.fit import Budget
 from memsize.records.gpu import DEFAULT_GPU, Card
@@ -65,8 +65,7 @@ def local_card() -> Card:
 
 
 def _budget(name: str, where: Card, device: int, margin: str | int, stack: Stack) -> Budget:
-    # Metal recommends how much a process may take, and has no context that would come out of it.
-    taken = 0 if where.platform == "MPS" else context(stack.cuda).high
+    taken = context_on(where, stack.cuda).high
     notes = (*([where.note] if where.note else []), *_taken(where))
     budget = Budget(name, where, device, taken, _margin(margin, device), notes)
     if budget.margin < 0 or budget.allocator <= 0:

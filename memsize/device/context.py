@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from memsize.errors import InputError
-from memsize.records.gpu import Interval
+from memsize.records.gpu import Card, Interval
 from memsize.spec.stack import release
 from memsize.units import MiB
 
@@ -49,3 +49,8 @@ def context(cuda: str | None = None, module_loading: str | None = None) -> Inter
     if version is None:
         raise InputError(f"cannot read {cuda!r} as a CUDA version: write it like 12.8")
     return (LAZY if version >= _LAZY_SINCE else EAGER).context
+
+
+def context_on(where: Card, cuda: str | None = None, module_loading: str | None = None) -> Interval:
+    """The `context` that comes out of a card's memory. Metal's recommendation for a process leaves its own out."""
+    return Interval(0, 0) if where.platform == "MPS" else context(cuda, module_loading)
