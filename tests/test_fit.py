@@ -547,6 +547,51 @@ def test_the_largest_batch_of_a_stack() -> None:
     assert {size for _, size in fit.traces} == set(row.looked)
 
 
+class TwoRegimes(nn.Module):
+    """16 MiB of weights and 1 MiB of activations for each sample: the peak leaves the optimizer as the batch grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heavy = nn.Linear(2048, 2048, bias=False)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.heavy(x)).sum()
+
+
+WEIGHTS, SAMPLE = 2048 * 2048 * 4, 64 * 2048 * 4
+WORKSPACES = 2 * 8_519_680
+
+
+def test_where_the_optimizer_is_the_peak_a_sample_adds_its_input_and_all_that_training_holds_is_fixed() -> None:
+    # The least batch does not fit. Parameter, gradient, two states and the step's temporary are 5 · 16 MiB; of a batch
+    # nothing but its input is alive then, and the loss.
+    row = row_of(fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + 60 * MiB))
+    assert row.status == "none" and row.bind is not None and row.bind.phase == row.grows_in == "optimizer"
+    assert row.per_step == SAMPLE
+    assert row.fixed is not None and 0 <= row.fixed - 5 * WEIGHTS - WORKSPACES <= 1024
+    assert row.fixed >= sum(row.standing.values())
+
+
+def test_where_forward_or_backward_is_the_peak_a_sample_adds_its_activations() -> None:
+    # In backward the input, the ReLU's output and gradients of two of such size are alive; the parameter, its states
+    # and the workspaces are fixed.
+    row = row_of(fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + 400 * MiB))
+    assert row.status == "found" and row.grows_in == "backward"
+    assert row.per_step is not None and row.per_step % SAMPLE == 0 and 3 <= row.per_step // SAMPLE <= 5
+    assert row.fixed is not None and 0 <= row.fixed - 3 * WEIGHTS - WORKSPACES <= WEIGHTS + 1024
+
+
+def test_between_two_regimes_no_line_is_drawn_through_both() -> None:
+    # With this budget the answer peaks in the optimizer and the next size in backward, or the other way round at most:
+    # what is fixed never falls below what training holds there, and a sample never adds what no moment adds.
+    for budget in range(100, 140, 4):
+        row = row_of(fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + budget * MiB))
+        assert row.fixed is not None and row.fixed >= sum(row.standing.values())
+        assert row.per_step is not None and row.per_step % SAMPLE == 0
+        assert (row.grows_in == "optimizer") == (row.per_step == SAMPLE)
+
+
 def test_more_scenarios_and_gpus() -> None:
     fit = fit_of(Narrow(), "4000,64", scenarios=None, gpu=["t4", "a100-80gb", "a100"])
     assert [row.scenario for row in fit.fit_rows[::3]] == [

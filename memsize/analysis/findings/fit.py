@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from memsize.errors import first_line
 from memsize.records.finding import Finding, Rules
-from memsize.records.fit import ANSWERED, Alike, Budget, Crossing, FitRow, Remedied, Status
+from memsize.records.fit import ANSWERED, Alike, Bind, Budget, Crossing, FitRow, Remedied, Status
 from memsize.records.roles import noun
 from memsize.spec.vary import UNITS
 from memsize.units import Bytes
@@ -90,7 +90,7 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         return
     bind = row.bind
     at = " at {layer}," if bind.layer else ", in {op}," if bind.op else ","
-    adds = f" One more {UNITS.get(vary, f'step of {vary}')} adds {{per_step}} to the peak." if row.per_step else ""
+    adds = _adds(row, bind) if row.per_step else ""
     where = "It runs out in" if bind.request else "The peak is in"
     most, values = _largest(bind.largest)
     alive = sum(bind.roles.values())
@@ -114,9 +114,18 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
             "alive": Bytes(alive),
             "apart": Bytes(apart),
             "per_step": Bytes(row.per_step or 0),
+            "grows_in": row.grows_in,
+            "unit": UNITS.get(vary, f"step of {vary}"),
         }
         | values,
     )
+
+
+def _adds(row: FitRow, bind: Bind) -> str:
+    """How the peak grows. It is told apart where only one of it and the end of memory is in the optimizer's step."""
+    if row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer"):
+        return " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
+    return " One more {unit} adds {per_step} to the peak."
 
 
 def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:

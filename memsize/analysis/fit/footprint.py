@@ -52,6 +52,10 @@ class Footprint:
         """The most bytes that tensors ask for at one moment."""
         return max(accumulate((delta for _, delta in self.pairs), initial=0))
 
+    def live(self, event: int) -> int:
+        """The bytes that tensors hold after an event."""
+        return sum(delta for _, delta in self.pairs[: event + 1])
+
     @property
     def unbounded(self) -> Replay:
         """The replay on a GPU with unlimited memory, where cached blocks are never given back."""
