@@ -582,6 +582,29 @@ def test_where_forward_or_backward_is_the_peak_a_sample_adds_its_activations() -
     assert row.fixed is not None and 0 <= row.fixed - 3 * WEIGHTS - WORKSPACES <= WEIGHTS + 1024
 
 
+class Single(TwoRegimes):
+    """Makes other events of a batch of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0 if len(x) == 1 else x)
+
+
+def test_where_no_other_run_made_the_same_events_the_same_phase_is_compared() -> None:
+    fit = fit_of(Single(), "64,2048", budget=CONTEXT + 90 * MiB)
+    row = row_of(fit)
+    assert (row.status, row.next_size, row.grows_in) == ("none", 1, "optimizer")
+    assert row.per_step == SAMPLE
+    # With the step's temporary more is fixed than there is, although what stands would fit.
+    assert row.fixed is not None and 0 <= row.fixed - 5 * WEIGHTS - WORKSPACES <= 1024
+    assert sum(row.standing.values()) == 4 * WEIGHTS + WORKSPACES < row.budget
+    cost = next(finding for finding in fit.findings if finding.code == "fit-fixed-cost")
+    assert cost.bytes == row.fixed
+    assert cost.text() == (
+        "No size could fit: optimizer state, workspaces and 2 more take 80.25 MiB, and temporaries at the peak, in "
+        "optimizer, 16.00 MiB more, whatever it is: 6.25 MiB more than there are."
+    )
+
+
 def test_between_two_regimes_no_line_is_drawn_through_both() -> None:
     # With this budget the answer peaks in the optimizer and the next size in backward, or the other way round at most:
     # what is fixed never falls below what training holds there, and a sample never adds what no moment adds.

@@ -144,16 +144,21 @@ def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
     row = evidence.first
     if row is None or row.status != "none":
         return
-    total = sum(row.standing.values())
-    if total > row.budget:
+    standing = sum(row.standing.values())
+    fixed = max(row.fixed or 0, standing)
+    besides = ", and temporaries at the peak, in {phase}, {besides} more" if standing <= row.budget else ""
+    if fixed > row.budget:
+        total = fixed if besides else standing
         yield Finding(
             "fit-fixed-cost",
             total,
             (),
-            "No size could fit: {roles} take {fixed} whatever it is, {beyond} more than there are.",
+            f"No size could fit: {{roles}} take {{standing}}{besides}, whatever it is: {{beyond}} more than there are.",
             {
                 "roles": tuple(noun(role) for role in row.standing),
-                "fixed": Bytes(total),
+                "standing": Bytes(standing),
+                "besides": Bytes(total - standing),
+                "phase": row.grows_in,
                 "beyond": Bytes(total - row.budget),
             },
         )

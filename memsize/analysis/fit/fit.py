@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.fit.crossovers import crossings, most_alive
-from memsize.analysis.fit.footprint import Footprint, bind
+from memsize.analysis.fit.footprint import Footprint, bind, phase_name
 from memsize.analysis.fit.optimizations import try_optimizations
 from memsize.analysis.fit.search import Search, largest
 from memsize.analysis.fit.trials import RunVariant, Trials
@@ -198,19 +198,31 @@ def _growth(found: Search, linear: bool) -> _Growth | None:
     """How memory grows at the peak of the next size, or of the answer where there is none.
 
     Another run is compared at that very moment, not at its own peak: as a batch grows the peak leaves the optimizer,
-    and a line through both would be of neither. The nearest run that made the same events is taken.
+    and a line through both would be of neither.
     """
     run = found.above or found.largest
     if run is None:
         return None
     event, standing = run.unbounded.requested.event, sum(_standing(run).values())
-    phase = bind(run, None).phase
-    alike = [other for other in found.runs.values() if other.shape == run.shape and other.size != run.size]
-    other = min(alike, key=lambda other: abs(other.size - run.size), default=None)
-    if other is None:
-        return _Growth(None, standing, phase)
-    per_step = (run.requested - other.live(event)) // (run.size - other.size)
-    return _Growth(per_step, max(run.requested - run.size * per_step, standing) if linear else standing, phase)
+    label = run.trace.phases[run.trace.events[event].phase]
+    beside = _beside(run, found.runs.values(), event, label)
+    per_step = None if beside is None else (run.requested - beside[1]) // (run.size - beside[0])
+    if per_step is None or per_step < 0:
+        return _Growth(None, standing, phase_name(label))
+    fixed = max(run.requested - run.size * per_step, standing) if linear else standing
+    return _Growth(per_step, fixed, phase_name(label))
+
+
+def _beside(run: Footprint, others: Iterable[Footprint], event: int, label: str) -> tuple[int, int] | None:
+    """The size of the nearest other run, and what it holds at the moment of `event`.
+
+    That is the same event of a run that made the same events; where there is none, the highest moment of its phase.
+    """
+    apart = sorted((other for other in others if other.size != run.size), key=lambda o: abs(o.size - run.size))
+    alike = next((other for other in apart if other.shape == run.shape), None)
+    if alike:
+        return alike.size, alike.live(event)
+    return next(((other.size, most) for other in apart if (most := other.most(label)) is not None), None)
 
 
 def _standing(run: Footprint) -> dict[Role, int]:

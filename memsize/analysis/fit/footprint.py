@@ -56,6 +56,12 @@ class Footprint:
         """The bytes that tensors hold after an event."""
         return sum(delta for _, delta in self.pairs[: event + 1])
 
+    def most(self, phase: str) -> int | None:
+        """The most bytes that tensors hold in a phase such as ``"optimizer 2"``; None where the run has no such one."""
+        label = self.trace.phases.index(phase) if phase in self.trace.phases else None
+        live = zip(self.trace.events, accumulate(delta for _, delta in self.pairs), strict=True)
+        return max((held for event, held in live if event.phase == label), default=None)
+
     @property
     def unbounded(self) -> Replay:
         """The replay on a GPU with unlimited memory, where cached blocks are never given back."""
