@@ -632,6 +632,28 @@ def test_more_scenarios_and_gpus() -> None:
     assert "fp16 fits most" in repr(fit.why()) or "bf16 fits most" in repr(fit.why())
 
 
+def test_a_fraction_of_the_card_is_what_the_allocator_gets() -> None:
+    # A quarter of 1,600 MiB is 400; the context leaves 950 of them.
+    quarter = fit_of(TwoRegimes(), "64,2048", budget=1600 * MiB, config="per_process_memory_fraction:0.25")
+    plain = fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + 400 * MiB)
+    assert quarter.budgets[0].allocator == plain.budgets[0].allocator == 400 * MiB
+    assert [row.size for row in quarter.fit_rows] == [row.size for row in plain.fit_rows]
+    assert row_of(quarter).peak == row_of(plain).peak
+    told = next(finding for finding in quarter.findings if finding.code == "budget").text()
+    assert told.endswith("of which the CUDA context may take 650.00 MiB and the allocator may take 400.00 MiB.")
+    ample = budgets(budget=1600 * MiB, fraction=0.75)
+    assert ample[0].allocator == 950 * MiB
+    with pytest.raises(InputError, match="for the CUDA context and the 100% that the allocator may not take"):
+        budgets("t4", fraction=0.0)
+
+
+@given(st.integers(1, 1 << 40), st.floats(0.01, 1))
+def test_a_card_of_which_a_fraction_is_allowed(allowed: int, fraction: float) -> None:
+    config = AllocatorConfig(memory_fraction=fraction)
+    card = config.card_of(allowed)
+    assert allowed <= (config.allowed(card) or card) <= allowed + 2
+
+
 def test_one_batch_is_one_run() -> None:
     fit = fit_of(Narrow(), "4000,64", batch_size=4, gpu="t4")
     row = row_of(fit)

@@ -198,7 +198,8 @@ def _row_record(row: FitRow) -> dict[str, object]:
 class Budget:
     """What a process may take on a GPU. `device` is all of it, `context` what CUDA takes of that at most.
 
-    `card` decides which kernels run. `notes` are what a reader must know about the figures.
+    `card` decides which kernels run. `fraction` is the share of `device` that the allocator may hold at most, by its
+    settings. `notes` are what a reader must know about the figures.
     """
 
     name: str
@@ -207,11 +208,12 @@ class Budget:
     context: int
     margin: int = 0
     notes: tuple[str, ...] = ()
+    fraction: float = 1.0
 
     @property
     def allocator(self) -> int:
         """The bytes that are left for PyTorch's caching allocator."""
-        return self.device - self.context - self.margin
+        return min(self.device - self.context, int(self.fraction * self.device)) - self.margin
 
 
 class Alike(NamedTuple):

@@ -268,6 +268,7 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
     """How much memory the budgets have."""
     for budget in evidence.budgets:
         taken = ["the CUDA context may take {context}"] if budget.context else []
+        taken += ["the allocator may take {fraction}"] if budget.fraction < 1 else []
         taken += ["the margin is {margin}"] if budget.margin else []
         less = f", of which {' and '.join(taken)}" if taken else ""
         yield Finding(
@@ -281,5 +282,6 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
                 "device": Bytes(budget.device),
                 "context": Bytes(budget.context),
                 "margin": Bytes(budget.margin),
+                "fraction": Bytes(int(budget.fraction * budget.device)),
             },
         )

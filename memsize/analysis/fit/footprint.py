@@ -70,8 +70,10 @@ class Footprint:
     def bounded(self, capacity: int | None) -> Replay:
         """The replay with `capacity` bytes available: cached blocks are given back before it fails."""
         if capacity not in self.replays:
+            # A budget is what a fraction of the card leaves already.
+            total = None if capacity is None else self.config.card_of(capacity)
             streams = self.trace.streams
-            self.replays[capacity] = replay(self.pairs, self.config, capacity=capacity, streams=streams)
+            self.replays[capacity] = replay(self.pairs, self.config, capacity=capacity, total=total, streams=streams)
         return self.replays[capacity]
 
     def fits(self, capacity: int) -> bool:
