@@ -54,7 +54,7 @@ IGNORED: Final = frozenset(
 
 _SINCE: Final[dict[str, Release]] = {
     "expandable_segments": (2, 1),  # 99275
-    "large_segment_size_mb": (2, 13),  # 172056
+    "large_segment_size_mb": (2, 11),  # 172056
     "max_non_split_rounding_mb": (2, 6),  # 136174
     "per_process_memory_fraction": (2, 10),  # 161035
 }
