@@ -2,7 +2,7 @@
 
 The text is that of `PYTORCH_ALLOC_CONF` or its older name `PYTORCH_CUDA_ALLOC_CONF`: ``key:value,key:[k:v,k:v]``.
 Source: PyTorch's c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h (2.11 to 2.14), and the pull
-requests that added a setting.
+requests that added a setting. Known limit: `roundup_bypass_threshold_mb`, which 2.0 alone has, is not simulated.
 """
 
 from __future__ import annotations
