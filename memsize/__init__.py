@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from memsize.records.layout import LayoutReport
     from memsize.records.report import Report
     from memsize.records.verification import Verification
+    from memsize.spec.stack import Stack
     from memsize.spec.training import Training
 
 __version__ = VERSION
@@ -55,6 +56,7 @@ __all__ = [
     "OutputError",
     "Report",
     "ScenarioError",
+    "Stack",
     "StepTrace",
     "TargetError",
     "Training",
@@ -98,6 +100,7 @@ _HOMES = {
     "memsize.records.fit": ("Fit",),
     "memsize.records.layout": ("LayoutReport",),
     "memsize.analysis.step": ("StepTrace",),
+    "memsize.spec.stack": ("Stack",),
     "memsize.spec.training": ("Training",),
     "memsize.records.verification": ("Verification",),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from memsize.cli.options import allocator_option, output_options, scenarios_option
+from memsize.cli.options import allocator_option, output_options, scenarios_option, stack_option
 from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import fit_subject_options, step_options
@@ -12,6 +12,7 @@ from memsize.cli.working import working
 from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
 from memsize.spec.scenario import select
+from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.spec.vary import parse_vary
@@ -48,6 +49,7 @@ from memsize.spec.vary import parse_vary
     help="Try what would make it fit. [default: if the batch in --batch-size doesn't fit]",
 )
 @click.option("--crossovers", is_flag=True, help="Report from which size autocast pays off, and where the peak moves.")
+@stack_option
 @allocator_option
 @output_options
 def fit(
@@ -60,6 +62,7 @@ def fit(
     training: Training | None,
     remedies: bool | None,
     crossovers: bool,
+    stack: str | None,
     allocator: str | None,
     output: Destination,
 ) -> None:
@@ -72,9 +75,10 @@ def fit(
     # Everything that can be wrong with the command itself shows before torch is loaded.
     parse_vary(vary)
     select(scenarios)
-    config = AllocatorConfig.parse(allocator or "")
+    software = Stack.of(stack)
+    config = AllocatorConfig.of(allocator, software.release)
     if LOCAL not in (gpu or ""):
-        budgets(gpu, budget, margin)
+        budgets(gpu, budget, margin, software, config.memory_fraction)
 
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
     with working() as progress:
@@ -92,6 +96,7 @@ def fit(
                 gpu=gpu,
                 budget=budget,
                 margin=margin,
+                stack=software,
                 config=config,
                 remedies=remedies,
                 crossovers=crossovers,
