@@ -248,15 +248,6 @@ def test_strided_nested_tensors_are_refused() -> None:
         memsize.report(Reading(lambda given: [given]), input_data=(nested,))
 
 
-def test_fake_tensors_are_as_good_as_real_ones() -> None:
-    from torch._subclasses import FakeTensorMode
-
-    fake = FakeTensorMode().from_tensor(A)
-    assert (
-        memsize.report(Reading(lambda given: [given]), input_data=(fake,), scenarios="fp32").totals.input_bytes == 256
-    )
-
-
 # dtypes
 
 
