@@ -66,8 +66,10 @@ def load(target: str | Target, arguments: Mapping[str, object] | None = None) ->
 
         found = named(target, arguments or {})
         return LoadedModel(found.module, found.name, found.notes, inputs=found.inputs)
+    from memsize.loading.torchvision_ops import torchvision_importable
+
     scope, module_name = _scope(target)
-    with random_numbers_kept(), scope.entered():
+    with random_numbers_kept(), scope.entered(), torchvision_importable():
         module = _imported(target, scope, module_name)
         name = target.name or _only_class(module, target)
         label = f"{target.place}:{name}"
@@ -80,11 +82,13 @@ def load_inputs(text: str) -> InputMaker:
 
     Raises `TargetError` where there is no such function, `InputError` where it asks for more than it is given.
     """
+    from memsize.loading.torchvision_ops import torchvision_importable
+
     target = parse_target(text)
     if target.library is not None or target.name is None:
         raise TargetError(f"{text!r} names no function that makes inputs: write it like inputs.py:make_inputs")
     scope, module_name = _scope(target)
-    with random_numbers_kept(), scope.entered():
+    with random_numbers_kept(), scope.entered(), torchvision_importable():
         function = _looked_up(_imported(target, scope, module_name), target.name, target)
     label = f"{target.place}:{target.name}"
     if not callable(function):
@@ -156,6 +160,10 @@ def _import_failure(error: BaseException, target: Target, scope: ImportScope) ->
     if missing and target.module and f"{target.module}.".startswith(f"{missing}."):
         return f"no module {missing!r}, neither installed nor in {scope.folder}{_dotted_hint(target)}"
     what = f"importing {target.place} failed {user_traceback(error, scope.owns)}"
+    if "torchvision::" in str(error):
+        from memsize.loading.torchvision_ops import remedy
+
+        return f"{what}; {remedy()}"
     if isinstance(error, SystemExit):
         return f"{what}; keep what runs the program below if __name__ == '__main__'"
     if missing and missing.partition(".")[0] not in sys.stdlib_module_names:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from memsize.errors import TargetError, UnknownTargetError, in_one_line
 from memsize.loading.building import build, random_numbers_kept
 from memsize.loading.target import Target
+from memsize.loading.torchvision_ops import remedy, torchvision_importable
 from memsize.spec.request import InputMaker
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def named(target: Target, arguments: Mapping[str, object]) -> Named:
     """
     assert target.library is not None and target.name is not None
     library = importlib.import_module(f"memsize.loading.hubs.{_FILES[target.library]}")
-    with random_numbers_kept(), quiet():
+    with random_numbers_kept(), quiet(), torchvision_importable():
         found: Named = library.load(target.name, {**dict(target.options), **arguments})
     return found
 
@@ -103,9 +104,12 @@ def quiet() -> Iterator[None]:
 
 def _broken(name: str, error: Exception) -> str:
     text = in_one_line(error)
-    guilty = "torchvision" if "torchvision" in text else name
-    who = f"the installed {name}" if guilty == name else f"{name} needs {guilty}, and the installed one"
-    return (
-        f"{who} cannot be imported: {text}; install the one built for this torch, such as with "
-        f"pip install --force-reinstall {guilty}"
-    )
+    if "torchvision" not in text:
+        return (
+            f"the installed {name} cannot be imported: {text}; install it again: pip install --force-reinstall {name}"
+        )
+    if name == "torchvision":
+        return f"the installed torchvision cannot be imported: {text}; {remedy()}"
+    absent = isinstance(error, ModuleNotFoundError) and error.name == "torchvision"
+    state = "which is not installed" if absent else f"and the installed one cannot be imported: {text}"
+    return f"{name} needs torchvision, {state}; {remedy()}"
