@@ -386,7 +386,7 @@ def _loaded(
 
         say(f"loading {subject.model}")
         loaded = load(subject.model, subject.arguments)
-        with loaded.importable():
+        with loaded.importable(), _told(loaded.module):
             yield loaded.name, loaded.module, loaded.notes, loaded.inputs
         return
     from torch import nn
@@ -395,7 +395,19 @@ def _loaded(
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
-    yield type(model).__name__, model, (), None
+    with _told(model):
+        yield type(model).__name__, model, (), None
+
+
+@contextmanager
+def _told(model: nn.Module) -> Iterator[None]:
+    """While open, what the user's own code raises is an error that says where; a model without end is refused."""
+    from memsize.loading.building import users_failures_told
+    from memsize.model.structure import refuse_endless
+
+    with users_failures_told():
+        refuse_endless(model)
+        yield
 
 
 __all__ = ["SCENARIOS", "audit_layout", "compare", "fit", "load", "read_checkpoint", "report", "trace"]

@@ -15,10 +15,14 @@ caused it, where there is one, is kept as `__cause__`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from memsize.suggestions import nearest, suggestion
+
+_LONGEST_QUOTED: Final = 80
+_NO_MEMORY: Final = re.compile("DefaultCPUAllocator: .*you tried to allocate ([0-9]+) bytes")
 
 
 class MemsizeError(Exception):
@@ -59,7 +63,7 @@ class UnknownValueError(MemsizeError):
         self.kind = kind
         self.value = value
         self.nearest = nearest(value, names) if near is None else tuple(near)
-        super().__init__(f"{problem or f'no {kind} {value!r}'}: {suggestion(value, names, self.nearest)}")
+        super().__init__(f"{problem or f'no {kind} {quoted(value)}'}: {suggestion(value, names, self.nearest)}")
 
 
 class UnknownInputError(UnknownValueError, InputError):
@@ -89,12 +93,28 @@ class ForwardError(MemsizeError):
         self.trace = trace
 
 
+def quoted(text: str) -> str:
+    """`text` in quotes, as a message shows what it was given: of a long one its beginning."""
+    return repr(text if len(text) <= _LONGEST_QUOTED else f"{text[:_LONGEST_QUOTED]}…")
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says: nothing where saying it fails too, and in plain words where PyTorch found no memory."""
+    try:
+        text = str(error)
+    except Exception:
+        return ""
+    wanted = _NO_MEMORY.search(text)
+    return f"this machine has no {int(wanted[1]) / 2**30:,.2f} GiB of memory left for a tensor" if wanted else text
+
+
 def first_line(error: BaseException | str) -> str:
     """What went wrong, without where and with what: the first line that is not blank, without its full stop.
 
     The name of the exception's type where it says nothing.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = error if isinstance(error, str) else message_of(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else "" if isinstance(error, str) else type(error).__name__
 
 
@@ -102,7 +122,7 @@ def in_one_line(error: BaseException) -> str:
     """The exception's type and message in one line, the type alone where it says nothing."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
-    message = " ".join(str(error).split())
+    message = " ".join(message_of(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

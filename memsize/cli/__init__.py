@@ -10,12 +10,13 @@ import gc
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 import click
 
 from memsize.cli.session import Session
-from memsize.errors import MemsizeError
+from memsize.errors import MemsizeError, first_line, in_one_line, quoted
 
 _USER, _BUG, _INTERRUPTED, _PIPE_CLOSED = 2, 1, 130, 141
 
@@ -68,20 +69,25 @@ def run(arguments: Sequence[str]) -> int:
     except MemsizeError as error:
         return _fail(str(error), session, _USER)
     except click.ClickException as error:
-        error.show()
+        with suppress(OSError):
+            error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return _INTERRUPTED
     except BrokenPipeError:
         return _PIPE_CLOSED
+    except OSError as error:
+        place = "" if error.filename is None else f"{quoted(str(error.filename))}: "
+        return _fail(f"{place}{error.strerror or first_line(error)}", session, _USER)
     except Exception as error:
         hint = "" if session.debug else "; --debug shows where"
-        return _fail(f"this is a bug in memsize: {type(error).__name__}: {error}{hint}", session, _BUG)
+        return _fail(f"this is a bug in memsize: {in_one_line(error)}{hint}", session, _BUG)
     return result if isinstance(result, int) else 0
 
 
 def _fail(message: str, session: Session, status: int) -> int:
-    if session.debug:
-        traceback.print_exc()
-    click.echo(f"error: {message}", err=True)
+    with suppress(OSError):  # there may be nobody to tell it to
+        if session.debug:
+            traceback.print_exc()
+        click.echo(f"error: {message}", err=True)
     return status

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError, UnknownTargetError
+from memsize.errors import TargetError, UnknownTargetError, quoted
 from memsize.loading.building import build, random_numbers_kept, user_traceback
 from memsize.loading.inputs import input_maker
 from memsize.loading.scope import ImportScope, is_taken
@@ -183,7 +183,7 @@ def _looked_up(module: ModuleType, name: str, target: Target) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            problem = f"{target.place} has no {name!r}"
+            problem = f"{target.place} has no {quoted(name)}"
             raise UnknownTargetError("name", name, _candidates(module), problem=problem) from None
     return found
 

@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError, UnknownTargetError, in_one_line
+from memsize.errors import MemsizeError, TargetError, UnknownTargetError, in_one_line, message_of, quoted
+from memsize.loading.scope import is_users
 
 if TYPE_CHECKING:
     from torch import nn
 
 IsTheirs = Callable[[str], bool]
+_MEMSIZE = Path(__file__).absolute().parents[1]
 
 
 def build(found: Any, label: str, arguments: Mapping[str, object], is_theirs: IsTheirs) -> tuple[nn.Module, str | None]:
@@ -88,7 +90,7 @@ def _fails_alike(factory: Callable[..., Any], arguments: Mapping[str, object], e
             warnings.simplefilter("ignore")
             factory(**arguments)
     except Exception as other:
-        return type(other) is type(error) and str(other) == str(error)
+        return type(other) is type(error) and message_of(other) == message_of(error)
     return False
 
 
@@ -110,7 +112,7 @@ def _check_arguments(factory: Callable[..., Any], label: str, arguments: Mapping
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     unknown = [name for name in arguments if name not in named]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        problem = f"{label} has no argument {unknown[0]!r}"
+        problem = f"{label} has no argument {quoted(unknown[0])}"
         if not named:
             raise TargetError(f"{problem}: it takes none")
         raise UnknownTargetError("argument", unknown[0], named, problem=problem)
@@ -165,3 +167,33 @@ def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str | None
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if is_theirs(frame.filename)]
     return f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else None
+
+
+@contextmanager
+def users_failures_told() -> Iterator[None]:
+    """While open, what the user's own code raises where memsize or PyTorch called it, in a ``train()`` of theirs, say,
+    is a `TargetError` that names the line.
+    """
+    try:
+        yield
+    except MemsizeError:
+        raise
+    except RecursionError as error:
+        limit = sys.getrecursionlimit()
+        raise TargetError(f"the model nests too deeply for Python's recursion limit of {limit}: raise that") from error
+    except Exception as error:
+        frame = _users_frame(error)
+        if frame is None:
+            raise
+        where = f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+        raise TargetError(f"your own code failed at {where}: {in_one_line(error)}") from error
+
+
+def _users_frame(error: Exception) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's, if it lies below every one of memsize's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_users(frame.filename):
+            return frame
+        if Path(frame.filename).is_relative_to(_MEMSIZE):
+            return None
+    return None

@@ -19,6 +19,7 @@ from types import ModuleType
 
 _STANDARD_LIBRARY = Path(os.__file__).absolute().parent
 _SITES = frozenset({"site-packages", "dist-packages"})
+_MEMSIZE = Path(__file__).absolute().parents[1]
 
 
 class ImportScope:
@@ -127,6 +128,12 @@ def _home(module: ModuleType | None) -> Path | None:
         return path.parent.parent if path.stem == "__init__" else path.parent
     places = list(held.get("__path__") or ())
     return Path(places[0]).absolute().parent if places and isinstance(places[0], str) else None
+
+
+def is_users(file: str) -> bool:
+    """Whether the source `file` is the user's own: neither Python's, nor an installed package's, nor memsize's."""
+    path = Path(file).absolute()
+    return file[:1] != "<" and not _installed(path) and not path.is_relative_to(_MEMSIZE)
 
 
 @cache

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from memsize.errors import TargetError
+from memsize.errors import TargetError, quoted
 
 _EXAMPLES = "write it like model.py:Net or package.module:build"
 
@@ -43,6 +43,13 @@ def parse_target(text: str) -> Target:
     A file must exist; modules and a library's names are looked for when they are imported. Raises `TargetError` for
     what cannot be a target.
     """
+    try:
+        return _parsed(text)
+    except (OSError, RuntimeError) as error:  # a path that is too long, a home folder that nobody has
+        raise TargetError(f"cannot read {quoted(text)} as a target: {getattr(error, 'strerror', error)}") from None
+
+
+def _parsed(text: str) -> Target:
     library, colon, rest = text.strip().partition(":")
     if colon and library in LIBRARIES:
         return _of_library(library, rest.strip())

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memsize.errors import ScenarioError, UnknownScenarioError, first_line
+from memsize.errors import ScenarioError, UnknownScenarioError, first_line, quoted
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import dtype_name, wrapper_name
 from memsize.precision.dequantized import run_as
@@ -236,7 +236,7 @@ def _torchao() -> ModuleType:
 def _config(torchao: ModuleType, name: str) -> Any:
     known = [known for known in dir(torchao) if known.endswith("Config")]
     if name not in known:
-        raise UnknownScenarioError("configuration", name, known, problem=f"torchao has no {name!r}")
+        raise UnknownScenarioError("configuration", name, known, problem=f"torchao has no {quoted(name)}")
     try:
         with _quiet():
             config = getattr(torchao, name)()

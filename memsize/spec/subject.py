@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from memsize.errors import InputError
-from memsize.spec.inputs import InputSpec, parse_input
+from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,8 +52,11 @@ class Subject:
     def __post_init__(self) -> None:
         if self.specs and self.seq_len is not None:
             raise InputError("a sequence length is for inputs that are made: these say their own sizes")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise InputError(f"batch size {self.batch_size}: it must be at least 1")
+        for what, size in (("batch size", self.batch_size), ("sequence length", self.seq_len)):
+            if size is not None and size < 1:
+                raise InputError(f"{what} {size}: it must be at least 1")
+            if size is not None and size > MOST_ELEMENTS:
+                raise InputError(f"a {what} of {size:.3g} is more than a tensor can hold (2^63 - 1)")
         if self.mode not in (None, "train", "eval"):
             raise InputError(f"no mode {self.mode!r}: it is train or eval")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memsize.errors import first_line, message_of
 from memsize.records.trace import Failure
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import Calls, Seen
@@ -27,10 +28,12 @@ def explain(error: Exception, calls: Calls, ledger: Ledger) -> Failure:
 
 
 def _reason(error: Exception, seen: Seen) -> str:
-    text = str(error).strip().split("\n")[0].partition(". This could be because")[0] or type(error).__name__
+    said = message_of(error)
+    text = first_line(error).partition(". This could be because")[0]
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
-    parts = [text if plain else f"{type(error).__name__}: {text}"]
-    parts += [advice for advice in (_wanted(seen), _advice(str(error))) if advice]
+    kind = type(error).__name__
+    parts = [text if plain or text == kind else f"{kind}: {text}"]
+    parts += [advice for advice in (_wanted(seen), _advice(said)) if advice]
     place = _place(error.__traceback__)
     if place:
         parts.append(f"at {place}")
@@ -39,25 +42,37 @@ def _reason(error: Exception, seen: Seen) -> str:
 
 def _wanted(seen: Seen) -> str:
     """How the layer was built, from its own `extra_repr`."""
-    described = seen.module.extra_repr() if seen.leaf else ""
+    try:
+        described = seen.module.extra_repr() if seen.leaf else ""
+    except Exception:  # the user's own, and not what is to be explained
+        return ""
     return f"{seen.path or seen.type} is built as {seen.type}({described})" if described else ""
 
 
 def _advice(text: str) -> str:
     if "Expected more than 1 value per channel" in text:
-        return "a batch norm in training mode needs more than one value per channel: use --batch-size 2, or --mode eval"
+        return (
+            "a batch norm in training mode needs more than one value per channel: use --batch-size 2, or --mode eval "
+            '(in Python: batch_size=2, or mode="eval")'
+        )
     if "must have the same dtype" in text or "same dtype" in text:
         return "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype"
     if "missing" in text and "required positional argument" in text:
-        return "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE"
+        return (
+            "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE "
+            "(in Python: give several sizes, or args and kwargs)"
+        )
     if "Expected tensor for argument #1 'indices'" in text:
-        return "an embedding looks up integers: give the input a dtype, --input SHAPE:int64"
+        return 'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")'
     if "is only available for these backends" in text:
-        return "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute"
+        return (
+            "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute "
+            "(in Python: execute=True)"
+        )
     if "depends on the data" in text or "reads a value" in text:
         return (
             "memsize runs the model without data and cannot know which way it goes: "
-            "memsize report --execute computes it on the CPU"
+            "memsize report --execute computes it on the CPU (in Python: execute=True)"
         )
     return ""
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError, UnknownTargetError, in_one_line
+from memsize.errors import TargetError, UnknownTargetError, in_one_line, quoted
 from memsize.loading.building import build, random_numbers_kept
 from memsize.loading.target import Target
 from memsize.loading.torchvision_ops import remedy, torchvision_importable
@@ -77,7 +77,7 @@ def constructed(
 
 def unknown(label: str, name: str, names: Iterable[str], what: str = "model") -> TargetError:
     """The error for a `name` that a library, or one of its configs, does not have, with those that are near."""
-    return UnknownTargetError(what, name, names, problem=f"{label} has no {what} {name!r}")
+    return UnknownTargetError(what, name, names, problem=f"{label} has no {what} {quoted(name)}")
 
 
 def is_broken(name: str) -> bool:

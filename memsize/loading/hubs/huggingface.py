@@ -75,7 +75,10 @@ def _load(name: str, arguments: Mapping[str, object]) -> Named:
 
 
 def _config_file(name: str) -> Path | None:
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise TargetError(f"no such folder or file: {name} ({first_line(error)})") from None
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise TargetError(f"{path} has no config.json, so it is no transformers model")

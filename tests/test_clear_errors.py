@@ -1,0 +1,224 @@
+"""Whatever is wrong with the user's own code, names or numbers: one line that says what, and status 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memsize
+from memsize.cli import run
+from memsize.device.allocator import replay
+from memsize.errors import InputError, MemsizeError, first_line, in_one_line
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MODELS = """
+from torch import nn
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(x)
+
+class Train(Base):
+    def train(self, mode=True):
+        raise RuntimeError("no train")
+
+class Parameters(Base):
+    def parameters(self, recurse=True):
+        raise RuntimeError("no parameters")
+
+class NamedModules(Base):
+    def named_modules(self, *args, **kwargs):
+        raise RuntimeError("no modules")
+
+class Attribute(Base):
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+class Unhashable(Base):
+    __hash__ = None
+
+class Inside(Base):
+    def __init__(self):
+        super().__init__()
+        self.fc._modules["back"] = self
+
+class SilentError(Exception):
+    def __str__(self):
+        raise ValueError("nothing to say")
+
+class Raises(Base):
+    def forward(self, x):
+        raise SilentError
+
+class Refuses(Base):
+    def __init__(self):
+        raise SilentError
+
+class Described(nn.Linear):
+    def extra_repr(self):
+        raise RuntimeError("no words")
+
+class Undescribed(Base):
+    def __init__(self):
+        super().__init__()
+        self.fc = Described(4, 4)
+
+    def forward(self, x):
+        return self.fc(x[:, :2])
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bad.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command says where it refuses something: one line that is no bug, and no traceback."""
+    assert run(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 500, said
+    assert "bug in memsize" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("Train", "your own code failed at bad.py:14 (train): RuntimeError: no train"),
+        ("Parameters", "(parameters): RuntimeError: no parameters"),
+        ("NamedModules", "(named_modules): RuntimeError: no modules"),
+        ("Attribute", "KeyError"),
+        ("Unhashable", "cannot be hashed"),
+        ("Inside", "fc.back is the model itself again"),
+        ("Refuses", "building bad.py:Refuses failed at bad.py:46: SilentError"),
+        ("Raises", "the forward failed in the model itself (Raises): the report says why"),
+        ("Undescribed", "the forward failed in fc (Described): the report says why"),
+    ],
+)
+def test_models_that_misbehave(models: None, capsys: pytest.CaptureFixture[str], name: str, part: str) -> None:
+    options = ("--scenario", "fp32", "--train", "adamw")
+    assert part in refused(capsys, "report", f"bad.py:{name}", "--input", "4", *options)
+
+
+def test_an_exception_that_says_nothing_is_named() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert first_line(SilentError()) == in_one_line(SilentError()) == "SilentError"
+
+
+def test_a_recursion_limit_that_is_too_low(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nested = nn.Linear(2, 2)
+    for _ in range(400):
+        nested = nn.Sequential(nested)  # type: ignore[assignment]
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(300)
+        with pytest.raises(MemsizeError, match="recursion limit of 300"):
+            memsize.report(nested, (2,))
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+HUGE = 10**30
+
+
+@pytest.mark.parametrize("batch", [2**62, 2**63, HUGE])
+@pytest.mark.parametrize("command", ["report", "timeline", "fit", "layout"])
+def test_batches_beyond_any_tensor(models: None, capsys: pytest.CaptureFixture[str], command: str, batch: int) -> None:
+    said = refused(capsys, command, "bad.py:Base", "--input", "4", "--batch-size", str(batch))
+    assert "than a tensor can" in said
+
+
+@pytest.mark.parametrize("size", [str(2**62), str(2**63), str(HUGE)])
+def test_sizes_beyond_any_tensor(models: None, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    refused(capsys, "report", "bad.py:Base", "--input", size)
+    refused(capsys, "report", "bad.py:Base", "--input", f"{size}:int64")
+
+
+def test_texts_beyond_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    tiny = "hf:llama?num_hidden_layers=1&hidden_size=16&intermediate_size=16&num_attention_heads=2&vocab_size=32"
+    assert "of memory left" in refused(capsys, "report", tiny, "--seq-len", str(10**13))
+    assert "sequence length of 1e+30" in refused(capsys, "report", tiny, "--seq-len", str(HUGE))
+
+
+def test_integers_of_one_value_take_no_memory_whatever_their_number() -> None:
+    """A trillion ids of 8 bytes."""
+    table = nn.Embedding(10, 1)
+    trace = memsize.report(table, "():int64", batch_size=10**12, scenarios="fp32").trace
+    assert trace.inputs[0].bytes == 8 * 10**12
+    assert trace.layers[0].output_bytes == 4 * 10**12
+
+
+def test_a_run_beyond_what_a_gpu_can_address_is_refused() -> None:
+    """2^44 blocks of 512 B; up to there a replay is exact."""
+    assert replay([(0, 2**52)]).allocated.bytes == 2**52
+    with pytest.raises(InputError, match="more than 8 PiB"):
+        replay([(0, 2**52), (1, 2**52)])
+
+
+def test_computing_for_real_beyond_memory(models: None, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "report", "bad.py:Base", "--input", "4", "--batch-size", str(10**13), "--execute")
+    assert "needs more than 149,011.61 GiB of memory" in said  # 4 numbers of 4 bytes each
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("report", LONG),
+        ("report", f"{LONG}.py:Net"),
+        ("report", f"hf:{LONG}"),
+        ("report", f"bad.py:{LONG}", "--input", "4"),
+        ("report", "bad.py:Base", "--input", "4", "--scenario", LONG),
+        ("report", "bad.py:Base", "--input", "4", "--inputs", f"{LONG}.py:make"),
+        ("report", "bad.py:Base", "--input", "4", "--arg", f"{LONG}=1"),
+        ("checkpoint", LONG),
+        ("report", "~nosuch/model.py:Net"),
+        ("checkpoint", "~nosuch/last.pt"),
+    ],
+)
+def test_names_too_long_and_homes_of_nobody(
+    models: None, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    refused(capsys, *arguments)
+
+
+def test_a_config_in_the_home_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert "no such folder or file: ~nosuch/config.json" in refused(capsys, "report", "hf:~nosuch/config.json")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("redirected", "status", "said"),
+    [
+        (">&-", 2, "error: cannot write to stdout, which is closed: name a file with -o\n"),
+        (">/dev/full", 2, "error: cannot write to stdout: No space left on device\n"),
+        (">/dev/null 2>&-", 0, ""),
+        (">/dev/full 2>/dev/full", 2, ""),
+    ],
+)
+def test_output_that_nobody_takes(tmp_path: Path, redirected: str, status: int, said: str) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "last.pt")
+    command = f"{sys.executable} -m memsize checkpoint last.pt {redirected}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, said)
