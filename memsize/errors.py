@@ -4,7 +4,7 @@
     ├── TargetError      the target could not be found, imported or built
     ├── InputError       an input specification is malformed or does not suit the model
     ├── ScenarioError    an unknown scenario, or one that this model rules out
-    ├── ForwardError     the model's own forward failed; says which layer, and keeps what ran before it
+    ├── ForwardError     the model's own forward or training step failed; says where, and keeps what ran before it
     ├── CheckpointError  a checkpoint file is missing, damaged, or refused because it would run code
     ├── OutputError      the report cannot be written as asked
     └── UnknownValueError  a name that is none of the known ones; it is also one of the errors above
@@ -83,7 +83,7 @@ class UnknownOutputError(UnknownValueError, OutputError):
 
 
 class ForwardError(MemsizeError):
-    """The model's own forward failed. `trace` holds the layers that ran before it did.
+    """The model's own forward failed, or the rest of a training step. `trace` holds the layers that ran before it did.
 
     It is a `memsize.records.trace.Trace`, or None where nothing ran; records lie above errors, hence the annotation.
     """

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -222,3 +225,81 @@ def test_output_that_nobody_takes(tmp_path: Path, redirected: str, status: int, 
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (status, said)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids)
+
+
+class Caught(nn.Module):
+    """Tries one layer, and fails behind another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with suppress(RuntimeError):
+            self.first(x)
+        return self.second(x).foo()
+
+
+class Unlearned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no way back")
+
+
+class Back(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Unlearned.apply(super().forward(x)))
+
+
+def _step(fails: Callable[[nn.Module, torch.Tensor], Any]) -> Callable[[nn.Module], Callable[[torch.Tensor], Any]]:
+    return lambda model: lambda x: fails(model, x)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (nn.Linear(4, 4).requires_grad_(False), {}, "no parameter of the model requires a gradient"),
+        (nn.ReLU(), {"optimizer": "sgd"}, "no parameter of the model requires a gradient"),
+        (Sparse(), {}, "the optimizer failed: Adam does not support sparse gradients"),
+        (nn.Linear(4, 4), {"optimizer": lambda _: 3}, "what was returned, 3, is no optimizer"),
+        (nn.Linear(4, 4), {"loss": lambda output: output.foo}, "the loss failed: AttributeError"),
+        (nn.Linear(4, 4), {"loss": lambda output: output}, r"the loss is float32\[1,4\]"),
+        (nn.Linear(4, 4), {"loss": "own"}, "the model returns no loss of its own"),
+        (nn.Linear(4, 4), {"step": lambda _: None}, r"step\(model\) returned None"),
+        (nn.Linear(4, 4), {"step": lambda model: model.foo}, "the training step cannot be set up: AttributeError"),
+        (nn.Linear(4, 4), {"step": _step(lambda _, x: {}[x.dim()])}, "the training step failed: KeyError: 2\n"),
+        (nn.Linear(4, 4), {"step": _step(lambda model, x: model(x[:, :2]))}, "the forward failed in the model"),
+        (Back(4, 4), {}, "the backward failed in or after that of the model .*no way back"),
+        (Caught(), {}, r"the forward failed in the model \(Caught\): AttributeError"),
+    ],
+    ids=str,
+)
+def test_what_failed_in_training_is_named(model: nn.Module, options: dict[str, Any], said: str) -> None:
+    size = "3:int64" if isinstance(model, Sparse) else (4,)
+    with pytest.raises(MemsizeError, match=said):
+        memsize.trace(model, size, **options)
+
+
+def test_users_of_python_are_told_of_python() -> None:
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum().to(torch.int64).item() else -x
+
+    with pytest.raises(MemsizeError, match=r"in Python: execute=True"):
+        memsize.report(Looks(), (4,))

@@ -19,21 +19,48 @@ if TYPE_CHECKING:
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-def explain(error: Exception, calls: Calls, ledger: Ledger) -> Failure:
-    """The failing layer, its inputs, and the reason, with advice where the cause is a common one."""
-    running = calls.failed
-    seen = calls.seen[running.layer if running else max(0, ledger.clock.layer)]
-    reason = _reason(error, seen)
-    return Failure(seen.path, seen.type, ledger.last_op or None, running.inputs if running else (), reason)
+def explain(error: Exception, calls: Calls, ledger: Ledger) -> tuple[str, Failure]:
+    """What failed, in words, and its record: the layer, its inputs, and the reason, with advice where the cause is a
+    common one.
+    """
+    running = calls.failed if calls.failed and calls.failed.error == id(error) else None
+    interrupted = ledger.clock.interrupted
+    known = interrupted is not None and interrupted.error == id(error)
+    phase, layer = (interrupted.phase, interrupted.layer) if known and interrupted else ("forward", ledger.clock.layer)
+    phase = "forward" if running and phase not in _WITHOUT_LAYER else phase
+    seen = calls.seen[running.layer if running else max(0, layer)]
+    failure = Failure(
+        seen.path, seen.type, ledger.last_op or None, running.inputs if running else (), _reason(error, seen, phase)
+    )
+    return _what_failed(phase, failure), failure
 
 
-def _reason(error: Exception, seen: Seen) -> str:
+_WITHOUT_LAYER = {
+    "setup": "the training step cannot be set up",
+    "step": "the training step failed",
+    "zero_grad": "the optimizer failed",
+    "optimizer": "the optimizer failed",
+    "ema": "averaging the parameters failed",
+    "loss": "the loss failed",
+}
+"""What to call a failure in each phase in which no layer runs."""
+
+
+def _what_failed(phase: str, failure: Failure) -> str:
+    where = f"{failure.layer} ({failure.type})" if failure.layer else f"the model ({failure.type})"
+    if phase == "backward":
+        return f"the backward failed in or after that of {where}"  # an op of the user's own announces nothing
+    return _WITHOUT_LAYER.get(phase, f"the {phase} failed in {where}")
+
+
+def _reason(error: Exception, seen: Seen, phase: str) -> str:
     said = message_of(error)
     text = first_line(error).partition(". This could be because")[0]
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
     kind = type(error).__name__
     parts = [text if plain or text == kind else f"{kind}: {text}"]
-    parts += [advice for advice in (_wanted(seen), _advice(said)) if advice]
+    wanted = _wanted(seen) if phase == "forward" else ""
+    parts += [advice for advice in (wanted, _advice(said)) if advice]
     place = _place(error.__traceback__)
     if place:
         parts.append(f"at {place}")
@@ -64,6 +91,8 @@ def _advice(text: str) -> str:
         )
     if "Expected tensor for argument #1 'indices'" in text:
         return 'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")'
+    if "support sparse gradients" in text:
+        return "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)"
     if "is only available for these backends" in text:
         return (
             "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute "

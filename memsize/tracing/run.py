@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from memsize.cuda.region import cuda_semantics
 from memsize.cuda.semantics import CUDNN
-from memsize.errors import ForwardError
+from memsize.errors import ForwardError, MemsizeError
 from memsize.internals.isolation import undisturbed
 from memsize.internals.pytree import tensors_in
 from memsize.model.inputs import input_tensors
@@ -108,10 +108,12 @@ class Run:
                     regions.enter_context(region)
                 yield
                 regions.close()
+            except MemsizeError:
+                raise
             except Exception as error:
-                failure = explain(error, self.calls, self.ledger)
+                what, failure = explain(error, self.calls, self.ledger)
                 self.calls.kept = {reference.index for reference in self.ledger.live.values()}
-                raise ForwardError(_message(failure), self.trace(failure)) from error
+                raise ForwardError(_message(what, failure), self.trace(failure)) from error
 
     def note(self, text: str) -> None:
         """Add something that a reader must know about how the run was made."""
@@ -242,7 +244,6 @@ def _layer(seen: Seen, own: list[StoredTensor], saved: int, cast: int) -> Layer:
     )
 
 
-def _message(failure: Failure) -> str:
-    where = f"{failure.layer} ({failure.type})" if failure.layer else f"the model ({failure.type})"
+def _message(what: str, failure: Failure) -> str:
     given = f"\nIt was given {', '.join(failure.inputs)}." if failure.inputs else ""
-    return f"the forward failed in {where}: {failure.reason}{given}"
+    return f"{what}: {failure.reason}{given}"
