@@ -283,7 +283,9 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse, nested and opaque tensors have no storage of their own
-        return None
+        functional = torch._C._functorch
+        wrapped = functional.is_functorch_wrapped_tensor(tensor)  # as torch.func.grad and vmap see it
+        return _storage(functional.get_unwrapped(tensor)) if wrapped else None
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -24,6 +24,7 @@ from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
 from memsize.spec.subject import Call
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
+from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.ledger import Ledger, Workspaces, resizes_seen
 from memsize.tracing.module_calls import Calls, Seen
 
@@ -103,7 +104,7 @@ class Run:
         hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, lambda tensor: tensor)
         with undisturbed(), ExitStack() as regions:
             try:
-                watches = (self.calls.watched(inner), resizes_seen(self.ledger), hooks)
+                watches = (self.calls.watched(inner), resizes_seen(self.ledger), functional_transforms_allowed(), hooks)
                 for region in (*watches, self.ledger, self.setup.semantics(self.ledger)):
                     regions.enter_context(region)
                 yield
