@@ -16,9 +16,9 @@ from memsize.constants.assumptions import (
     COMPARED_EQUAL,
     COPIED_VALUES,
     ITEM_IS_ONE,
-    MIXED_DEVICES,
     PADDING_COMPUTED,
     first_assumption,
+    mixed_devices,
 )
 from memsize.constants.data_dependent import data_dependent_ops
 from memsize.constants.op_traits import OpTraits
@@ -185,7 +185,7 @@ class Evaluator:
             result = func(*there[0], **there[1])
         except RuntimeError:
             raise error from None
-        self.notes[MIXED_DEVICES] = None
+        self.notes[mixed_devices()] = None
         return result
 
 

@@ -6,17 +6,14 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from memsize.errors import first_line, message_of
+from memsize.internals.user_code import is_outside
 from memsize.records.trace import Failure
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import Calls, Seen
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def explain(error: Exception, calls: Calls, ledger: Ledger) -> tuple[str, Failure]:
@@ -91,6 +88,8 @@ def _advice(text: str) -> str:
         )
     if "Expected tensor for argument #1 'indices'" in text:
         return 'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")'
+    if "expected device cpu but got meta" in text:
+        return "a tensor that the forward makes on the CPU takes part: make it where the input is (device=x.device)"
     if "support sparse gradients" in text:
         return "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)"
     if "is only available for these backends" in text:
@@ -108,5 +107,5 @@ def _advice(text: str) -> str:
 
 def _place(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code."""
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_LIBRARIES) and f.filename[0] != "<"]
+    frames = [frame for frame in traceback.extract_tb(trace) if is_outside(frame.filename)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.utils._device import _device_constructors
 
-from memsize.constants.assumptions import MASKS_COVER_IMAGE, MIXED_DEVICES
+from memsize.constants.assumptions import MASKS_COVER_IMAGE, mixed_devices
 from memsize.constants.values import ConstantState, constant_of, set_constant
 from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
@@ -34,7 +34,7 @@ _FACTORIES = """
     randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
     hann_window hamming_window blackman_window bartlett_window kaiser_window sparse_coo_tensor"""
 _METHODS = "new_empty new_full new_ones new_zeros new_empty_strided"
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 
 
 _DETECTION = "torchvision.models.detection.transform"
@@ -94,7 +94,7 @@ def _patches_of_torch() -> tuple[Patch, ...]:
         Patch(Tensor, "__format__", _formatted),
         Patch(Tensor, "to", _moved),
         Patch(Tensor, "cuda", _moved_to_cuda),
-        *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT),
+        *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT.split()),
         Patch(OpOverloadPacket, "__call__", _given_numbers),
         Patch(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
         Patch(torch.cuda, "current_device", lambda _: lambda: 0),
@@ -252,7 +252,7 @@ def _with_states_moved(original: Function) -> Function:
         place = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
         states = args[place]
         if tensor.is_meta and any(not state.is_meta for state in tensors_in(states)):
-            _thread.notes[-1][MIXED_DEVICES] = None
+            _thread.notes[-1][mixed_devices()] = None
             moved = map_tensors(lambda state: state.to(_META), states)
             args = (*args[:place], moved, *args[place + 1 :])
         return original(tensor, *args)
