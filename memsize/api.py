@@ -70,8 +70,9 @@ def report(
     - `input_data`, real inputs with their batch dimension: a tensor, a tuple of positional arguments, a mapping of
       keyword arguments; or a function that returns one of these, or its name as ``"file.py:make_inputs"``. What is no
       size is also understood in the place of `input_size`;
-    - `args` and `kwargs`, real positional and keyword arguments, alone or together;
-    - nothing for a library's model: memsize makes its inputs, texts of `seq_len` tokens.
+    - `args` and `kwargs`, real positional and keyword arguments, alone or together; `kwargs` also beside `input_data`;
+    - nothing for a library's model: memsize makes its inputs, texts of `seq_len` tokens. Of any other model without an
+      input, the report shows what it stores.
 
     `scenarios` is a comma list, several names, or ``"all"``; None takes the usual ones. `mode` is ``"train"`` (the
     default) or ``"eval"``, the training flag that the forward runs under. `train` asks for training steps with that
@@ -86,10 +87,13 @@ def report(
 
     subject = Subject.of(model_or_target, input_size, **given)
     asked, say = select(scenarios), progress or (lambda _: None)
-    with _opened(subject, say) as found:
+    with _loaded(subject, say) as loaded:
+        if not (subject.has_input or loaded.maker or train or execute or scenarios is not None):
+            return _stored_report(loaded)
         from memsize.analysis.report import ReportBuilder
         from memsize.analysis.runner import Runner
 
+        found = _with_inputs(subject, loaded)
         where, trained = card(gpu) if gpu else None, _training(train)
         plans = _plans(where or card(DEFAULT_GPU)) if where or trained else None
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans)
@@ -365,29 +369,54 @@ class _Opened(NamedTuple):
     notes: tuple[str, ...]
 
 
+class _Loaded(NamedTuple):
+    """A subject's model: its name, what is to be said of it, and what makes its inputs."""
+
+    name: str
+    model: nn.Module
+    notes: tuple[str, ...]
+    maker: InputMaker | None
+
+
 @contextmanager
 def _opened(subject: Subject, say: Callable[[str], None] = lambda _: None) -> Iterator[_Opened]:
     """The subject with its model built; while open, a target's own imports work as it expects."""
-    with _loaded(subject, say) as (name, model, notes, maker):
-        from memsize.model.inputs import inputs_for
+    with _loaded(subject, say) as loaded:
+        yield _with_inputs(subject, loaded)
 
-        training = subject.mode != "eval"
-        inputs = inputs_for(subject, model, maker, training)
-        yield _Opened((name, model, inputs, training), (*notes, *filter(None, [inputs.note])))
+
+def _with_inputs(subject: Subject, loaded: _Loaded) -> _Opened:
+    from memsize.model.inputs import inputs_for
+
+    training = subject.mode != "eval"
+    inputs = inputs_for(subject, loaded.model, loaded.maker, training)
+    run = (loaded.name, loaded.model, inputs, training)
+    return _Opened(run, (*loaded.notes, *filter(None, [inputs.note])))
+
+
+def _stored_report(loaded: _Loaded) -> Report:
+    """What a model stores, where there is no input to run it with."""
+    from memsize.loading.signature import wanted_inputs
+    from memsize.records.report import Report
+    from memsize.tracing.run import stored_only
+
+    missing = (
+        "no input was given, so this is what the model stores; with one, the report adds outputs, what is kept for "
+        f"backward, and all scenarios: {wanted_inputs(loaded.model)}"
+    )
+    return Report(loaded.name, stored_only(loaded.name, loaded.model), notes=(*loaded.notes, missing))
 
 
 @contextmanager
-def _loaded(
-    subject: Subject, say: Callable[[str], None] = lambda _: None
-) -> Iterator[tuple[str, nn.Module, tuple[str, ...], InputMaker | None]]:
-    """The name, the model, what is to be said of it, and what makes its inputs."""
+def _loaded(subject: Subject, say: Callable[[str], None] = lambda _: None) -> Iterator[_Loaded]:
+    """The subject's model. While open, a target's own imports work as it expects."""
     if isinstance(subject.model, str):
         from memsize.loading import load
 
         say(f"loading {subject.model}")
         loaded = load(subject.model, subject.arguments)
         with loaded.importable(), _told(loaded.module):
-            yield loaded.name, loaded.module, loaded.notes, loaded.inputs
+            yield _Loaded(loaded.name, loaded.module, loaded.notes, loaded.inputs)
         return
     from torch import nn
 
@@ -396,7 +425,7 @@ def _loaded(
         got = type(model).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
     with _told(model):
-        yield type(model).__name__, model, (), None
+        yield _Loaded(type(model).__name__, model, (), None)
 
 
 @contextmanager

@@ -227,6 +227,34 @@ def test_output_that_nobody_takes(tmp_path: Path, redirected: str, status: int, 
     assert (done.returncode, done.stderr) == (status, said)
 
 
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [
+        ("config.json", "config.json is no Python file: for the transformers model of a config write hf:config.json"),
+        ("last.pt", "last.pt is no Python file: memsize checkpoint last.pt shows what it holds"),
+        ("notes.txt", "notes.txt is no Python file\n"),
+        ("folder/config.json", "folder is a folder: for the transformers model of its config.json write hf:folder"),
+    ],
+)
+def test_files_that_are_no_python(models: None, capsys: pytest.CaptureFixture[str], file: str, part: str) -> None:
+    path = Path(file)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    target = str(path.parent if path.parent.name else path)
+    assert part in refused(capsys, "report", target, "--input", "4")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    "line", ["net = nn.Linear(4, 4).cuda()", "torch.cuda.set_device(0)", "torch.ones(2, device='cuda')"]
+)
+def test_a_file_that_asks_for_a_gpu_is_told_what_to_do(
+    models: None, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    Path("asks.py").write_text(f"import torch\nfrom torch import nn\n{line}\n")
+    assert "if __name__ == '__main__'" in refused(capsys, "report", "asks.py:net", "--input", "4")
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -288,7 +316,6 @@ def _step(fails: Callable[[nn.Module, torch.Tensor], Any]) -> Callable[[nn.Modul
         (Back(4, 4), {}, "the backward failed in or after that of the model .*no way back"),
         (Caught(), {}, r"the forward failed in the model \(Caught\): AttributeError"),
     ],
-    ids=str,
 )
 def test_what_failed_in_training_is_named(model: nn.Module, options: dict[str, Any], said: str) -> None:
     size = "3:int64" if isinstance(model, Sparse) else (4,)

@@ -89,5 +89,6 @@ def _fail(message: str, session: Session, status: int) -> int:
     with suppress(OSError):  # there may be nobody to tell it to
         if session.debug:
             traceback.print_exc()
-        click.echo(f"error: {message}", err=True)
+        lines = (line.strip() for line in message.splitlines())
+        click.echo(f"error: {'; '.join(filter(None, lines))}", err=True)
     return status

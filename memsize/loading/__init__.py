@@ -20,7 +20,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memsize.errors import TargetError, UnknownTargetError, quoted
-from memsize.loading.building import build, random_numbers_kept, user_traceback
+from memsize.loading.building import build, gpu_advice, random_numbers_kept, user_traceback
 from memsize.loading.inputs import input_maker
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import Target, parse_target
@@ -159,7 +159,7 @@ def _import_failure(error: BaseException, target: Target, scope: ImportScope) ->
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and target.module and f"{target.module}.".startswith(f"{missing}."):
         return f"no module {missing!r}, neither installed nor in {scope.folder}{_dotted_hint(target)}"
-    what = f"importing {target.place} failed {user_traceback(error, scope.owns)}"
+    what = f"importing {target.place} failed {user_traceback(error, scope.owns)}{gpu_advice(error)}"
     if "torchvision::" in str(error):
         from memsize.loading.torchvision_ops import remedy
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 import sys
 import traceback
 import warnings
@@ -54,7 +55,8 @@ def _call(
     try:
         made, why = weightless(factory, arguments, is_theirs)
     except (Exception, SystemExit) as error:
-        raise TargetError(f"building {label} failed {user_traceback(error, is_theirs)}") from error
+        why = f"{user_traceback(error, is_theirs)}{gpu_advice(error)}"
+        raise TargetError(f"building {label} failed {why}") from error
     if why is None:
         return made, None
     return made, f"{label} was built with its weights in memory, because building it needs their values ({why})"
@@ -159,6 +161,19 @@ def user_traceback(error: BaseException, is_theirs: Callable[[str], bool]) -> st
     """``"at model.py:12: NameError: name 'foo' is not defined"``: the innermost line in a file that `is_theirs`."""
     place = _place(error, is_theirs)
     return f"{f'at {place}: ' if place else ''}{in_one_line(error)}"
+
+
+_WANTS_GPU = re.compile("not compiled with CUDA|NVIDIA driver|No CUDA GPUs|has no attribute '_cuda_|CUDA driver")
+
+
+def gpu_advice(error: BaseException) -> str:
+    """What to do where the user's code asked for a GPU that this machine has not; empty for any other error."""
+    if not _WANTS_GPU.search(message_of(error)):
+        return ""
+    return (
+        "; memsize needs no GPU, and neither may building the model: leave it on the CPU, and keep .cuda() and "
+        "training below if __name__ == '__main__'"
+    )
 
 
 def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str | None:

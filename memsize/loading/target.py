@@ -102,9 +102,21 @@ def _is_path(place: str) -> bool:
     return place.endswith(".py") or any(separator in place for separator in separators) or path.is_file() or folder
 
 
+_CHECKPOINTS = frozenset({".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt"})
+
+
 def _existing_file(path: Path) -> Path:
     if path.is_file():
-        return path.absolute()
+        if path.suffix == ".py":
+            return path.absolute()
+        hint = ""
+        if path.suffix == ".json":
+            hint = f": for the transformers model of a config write hf:{path}"
+        elif path.suffix in _CHECKPOINTS:
+            hint = f": memsize checkpoint {path} shows what it holds"
+        raise TargetError(f"{path} is no Python file{hint}")
+    if (path / "config.json").is_file():
+        raise TargetError(f"{path} is a folder: for the transformers model of its config.json write hf:{path}")
     if path.is_dir():
         raise TargetError(f"{path} is a folder: name a Python file in it, such as {path / 'model.py'}:Net")
     if path.suffix != ".py" and path.with_name(f"{path.name}.py").is_file():

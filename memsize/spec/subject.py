@@ -83,22 +83,25 @@ class Subject:
 
         `input_size` is what is no size taken for `input_data`: a mapping of keyword arguments, a tuple or a list of
         positional ones, anything else the only one; a function that returns such, or its name. `args` and `kwargs` are
-        real inputs as well. All real inputs have their batch dimension.
+        real inputs as well; `kwargs` may come beside the data of `input_data`. All real inputs have their batch
+        dimension.
 
         Raises `InputError` where the input is given twice, or cannot be read.
         """
         if isinstance(model, Subject):
             return model
-        if (input_size is not None) + (input_data is not None) + bool(args or kwargs) > 1:
-            raise InputError("give the input once: as input_size, as input_data, or as args and kwargs")
-        if input_size is not None and not _is_size(input_size):
+        if input_size is not None and not _is_size(input_size) and input_data is None:
             input_size, input_data = None, input_size
+        makes = isinstance(input_data, str) or (callable(input_data) and not isinstance(input_data, Mapping))
+        beside = kwargs if input_data is not None and not makes else None
+        if (input_size is not None) + (input_data is not None) + bool(args or (kwargs and not beside)) > 1:
+            raise InputError("give the input once: as input_size, as input_data, or as args and kwargs")
         specs = () if input_size is None else _specs(input_size)
         call = source = None
-        if isinstance(input_data, str) or (callable(input_data) and not isinstance(input_data, Mapping)):
+        if makes:
             source = input_data
         elif input_data is not None:
-            call = call_of(input_data)
+            call = _joined(call_of(input_data), beside or {})
         elif args or kwargs:
             call = tuple(args), dict(kwargs or {})
         return cls(model, specs, call, source, batch_size, seq_len, dict(arguments or {}), mode)
@@ -111,6 +114,13 @@ def call_of(data: Any) -> Call:
     if isinstance(data, (tuple, list)) and not hasattr(data, "_fields"):
         return tuple(data), {}
     return (data,), {}
+
+
+def _joined(call: Call, kwargs: Mapping[str, Any]) -> Call:
+    twice = next((name for name in kwargs if name in call[1]), None)
+    if twice is not None:
+        raise InputError(f"the argument {twice!r} is given twice, in input_data and in kwargs")
+    return call[0], {**call[1], **kwargs}
 
 
 def _is_size(value: Any) -> bool:
