@@ -38,6 +38,7 @@ _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_re
 
 
 _DETECTION = "torchvision.models.detection.transform"
+_FLEX = "torch.nn.attention.flex_attention"
 
 
 class _Thread(threading.local):
@@ -73,10 +74,15 @@ def _uncompiled() -> Iterator[None]:
 
 
 def _patches() -> tuple[Patch, ...]:
-    detection = sys.modules.get(_DETECTION)
-    if not hasattr(detection, "paste_masks_in_image"):
-        return _patches_of_torch()
-    return (*_patches_of_torch(), Patch(detection, "paste_masks_in_image", _masks_cover_image))
+    detection, flex = sys.modules.get(_DETECTION), sys.modules.get(_FLEX)
+    patches = list(_patches_of_torch())
+    if hasattr(detection, "paste_masks_in_image"):
+        patches.append(Patch(detection, "paste_masks_in_image", _masks_cover_image))
+    if hasattr(flex, "flex_attention_hop"):
+        patches.append(Patch(flex, "flex_attention_hop", _fused_attention))
+        patches.append(Patch(flex, "_validate_device", _any_device))
+        patches.append(Patch(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", _in_runs))
+    return tuple(patches)
 
 
 @cache
@@ -278,6 +284,46 @@ def _masks_cover_image(original: Function) -> Function:
         return original(masks, boxes, img_shape, *args, **kwargs)
 
     return pasted
+
+
+# -- FlexAttention ----------------------------------------------------------------------------------------------------
+
+
+class _InRuns:
+    """True in threads in which a run is under way, and elsewhere what it stands for."""
+
+    def __init__(self, original: object) -> None:
+        self.original = original
+
+    def __bool__(self) -> bool:
+        return bool(_thread.notes or self.original)
+
+
+def _in_runs(original: Any) -> Any:
+    """FlexAttention calls its operator itself, and not what torch.compile makes of it."""
+    return _InRuns(original)
+
+
+def _any_device(original: Function) -> Function:
+    """FlexAttention refuses `meta` before it does anything."""
+
+    def validated(query: Tensor, *others: Tensor) -> None:
+        if not query.is_meta:
+            original(query, *others)
+
+    return validated
+
+
+def _fused_attention(original: Function) -> Function:
+    from memsize.cuda.flex_attention import UNCOMPILED, fused
+
+    def attended(query: Tensor, *args: Any) -> Any:
+        if not query.is_meta:
+            return original(query, *args)
+        _thread.notes[-1][UNCOMPILED] = None
+        return fused(query, *args)
+
+    return attended
 
 
 _overrides = PatchSet(_patches, lambda: bool(_thread.notes))
