@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, vjp, vmap
 
 from benchmarks import cpu_truth
 from benchmarks.cpu_truth import BY_DESIGN, RUNS, SMALL, EvenChoices, Held, Run, held, line, main
@@ -172,7 +172,19 @@ class PerSample(nn.Module):
         return vmap(grad(lambda sample: self.net(sample).sum()))(x)
 
 
-@pytest.mark.parametrize("model", [MetaLearner, PerSample])
+class Penalized(nn.Module):
+    """An output that its own gradient is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, backward = vjp(self.net, x)
+        return output + backward(torch.ones_like(output))[0].square().sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("model", [MetaLearner, PerSample, Penalized])
 def test_gradients_taken_in_a_forward_are_as_in_a_real_step(model: type[nn.Module]) -> None:
     inputs, training = inputs_from_specs(parse_inputs(["64"]), 8), Training("sgd:foreach")
     scenario = scenario_named("fp32")

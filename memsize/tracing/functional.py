@@ -34,6 +34,17 @@ def functional_transforms_allowed() -> Iterator[None]:
             _thread.runs -= 1
 
 
+def of_the_same_level(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for a saved `tensor`: itself, or a handle without the graph of the innermost transform, and no other.
+
+    A node of that graph would otherwise keep its own output, and both would outlive the transform.
+    """
+    functional = torch._C._functorch
+    if not functional.is_gradtrackingtensor(tensor):
+        return tensor
+    return functional._wrap_for_grad(functional.get_unwrapped(tensor), functional.maybe_get_level(tensor))
+
+
 def _not_disabled(_: Function) -> Function:
     @contextmanager
     def disabled(error_message: str) -> Iterator[None]:

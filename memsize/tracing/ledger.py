@@ -24,6 +24,7 @@ from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import DETACH, MetaDispatchMode, has_own_dispatch
+from memsize.tracing.functional import of_the_same_level
 
 _aten = torch.ops.aten
 
@@ -244,7 +245,7 @@ class Ledger(MetaDispatchMode):
         elif hasattr(tensor, "__tensor_flatten__"):  # a wrapper keeps what it is made of
             for piece in plain_tensors(tensor):
                 self._keep(self.index_of(piece))
-        return tensor
+        return of_the_same_level(tensor)
 
     def _keep(self, index: int) -> None:
         if index >= 0 and self._saved_by[index] < 0 and self._roles[index] not in ("parameter", "buffer"):
