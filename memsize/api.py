@@ -88,11 +88,11 @@ def report(
     subject = Subject.of(model_or_target, input_size, **given)
     asked, say = select(scenarios), progress or (lambda _: None)
     with _loaded(subject, say) as loaded:
-        if not (subject.has_input or loaded.maker or train or execute or scenarios is not None):
-            return _stored_report(loaded)
-        from memsize.analysis.report import ReportBuilder
+        from memsize.analysis.report import ReportBuilder, stored_report
         from memsize.analysis.runner import Runner
 
+        if not (subject.has_input or loaded.maker or train or execute or scenarios is not None):
+            return stored_report(loaded.name, loaded.model, loaded.notes)
         found = _with_inputs(subject, loaded)
         where, trained = card(gpu) if gpu else None, _training(train)
         plans = _plans(where or card(DEFAULT_GPU)) if where or trained else None
@@ -392,19 +392,6 @@ def _with_inputs(subject: Subject, loaded: _Loaded) -> _Opened:
     inputs = inputs_for(subject, loaded.model, loaded.maker, training)
     run = (loaded.name, loaded.model, inputs, training)
     return _Opened(run, (*loaded.notes, *filter(None, [inputs.note])))
-
-
-def _stored_report(loaded: _Loaded) -> Report:
-    """What a model stores, where there is no input to run it with."""
-    from memsize.loading.signature import wanted_inputs
-    from memsize.records.report import Report
-    from memsize.tracing.run import stored_only
-
-    missing = (
-        "no input was given, so this is what the model stores; with one, the report adds outputs, what is kept for "
-        f"backward, and all scenarios: {wanted_inputs(loaded.model)}"
-    )
-    return Report(loaded.name, stored_only(loaded.name, loaded.model), notes=(*loaded.notes, missing))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import memsize
 from memsize.cli import run
 from memsize.device.allocator import replay
 from memsize.errors import InputError, MemsizeError, first_line, in_one_line
+from tests.conftest import Python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -330,3 +331,25 @@ def test_users_of_python_are_told_of_python() -> None:
 
     with pytest.raises(MemsizeError, match=r"in Python: execute=True"):
         memsize.report(Looks(), (4,))
+
+
+FORWARD_MODE = """
+import torch, memsize
+from torch.func import jvp
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return jvp(super().forward, (x,), (torch.ones_like(x),))[1]
+
+try:
+    memsize.report(Net(4, 4), (4,), scenarios="fp32")
+except memsize.ForwardError as error:
+    print("import torch._decomp.decompositions_for_jvp at the top" in str(error))
+import torch._decomp.decompositions_for_jvp
+print(memsize.report(Net(4, 4), (4,), scenarios="fp32").totals.output_bytes)
+"""
+
+
+def test_forward_mode_gradients_say_what_to_import(python: Python) -> None:
+    done = python("-W", "ignore", "-c", FORWARD_MODE)
+    assert done.stdout.splitlines() == ["True", "16"], done.stderr

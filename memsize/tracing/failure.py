@@ -88,6 +88,11 @@ def _advice(text: str) -> str:
         )
     if "Expected tensor for argument #1 'indices'" in text:
         return 'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")'
+    if "object was expected, got builtin_function_or_method" in text:
+        return (
+            "PyTorch compiles rules at the first use of forward-mode gradients (jvp, hessian): "
+            "import torch._decomp.decompositions_for_jvp at the top of the file"
+        )
     if "expected device cpu but got meta" in text:
         return "a tensor that the forward makes on the CPU takes part: make it where the input is (device=x.device)"
     if "support sparse gradients" in text:
