@@ -1,7 +1,7 @@
 # make demo | test | bench: each sets up its own virtual environment first, and again when the requirements change.
 #
 # PYTHON=…          the interpreter to build it with (the first of the list below that is 3.11 or newer)
-# TORCH_INDEX=…     the index to get PyTorch from: that of its small CPU build, say
+# TORCH_INDEX=…     the index to get PyTorch and torchvision from: that of their small CPU builds, say
 # CUDNN=1           install cuDNN too (1 GB), for the tests that ask it; they are skipped without
 
 VENV := .venv
@@ -12,7 +12,12 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 TORCH_INDEX ?=
 CUDNN ?=
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOG := $(VENV)/pip.log
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+BUILDS := $(shell grep -E '^(torch|torchvision)==' constraints.txt)
+
+# pip shows how far it is; its warnings and errors are shown where it fails.
+OR_EXPLAIN = 2>$(LOG) || { cat $(LOG) >&2; exit 1; }
 
 .PHONY: demo test bench format clean
 .DELETE_ON_ERROR:
@@ -34,16 +39,21 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch comes first and alone: once the pinned build is there, nothing that depends on torch asks for another.
+# torch and torchvision come first and in one step, since only builds of one index match; once they are there, nothing
+# that depends on torch asks for another. An index without that torchvision leaves it to the next step: memsize runs the
+# models of timm and transformers beside one that doesn't match.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "memsize needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) --constraint constraints.txt --editable '.[test,dev,quant]'
+	@echo "Setting up $(VENV) with PyTorch and all that memsize is tested with: this takes a few minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@for builds in "$(BUILDS)" "$(firstword $(BUILDS))"; do \
+		$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$builds 2>$(LOG) && exit; \
+	done; cat $(LOG) >&2; exit 1
+	@$(PIP) --constraint constraints.txt --editable '.[test,dev,quant]' $(OR_EXPLAIN)
 	@touch $@
 
 $(CUDNN_STAMP): $(STAMP)
-	$(PIP) --constraint constraints.txt --editable '.[cudnn]'
+	@$(PIP) --constraint constraints.txt --editable '.[cudnn]' $(OR_EXPLAIN)
 	@touch $@
 
 clean:

@@ -72,8 +72,9 @@ def report(
     - `input_data`, real inputs with their batch dimension: a tensor, a tuple of positional arguments, a mapping of
       keyword arguments; or a function that returns one of these, or its name as ``"file.py:make_inputs"``. What is no
       size is also understood in the place of `input_size`;
-    - `args` and `kwargs`, real positional and keyword arguments, alone or together;
-    - nothing for a library's model: memsize makes its inputs, texts of `seq_len` tokens.
+    - `args` and `kwargs`, real positional and keyword arguments, alone or together; `kwargs` also beside `input_data`;
+    - nothing for a library's model: memsize makes its inputs, texts of `seq_len` tokens. Of any other model without an
+      input, the report shows what it stores.
 
     `scenarios` is a comma list, several names, or ``"all"``; None takes the usual ones. `mode` is ``"train"`` (the
     default) or ``"eval"``, the training flag that the forward runs under. `train` asks for training steps with that
@@ -89,10 +90,13 @@ def report(
 
     subject = Subject.of(model_or_target, input_size, **given)
     asked, say, software = select(scenarios), progress or (lambda _: None), Stack.of(stack)
-    with _opened(subject, say) as found:
-        from memsize.analysis.report import ReportBuilder
+    with _loaded(subject, say) as loaded:
+        from memsize.analysis.report import ReportBuilder, stored_report
         from memsize.analysis.runner import Runner
 
+        if not (subject.has_input or loaded.maker or train or execute or scenarios is not None):
+            return stored_report(loaded.name, loaded.model, loaded.notes)
+        found = _with_inputs(subject, loaded)
         where, trained = card(gpu) if gpu else None, _training(train)
         plans = _plans(where or card(DEFAULT_GPU)) if where or trained else None
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans, stack=software)
@@ -371,22 +375,34 @@ class _Opened(NamedTuple):
     notes: tuple[str, ...]
 
 
+class _Loaded(NamedTuple):
+    """A subject's model: its name, what is to be said of it, and what makes its inputs."""
+
+    name: str
+    model: nn.Module
+    notes: tuple[str, ...]
+    maker: InputMaker | None
+
+
 @contextmanager
 def _opened(subject: Subject, say: Callable[[str], None] = lambda _: None) -> Iterator[_Opened]:
     """The subject with its model built; while open, a target's own imports work as it expects."""
-    with _loaded(subject, say) as (name, model, notes, maker):
-        from memsize.model.inputs import inputs_for
+    with _loaded(subject, say) as loaded:
+        yield _with_inputs(subject, loaded)
 
-        training = subject.mode != "eval"
-        inputs = inputs_for(subject, model, maker, training)
-        yield _Opened((name, model, inputs, training), (*notes, *filter(None, [inputs.note])))
+
+def _with_inputs(subject: Subject, loaded: _Loaded) -> _Opened:
+    from memsize.model.inputs import inputs_for
+
+    training = subject.mode != "eval"
+    inputs = inputs_for(subject, loaded.model, loaded.maker, training)
+    run = (loaded.name, loaded.model, inputs, training)
+    return _Opened(run, (*loaded.notes, *filter(None, [inputs.note])))
 
 
 @contextmanager
-def _loaded(
-    subject: Subject, say: Callable[[str], None] = lambda _: None
-) -> Iterator[tuple[str, nn.Module, tuple[str, ...], InputMaker | None]]:
-    """The name, the model, what is to be said of it, and what makes its inputs.
+def _loaded(subject: Subject, say: Callable[[str], None] = lambda _: None) -> Iterator[_Loaded]:
+    """The subject's model. While open, a target's own imports work as it expects.
 
     The user's code runs only in here: one thread at a time, and the process is as it was afterwards.
     """
@@ -397,8 +413,8 @@ def _loaded(
         say(f"loading {subject.model}")
         with _users_code_runs():
             loaded = load(target, subject.arguments)
-            with loaded.importable(), _untouched(loaded.module):
-                yield loaded.name, loaded.module, loaded.notes, loaded.inputs
+            with loaded.importable(), _told(loaded.module), _untouched(loaded.module):
+                yield _Loaded(loaded.name, loaded.module, loaded.notes, loaded.inputs)
         return
     from torch import nn
 
@@ -406,8 +422,8 @@ def _loaded(
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
-    with _users_code_runs(), _untouched(model):
-        yield type(model).__name__, model, (), None
+    with _users_code_runs(), _told(model), _untouched(model):
+        yield _Loaded(type(model).__name__, model, (), None)
 
 
 def _untouched(model: nn.Module) -> AbstractContextManager[None]:
@@ -431,6 +447,17 @@ def _users_code_runs() -> Iterator[None]:
         from memsize.loading.scope import is_users
 
         raise MemsizeError(f"the model ended the program {user_traceback(error, is_users)}") from error
+
+
+@contextmanager
+def _told(model: nn.Module) -> Iterator[None]:
+    """While open, what the user's own code raises is an error that says where; a model without end is refused."""
+    from memsize.loading.building import users_failures_told
+    from memsize.model.structure import refuse_endless
+
+    with users_failures_told():
+        refuse_endless(model)
+        yield
 
 
 __all__ = ["SCENARIOS", "audit_layout", "compare", "fit", "load", "read_checkpoint", "report", "trace"]

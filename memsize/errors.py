@@ -4,7 +4,7 @@
     ├── TargetError      the target could not be found, imported or built
     ├── InputError       an input specification is malformed or does not suit the model
     ├── ScenarioError    an unknown scenario, or one that this model rules out
-    ├── ForwardError     the model's own forward failed; says which layer, and keeps what ran before it
+    ├── ForwardError     the model's own forward or training step failed; says where, and keeps what ran before it
     ├── CheckpointError  a checkpoint file is missing, damaged, or refused because it would run code
     ├── OutputError      the report cannot be written as asked
     └── UnknownValueError  a name that is none of the known ones; it is also one of the errors above
@@ -15,11 +15,15 @@ caused it, where there is one, is kept as `__cause__`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from memsize.suggestions import nearest, suggestion
+
+_LONGEST_QUOTED: Final = 80
+_NO_MEMORY: Final = re.compile("DefaultCPUAllocator: .*you tried to allocate ([0-9]+) bytes")
 
 
 class MemsizeError(Exception):
@@ -60,7 +64,7 @@ class UnknownValueError(MemsizeError):
         self.kind = kind
         self.value = value
         self.nearest = nearest(value, names) if near is None else tuple(near)
-        super().__init__(f"{problem or f'no {kind} {value!r}'}: {suggestion(value, names, self.nearest)}")
+        super().__init__(f"{problem or f'no {kind} {quoted(value)}'}: {suggestion(value, names, self.nearest)}")
 
 
 class UnknownInputError(UnknownValueError, InputError):
@@ -80,7 +84,7 @@ class UnknownOutputError(UnknownValueError, OutputError):
 
 
 class ForwardError(MemsizeError):
-    """The model's own forward failed. `trace` holds the layers that ran before it did.
+    """The model's own forward failed, or the rest of a training step. `trace` holds the layers that ran before it did.
 
     It is a `memsize.records.trace.Trace`, or None where nothing ran; records lie above errors, hence the annotation.
     """
@@ -90,12 +94,28 @@ class ForwardError(MemsizeError):
         self.trace = trace
 
 
+def quoted(text: str) -> str:
+    """`text` in quotes, as a message shows what it was given: of a long one its beginning."""
+    return repr(text if len(text) <= _LONGEST_QUOTED else f"{text[:_LONGEST_QUOTED]}…")
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says: nothing where saying it fails too, and in plain words where PyTorch found no memory."""
+    try:
+        text = str(error)
+    except Exception:
+        return ""
+    wanted = _NO_MEMORY.search(text)
+    return f"this machine has no {int(wanted[1]) / 2**30:,.2f} GiB of memory left for a tensor" if wanted else text
+
+
 def first_line(error: BaseException | str) -> str:
     """What went wrong, without where and with what: the first line that is not blank, without its full stop.
 
     The name of the exception's type where it says nothing.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = error if isinstance(error, str) else message_of(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else "" if isinstance(error, str) else type(error).__name__
 
 
@@ -105,7 +125,7 @@ def in_one_line(error: BaseException) -> str:
         return str(error)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
-    message = " ".join(str(error).split())
+    message = " ".join(message_of(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

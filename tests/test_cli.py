@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -396,3 +397,21 @@ def test_a_closed_pipe_is_silent(tmp_path: Path) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (7, b"")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_options_and_files(tmp_path: Path) -> None:
+    program = tmp_path / "memsize"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m memsize "$@"\n')
+    program.chmod(0o755)
+    script = (
+        'eval "$(_MEMSIZE_COMPLETE=bash_source memsize)"\n'
+        'compopt() { COMPREPLY=("$@"); }\n'  # bash knows it only while it completes: "-o default" are files
+        'for words in "memsize rep" "memsize report --accu" "memsize report mod"; do\n'
+        "COMP_WORDS=($words) COMPREPLY=()\nCOMP_CWORD=$((${#COMP_WORDS[@]} - 1))\n"
+        '_memsize_completion memsize; echo "${COMPREPLY[@]}"\ndone'
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout.splitlines(), done.stderr) == (["report", "--accumulate", "-o default"], "")

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import memsize
 from memsize.constants.assumptions import (
@@ -41,6 +42,7 @@ from memsize.cuda.region import cuda_semantics
 from memsize.errors import DataDependentError
 from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.ledger import Ledger
+from tests.conftest import Python
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -667,3 +669,48 @@ def test_other_threads_see_pytorch_as_it_is() -> None:
         thread.start()
         thread.join()
     assert constant_of(seen[0]) is None
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_packing_gives_what_the_cpu_gives(batch_first: bool) -> None:
+    data, lengths = torch.randn((4, 20, 3) if batch_first else (20, 4, 3)), torch.tensor([20, 12, 7, 7])
+    packed = pack_padded_sequence(data, lengths, batch_first)
+    with MetaDispatchMode():
+        copied = pack_padded_sequence(data.to(META), lengths.to(META), batch_first)
+    assert copied.data.is_meta and copied.data.shape == packed.data.shape == (46, 3)
+    assert torch.equal(copied.batch_sizes, packed.batch_sizes)
+
+
+@pytest.mark.parametrize("lengths", [[7, 12], [12, 0], [12], []])
+def test_wrong_lengths_are_refused_as_the_cpu_refuses_them(lengths: list[int]) -> None:
+    data, steps = torch.randn(2, 20, 3), torch.tensor(lengths, dtype=torch.int64)
+    with pytest.raises(RuntimeError) as real:
+        pack_padded_sequence(data, steps, True)
+    with MetaDispatchMode(), pytest.raises(RuntimeError) as copied:
+        pack_padded_sequence(data.to(META), steps, True)
+    assert str(copied.value).splitlines()[0] == str(real.value).splitlines()[0]
+
+
+PACKED_STEP = """
+import sys
+import torch, memsize
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, 2, batch_first=True)
+
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
+
+memsize.trace(Net(), (torch.randn(3, 9, 8), torch.tensor([4, 9, 2])), optimizer="adamw")
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+
+
+def test_a_step_on_packed_sequences_imports_no_compiler(python: Python) -> None:
+    done = python("-c", PACKED_STEP)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -11,15 +11,19 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, vjp, vmap
 
 from benchmarks import cpu_truth
 from benchmarks.cpu_truth import BY_DESIGN, GRAPHS, RUNS, SMALL, EvenChoices, Held, Run, held, line, main
 from benchmarks.truth.suite import NETS
+from memsize.analysis.verify.verification import Experiment
 from memsize.constants.values import constant_of
 from memsize.model.inputs import inputs_from_specs
 from memsize.records.measurement import OpLocation
 from memsize.records.verification import Alignment, AllocationDifference
 from memsize.spec.inputs import parse_inputs
+from memsize.spec.scenario import scenario_named
+from memsize.spec.training import Training
 from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python
 
@@ -138,3 +142,54 @@ def test_the_command(python: Python) -> None:
     assert done.returncode == 0, done.stderr
     assert "| perceptron/infer/fp16 |" in done.stdout and "| none" in done.stdout
     assert done.stdout.rstrip().endswith("1 steps, 0 differences unexplained")
+
+
+# -- gradients as functions --------------------------------------------------------------------------------------------
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10))
+
+
+class MetaLearner(nn.Module):
+    """One inner step, through which the outer one differentiates (MAML)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = dict(self.net.named_parameters())
+        grads = grad(lambda p: functional_call(self.net, p, (x,)).square().mean())(given)
+        return functional_call(self.net, {name: p - 0.1 * grads[name] for name, p in given.items()}, (x,))
+
+
+class PerSample(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return vmap(grad(lambda sample: self.net(sample).sum()))(x)
+
+
+class Penalized(nn.Module):
+    """An output that its own gradient is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, backward = vjp(self.net, x)
+        return output + backward(torch.ones_like(output))[0].square().sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("model", [MetaLearner, PerSample, Penalized])
+def test_gradients_taken_in_a_forward_are_as_in_a_real_step(model: type[nn.Module]) -> None:
+    inputs, training = inputs_from_specs(parse_inputs(["64"]), 8), Training("sgd:foreach")
+    scenario = scenario_named("fp32")
+    found = held(Run("inner", lambda: Experiment("inner", model(), inputs, True, scenario, training), False))
+    assert found.unexplained == ()
+    assert found.alignment.predicted == found.alignment.real == found.alignment.matched > 20
+    assert found.peak == 0

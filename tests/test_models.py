@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -246,7 +247,29 @@ def test_runs_counts_and_leaves_alone(name: str) -> None:
 def test_tensors_of_two_devices_are_noted(name: str) -> None:
     build, given = MODELS[name]
     report = memsize.report(build(), scenarios="fp32", **given)
-    assert report.trace.notes == (MIXED_DEVICES,)
+    [note] = report.trace.notes
+    assert re.fullmatch(re.escape(f"{MIXED_DEVICES}: test_models.py:") + "[0-9]+", note)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_cell_learns_from_a_state_that_was_made_on_the_cpu(cell: Callable[[int, int], nn.Module]) -> None:
+    """The same gradients as from a state that was made where the input is, and the line that made it otherwise."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        state = torch.zeros(x.shape[0], 4, device=None if self.there else x.device)
+        step = self.cell(x, (state, state) if cell is nn.LSTMCell else state)
+        return step[0] if cell is nn.LSTMCell else step
+
+    def traced(there: bool) -> tuple[int, tuple[str, ...]]:
+        model = type("Net", (nn.Module,), {"forward": forward, "there": there})()
+        model.cell = cell(3, 4)
+        trace = memsize.trace(model, (3,)).trace
+        return sum(each.bytes for each in trace.storages if each.role == "gradient"), trace.notes
+
+    (gradients, notes), (expected, none) = traced(True), traced(False)
+    assert gradients == expected > 0
+    assert any(note.startswith(f"{MIXED_DEVICES}: test_models.py:") for note in notes)
+    assert not any(note.startswith(MIXED_DEVICES) for note in none)
 
 
 def test_a_random_decision_is_the_same_each_time() -> None:

@@ -14,6 +14,7 @@ import memsize
 from benchmarks.resnet import ResNet50
 from memsize.records.aggregates import Totals
 from memsize.records.report import Report, ScenarioResult
+from memsize.render import render
 from tests import models
 
 # Toy CNN, batch 1, 3×64×64.
@@ -220,9 +221,26 @@ def test_input_forms_give_the_same_report() -> None:
     assert crossings[0] == crossings[1] == crossings[2]
 
 
-def test_a_missing_input_says_what_the_forward_takes() -> None:
+def test_without_an_input_the_report_shows_what_is_stored() -> None:
+    model = models.Small()
+    report, run = memsize.report(model), memsize.report(model, (3, 32, 32))
+    assert report.totals.parameters == run.totals.parameters == sum(p.numel() for p in model.parameters())
+    stored = ["path", "parameters", "parameter_bytes", "buffer_bytes"]
+    assert report.layers[stored].equals(run.layers[stored])
+    assert not report.trace.ran and run.trace.ran and not report.scenario_results
+    [note] = report.remarks
+    assert "its forward takes x" in note and "input_size" in note
+    text = render(report, "text", unit="MiB", width=200)
+    assert "never called" not in text and "kept for" not in text.partition("Notes")[0] and "output" not in text[:200]
+    data = json.loads(report.to_json())
+    assert data["totals"]["saved_bytes"] is None and data["totals"]["parameter_bytes"] == run.totals.parameter_bytes
+    assert {layer["output_bytes"] for layer in data["layers"]} == {None}
+
+
+@pytest.mark.parametrize("asked", [{"train": "adamw"}, {"execute": True}, {"scenarios": "fp16"}])
+def test_what_has_to_be_run_says_which_input_is_missing(asked: dict[str, object]) -> None:
     with pytest.raises(memsize.InputError, match=r"its forward takes x"):
-        memsize.report(models.Small())
+        memsize.report(models.Small(), **asked)
 
 
 def test_a_batch_of_one_that_batch_norm_refuses() -> None:

@@ -62,6 +62,15 @@ def test_real_inputs_are_no_size(data: Any) -> None:
         assert (subject.specs, subject.call, subject.source) == ((), call_of(data), None)
 
 
+def test_keywords_beside_data() -> None:
+    mask = torch.ones(2)
+    assert Subject.of("m:f", ROW, kwargs={"mask": mask}).call == ((ROW,), {"mask": mask})
+    assert Subject.of("m:f", input_data=(ROW,), kwargs={"mask": mask}).call == ((ROW,), {"mask": mask})
+    assert Subject.of("m:f", {"x": ROW}, kwargs={"mask": mask}).call == ((), {"x": ROW, "mask": mask})
+    with pytest.raises(InputError, match="'mask' is given twice"):
+        Subject.of("m:f", {"mask": ROW}, kwargs={"mask": mask})
+
+
 def test_functions_that_make_inputs() -> None:
     assert Subject.of("m:f", make).source is make
     assert Subject.of("m:f", input_data="inputs.py:make").source == "inputs.py:make"
@@ -74,7 +83,8 @@ def test_functions_that_make_inputs() -> None:
         {"input_size": (8,), "input_data": ROW},
         {"input_size": (8,), "args": (ROW,)},
         {"input_size": ROW, "input_data": ROW},
-        {"input_data": ROW, "kwargs": {"weights": ROW}},
+        {"input_size": (8,), "kwargs": {"weights": ROW}},
+        {"input_data": "inputs.py:make", "kwargs": {"weights": ROW}},
         {"input_data": "inputs.py:make", "args": (ROW,)},
     ],
 )

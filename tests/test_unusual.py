@@ -344,6 +344,35 @@ def test_weights_of_a_frozen_script_are_its_constants() -> None:
     assert [tensor.name for tensor in report.trace.tensors] == ["0.bias", "0.weight"]
 
 
+def test_scripted_layers_stay_as_they_are_where_others_are_quantized() -> None:
+    report = memsize.report(nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8)), (8,))
+    # 8·8 + 8 numbers; of the other 8·8 bytes, a float32 scale and an int8 zero point for each row, and 8 biases
+    assert report.scenarios.loc["int8-weight", "parameter_bytes"] == 4 * 72 + 64 + (4 + 1) * 8 + 4 * 8
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.shift = nn.Linear(8, 8), torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + 2 * self.shift
+
+
+def test_what_a_trace_captures_is_no_weight() -> None:
+    report = memsize.report(torch.jit.trace(Shifted(), torch.ones(2, 8)), (8,))
+    assert (report.totals.parameters, report.totals.attribute_bytes) == (72, 32)
+    [captured] = [tensor for tensor in report.trace.tensors if tensor.kind == "attribute"]
+    assert (captured.wrapper, captured.bytes) == ("TorchScript constant", 32)
+    assert "converts Linear; this model has none" in report.scenarios.loc["int8-weight", "reason"]
+
+
+def test_weights_of_frozen_script_cannot_be_quantized() -> None:
+    frozen = torch.jit.freeze(torch.jit.script(linear().eval()))
+    report = memsize.report(frozen, input_data=ROW, scenarios="as-given,int8-weight", mode="eval")
+    assert "frozen TorchScript: bias is a constant" in report.scenarios.loc["int8-weight", "reason"]
+
+
 # Modules that change
 
 

@@ -34,8 +34,8 @@ With {versions}:
 
 {libraries}
 
-torchvision's detectors run operators that are compiled for one build of torch. If they cannot be loaded, the script
-declares them, which is enough for a run without data; `memsize` itself needs a torchvision that can be imported.
+torchvision's detectors run operators that are compiled for one build of torch. If they cannot be loaded, memsize
+declares them, which is enough for a run without data.
 
 ## Failures
 

@@ -17,6 +17,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
+from memsize.loading.signature import wanted_inputs
 from memsize.model.meta_copy import in_mode
 from memsize.precision.modelled import modelled
 from memsize.precision.recipes import floating_dtype
@@ -29,7 +30,7 @@ from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.training import Training
 from memsize.tracing.ddp import bucket_bytes
 from memsize.tracing.module_calls import Calls
-from memsize.tracing.run import wants_shapes
+from memsize.tracing.run import stored_only, wants_shapes
 from memsize.workloads.forward import Forward, Inference
 from memsize.workloads.training import TrainingSteps
 
@@ -202,6 +203,15 @@ class ReportBuilder:
             return totals(self.trace(scenario)).saved_bytes
         self.say(f"{scenario.name}, batch {batch_size}")
         return self.runner.kept_for_backward(scenario, batch_size)
+
+
+def stored_report(name: str, model: nn.Module, notes: Sequence[str] = ()) -> Report:
+    """What a model stores, where there is no input to run it with, and what one would add."""
+    missing = (
+        "no input was given, so this is what the model stores; with one, the report adds outputs, what is kept for "
+        f"backward, and all scenarios: {wanted_inputs(model)}"
+    )
+    return Report(name, stored_only(name, model), notes=(*notes, missing))
 
 
 def _as_float32(baseline: Totals | None, given: Trace) -> Totals | None:

@@ -15,7 +15,7 @@ from typing import Any
 from memsize.checkpoint import gguf, safetensors, torch_files
 from memsize.checkpoint.record import Contents, Storage, Tensor
 from memsize.checkpoint.source import Source, opened, printable
-from memsize.errors import CheckpointError
+from memsize.errors import CheckpointError, quoted
 
 LONGEST_INDEX = 256 * 2**20
 SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
@@ -30,9 +30,14 @@ def read(path: str | os.PathLike[str]) -> Contents:
 
     Raises `CheckpointError` for what is not a checkpoint, is damaged, or would run code when it is loaded.
     """
-    place = Path(path).expanduser()
+    try:
+        place = Path(path).expanduser()
+        is_folder = place.is_dir()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home folder that nobody has
+        why = getattr(error, "strerror", error)
+        raise CheckpointError(f"cannot read {quoted(os.fspath(path))}: {why}") from None
     with _no_collection():
-        if place.is_dir():
+        if is_folder:
             return _read_folder(place)
         if place.name.endswith(".json"):
             return _read_index(place)

@@ -10,13 +10,14 @@ import gc
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 import click
 
 from memsize.cli.session import Session
 from memsize.cli.working import fill_closed_streams, give_up_stdout
-from memsize.errors import MemsizeError
+from memsize.errors import MemsizeError, first_line, in_one_line, quoted
 from memsize.interrupt import INTERRUPTED
 
 _USER, _BUG, _PIPE_CLOSED = 2, 1, 141
@@ -74,20 +75,26 @@ def run(arguments: Sequence[str]) -> int:
     except MemsizeError as error:
         return _fail(str(error), session, _USER)
     except click.ClickException as error:
-        error.show()
+        with suppress(OSError):
+            error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
         return _PIPE_CLOSED
+    except OSError as error:
+        place = "" if error.filename is None else f"{quoted(str(error.filename))}: "
+        return _fail(f"{place}{error.strerror or first_line(error)}", session, _USER)
     except Exception as error:
         hint = "" if session.debug else "; --debug shows where"
-        return _fail(f"this is a bug in memsize: {type(error).__name__}: {error}{hint}", session, _BUG)
+        return _fail(f"this is a bug in memsize: {in_one_line(error)}{hint}", session, _BUG)
     return result if isinstance(result, int) else 0
 
 
 def _fail(message: str, session: Session, status: int) -> int:
-    if session.debug:
-        traceback.print_exc()
-    click.echo(f"error: {message}", err=True)
+    with suppress(OSError):  # there may be nobody to tell it to
+        if session.debug:
+            traceback.print_exc()
+        lines = (line.strip() for line in message.splitlines())
+        click.echo(f"error: {'; '.join(filter(None, lines))}", err=True)
     return status

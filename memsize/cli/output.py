@@ -82,6 +82,8 @@ def destination(
         check_writable(saved, overwrite=force)
     if format is not None and format not in formats:
         raise UnknownOutputError("format", format, formats)
+    if file is None and sys.stdout is None:
+        raise OutputError("cannot write to stdout, which is closed: name a file with -o")
     if file is None and format in BINARY and sys.stdout.isatty():
         suffix = formats[format][0]
         raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{suffix}")
@@ -120,7 +122,9 @@ def _print(content: str | bytes) -> None:
         else:
             sys.stdout.write(content.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         # Python flushes stdout once more when it ends, and would complain then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OutputError(f"cannot write to stdout: {error.strerror}") from error

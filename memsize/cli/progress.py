@@ -27,7 +27,7 @@ class Progress:
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Progress:
-        if self._stream.isatty():
+        if self._stream is not None and self._stream.isatty():  # there is no stderr where it is closed
             self._due = time.monotonic() + self._patience
             self._timer = threading.Timer(self._patience, self._show)
             self._timer.daemon = True

@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterable
 
 import click
+from click.shell_completion import CompletionItem
 
 from memsize.cli.values import grouped
 from memsize.errors import InputError
@@ -65,7 +66,12 @@ def _training(train: str | None, loss: str | None, accumulate: int, ema: bool, s
     return Training(train, loss, steps, accumulate, ema=ema) if train else None
 
 
-_TARGET = click.argument("target")
+def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What a shell completes a target with: the names of files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+_TARGET = click.argument("target", shell_complete=_files)
 _INPUTS = (
     click.option(
         "-i",
@@ -79,6 +85,7 @@ _INPUTS = (
         "--inputs",
         "maker",
         metavar="FUNCTION",
+        shell_complete=_files,
         help="Function that returns the inputs: file.py:make_inputs. It receives batch_size if it has that parameter.",
     ),
     click.option(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memsize.constants.values import MAX_ASSUMED_ELEMENTS, ConstantState, set_constant
+from memsize.internals.user_code import running_line
 
 ALL_FINITE = "every value is finite (isnan and isinf answer no)"
 NOT_EQUAL = "no value that depends on the data equals a given number (x == 0 answers no): none was padded with it"
@@ -31,9 +32,14 @@ PADDING_COMPUTED = (
 COPIED_VALUES = "values that the model copies to the CPU are taken to be 1.0, integers 0, conditions true"
 
 MIXED_DEVICES = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
-"""Not an assumption but a note: what runs here, and on a CPU, would not run as it is on a GPU."""
 CPU_AUTOCAST = 'the model opens torch.autocast("cpu"), which casts nothing on a GPU: what runs in it keeps its dtypes'
-"""A note too."""
+"""Not an assumption but a note."""
+
+
+def mixed_devices() -> str:
+    """Not an assumption but a note: what runs here, and on a CPU, would not run as it is on a GPU; with the line."""
+    line = running_line()
+    return f"{MIXED_DEVICES}: {line}" if line else MIXED_DEVICES
 
 
 def first_assumption(states: Sequence[ConstantState | None]) -> str | None:

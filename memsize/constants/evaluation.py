@@ -17,9 +17,9 @@ from memsize.constants.assumptions import (
     COMPARED_EQUAL,
     COPIED_VALUES,
     ITEM_IS_ONE,
-    MIXED_DEVICES,
     PADDING_COMPUTED,
     first_assumption,
+    mixed_devices,
 )
 from memsize.constants.data_dependent import data_dependent_ops
 from memsize.constants.op_traits import OpTraits
@@ -33,6 +33,7 @@ from memsize.internals.user_code import running_line
 
 _aten = torch.ops.aten
 _PACK = _aten._pack_padded_sequence.default
+_CPU = torch.device("cpu")
 _MEMO = MetaMemo()
 _HOST_LIMIT = 2**31
 """Bytes of stand-in arguments that an op without a meta kernel may take on the CPU."""
@@ -156,10 +157,21 @@ class Evaluator:
         return value.to(dtype) if dtype is not None and dtype is not value.dtype else value.clone()
 
     def _pack(self, data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-        """PyTorch wants the lengths on the CPU. The run has put the caller's on `meta`, with everything else."""
-        if not lengths.is_meta:
+        """PyTorch wants the lengths on the CPU. The run has put the caller's on `meta`, with everything else.
+
+        What they ask for is made here: PyTorch's `meta` kernel concatenates steps in Python that imports torch._dynamo.
+        Wrong lengths are left to it (aten/src/ATen/native/PackedSequence.cpp), as their checks come first.
+        """
+        if not data.is_meta:
             return NotImplemented
-        return _PACK(data, self._to(lengths, device=torch.device("cpu")), batch_first)
+        lengths = self._to(lengths, device=_CPU) if lengths.is_meta else lengths
+        samples, longest = data.shape[:2] if batch_first else data.shape[1::-1]
+        steps = lengths.tolist()
+        in_order = len(steps) == samples and steps == sorted(steps, reverse=True)
+        if not steps or not in_order or not 0 < steps[-1] <= steps[0] <= longest:
+            return _PACK(data, lengths, batch_first)
+        running = lengths > torch.arange(steps[0], device=_CPU)[:, None]
+        return data.new_empty((sum(steps), *data.shape[2:])), running.sum(1)
 
     def _left_aligned(self, tensor: torch.Tensor, _mask: torch.Tensor) -> Any:
         """Whether a padded batch can become a nested tensor, which is not followed here."""
@@ -197,7 +209,7 @@ class Evaluator:
             result = func(*there[0], **there[1])
         except RuntimeError:
             raise error from None
-        self.notes[MIXED_DEVICES] = None
+        self.notes[mixed_devices()] = None
         return result
 
 

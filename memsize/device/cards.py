@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from memsize.errors import UnknownInputError
+from memsize.errors import UnknownInputError, quoted
 from memsize.records.gpu import Card
 from memsize.suggestions import nearest
 from memsize.units import GiB, MiB
@@ -204,4 +204,4 @@ def card(name: str) -> Card:
     if key in _BY_KEY:
         return _BY_KEY[key]
     near = nearest(key, {known: found.name for known, found in _BY_KEY.items()}, most=4)
-    raise UnknownInputError("GPU", name, CARDS, near=near, problem=f"no GPU {name!r} in the table")
+    raise UnknownInputError("GPU", name, CARDS, near=near, problem=f"no GPU {quoted(name)} in the table")

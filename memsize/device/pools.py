@@ -14,6 +14,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Final
 
+from memsize.errors import InputError
+
 SHIFT: Final = 44
 """Bits of an address: 2^44 blocks of 512 B are 8 PiB, more than even a long replay allocates."""
 ADDRESS: Final = (1 << SHIFT) - 1
@@ -46,9 +48,14 @@ class Memory:
         self.reserved -= size
 
     def place(self, size: int, alignment: int = GAP) -> int:
-        """The address of `size` blocks of address space, a multiple of `alignment`."""
+        """The address of `size` blocks of address space, a multiple of `alignment`.
+
+        Raises `InputError` beyond the last address: CUDA's own are shorter.
+        """
         address = -(-self._next // alignment) * alignment
         self._next = address + size + GAP
+        if self._next > ADDRESS:
+            raise InputError("this takes more than 8 PiB of memory, more than a GPU can address: take a smaller batch")
         return address
 
 

@@ -36,6 +36,7 @@ from memsize.records.answer import FlatTable
 from memsize.records.gpu import GpuEstimate, LiveStorage, Shortage
 from memsize.records.report import FIGURES, Report, ScenarioResult, figures
 from memsize.records.roles import Role, in_order
+from memsize.records.trace import Trace
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.report/1"
@@ -56,6 +57,9 @@ _LAYER_COLUMNS: Final = (
     Column("notes", "notes", "words", 92, "other paths, ties, views, calls, what was never called or used"),
 )
 
+_FROM_RUNS: Final = ("output", "cast", "new", "saved")
+"""The columns of which nothing is known where the model was not run."""
+
 COLUMNS: Final = tuple(column.key for column in _LAYER_COLUMNS)
 """The columns of the layer table, in the order in which they stand by default."""
 
@@ -68,6 +72,12 @@ FILE_NAMES: Final = dict(
     )
 )
 """What each column is called in files: the names that the data have for the same figures."""
+
+
+_RUN_FIGURES: Final = frozenset(
+    "cast_bytes output_bytes saved_bytes saved_cast_bytes input_bytes saved_input_bytes inference_bytes training_bytes"
+    .split()
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,8 +131,8 @@ class ReportDocument(Document[Report]):
             "parameters": {"count": totals.parameters, "trainable": totals.trainable, "bytes": totals.parameter_bytes},
             "buffers": {"bytes": totals.buffer_bytes},
             "attributes": {"bytes": totals.attribute_bytes},
-            "totals": figures(totals),
-            "layers": [_layer_data(row) for row in own_rows(trace)],
+            "totals": _known(figures(totals), trace),
+            "layers": [_known(_layer_data(row), trace) for row in own_rows(trace)],
             "tensors": plain(trace.tensors),
             "scenarios": [_scenario_data(result, report.fp32) for result in report.scenario_results],
             "findings": findings_data(report.findings, unit),
@@ -139,6 +149,11 @@ def _layer_data(row: Row) -> dict[str, Any]:
     data = renamed(plain(row), dtypes="stored_as")
     del data["layers"]
     return data
+
+
+def _known(figures: dict[str, Any], trace: Trace) -> dict[str, Any]:
+    """`figures`, null where only a run could tell."""
+    return figures if trace.ran else figures | dict.fromkeys(figures.keys() & _RUN_FIGURES)
 
 
 def _scenario_data(result: ScenarioResult, baseline: Totals | None) -> dict[str, Any]:
@@ -198,7 +213,8 @@ def layer_table(report: Report, depth: int | None = None, columns: Sequence[str]
         return table.picked(dict.fromkeys(("layer", *columns)))
     # How often a layer is called stands in its notes; a dtype that all share, in the heading.
     dtypes = {row.dtypes for row in rows if row.parameter_bytes}
-    table = table.without("calls", *(["dtype"] if len(dtypes) < 2 else []))
+    unknown = [] if report.trace.ran else _FROM_RUNS
+    table = table.without("calls", *(["dtype"] if len(dtypes) < 2 else []), *unknown)
     return table.without_empty("buffers", "unregistered", "cast", "notes")
 
 

@@ -1,4 +1,4 @@
-"""Which line of the user's own code is running."""
+"""Which frames are the user's, neither PyTorch's nor memsize's, and which line of theirs is running."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from types import CodeType, FrameType
 
 import torch
 
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""The folders of torch and of memsize."""
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def is_outside(file: str) -> bool:
+    """Whether the source `file` is neither PyTorch's nor memsize's: the user's own, or a library's model."""
+    return not file.startswith((*_LIBRARIES, "<"))
 
 
 def running_line(until: CodeType | None = None) -> str:
@@ -19,8 +23,7 @@ def running_line(until: CodeType | None = None) -> str:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not until:
-        file = frame.f_code.co_filename
-        if not file.startswith(LIBRARIES) and file[:1] != "<":
-            return f"{Path(file).name}:{frame.f_lineno}"
+        if is_outside(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

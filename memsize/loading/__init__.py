@@ -19,8 +19,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import ExitError, TargetError, UnknownTargetError, exits_caught
-from memsize.loading.building import build, random_numbers_kept, user_traceback
+from memsize.errors import ExitError, TargetError, UnknownTargetError, exits_caught, quoted
+from memsize.loading.building import build, gpu_advice, random_numbers_kept, user_traceback
 from memsize.loading.inputs import input_maker
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import Target, parse_target
@@ -66,8 +66,10 @@ def load(target: str | Target, arguments: Mapping[str, object] | None = None) ->
 
         found = named(target, arguments or {})
         return LoadedModel(found.module, found.name, found.notes, inputs=found.inputs)
+    from memsize.loading.torchvision_ops import torchvision_importable
+
     scope, module_name = _scope(target)
-    with random_numbers_kept(), scope.entered():
+    with random_numbers_kept(), scope.entered(), torchvision_importable():
         module = _imported(target, scope, module_name)
         name = target.name or _only_class(module, target)
         label = f"{target.place}:{name}"
@@ -80,11 +82,13 @@ def load_inputs(text: str) -> InputMaker:
 
     Raises `TargetError` where there is no such function, `InputError` where it asks for more than it is given.
     """
+    from memsize.loading.torchvision_ops import torchvision_importable
+
     target = parse_target(text)
     if target.library is not None or target.name is None:
         raise TargetError(f"{text!r} names no function that makes inputs: write it like inputs.py:make_inputs")
     scope, module_name = _scope(target)
-    with random_numbers_kept(), scope.entered():
+    with random_numbers_kept(), scope.entered(), torchvision_importable():
         function = _looked_up(_imported(target, scope, module_name), target.name, target)
     label = f"{target.place}:{target.name}"
     if not callable(function):
@@ -156,7 +160,11 @@ def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and target.module and f"{target.module}.".startswith(f"{missing}."):
         return f"no module {missing!r}, neither installed nor in {scope.folder}{_dotted_hint(target)}"
-    what = f"importing {target.place} failed {user_traceback(error, scope.owns)}"
+    what = f"importing {target.place} failed {user_traceback(error, scope.owns)}{gpu_advice(error)}"
+    if "torchvision::" in str(error):
+        from memsize.loading.torchvision_ops import remedy
+
+        return f"{what}; {remedy()}"
     if isinstance(error, ExitError):
         return f"{what}; keep what runs the program below if __name__ == '__main__'"
     if missing and missing.partition(".")[0] not in sys.stdlib_module_names:
@@ -176,7 +184,7 @@ def _looked_up(module: ModuleType, name: str, target: Target) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            problem = f"{target.place} has no {name!r}"
+            problem = f"{target.place} has no {quoted(name)}"
             raise UnknownTargetError("name", name, _candidates(module), problem=problem) from None
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 import sys
 import traceback
 import warnings
@@ -16,12 +17,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import ExitError, TargetError, UnknownTargetError, exits_caught, in_one_line
+from memsize.errors import (
+    ExitError,
+    MemsizeError,
+    TargetError,
+    UnknownTargetError,
+    exits_caught,
+    in_one_line,
+    message_of,
+    quoted,
+)
+from memsize.loading.scope import is_users
 
 if TYPE_CHECKING:
     from torch import nn
 
 IsTheirs = Callable[[str], bool]
+_MEMSIZE = Path(__file__).absolute().parents[1]
 
 
 def build(found: Any, label: str, arguments: Mapping[str, object], is_theirs: IsTheirs) -> tuple[nn.Module, str | None]:
@@ -52,7 +64,8 @@ def _call(
     try:
         made, why = weightless(factory, arguments, is_theirs)
     except Exception as error:
-        raise TargetError(f"building {label} failed {user_traceback(error, is_theirs)}") from error
+        why = f"{user_traceback(error, is_theirs)}{gpu_advice(error)}"
+        raise TargetError(f"building {label} failed {why}") from error
     if why is None:
         return made, None
     return made, f"{label} was built with its weights in memory, because building it needs their values ({why})"
@@ -90,7 +103,7 @@ def _fails_alike(factory: Callable[..., Any], arguments: Mapping[str, object], e
             warnings.simplefilter("ignore")
             factory(**arguments)
     except Exception as other:
-        return type(other) is type(error) and str(other) == str(error)
+        return type(other) is type(error) and message_of(other) == message_of(error)
     return False
 
 
@@ -112,7 +125,7 @@ def _check_arguments(factory: Callable[..., Any], label: str, arguments: Mapping
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     unknown = [name for name in arguments if name not in named]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        problem = f"{label} has no argument {unknown[0]!r}"
+        problem = f"{label} has no argument {quoted(unknown[0])}"
         if not named:
             raise TargetError(f"{problem}: it takes none")
         raise UnknownTargetError("argument", unknown[0], named, problem=problem)
@@ -161,9 +174,52 @@ def user_traceback(error: BaseException, is_theirs: Callable[[str], bool]) -> st
     return f"{f'at {place}: ' if place else ''}{in_one_line(error)}"
 
 
+_WANTS_GPU = re.compile("not compiled with CUDA|NVIDIA driver|No CUDA GPUs|has no attribute '_cuda_|CUDA driver")
+
+
+def gpu_advice(error: BaseException) -> str:
+    """What to do where the user's code asked for a GPU that this machine has not; empty for any other error."""
+    if not _WANTS_GPU.search(message_of(error)):
+        return ""
+    return (
+        "; memsize needs no GPU, and neither may building the model: leave it on the CPU, and keep .cuda() and "
+        "training below if __name__ == '__main__'"
+    )
+
+
 def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str | None:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if is_theirs(frame.filename)]
     return f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else None
+
+
+@contextmanager
+def users_failures_told() -> Iterator[None]:
+    """While open, what the user's own code raises where memsize or PyTorch called it, in a ``train()`` of theirs, say,
+    is a `TargetError` that names the line.
+    """
+    try:
+        yield
+    except MemsizeError:
+        raise
+    except RecursionError as error:
+        limit = sys.getrecursionlimit()
+        raise TargetError(f"the model nests too deeply for Python's recursion limit of {limit}: raise that") from error
+    except Exception as error:
+        frame = _users_frame(error)
+        if frame is None:
+            raise
+        where = f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+        raise TargetError(f"your own code failed at {where}: {in_one_line(error)}") from error
+
+
+def _users_frame(error: Exception) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's, if it lies below every one of memsize's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_users(frame.filename):
+            return frame
+        if Path(frame.filename).is_relative_to(_MEMSIZE):
+            return None
+    return None

@@ -16,5 +16,7 @@ def wanted_inputs(model: nn.Module) -> str:
     taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     needed = [p.name for p in taken if p.default is p.empty]
     names = ", ".join(needed or [p.name for p in taken][:3]) or "nothing by name"
-    how = "give each with --input SHAPE or --input name=SHAPE:DTYPE, without the batch dimension"
+    how = (
+        "give each with --input SHAPE or --input name=SHAPE:DTYPE, without the batch dimension (in Python: input_size)"
+    )
     return f"its forward takes {names}; {how}"

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from memsize.errors import TargetError
+from memsize.errors import TargetError, quoted
 
 _EXAMPLES = "write it like model.py:Net or package.module:build"
 
@@ -43,6 +43,13 @@ def parse_target(text: str) -> Target:
     A file must exist; modules and a library's names are looked for when they are imported. Raises `TargetError` for
     what cannot be a target.
     """
+    try:
+        return _parsed(text)
+    except (OSError, RuntimeError) as error:  # a path that is too long, a home folder that nobody has
+        raise TargetError(f"cannot read {quoted(text)} as a target: {getattr(error, 'strerror', error)}") from None
+
+
+def _parsed(text: str) -> Target:
     library, colon, rest = text.strip().partition(":")
     if colon and library in LIBRARIES:
         return _of_library(library, rest.strip())
@@ -95,9 +102,21 @@ def _is_path(place: str) -> bool:
     return place.endswith(".py") or any(separator in place for separator in separators) or path.is_file() or folder
 
 
+_CHECKPOINTS = frozenset({".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt"})
+
+
 def _existing_file(path: Path) -> Path:
     if path.is_file():
-        return path.absolute()
+        if path.suffix == ".py":
+            return path.absolute()
+        hint = ""
+        if path.suffix == ".json":
+            hint = f": for the transformers model of a config write hf:{path}"
+        elif path.suffix in _CHECKPOINTS:
+            hint = f": memsize checkpoint {path} shows what it holds"
+        raise TargetError(f"{path} is no Python file{hint}")
+    if (path / "config.json").is_file():
+        raise TargetError(f"{path} is a folder: for the transformers model of its config.json write hf:{path}")
     if path.is_dir():
         raise TargetError(f"{path} is a folder: name a Python file in it, such as {path / 'model.py'}:Net")
     if path.suffix != ".py" and path.with_name(f"{path.name}.py").is_file():

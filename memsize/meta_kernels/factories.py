@@ -1,8 +1,9 @@
-"""New tensors: like others, copies, ranges, zeros that a backward fills in part, joined tensors, rows of tables."""
+"""New tensors: like others, copies, ranges, zeros that a backward fills in part, joined tensors, rows of tables; and
+writing into them by index."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import Any
 
@@ -156,3 +157,41 @@ def _embedding_backward(grad: Any, indices: Any, count: int, _padding: int, _by_
     if not are_plain(grad, indices) or not grad.dim() or grad.shape[:-1] != indices.shape:
         return NotImplemented
     return empty((count, grad.shape[-1]), grad.dtype)
+
+
+# -- writing by index -------------------------------------------------------------------------------------------------
+
+
+@shape_rule("aten::scatter_.src", "aten::scatter_.value", "aten::scatter_add_")
+def _scattered_in_place(tensor: Any, dim: int, index: Any, src: Any) -> Any:
+    """In place; PyTorch's kernel imports sympy for its checks (TensorAdvancedIndexing.cpp), and gets what fails them.
+
+    It promises nothing of where the same place is written twice, which changes no shape.
+    """
+    sources = [src] if isinstance(src, Tensor) else []
+    if not are_plain(tensor, index, *sources) or index.dtype is not torch.int64 or overlaps(tensor):
+        return NotImplemented
+    shape, rank = index.shape, tensor.dim()
+    if not rank or any(each.dim() != rank for each in (index, *sources)) or not -rank <= dim < rank:
+        return NotImplemented
+    fits = all(shape[d] <= tensor.shape[d] for d in range(rank) if d != dim % rank)
+    covers = all(source.dtype is tensor.dtype and _covers(source.shape, shape) for source in sources)
+    return tensor if fits and covers else NotImplemented
+
+
+def _covers(shape: Iterable[int], part: Iterable[int]) -> bool:
+    return all(whole >= some for whole, some in zip(shape, part, strict=True))
+
+
+@shape_rule("aten::index_add")
+def _index_added(tensor: Any, dim: int, index: Any, source: Any, **_: Any) -> Any:
+    """The gradient of a selection: row-major (``index_func_meta_impl`` of TensorAdvancedIndexing.cpp). PyTorch's `meta`
+    kernel is Python that imports sympy."""
+    rank = tensor.dim()
+    if not are_plain(tensor, index, source) or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    if not -rank <= dim < rank or source.dtype is not tensor.dtype:
+        return NotImplemented
+    dim %= rank
+    expected = (*tensor.shape[:dim], len(index), *tensor.shape[dim + 1 :])
+    return empty(tensor.shape, tensor.dtype) if tuple(source.shape) == expected else NotImplemented

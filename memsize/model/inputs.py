@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,8 +13,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from memsize.constants.toeplitz import cast
-from memsize.constants.values import UNREADABLE, constant_of, set_constant
-from memsize.errors import InputError
+from memsize.constants.values import UNREADABLE, constant_of, is_small, set_constant, set_uniform
+from memsize.errors import InputError, first_line
 from memsize.internals.pytree import map_tensors, objects_in, tensors_in
 from memsize.loading import load_inputs
 from memsize.loading.inputs import input_maker
@@ -21,7 +22,7 @@ from memsize.loading.signature import wanted_inputs
 from memsize.model.meta_copy import meta_copy
 from memsize.model.tensor_storage import spec_of, storage_key, tensor_bytes
 from memsize.records.trace import InputTensor
-from memsize.spec.inputs import InputSpec
+from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, format_shape
 from memsize.spec.request import InputMaker, Request
 from memsize.spec.subject import Call, Subject, call_of
 
@@ -138,7 +139,13 @@ def inputs_from_maker(maker: InputMaker, request: Request) -> ModelInputs:
     typed = frozenset[int | str]() if maker.untyped else None
     if not maker.resizable:
         return replace(inputs_from_data(maker.make(request)), typed=typed)
-    made = cache(lambda size: maker.make(replace(request, batch_size=size)))
+
+    @cache
+    def made(size: int) -> Any:
+        try:
+            return maker.make(replace(request, batch_size=size))
+        except (RuntimeError, MemoryError) as error:
+            raise InputError(f"inputs of batch {size:,} cannot be made: {first_line(error)}") from error
 
     def make(size: int) -> Call:
         return _copied(call_of(made(size)))
@@ -195,12 +202,16 @@ def _samples(tensor: torch.Tensor) -> int:
 def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
     shape = (batch, *spec.shape)
     dtype: torch.dtype = getattr(torch, spec.dtype or "float32")
+    if math.prod(shape) * dtype.itemsize > MOST_ELEMENTS:
+        raise InputError(f"an input of {format_shape(shape)} has more bytes than a tensor can (2^63 - 1)")
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     if dtype.is_floating_point or dtype.is_complex or dtype in UNREADABLE:
         return tensor
     if spec.span is not None:
         return set_constant(tensor, _evenly_over(spec.span, tensor))
     value = 1 if "mask" in (spec.name or "") else 0
+    if not is_small(tensor):
+        return set_uniform(tensor, value)
     return set_constant(tensor, torch.full(shape, value, dtype=dtype, device="cpu"))
 
 

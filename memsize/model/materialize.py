@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from memsize.constants.values import constant_of
 from memsize.errors import MemsizeError
 from memsize.internals.isolation import undisturbed
-from memsize.internals.pytree import arguments_in, map_tensors
+from memsize.internals.pytree import arguments_in, map_tensors, tensors_in
 from memsize.spec.subject import Call
 from memsize.units import format_bytes
 
@@ -37,14 +37,7 @@ def executable(model: nn.Module) -> nn.Module:
 
     Raises `MemsizeError` when the copy would not fit in memory.
     """
-    held = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)]
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in held)
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    if needed * 2 > available:
-        raise MemsizeError(
-            f"running the model for real needs more than {format_bytes(needed * 2, 'GiB')} of memory, and "
-            f"{format_bytes(available, 'GiB')} are free"
-        )
+    _check_free(2 * _bytes(tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)))
     copied = real_copy(model)
     materialize(copied, _CPU)
     return copied
@@ -76,6 +69,19 @@ def _still_lazy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]
 
 
+def _check_free(needed: int) -> None:
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if needed > available:
+        raise MemsizeError(
+            f"running the model for real needs more than {format_bytes(needed, 'GiB')} of memory, and "
+            f"{format_bytes(available, 'GiB')} are free"
+        )
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Move everything that `model.to(device)` moves, children first; tensors without values get random ones."""
@@ -102,7 +108,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def executable_call(call: Call, device: torch.device | str = _CPU) -> Call:
     """The same arguments with values, on `device`: known constants, zeros for other integers, normally distributed
     numbers for the rest.
+
+    Raises `MemsizeError` when they would not fit in memory.
     """
+    _check_free(_bytes(tensor for tensor in tensors_in(call) if tensor.is_meta))
     real: Call = map_tensors(_argument, call)
     if torch.device(device) == _CPU:
         return real

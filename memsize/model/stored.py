@@ -38,6 +38,8 @@ _HOLDER = re.compile(r"(?:^|\.)(?:_packed_params|_all_weight_values(\.\d+))$")
 _SCRIPTED_PACKED = ("_packed_params", "_packed_weight", "_packed_weight_ih", "_packed_weight_hh", "param")
 _SCALARS = frozenset({int, float, bool, str, type(None)})
 _HOLDERS = (torch.Tensor, nn.Module, dict, list, tuple)
+TORCHSCRIPT_CONSTANT = "TorchScript constant"
+"""The wrapper of a tensor in the code of a scripted module."""
 _PAIRED = {"float4_e2m1fn_x2": 2}
 """Elements per stored element of dtypes that PyTorch itself counts in pairs."""
 
@@ -179,8 +181,8 @@ def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_Held]:
             yield _Held(prefix + name, "buffer", layer, buffer)
     for name, packed in _packed_objects(module):
         yield from _packed(packed, name, layer, prefix)
-    for name, constant in _constants(module):
-        yield _Held(prefix + name, "packed", layer, constant, "TorchScript constant")
+    for name, constant, is_weight in _constants(module):
+        yield _Held(prefix + name, "packed" if is_weight else "attribute", layer, constant, TORCHSCRIPT_CONSTANT)
 
 
 def _attributes(modules: _Modules) -> Iterator[_Held]:
@@ -250,12 +252,19 @@ def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> I
 # Constants of TorchScript
 
 
-def _constants(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in the code of a scripted module: the weights of a frozen one, and constants captured by a trace."""
+def _constants(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Tensors in the code of a scripted module, and whether they were weights: those of a frozen module, and not the
+    constants that a trace captures.
+
+    Freezing leaves no parameters, and names its constants after them; a saved file forgets the names.
+    """
     graph = getattr(module, "graph", None) if isinstance(module, torch.jit.ScriptModule) else None
     for node in [] if graph is None else graph.findAllNodes("prim::Constant", recurse=True):
         if node.hasAttribute("value") and node.kindOf("value") == "t":
-            yield node.output().debugName().removeprefix("self."), node.t("value")
+            name, tensor = node.output().debugName(), node.t("value")
+            is_weight = name.startswith("self.") or (tensor.dim() > 0 and not any(True for _ in module.parameters()))
+            if is_weight or tensor.dim():  # the rest are numbers
+                yield name.removeprefix("self."), tensor, is_weight
 
 
 # Packed objects of torch.ao's quantized modules

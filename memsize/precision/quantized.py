@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memsize.errors import ScenarioError, UnknownScenarioError, first_line
-from memsize.model.stored import stored_tensors
+from memsize.errors import ScenarioError, UnknownScenarioError, first_line, quoted
+from memsize.model.stored import TORCHSCRIPT_CONSTANT, stored_tensors
 from memsize.model.tensor_storage import dtype_name, wrapper_name
 from memsize.precision.dequantized import run_as
 from memsize.precision.layouts import Layout, Parts
@@ -153,9 +153,13 @@ def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
 
 def _freeze(model: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
     """Stop the converted parameters from requiring a gradient; other holders keep the floating-point tensor."""
-    held = [(id(module), name) for module in model.modules() for name in module._parameters]
-    elsewhere = set(held) - {(id(module), name) for module, name in converted}
-    kept = {id(m._parameters[name]) for m in model.modules() for name in m._parameters if (id(m), name) in elsewhere}
+    those = {(id(module), name) for module, name in converted}
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()  # TorchScript's table cannot be iterated itself
+        if (id(module), name) not in those
+    }
     for module, name in converted:
         parameter = getattr(module, name)
         if id(parameter) in kept:
@@ -165,9 +169,13 @@ def _freeze(model: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
 
 
 def _refuse_quantized(model: nn.Module) -> None:
-    held = next((t for t in stored_tensors(model) if t.wrapper or t.spec.dtype.startswith(("qint", "quint"))), None)
-    if held:
-        raise ScenarioError(f"the model is converted already: {held.name} is {held.wrapper or held.spec.dtype}")
+    for tensor in stored_tensors(model):
+        if tensor.wrapper == TORCHSCRIPT_CONSTANT and tensor.kind == "packed":
+            raise ScenarioError(f"the model is frozen TorchScript: {tensor.name} is a constant in its code")
+        if tensor.kind != "attribute" and (tensor.wrapper or tensor.spec.dtype.startswith(("qint", "quint"))):
+            raise ScenarioError(
+                f"the model is converted already: {tensor.name} is {tensor.wrapper or tensor.spec.dtype}"
+            )
 
 
 def _nothing(layout: Layout, left: Mapping[str, str]) -> str:
@@ -236,7 +244,7 @@ def _torchao() -> ModuleType:
 def _config(torchao: ModuleType, name: str) -> Any:
     known = [known for known in dir(torchao) if known.endswith("Config")]
     if name not in known:
-        raise UnknownScenarioError("configuration", name, known, problem=f"torchao has no {name!r}")
+        raise UnknownScenarioError("configuration", name, known, problem=f"torchao has no {quoted(name)}")
     try:
         with _quiet():
             config = getattr(torchao, name)()

@@ -272,9 +272,9 @@ def _layer_marks(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -
         yield f"also {_first_of(head.aliases)}"
     if head.calls > 1:
         yield f"×{head.calls}"
-    if failure is None:
+    if failure is None and trace.ran:
         yield from _call_marks(group, tensors, "never called")
-    elif head.path != failure.layer:
+    elif failure and head.path != failure.layer:
         yield from _call_marks(group, tensors, "not reached")
     if head.leaf and head.outputs:
         yield from _memory_marks(head.outputs)

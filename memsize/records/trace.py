@@ -224,6 +224,11 @@ class Trace:
     """The PyTorch and CUDA that a GPU was simulated with (``"torch=2.6,cuda=12.4"``); empty for the installed ones."""
 
     @property
+    def ran(self) -> bool:
+        """Whether the model was run; where it had no input, only what it stores is known."""
+        return bool(self.storages or self.failure or any(layer.calls for layer in self.layers))
+
+    @property
     def streams(self) -> dict[int, int]:
         """The stream of each storage that is not on stream 0, as `memsize.device.allocator.replay` takes them."""
         return {index: storage.stream for index, storage in enumerate(self.storages) if storage.stream}

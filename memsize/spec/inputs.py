@@ -59,7 +59,7 @@ _SEPARATOR = re.compile(r"\s*[,xX×]\s*")
 _WHOLE = re.compile(r"[0-9]{1,20}")
 _SPAN = re.compile(r"(-?[0-9]{1,20})\.\.(-?[0-9]{1,20})", re.ASCII)
 _EXAMPLES = "write it like 3,64,64 or input_ids=512:int64"
-_MOST_ELEMENTS = 2**63 - 1
+MOST_ELEMENTS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class InputSpec:
             raise InputError(f"{self.name!r} cannot be the name of an input: forward takes keywords like input_ids")
         for size in self.shape:
             _check_size(size)
-        if math.prod(self.shape) > _MOST_ELEMENTS:
+        if math.prod(self.shape) > MOST_ELEMENTS:
             raise InputError(f"input {format_shape(self.shape)} has more elements than a tensor can hold (2^63 - 1)")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UnknownInputError("dtype", self.dtype, _USUAL)
@@ -174,5 +174,5 @@ def _check_size(size: int) -> None:
         raise InputError(f"{size!r} is not a size: sizes are whole numbers above 0")
     if size < 1:
         raise InputError(f"a size of {size} leaves nothing to run on: sizes are whole numbers above 0")
-    if size > _MOST_ELEMENTS:
+    if size > MOST_ELEMENTS:
         raise InputError("a size is more than a tensor can hold (2^63 - 1)")

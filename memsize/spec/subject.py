@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from memsize.errors import InputError
-from memsize.spec.inputs import InputSpec, parse_input
+from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,8 +52,11 @@ class Subject:
     def __post_init__(self) -> None:
         if self.specs and self.seq_len is not None:
             raise InputError("a sequence length is for inputs that are made: these say their own sizes")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise InputError(f"batch size {self.batch_size}: it must be at least 1")
+        for what, size in (("batch size", self.batch_size), ("sequence length", self.seq_len)):
+            if size is not None and size < 1:
+                raise InputError(f"{what} {size}: it must be at least 1")
+            if size is not None and size > MOST_ELEMENTS:
+                raise InputError(f"a {what} of {size:.3g} is more than a tensor can hold (2^63 - 1)")
         if self.mode not in (None, "train", "eval"):
             raise InputError(f"no mode {self.mode!r}: it is train or eval")
 
@@ -80,23 +83,26 @@ class Subject:
 
         `input_size` is what is no size taken for `input_data`: a mapping of keyword arguments, a tuple or a list of
         positional ones, anything else the only one; a function that returns such, or its name. `args` and `kwargs` are
-        real inputs as well. All real inputs have their batch dimension.
+        real inputs as well; `kwargs` may come beside the data of `input_data`. All real inputs have their batch
+        dimension.
 
         Raises `InputError` where the input is given twice, or cannot be read.
         """
         if isinstance(model, Subject):
             return model
-        if (input_size is not None) + (input_data is not None) + bool(args or kwargs) > 1:
-            raise InputError("give the input once: as input_size, as input_data, or as args and kwargs")
-        if input_size is not None and not _is_size(input_size):
+        if input_size is not None and not _is_size(input_size) and input_data is None:
             input_size, input_data = None, input_size
+        # What can also be iterated over is data: a graph of torch_geometric can be called, too.
+        makes = isinstance(input_data, str) or (callable(input_data) and not isinstance(input_data, Iterable))
+        beside = kwargs if input_data is not None and not makes else None
+        if (input_size is not None) + (input_data is not None) + bool(args or (kwargs and not beside)) > 1:
+            raise InputError("give the input once: as input_size, as input_data, or as args and kwargs")
         specs = () if input_size is None else _specs(input_size)
         call = source = None
-        # What can also be iterated over is data: a graph of torch_geometric can be called, too.
-        if isinstance(input_data, str) or (callable(input_data) and not isinstance(input_data, Iterable)):
+        if makes:
             source = input_data
         elif input_data is not None:
-            call = call_of(input_data)
+            call = _joined(call_of(input_data), beside or {})
         elif args or kwargs:
             call = tuple(args), dict(kwargs or {})
         return cls(model, specs, call, source, batch_size, seq_len, dict(arguments or {}), mode)
@@ -109,6 +115,13 @@ def call_of(data: Any) -> Call:
     if isinstance(data, (tuple, list)) and not hasattr(data, "_fields"):
         return tuple(data), {}
     return (data,), {}
+
+
+def _joined(call: Call, kwargs: Mapping[str, Any]) -> Call:
+    twice = next((name for name in kwargs if name in call[1]), None)
+    if twice is not None:
+        raise InputError(f"the argument {twice!r} is given twice, in input_data and in kwargs")
+    return call[0], {**call[1], **kwargs}
 
 
 def _is_size(value: Any) -> bool:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
+from memsize.errors import exits_caught
 from memsize.internals.ctrl_c import raise_waiting
 
 _graph_task = torch._C._current_graph_task_id
@@ -20,6 +22,14 @@ _node = torch._C._current_autograd_node
 _next_number = torch._C._autograd._get_sequence_nr
 _NO_NUMBER = 2**63
 """Accumulation nodes have the highest numbers, so that the engine runs them first; they belong to no forward."""
+
+
+class Interrupted(NamedTuple):
+    """Where an exception came from, by its `id`: the phase without its step, and the layer."""
+
+    error: int
+    phase: str
+    layer: int
 
 
 class Clock:
@@ -34,6 +44,7 @@ class Clock:
         self.step = 0
         self.phases = ["setup"]
         self.phase = 0
+        self.interrupted: Interrupted | None = None
         self._depth = 0
         self._outside: tuple[int, int, int] | None = None
         self._numbers = [0]
@@ -50,7 +61,12 @@ class Clock:
         self._settle()
         outer, self.phase = self.phase, self._index(name)
         try:
-            yield
+            with exits_caught():
+                yield
+        except BaseException as error:
+            if self.interrupted is None or self.interrupted.error != id(error):
+                self.interrupted = Interrupted(id(error), self.phases[self.phase].partition(" ")[0], self.layer)
+            raise
         finally:
             self._settle()
             self.phase = outer

@@ -6,7 +6,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memsize.internals.user_code import LIBRARIES
+from memsize.errors import first_line, message_of
+from memsize.internals.user_code import is_outside
 from memsize.records.trace import Failure
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import Calls, Seen
@@ -15,19 +16,48 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-def explain(error: Exception, calls: Calls, ledger: Ledger) -> Failure:
-    """The failing layer, its inputs, and the reason, with advice where the cause is a common one."""
-    running = calls.failed
-    seen = calls.seen[running.layer if running else max(0, ledger.clock.layer)]
-    reason = _reason(error, seen)
-    return Failure(seen.path, seen.type, ledger.last_op or None, running.inputs if running else (), reason)
+def explain(error: Exception, calls: Calls, ledger: Ledger) -> tuple[str, Failure]:
+    """What failed, in words, and its record: the layer, its inputs, and the reason, with advice where the cause is a
+    common one.
+    """
+    running = calls.failed if calls.failed and calls.failed.error == id(error) else None
+    interrupted = ledger.clock.interrupted
+    known = interrupted is not None and interrupted.error == id(error)
+    phase, layer = (interrupted.phase, interrupted.layer) if known and interrupted else ("forward", ledger.clock.layer)
+    phase = "forward" if running and phase not in _WITHOUT_LAYER else phase
+    seen = calls.seen[running.layer if running else max(0, layer)]
+    failure = Failure(
+        seen.path, seen.type, ledger.last_op or None, running.inputs if running else (), _reason(error, seen, phase)
+    )
+    return _what_failed(phase, failure), failure
 
 
-def _reason(error: Exception, seen: Seen) -> str:
-    text = str(error).strip().split("\n")[0].partition(". This could be because")[0] or type(error).__name__
+_WITHOUT_LAYER = {
+    "setup": "the training step cannot be set up",
+    "step": "the training step failed",
+    "zero_grad": "the optimizer failed",
+    "optimizer": "the optimizer failed",
+    "ema": "averaging the parameters failed",
+    "loss": "the loss failed",
+}
+"""What to call a failure in each phase in which no layer runs."""
+
+
+def _what_failed(phase: str, failure: Failure) -> str:
+    where = f"{failure.layer} ({failure.type})" if failure.layer else f"the model ({failure.type})"
+    if phase == "backward":
+        return f"the backward failed in or after that of {where}"  # an op of the user's own announces nothing
+    return _WITHOUT_LAYER.get(phase, f"the {phase} failed in {where}")
+
+
+def _reason(error: Exception, seen: Seen, phase: str) -> str:
+    said = message_of(error)
+    text = first_line(error).partition(". This could be because")[0]
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
-    parts = [text if plain else f"{type(error).__name__}: {text}"]
-    parts += [advice for advice in (_wanted(seen), _advice(str(error))) if advice]
+    kind = type(error).__name__
+    parts = [text if plain or text == kind else f"{kind}: {text}"]
+    wanted = _wanted(seen) if phase == "forward" else ""
+    parts += [advice for advice in (wanted, _advice(said)) if advice]
     place = _place(error.__traceback__)
     if place:
         parts.append(f"at {place}")
@@ -36,30 +66,51 @@ def _reason(error: Exception, seen: Seen) -> str:
 
 def _wanted(seen: Seen) -> str:
     """How the layer was built, from its own `extra_repr`."""
-    described = seen.module.extra_repr() if seen.leaf else ""
+    try:
+        described = seen.module.extra_repr() if seen.leaf else ""
+    except Exception:  # the user's own, and not what is to be explained
+        return ""
     return f"{seen.path or seen.type} is built as {seen.type}({described})" if described else ""
 
 
 def _advice(text: str) -> str:
     if "Expected more than 1 value per channel" in text:
-        return "a batch norm in training mode needs more than one value per channel: use --batch-size 2, or --mode eval"
+        return (
+            "a batch norm in training mode needs more than one value per channel: use --batch-size 2, or --mode eval "
+            '(in Python: batch_size=2, or mode="eval")'
+        )
     if "must have the same dtype" in text or "same dtype" in text:
         return "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype"
     if "missing" in text and "required positional argument" in text:
-        return "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE"
+        return (
+            "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE "
+            "(in Python: give several sizes, or args and kwargs)"
+        )
     if "Expected tensor for argument #1 'indices'" in text:
-        return "an embedding looks up integers: give the input a dtype, --input SHAPE:int64"
+        return 'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")'
+    if "object was expected, got builtin_function_or_method" in text:
+        return (
+            "PyTorch compiles rules at the first use of forward-mode gradients (jvp, hessian): "
+            "import torch._decomp.decompositions_for_jvp at the top of the file"
+        )
+    if "expected device cpu but got meta" in text:
+        return "a tensor that the forward makes on the CPU takes part: make it where the input is (device=x.device)"
+    if "support sparse gradients" in text:
+        return "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)"
     if "is only available for these backends" in text:
-        return "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute"
+        return (
+            "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute "
+            "(in Python: execute=True)"
+        )
     if "depends on the data" in text or "reads a value" in text:
         return (
             "memsize runs the model without data and cannot know which way it goes: "
-            "memsize report --execute computes it on the CPU"
+            "memsize report --execute computes it on the CPU (in Python: execute=True)"
         )
     return ""
 
 
 def _place(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code."""
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(LIBRARIES) and f.filename[0] != "<"]
+    frames = [frame for frame in traceback.extract_tb(trace) if is_outside(frame.filename)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

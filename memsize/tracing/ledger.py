@@ -24,6 +24,7 @@ from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import DETACH, MetaDispatchMode, has_own_dispatch
+from memsize.tracing.functional import of_the_same_level
 
 _aten = torch.ops.aten
 _NOT_KEPT: frozenset[Role] = frozenset(("parameter", "buffer"))
@@ -329,13 +330,16 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse, nested and opaque tensors have no storage of their own
-        return None
+        functional = torch._C._functorch
+        wrapped = functional.is_functorch_wrapped_tensor(tensor)  # as torch.func.grad and vmap see it
+        return _storage(functional.get_unwrapped(tensor)) if wrapped else None
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` itself where no graph made it, so that autograd sees data that it is given later (``.data = …``)."""
-    if tensor.is_leaf:
-        return tensor
+    level = of_the_same_level(tensor)
+    if tensor.is_leaf or level is not tensor:
+        return level
     if type(tensor) not in PLAIN_TYPES:
         return tensor.detach()
     with torch._C._DisableTorchDispatch():

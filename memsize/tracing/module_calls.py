@@ -60,8 +60,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The module that was running when its forward failed, and the tensors that it was given."""
+    """The module whose forward an exception came from, by its `id`, and the tensors that it was given."""
 
+    error: int
     layer: int
     inputs: tuple[str, ...]
 
@@ -107,9 +108,9 @@ class Calls:
             try:
                 with exits_caught():
                     result = module._call_impl(*args, **kwargs)
-            except Exception:
-                if self.failed is None:
-                    self.failed = Running(index, tuple(str(spec_of(tensor)) for tensor, _ in given))
+            except Exception as error:
+                if self.failed is None or self.failed.error != id(error):
+                    self.failed = Running(id(error), index, tuple(str(spec_of(tensor)) for tensor, _ in given))
                 raise
             finally:
                 clock.leave(outer)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.utils._device import _device_constructors
 
-from memsize.constants.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, MIXED_DEVICES
+from memsize.constants.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
 from memsize.constants.values import ConstantState, constant_of, set_constant
 from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
@@ -34,10 +34,11 @@ _FACTORIES = """
     randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
     hann_window hamming_window blackman_window bartlett_window kaiser_window sparse_coo_tensor"""
 _METHODS = "new_empty new_full new_ones new_zeros new_empty_strided"
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 
 
 _DETECTION = "torchvision.models.detection.transform"
+_FLEX = "torch.nn.attention.flex_attention"
 
 
 class _Thread(threading.local):
@@ -73,10 +74,15 @@ def _uncompiled() -> Iterator[None]:
 
 
 def _patches() -> tuple[Patch, ...]:
-    detection = sys.modules.get(_DETECTION)
-    if not hasattr(detection, "paste_masks_in_image"):
-        return _patches_of_torch()
-    return (*_patches_of_torch(), Patch(detection, "paste_masks_in_image", _masks_cover_image))
+    detection, flex = sys.modules.get(_DETECTION), sys.modules.get(_FLEX)
+    patches = list(_patches_of_torch())
+    if hasattr(detection, "paste_masks_in_image"):
+        patches.append(Patch(detection, "paste_masks_in_image", _masks_cover_image))
+    if hasattr(flex, "flex_attention_hop"):
+        patches.append(Patch(flex, "flex_attention_hop", _fused_attention))
+        patches.append(Patch(flex, "_validate_device", _any_device))
+        patches.append(Patch(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", _in_runs))
+    return tuple(patches)
 
 
 @cache
@@ -94,7 +100,7 @@ def _patches_of_torch() -> tuple[Patch, ...]:
         Patch(Tensor, "__format__", _formatted),
         Patch(Tensor, "to", _moved),
         Patch(Tensor, "cuda", _moved_to_cuda),
-        *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT),
+        *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT.split()),
         Patch(OpOverloadPacket, "__call__", _given_numbers),
         Patch(torch.autocast, "__enter__", _casting_on_the_cpu),
         Patch(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
@@ -262,7 +268,7 @@ def _with_states_moved(original: Function) -> Function:
         place = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
         states = args[place]
         if tensor.is_meta and any(not state.is_meta for state in tensors_in(states)):
-            _thread.notes[-1][MIXED_DEVICES] = None
+            _thread.notes[-1][mixed_devices()] = None
             moved = map_tensors(lambda state: state.to(_META), states)
             args = (*args[:place], moved, *args[place + 1 :])
         return original(tensor, *args)
@@ -299,6 +305,46 @@ def _masks_cover_image(original: Function) -> Function:
         return original(masks, boxes, img_shape, *args, **kwargs)
 
     return pasted
+
+
+# -- FlexAttention ----------------------------------------------------------------------------------------------------
+
+
+class _InRuns:
+    """True in threads in which a run is under way, and elsewhere what it stands for."""
+
+    def __init__(self, original: object) -> None:
+        self.original = original
+
+    def __bool__(self) -> bool:
+        return bool(_thread.notes or self.original)
+
+
+def _in_runs(original: Any) -> Any:
+    """FlexAttention calls its operator itself, and not what torch.compile makes of it."""
+    return _InRuns(original)
+
+
+def _any_device(original: Function) -> Function:
+    """FlexAttention refuses `meta` before it does anything."""
+
+    def validated(query: Tensor, *others: Tensor) -> None:
+        if not query.is_meta:
+            original(query, *others)
+
+    return validated
+
+
+def _fused_attention(original: Function) -> Function:
+    from memsize.cuda.flex_attention import UNCOMPILED, fused
+
+    def attended(query: Tensor, *args: Any) -> Any:
+        if not query.is_meta:
+            return original(query, *args)
+        _thread.notes[-1][UNCOMPILED] = None
+        return fused(query, *args)
+
+    return attended
 
 
 _overrides = PatchSet(_patches, lambda: bool(_thread.notes))

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from memsize.cuda.region import cuda_semantics
 from memsize.cuda.semantics import CUDNN
-from memsize.errors import ForwardError, exits_caught
+from memsize.errors import ForwardError, MemsizeError, exits_caught
 from memsize.internals.isolation import undisturbed
 from memsize.internals.pytree import tensors_in
 from memsize.model.globals_kept import globals_kept
@@ -27,6 +27,7 @@ from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.subject import Call
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
+from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.ledger import Ledger, Workspaces, resizes_seen
 from memsize.tracing.module_calls import Calls, Seen
 
@@ -116,16 +117,18 @@ class Run:
         hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, attrgetter("tensor"))
         with undisturbed(), globals_kept(self.setup.model), ExitStack() as regions:
             try:
-                watches = (self.calls.watched(inner), resizes_seen(self.ledger), hooks)
+                watches = (self.calls.watched(inner), resizes_seen(self.ledger), functional_transforms_allowed(), hooks)
                 with exits_caught():
                     for region in (*watches, self.ledger, self.setup.semantics(self.ledger)):
                         regions.enter_context(region)
                     yield
                     regions.close()
+            except MemsizeError:
+                raise
             except Exception as error:
-                failure = explain(error, self.calls, self.ledger)
+                what, failure = explain(error, self.calls, self.ledger)
                 self.calls.kept = {reference.index for reference in self.ledger.live.values()}
-                raise ForwardError(_message(failure), self.trace(failure)) from error
+                raise ForwardError(_message(what, failure), self.trace(failure)) from error
 
     def note(self, text: str) -> None:
         """Add something that a reader must know about how the run was made."""
@@ -258,7 +261,6 @@ def _layer(seen: Seen, own: list[StoredTensor], saved: int, cast: int) -> Layer:
     )
 
 
-def _message(failure: Failure) -> str:
-    where = f"{failure.layer} ({failure.type})" if failure.layer else f"the model ({failure.type})"
+def _message(what: str, failure: Failure) -> str:
     given = f"\nIt was given {', '.join(failure.inputs)}." if failure.inputs else ""
-    return f"the forward failed in {where}: {failure.reason}{given}"
+    return f"{what}: {failure.reason}{given}"

@@ -27,12 +27,15 @@ def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tens
     try:
         if callable(kind):
             made: torch.optim.Optimizer = kind(parameters)
+            if not (hasattr(made, "step") and hasattr(made, "zero_grad")):
+                raise TypeError(f"what was returned, {made!r}, is no optimizer")
             return made
         spec = parse_optimizer(kind)
         make: Callable[..., torch.optim.Optimizer] = _without_compiler(getattr(torch.optim, spec.cls))
         return make(parameters, **spec.options)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"the optimizer {kind!r} cannot be made: {error}") from error
+        name = kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
+        raise InputError(f"the optimizer {name!r} cannot be made: {error}") from error
 
 
 @cache

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memsize.errors import InputError
 from memsize.internals.pytree import tensors_in
+from memsize.model.tensor_storage import spec_of
 from memsize.records.trace import Trace
 from memsize.spec.training import Training
 from memsize.tracing.ledger import Ledger
@@ -60,7 +62,10 @@ class OwnLoop:
         run = Run(setup)
         args, kwargs = setup.call
         with run.recording(), _as_trained(run):
-            body = self.make_body(setup.model)
+            with run.ledger.clock.during("setup"):
+                body: Any = self.make_body(setup.model)
+            if not callable(body):
+                raise InputError(f"step(model) returned {body!r}: it has to return the body of the loop, a function")
             for number in range(1, self.steps + 1):
                 run.ledger.clock.step = number
                 with run.ledger.clock.during("step"), setup.autocast():
@@ -111,6 +116,8 @@ class Loop:
         self.training = training
         self.ledger = ledger
         self.parameters = _trainable(setup.model)
+        if not self.parameters:
+            raise InputError("no parameter of the model requires a gradient: there is nothing to train")
         self.masters = _master_copies(self.parameters, self.ledger) if setup.masters else None
         self.optimizer = make_optimizer(training.optimizer, self._updated())
         self.losses = Losses(training.loss, self.ledger)
@@ -144,7 +151,7 @@ class Loop:
         with self.setup.autocast():
             output = self.setup.model(*args, **kwargs)
             with self.ledger.clock.during("loss"):
-                loss = self.losses(output)
+                loss = _one_number(self.losses(output))
                 if self.training.accumulate > 1:
                     loss = loss / self.training.accumulate
         # A training loop usually holds the output until the next one replaces it; so does this one.
@@ -174,6 +181,13 @@ class Loop:
                 for master, parameter in zip(self.masters, self.parameters, strict=True):
                     if master is not parameter:
                         parameter.copy_(master)
+
+
+def _one_number(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = spec_of(loss) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise InputError(f"the loss is {got}: a backward starts from a tensor with one element")
+    return loss
 
 
 def _master_copies(parameters: list[torch.Tensor], ledger: Ledger) -> list[torch.Tensor]:

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import TargetError, UnknownTargetError, in_one_line
+from memsize.errors import TargetError, UnknownTargetError, in_one_line, quoted
 from memsize.loading.building import build, random_numbers_kept
 from memsize.loading.target import Target
+from memsize.loading.torchvision_ops import remedy, torchvision_importable
 from memsize.spec.request import InputMaker
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def named(target: Target, arguments: Mapping[str, object]) -> Named:
     """
     assert target.library is not None and target.name is not None
     library = importlib.import_module(f"memsize.loading.hubs.{_FILES[target.library]}")
-    with random_numbers_kept(), quiet():
+    with random_numbers_kept(), quiet(), torchvision_importable():
         found: Named = library.load(target.name, {**dict(target.options), **arguments})
     return found
 
@@ -76,7 +77,7 @@ def constructed(
 
 def unknown(label: str, name: str, names: Iterable[str], what: str = "model") -> TargetError:
     """The error for a `name` that a library, or one of its configs, does not have, with those that are near."""
-    return UnknownTargetError(what, name, names, problem=f"{label} has no {what} {name!r}")
+    return UnknownTargetError(what, name, names, problem=f"{label} has no {what} {quoted(name)}")
 
 
 def is_broken(name: str) -> bool:
@@ -103,9 +104,12 @@ def quiet() -> Iterator[None]:
 
 def _broken(name: str, error: Exception) -> str:
     text = in_one_line(error)
-    guilty = "torchvision" if "torchvision" in text else name
-    who = f"the installed {name}" if guilty == name else f"{name} needs {guilty}, and the installed one"
-    return (
-        f"{who} cannot be imported: {text}; install the one built for this torch, such as with "
-        f"pip install --force-reinstall {guilty}"
-    )
+    if "torchvision" not in text:
+        return (
+            f"the installed {name} cannot be imported: {text}; install it again: pip install --force-reinstall {name}"
+        )
+    if name == "torchvision":
+        return f"the installed torchvision cannot be imported: {text}; {remedy()}"
+    absent = isinstance(error, ModuleNotFoundError) and error.name == "torchvision"
+    state = "which is not installed" if absent else f"and the installed one cannot be imported: {text}"
+    return f"{name} needs torchvision, {state}; {remedy()}"

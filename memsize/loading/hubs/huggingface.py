@@ -34,7 +34,28 @@ _TABLES = (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPI
 
 
 def load(name: str, arguments: Mapping[str, object]) -> Named:
-    """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it."""
+    """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it.
+
+    transformers looks whether torchvision is installed, not whether it works. Where it does not, what only *could* use
+    it fails to import too; transformers is then asked once more as if torchvision were not there.
+    """
+    try:
+        return _load(name, arguments)
+    except (ImportError, RuntimeError) as error:
+        if not _is_torchvisions(error):
+            raise _not_importable(error, name) from error
+    with _without_torchvision():
+        try:
+            return _load(name, arguments)
+        except (ImportError, RuntimeError) as error:
+            raise _not_importable(error, name) from error
+
+
+def _not_importable(error: BaseException, name: str) -> TargetError:
+    return TargetError(f"transformers cannot import what hf:{name} needs: {_root(error)}")
+
+
+def _load(name: str, arguments: Mapping[str, object]) -> Named:
     transformers = imported("transformers")
     label = f"hf:{name}"
     file = _config_file(name)
@@ -54,7 +75,10 @@ def load(name: str, arguments: Mapping[str, object]) -> Named:
 
 
 def _config_file(name: str) -> Path | None:
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise TargetError(f"no such folder or file: {name} ({first_line(error)})") from None
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise TargetError(f"{path} has no config.json, so it is no transformers model")
@@ -220,25 +244,13 @@ def _of_config(transformers: Any, kind: type) -> Any:
 
 
 def _attribute(transformers: Any, name: str) -> Any:
-    """A class of transformers by its name, None for one that it does not have.
-
-    transformers looks whether torchvision is installed, not whether it works. Where it does not, classes that only
-    *could* use it fail to import too; they are then asked for as if it were not there.
-    """
+    """A class of transformers by its name, None for one that it does not have."""
     try:
         return getattr(transformers, name)
     except AttributeError as error:
         if name not in dir(transformers):  # half a second: only where there is a doubt
             return None
         raise TargetError(f"transformers cannot import {name}: {_root(error)}") from error
-    except (ImportError, RuntimeError) as error:
-        if not _is_torchvisions(error):
-            raise TargetError(f"transformers cannot import {name}: {_root(error)}") from error
-    with _without_torchvision():
-        try:
-            return getattr(transformers, name)
-        except (ImportError, RuntimeError) as error:
-            raise TargetError(f"transformers cannot import {name}: {_root(error)}") from error
 
 
 @contextmanager
