@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
+from memsize import files
 from memsize.checkpoint.record import USES, Use
 from memsize.errors import CheckpointError
 
@@ -68,16 +68,12 @@ class Source:
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
     """The file at `path` while it is open. Raises `CheckpointError` when it is not a file that can be read."""
-    try:
-        # Not blocking, so that a pipe which nobody writes to is refused and not waited for.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    with os.fdopen(handle, "rb", buffering=1 << 16) as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path} is not a file")
-        yield Source(file, printable(path.name), status.st_size)
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(files.opened(path))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        yield Source(file, printable(path.name), os.fstat(file.fileno()).st_size)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from memsize import files
 from memsize.records.finding import Finding
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Answer(Drawable, Savable):
         """The answer as JSON text, also written to `path` when given."""
         text = self._drawn("json")
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            files.write(path, text, overwrite=True)
         return text
 
     def __str__(self) -> str:

@@ -7,7 +7,6 @@ so a causal language model has its head; where a config names none, it is the on
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from memsize.errors import TargetError, first_line
+from memsize.files import parse_json, read
 from memsize.loading.hubs import Named, constructed, imported, is_broken, unknown
 from memsize.loading.hubs.huggingface_inputs import input_maker
 from memsize.loading.hubs.huggingface_inputs.config import PLACEHOLDERS, TEXT, part
+
+_LONGEST = 16 * 2**20
+_MOST_VALUES = 500_000
+"""Bytes and values of a config; the longest list the labels of 20,000 classes, twice."""
 
 _TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM", "CTC",
@@ -69,12 +73,16 @@ def _config_file(name: str) -> Path | None:
 def _read(file: Path) -> dict[str, Any]:
     """A config.json's entries; raises `TargetError` for what is not one."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = _json(file)
     except (OSError, ValueError) as error:
-        raise TargetError(f"cannot read {file.name} as a config: {error}") from None
+        raise TargetError(f"cannot read {file.name} as a config: {getattr(error, 'strerror', error)}") from None
     if not isinstance(data, dict) or not (data.get("model_type") or data.get("architectures")):
         raise TargetError(f"{file.name} is no config of transformers: it has neither model_type nor architectures")
     return data
+
+
+def _json(file: Path) -> Any:
+    return parse_json(read(file, _LONGEST), _MOST_VALUES)
 
 
 def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
@@ -175,7 +183,7 @@ def _preprocessor(file: Path) -> dict[str, Any]:
     """The entries of a preprocessor_config.json beside the config: the sizes that its processor makes."""
     beside = file.parent / "preprocessor_config.json"
     try:
-        data = json.loads(beside.read_text(encoding="utf-8")) if file.name else {}
+        data = _json(beside) if file.name else {}
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
