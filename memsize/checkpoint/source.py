@@ -21,6 +21,10 @@ SMALL_FILE = 64 * 2**20
 """Bytes of a file below which the limits on time and memory stay the same; above, they grow with the file."""
 
 
+MOST_TENSORS = 125_000
+"""Tensors of a small file; a larger one may have more in proportion."""
+
+
 def printable(text: str, longest: int = LONGEST) -> str:
     """`text` with what a terminal would obey or not show written as escapes, and cut after `longest` characters."""
     if len(text) > longest:
@@ -43,6 +47,11 @@ class Source:
         """How much more than for a small file memsize is ready to do for this one."""
         return max(1.0, self.size / SMALL_FILE)
 
+    @property
+    def most_tensors(self) -> int:
+        """How many tensors memsize reads in this file."""
+        return int(MOST_TENSORS * self.scale)
+
     def read(self, offset: int, count: int, what: str) -> bytes:
         """`count` bytes from `offset`; raises `CheckpointError` that the file ends within `what`."""
         if offset < 0 or count < 0 or offset + count > self.size:
@@ -59,6 +68,12 @@ class Source:
         return CheckpointError(
             f"{self.name} is cut off or damaged: it has {self.size:,} bytes and ends within {what}{should}"
         )
+
+    def check_count(self, tensors: int) -> None:
+        """Raise `CheckpointError` where the file claims more tensors than one of its size would have."""
+        if tensors > (most := self.most_tensors):
+            why = f"it describes {tensors:,} tensors, more than memsize reads in a file of this size ({most:,})"
+            raise self.damaged(why)
 
     def damaged(self, why: str) -> CheckpointError:
         """The error of a file that contradicts its own format."""
