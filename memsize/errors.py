@@ -18,11 +18,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from memsize.printable import LONGEST, printable_lines
 from memsize.suggestions import nearest, suggestion
 
 
 class MemsizeError(Exception):
     """The root of every error that memsize raises on purpose."""
+
+    def __str__(self) -> str:
+        # It quotes what files, models and their exceptions say, and ends up on a terminal.
+        return printable_lines(super().__str__(), LONGEST)
 
 
 class TargetError(MemsizeError):

@@ -12,6 +12,7 @@ from memsize import files
 from memsize.analysis.timeline import timeline
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
+from memsize.printable import printable
 from memsize.records.aggregates import live_bytes
 from memsize.records.answer import Savable
 from memsize.records.codec import decode, encode
@@ -104,4 +105,4 @@ class StepTrace(Savable):
         ]
         lines += [f"  device     {format_bytes(peak.device.low)} to {format_bytes(peak.device.high)}"]
         lines += [f"    {role:<16} {format_bytes(size)}" for role, size in peak.roles.items()]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from memsize import files
 from memsize.checkpoint.record import USES, Use
 from memsize.errors import CheckpointError
+from memsize.printable import printable as text_printable
 
 LONGEST = 300
 """No name in a checkpoint is longer than this; what is longer is cut."""
@@ -26,12 +27,8 @@ MOST_TENSORS = 125_000
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """`text` with what a terminal would obey or not show written as escapes, and cut after `longest` characters."""
-    if len(text) > longest:
-        text = f"{text[: longest - 1]}…"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    """A text that a file holds, as the record of the file keeps it."""
+    return text_printable(text, longest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ change something, 1 for a bug in memsize, 130 after Ctrl-C, 141 when the reader 
 from __future__ import annotations
 
 import gc
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ from importlib import import_module
 
 import click
 
+from memsize.cli.messages import say
 from memsize.cli.session import Session
 from memsize.errors import MemsizeError
+from memsize.printable import LONGEST, shortened
 
 _USER, _BUG, _INTERRUPTED, _PIPE_CLOSED = 2, 1, 130, 141
 
@@ -68,7 +71,9 @@ def run(arguments: Sequence[str]) -> int:
     except MemsizeError as error:
         return _fail(str(error), session, _USER)
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        say(shortened(shown.getvalue().rstrip("\n"), LONGEST))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return _INTERRUPTED
@@ -82,6 +87,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def _fail(message: str, session: Session, status: int) -> int:
     if session.debug:
-        traceback.print_exc()
-    click.echo(f"error: {message}", err=True)
+        say(traceback.format_exc().rstrip("\n"))
+    say(f"error: {shortened(message, LONGEST)}")
     return status

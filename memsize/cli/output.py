@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
 from memsize import files
+from memsize.cli.messages import say
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.answer import Drawable, Savable
 from memsize.records.run_file import check_writable
@@ -37,7 +36,7 @@ class Destination:
         """Save `answer` where that was asked for, and say so on stderr."""
         if self.saved is not None:
             answer.save(self.saved, overwrite=self.overwrite)
-            click.echo(f"Wrote {self.saved}", err=True)
+            say(f"Wrote {self.saved}")
 
     def drawn(self, answer: Drawable, **view: Any) -> str:
         """`answer` in this format; `view` as `memsize.render.render` takes it."""
@@ -49,7 +48,7 @@ class Destination:
             _print(content)
             return
         files.write(self.file, content, overwrite=self.overwrite)
-        click.echo(f"Wrote {self.file}", err=True)
+        say(f"Wrote {self.file}")
 
 
 Formats = Mapping[str, tuple[str, ...]]
