@@ -7,6 +7,7 @@ so a causal language model has its head; where a config names none, it is the on
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,14 @@ from memsize.loading.hubs.huggingface_inputs.config import PLACEHOLDERS, TEXT, p
 _LONGEST = 16 * 2**20
 _MOST_VALUES = 500_000
 """Bytes and values of a config; the longest list the labels of 20,000 classes, twice."""
+
+_COUNTS = (
+    (re.compile(r"(^|_)(layers?|blocks?|depths?|stages?)(_|$)"), 10_000),
+    (re.compile(r"(^|_)(experts?|heads?|labels?)(_|$)"), 1_000_000),
+)
+"""Entries that count parts, and more than any model has of them: the deepest have a thousand layers, the broadest two
+thousand experts. A config makes lists of that length even before the model is built.
+"""
 
 _TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM", "CTC",
@@ -128,7 +137,10 @@ def _config(
     _check_names(kind, data, arguments, label)
     try:
         entries = _replaced(data, arguments)
+        _check_counts(entries, label)
         config = kind.from_dict(entries) if entries else kind()
+    except TargetError:
+        raise
     except Exception as error:  # configs check themselves, each in its own words
         raise TargetError(f"{label} is not a {kind.__name__}: {first_line(error)}") from error
     return config, (*notes, *_place_placeholders(config))
@@ -164,6 +176,21 @@ def _check_names(kind: Any, data: Mapping[str, Any], arguments: Mapping[str, obj
     for name in arguments:
         if name not in known and not hasattr(defaults, name):
             raise unknown(f"the config of {label}", name, sorted(known), "entry")
+
+
+def _check_counts(entries: Any, label: str) -> None:
+    """Raise `TargetError` where a config has more parts than any model, at any depth."""
+    rest: list[tuple[str, Any]] = [("", entries)]
+    while rest:
+        name, value = rest.pop()
+        if isinstance(value, dict):
+            rest += ((str(key), item) for key, item in value.items())
+        elif isinstance(value, list):
+            rest += ((name, item) for item in value)
+        elif isinstance(value, int):
+            most = next((most for pattern, most in _COUNTS if pattern.search(name)), value)
+            if value > most:
+                raise TargetError(f"{label} has {value:,} as its {name}: no model has more than {most:,}")
 
 
 def _replaced(data: dict[str, Any], arguments: Mapping[str, object]) -> dict[str, Any]:
