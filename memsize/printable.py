@@ -22,9 +22,24 @@ def printable(text: str, longest: int | None = None) -> str:
 def printable_lines(text: str, longest: int | None = None, escape: Callable[[str], str] | None = None) -> str:
     """The same for a text of several lines, whose ends and tabs are kept; `escape` writes one character otherwise."""
     text = shortened(text, longest)
-    if text.replace("\n", "").replace("\t", "").isprintable():
+    # Piece by piece: a report may have a hundred megabytes, and one bad character in them.
+    pieces = [slice(start, start + _PIECE) for start in range(0, len(text), _PIECE)]
+    if all(_is_plain(text[piece]) for piece in pieces):
         return text
     write = escape or _escape
+    return "".join(_rewritten(text[piece], write) for piece in pieces)
+
+
+_PIECE: Final = 1 << 16
+
+
+def _is_plain(text: str) -> bool:
+    return text.replace("\n", "").replace("\t", "").isprintable()
+
+
+def _rewritten(text: str, write: Callable[[str], str]) -> str:
+    if _is_plain(text):
+        return text
     return "".join(c if c.isprintable() or c in "\n\t" else write(c) for c in text)
 
 

@@ -219,6 +219,8 @@ def test_laws(any_text: str, longest: int) -> None:
     assert not obeyed(printable(any_text)) and "\n" not in printable(any_text)
     assert not obeyed(printable_lines(any_text))
     assert printable_lines(any_text).count("\n") == any_text.count("\n")
+    long = "x\n" * 40_000
+    assert printable_lines(long + any_text + long) == long + printable_lines(any_text) + long
     if any_text.isprintable():
         assert printable(any_text) == printable_lines(any_text) == any_text
         assert len(printable(any_text, longest)) <= longest
