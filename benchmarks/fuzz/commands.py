@@ -100,7 +100,7 @@ _DEEDS: Final = (
     "warnings.warn('odd')",
     "self.fc = None",
     "del self.fc",
-    "self.fc = nn.Linear(8, 10**7)",
+    "self.fc = nn.Linear(8, 10**4)",
     "torch.manual_seed(0)",
     "self.deep = nn.Sequential(*[nn.Identity() for _ in range(300)])",
     "self.same = self.fc",

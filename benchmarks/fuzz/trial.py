@@ -22,8 +22,10 @@ SECRET: Final = "fuzz-secret-5f1c"
 CANARY: Final = "canary"
 """A file in the folder of every trial that must stay as it is."""
 
-_PATIENCE: Final = 30
+_PATIENCE: Final = 120
 """Seconds after which a trial is stopped that waits, for a pipe, say."""
+_MOST_SECONDS: Final = 30
+"""CPU seconds after which one is stopped that works."""
 _ADDRESSES: Final = 6 << 30
 _NEVER = re.compile(
     r"subprocess\.|os\.(system|exec|posix_spawn|spawn|fork|kill)|socket\.|urllib\.|http\.|ftplib|smtplib|webbrowser|pty\."
@@ -89,7 +91,7 @@ def _be_the_child(trial: Trial, work: Path, folder: Path) -> None:
         os.chdir(work)
         os.environ["MEMSIZE_FUZZ_SECRET"] = SECRET
         signal.alarm(_PATIENCE)
-        resource.setrlimit(resource.RLIMIT_CPU, (_PATIENCE, _PATIENCE))
+        resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESSES, _ADDRESSES))
         start = _resident("VmRSS", reset=True)
         events: list[str] = []
