@@ -631,6 +631,7 @@ def test_folders_without_one_checkpoint(tmp_path: Path) -> None:
         read(tmp_path)
     (tmp_path / "b.pt").unlink()
     (tmp_path / "c.safetensors").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     assert read(tmp_path).path.endswith("a.pt")
 
 

@@ -109,7 +109,7 @@ def _unknown(source: Source) -> str:
 def _read_folder(folder: Path) -> Contents:
     """The checkpoint in `folder`: by its index, by its numbered files, or the only one there."""
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
+        names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
     for ending in _INDEX:
