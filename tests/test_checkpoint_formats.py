@@ -596,6 +596,7 @@ def test_an_index_that_disagrees_with_its_files(tmp_path: Path) -> None:
     [
         ('{"weight_map": {"a": "../../etc/passwd"}}', "another folder"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "missing"),
+        ('{"weight_map": {"a": "' + "x" * 5000 + '"}}', "1 of its 1 files are missing"),
         ('{"weight_map": 3}', "no weight_map"),
         ("[1]", "no weight_map"),
         ("{", "not JSON"),
@@ -719,6 +720,10 @@ def test_a_zip_archive_of_something_else(tmp_path: Path) -> None:
 def test_what_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read"):
         read(tmp_path / "gone.pt")
+    with pytest.raises(CheckpointError, match="File name too long"):
+        read(tmp_path / ("x" * 300))
+    with pytest.raises(CheckpointError, match="No such file"):
+        read("~nosuchuser/a.pt")
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe.pt")
         with pytest.raises(CheckpointError, match="not a file"):

@@ -31,9 +31,10 @@ def read(path: str | os.PathLike[str]) -> Contents:
 
     Raises `CheckpointError` for what is not a checkpoint, is damaged, or would run code when it is loaded.
     """
-    place = Path(path).expanduser()
+    # os.path answers no where pathlib raises: for names that are too long, and users that there are not.
+    place = Path(os.path.expanduser(path))
     with _no_collection():
-        if place.is_dir():
+        if os.path.isdir(place):
             return _read_folder(place)
         if place.name.endswith(".json"):
             return _read_index(place)
@@ -148,8 +149,8 @@ def _read_index(path: Path) -> Contents:
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{path.name} names a file in another folder, {printable(name, 80)!r}")
-        if not (path.parent / name).is_file():
-            absent = sum(not (path.parent / other).is_file() for other in names)
+        if not os.path.isfile(path.parent / name):
+            absent = sum(not os.path.isfile(path.parent / other) for other in names)
             raise CheckpointError(
                 f"{path.name}: {absent} of its {len(names)} files are missing, such as {printable(name, 80)}"
             )
