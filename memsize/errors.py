@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from memsize.printable import LONGEST, printable_lines
 from memsize.suggestions import nearest, suggestion
 
 _LONGEST_QUOTED: Final = 80
@@ -28,6 +29,10 @@ _NO_MEMORY: Final = re.compile("DefaultCPUAllocator: .*you tried to allocate ([0
 
 class MemsizeError(Exception):
     """The root of every error that memsize raises on purpose."""
+
+    def __str__(self) -> str:
+        # It quotes what files, models and their exceptions say, and ends up on a terminal.
+        return printable_lines(super().__str__(), LONGEST)
 
 
 class TargetError(MemsizeError):

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ from torch import nn
 from memsize.checkpoint import read
 from memsize.checkpoint.dtypes import BITS, GGML, SAFETENSORS, STORAGES
 from memsize.checkpoint.record import Contents, Tensor
+from memsize.checkpoint.report import CheckpointReport
 from memsize.errors import CheckpointError
+from memsize.render import render
 from tests.checkpoints import entry, gguf_bytes, write_safetensors, write_zip
 
 BOTH = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -405,7 +408,8 @@ def test_safetensors_dtypes_are_the_librarys() -> None:
         (b"[1]", 0, "safetensors|not a JSON object"),
         (b'{"x":{},"x":{}}', 0, "twice"),
         (b'{"x":' + b"[" * 100_000, 0, "not JSON|not that"),
-        (b"{" + b"," * 9_000_000, 0, "more than memsize reads"),
+        (b"{" + b"," * 2_000_001, 0, "about 2,000,002 values, more than memsize reads"),
+        ({str(i): entry("F32", [0], 0, 0) for i in range(125_001)}, 0, r"125,001 tensors, .* this size \(125,000\)"),
     ],
 )
 def test_safetensors_that_contradict_themselves(tmp_path: Path, header: Any, data: int, said: str) -> None:
@@ -485,6 +489,14 @@ def test_gguf_that_contradicts_itself(tmp_path: Path, tensors: Any, data: int, s
     path = tmp_path / "bad.gguf"
     path.write_bytes(gguf_bytes(tensors, data=data))
     with pytest.raises(CheckpointError, match=said):
+        read(path)
+
+
+@pytest.mark.parametrize(("tensors", "keys"), [(125_001, 0), (0, 65_537), (2**62, 0), (0, 2**62)])
+def test_gguf_that_claims_more_than_it_can_have(tmp_path: Path, tensors: int, keys: int) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, keys))
+    with pytest.raises(CheckpointError, match=r"more than memsize reads|would h"):
         read(path)
 
 
@@ -584,10 +596,12 @@ def test_an_index_that_disagrees_with_its_files(tmp_path: Path) -> None:
     [
         ('{"weight_map": {"a": "../../etc/passwd"}}', "another folder"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "missing"),
+        ('{"weight_map": {"a": "' + "x" * 5000 + '"}}', "1 of its 1 files are missing"),
         ('{"weight_map": 3}', "no weight_map"),
         ("[1]", "no weight_map"),
         ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[" + "{}," * 1_000_001 + "1]", "about 2,000,003 values, more than memsize reads"),
     ],
 )
 def test_indexes_that_are_none(tmp_path: Path, text: str, said: str) -> None:
@@ -617,7 +631,42 @@ def test_folders_without_one_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"a\.pt, b\.pt"):
         read(tmp_path)
     (tmp_path / "b.pt").unlink()
+    (tmp_path / "c.safetensors").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     assert read(tmp_path).path.endswith("a.pt")
+
+
+def test_what_is_no_index(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "long.json").touch()
+    os.truncate(tmp_path / "long.json", 2**26 + 1)
+    (tmp_path / "endless.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        read(tmp_path / "folder.json")
+    with pytest.raises(CheckpointError, match=r"67,108,865 bytes, more than memsize reads \(67,108,864\)"):
+        read(tmp_path / "long.json")
+    with pytest.raises(CheckpointError, match="it is not a file"):
+        read(tmp_path / "endless.json")
+
+
+def test_a_tensor_takes_little_memory_to_read_and_to_draw(tmp_path: Path) -> None:
+    """110,000 tensors took 500 MB as JSON: more than half of it the encoder's own small texts."""
+    header = {
+        f"layers.{i // 100}.experts.{i % 100}.weight": entry("BF16", [8, 4], 64 * i, 64 * i + 64) for i in range(4000)
+    }
+    path = write_safetensors(tmp_path / "many.safetensors", header, 64 * 4000)
+    report = CheckpointReport(read(path))
+    render(report, "json")
+    tracemalloc.start()
+    try:
+        contents = read(path)
+        kept, read_peak = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        render(CheckpointReport(contents), "json")
+        _, drawn_peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 4000 * 800 and read_peak < 4000 * 1800 and drawn_peak < 4000 * 2100
 
 
 def test_a_hundred_gigabytes_are_read_from_their_headers(tmp_path: Path) -> None:
@@ -671,6 +720,10 @@ def test_a_zip_archive_of_something_else(tmp_path: Path) -> None:
 def test_what_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read"):
         read(tmp_path / "gone.pt")
+    with pytest.raises(CheckpointError, match="File name too long"):
+        read(tmp_path / ("x" * 300))
+    with pytest.raises(CheckpointError, match="No such file"):
+        read("~nosuchuser/a.pt")
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe.pt")
         with pytest.raises(CheckpointError, match="not a file"):

@@ -207,3 +207,11 @@ def test_files_of_older_versions_are_read(kind: str, version: int) -> None:
     assert read_data(path)["schema"] == f"memsize.run/{version}"
     text = (SAVED / f"{kind}.{version}.txt").read_text(encoding="utf-8")
     assert str(load(path)) == text.rstrip("\n")
+
+
+@pytest.mark.parametrize("arguments", [("report",), ("checkpoint",), ("verify", *TARGET, "--against")])
+def test_what_has_no_end_is_not_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    (folder / "endless.memsize").symlink_to("/dev/zero")
+    assert refused(capsys, *arguments, "endless.memsize") == "cannot read endless.memsize: it is not a file"

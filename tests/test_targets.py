@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import types
@@ -25,7 +26,7 @@ from memsize.cli import run
 from memsize.constants.values import constant_of
 from memsize.errors import InputError, TargetError
 from memsize.internals.pytree import tensors_in
-from memsize.loading import load, load_inputs
+from memsize.loading import hubs, load, load_inputs
 from memsize.loading.target import Target, parse_target
 from memsize.model.inputs import inputs_from_data, inputs_from_maker, inputs_from_specs
 from memsize.spec.inputs import InputSpec, parse_input
@@ -414,6 +415,33 @@ def test_sequences_are_for_texts(transformers: Any) -> None:
 def test_inputs_that_nobody_knows(target: str, part: str, transformers: Any) -> None:
     with pytest.raises(InputError, match=part):
         made(f"hf:{target}")
+
+
+def test_a_config_that_would_build_without_end(
+    write: Write, transformers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = json.dumps(TINY | {"num_hidden_layers": 10**9})
+    assert refused(f"hf:{write('a.json', endless)}").endswith(
+        "a.json has 1,000,000,000 as its num_hidden_layers: no model has more than 10,000"
+    )
+    assert "as its num_labels" in refused(f"hf:{write('b.json', json.dumps(TINY | {'num_labels': 10**9}))}")
+    nested = {"model_type": "segformer", "depths": [1, 1, 10**6, 1]}
+    assert "1,000,000 as its depths" in refused(f"hf:{write('c.json', json.dumps(nested))}")
+    monkeypatch.setattr(hubs, "MOST_MODULES", 30)
+    assert "d.json has more than 30 modules" in refused(f"hf:{write('d.json', json.dumps(TINY))}")
+    monkeypatch.undo()
+    assert not torch.nn.modules.module._global_module_registration_hooks
+    made(f"hf:{write('d.json', json.dumps(TINY))}")
+
+
+def test_a_config_that_cannot_be_read(write: Write, tmp_path: Path, transformers: Any) -> None:
+    (tmp_path / "long.json").touch()
+    os.truncate(tmp_path / "long.json", 2**24 + 1)
+    assert "cannot read long.json as a config: it has 16,777,217 bytes" in refused(f"hf:{tmp_path / 'long.json'}")
+    many = write("many.json", "[" + "{}," * 250_000 + "{}]")
+    assert "about 500,002 values, more than memsize reads (500,000)" in refused(f"hf:{many}")
+    named = write("named.json", '{"model_type": "\\u001b]0;x\\u0007"}')
+    assert refused(f"hf:{named}").isprintable()
 
 
 def test_what_is_no_config(write: Write, transformers: Any, tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from memsize import files
 from memsize.analysis.findings.memory import out_of_memory
 from memsize.analysis.timeline import timeline
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
+from memsize.printable import printable
 from memsize.records.aggregates import live_bytes
 from memsize.records.answer import Savable
 from memsize.records.codec import decode, encode
@@ -76,13 +78,13 @@ class StepTrace(Savable):
         """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""
         from memsize.analysis.snapshot import pickled
 
-        Path(path).write_bytes(pickled(self.trace, self.config))
+        files.write(path, pickled(self.trace, self.config), overwrite=True)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The trace as JSON text, also written to `path` when given; `from_json` reads it back."""
         text = json.dumps(encode(self.trace))
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            files.write(path, text, overwrite=True)
         return text
 
     @classmethod
@@ -106,4 +108,4 @@ class StepTrace(Savable):
         lines += [f"    {role:<16} {format_bytes(size)}" for role, size in peak.roles.items()]
         if peak.shortage:
             lines.append(out_of_memory(peak.shortage, "the run", self.gpu).text())
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))

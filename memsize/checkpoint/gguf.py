@@ -21,8 +21,11 @@ MAGIC = b"GGUF"
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_MOST_ITEMS = 4_000_000
-"""Strings in arrays, metadata keys and tensors together: what is walked one by one has to end."""
+_MOST_ITEMS = 2_000_000
+"""Strings in arrays, metadata keys and tensors together: what is walked one by one has to end. The tokens and merges of
+the largest vocabularies are 800,000.
+"""
+_MOST_KEYS = 65_536
 _CHUNK = 1 << 20
 _MOST_DIMENSIONS = 8
 _SHOWN_ARRAY = 8
@@ -173,6 +176,9 @@ def _header(source: Source) -> _Header:
         raise source.damaged(f"it is GGUF version {version}; versions 2 and 3 are read")
     cursor = _Cursor(source, 8, ">" if big_endian else "<", "the header")
     tensors, keys = cursor.count(), cursor.count()
+    source.check_count(tensors)
+    if keys > _MOST_KEYS:
+        raise source.damaged(f"its metadata would have {keys:,} keys")
     header = _Header(big_endian=big_endian, version=version)
     cursor.what = "the metadata"
     for _ in range(keys):

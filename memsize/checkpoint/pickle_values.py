@@ -16,6 +16,7 @@ from memsize.checkpoint.dtypes import BITS, torch_dtype
 
 Args = tuple[Any, ...]
 MOST_DIMENSIONS = 64
+_SEQUENCES = (tuple, list)
 _LARGEST = 2**63
 
 
@@ -134,10 +135,11 @@ def dtype_of(value: Any) -> str:
 
 def sizes(value: Any) -> tuple[int, ...]:
     """A shape or a stride; raises ValueError when it cannot be one."""
-    if not isinstance(value, tuple | list) or len(value) > MOST_DIMENSIONS:
+    if not isinstance(value, _SEQUENCES) or len(value) > MOST_DIMENSIONS:
         raise ValueError("not a shape")
-    if not all(type(size) is int and 0 <= size < _LARGEST for size in value):
-        raise ValueError("not a shape")
+    for size in value:
+        if type(size) is not int or not 0 <= size < _LARGEST:
+            raise ValueError("not a shape")
     return tuple(value)
 
 

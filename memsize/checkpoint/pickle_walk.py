@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 from memsize.checkpoint.dtypes import BITS
 from memsize.checkpoint.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue, array_of
 from memsize.checkpoint.record import Mark, PartKind
-from memsize.checkpoint.source import Source, printable
+from memsize.checkpoint.source import MOST_TENSORS, Source, printable
 from memsize.checkpoint.storage_index import Piece, strided_extent
 from memsize.errors import CheckpointError
 from memsize.records.trace import TensorSpec
 
-MOST_TENSORS = 125_000
 MOST_VISITS = 5 * MOST_TENSORS
 MOST_ITEMS = 16_000_000
 MOST_LETTERS = 25_000_000
-"""What is found in a small file, what is walked, what is looked at, letters in names: a pickle may point to one list
+"""What is walked in a small file, what is looked at, letters in names: a pickle may point to one list
 from many places. Larger files may have more in proportion."""
 
 DEEPEST = 100
@@ -64,7 +63,7 @@ class _Budget:
 
     def __init__(self, source: Source) -> None:
         self._name = source.name
-        self.most = int(MOST_TENSORS * source.scale)
+        self.most = source.most_tensors
         self.tensors = self.most
         self.visits = int(MOST_VISITS * source.scale)
         self.items = int(MOST_ITEMS * source.scale)
@@ -98,7 +97,7 @@ def walk(root: Any, locate: Locate, source: Source, found: Found) -> None:
         value = step.value
         budget.visits -= 1
         budget.letters -= 8 * len(step.keys)
-        if isinstance(value, TensorValue | StorageValue):
+        if isinstance(value, _TENSORS):
             budget.tensors -= 1
             budget.letters -= sum(map(len, step.keys))
             found.pieces.append(_piece(step, locate))
@@ -160,7 +159,8 @@ def _inner(step: _Step, found: Found) -> Iterator[_Step]:
 
 
 _CONTAINERS = (Dict, list, tuple, Object, Composite)
-_HOLDERS = (*_CONTAINERS, TensorValue, StorageValue)
+_TENSORS = (TensorValue, StorageValue)
+_HOLDERS = (*_CONTAINERS, *_TENSORS)
 
 
 def _entries(value: Dict) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memsize import files
 from memsize.checkpoint import gguf, safetensors, torch_files
 from memsize.checkpoint.record import Contents, Storage, Tensor
 from memsize.checkpoint.source import Source, opened, printable
-from memsize.errors import CheckpointError, quoted
+from memsize.errors import CheckpointError
 
-LONGEST_INDEX = 256 * 2**20
+LONGEST_INDEX = 64 * 2**20
+"""Bytes of an index: that of 100,000 tensors has ten million."""
 SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
 _INDEX = (".safetensors.index.json", ".bin.index.json", ".index.json")
 _NUMBERED = re.compile(r"(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
@@ -30,14 +31,10 @@ def read(path: str | os.PathLike[str]) -> Contents:
 
     Raises `CheckpointError` for what is not a checkpoint, is damaged, or would run code when it is loaded.
     """
-    try:
-        place = Path(path).expanduser()
-        is_folder = place.is_dir()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a home folder that nobody has
-        why = getattr(error, "strerror", error)
-        raise CheckpointError(f"cannot read {quoted(os.fspath(path))}: {why}") from None
+    # os.path answers no where pathlib raises: for names that are too long, and users that there are not.
+    place = Path(os.path.expanduser(path))
     with _no_collection():
-        if is_folder:
+        if os.path.isdir(place):
             return _read_folder(place)
         if place.name.endswith(".json"):
             return _read_index(place)
@@ -112,31 +109,34 @@ def _unknown(source: Source) -> str:
 
 def _read_folder(folder: Path) -> Contents:
     """The checkpoint in `folder`: by its index, by its numbered files, or the only one there."""
-    names = sorted(path.name for path in folder.iterdir())
+    try:
+        names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
     for ending in _INDEX:
         indexes = [name for name in names if name.endswith(ending)]
         if indexes:
             note = _beside(names, indexes[0])
             return _noted(_read_index(folder / indexes[0]), _name_of(folder), note)
     for suffix in SUFFIXES:
-        files = [name for name in names if name.endswith(suffix) and name not in _ASIDE]
-        if files:
-            return _few(folder, files)
+        found = [name for name in names if name.endswith(suffix) and name not in _ASIDE]
+        if found:
+            return _few(folder, found)
     raise CheckpointError(f"{folder} holds no checkpoint: no file ends in {', '.join(SUFFIXES)}")
 
 
-def _few(folder: Path, files: Sequence[str]) -> Contents:
-    if len(files) == 1:
-        return replace(_read_file(folder / files[0]), path=f"{_name_of(folder)}/{printable(files[0])}")
-    matches = [match for name in files if (match := _NUMBERED.fullmatch(name))]
+def _few(folder: Path, names: Sequence[str]) -> Contents:
+    if len(names) == 1:
+        return replace(_read_file(folder / names[0]), path=f"{_name_of(folder)}/{printable(names[0])}")
+    matches = [match for name in names if (match := _NUMBERED.fullmatch(name))]
     stems = {(match["stem"], match["count"]) for match in matches}
-    if len(matches) != len(files) or len(stems) != 1:
-        shown = ", ".join(files[:6]) + (" …" if len(files) > 6 else "")
+    if len(matches) != len(names) or len(stems) != 1:
+        shown = ", ".join(names[:6]) + (" …" if len(names) > 6 else "")
         raise CheckpointError(f"{folder} holds several checkpoints: name one of {shown}")
     count = int(matches[0]["count"])
-    if len(files) != count:
-        raise CheckpointError(f"{folder} holds {len(files)} of the {count} files of {matches[0]['stem']}")
-    return _joined(_name_of(folder), [_read_file(folder / name) for name in files])
+    if len(names) != count:
+        raise CheckpointError(f"{folder} holds {len(names)} of the {count} files of {matches[0]['stem']}")
+    return _joined(_name_of(folder), [_read_file(folder / name) for name in names])
 
 
 def _read_index(path: Path) -> Contents:
@@ -145,14 +145,16 @@ def _read_index(path: Path) -> Contents:
     wanted = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):
         raise CheckpointError(f"{path.name} is not an index of a checkpoint: it has no weight_map of names to files")
-    files = sorted(set(wanted.values()))
-    for name in files:
+    names = sorted(set(wanted.values()))
+    for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{path.name} names a file in another folder, {printable(name, 80)!r}")
-        if not (path.parent / name).is_file():
-            absent = sum(not (path.parent / other).is_file() for other in files)
-            raise CheckpointError(f"{path.name}: {absent} of its {len(files)} files are missing, such as {name}")
-    contents = _joined(printable(path.name), [_read_file(path.parent / name) for name in files])
+        if not os.path.isfile(path.parent / name):
+            absent = sum(not os.path.isfile(path.parent / other) for other in names)
+            raise CheckpointError(
+                f"{path.name}: {absent} of its {len(names)} files are missing, such as {printable(name, 80)}"
+            )
+    contents = _joined(printable(path.name), [_read_file(path.parent / name) for name in names])
     return _compared(contents, index, wanted)
 
 
@@ -168,13 +170,12 @@ def _one_of_several(contents: Contents, path: Path) -> Contents:
 
 
 def _parsed(path: Path) -> Any:
-    with opened(path) as source:
-        if source.size > LONGEST_INDEX:
-            raise CheckpointError(f"{path.name} has {source.size:,} bytes, too many for an index")
-        try:
-            return json.loads(source.read(0, source.size, "the index"))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path.name} is not JSON ({error})") from error
+    try:
+        return files.parse_json(files.read(path, LONGEST_INDEX))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is not JSON that can be read: {error}") from error
 
 
 def _compared(contents: Contents, index: dict[str, Any], wanted: dict[str, str]) -> Contents:

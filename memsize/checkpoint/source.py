@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
+from memsize import files
 from memsize.checkpoint.record import USES, Use
 from memsize.errors import CheckpointError
+from memsize.printable import printable as text_printable
 
 LONGEST = 300
 """No name in a checkpoint is longer than this; what is longer is cut."""
@@ -21,13 +22,13 @@ SMALL_FILE = 64 * 2**20
 """Bytes of a file below which the limits on time and memory stay the same; above, they grow with the file."""
 
 
+MOST_TENSORS = 125_000
+"""Tensors of a small file; a larger one may have more in proportion."""
+
+
 def printable(text: str, longest: int = LONGEST) -> str:
-    """`text` with what a terminal would obey or not show written as escapes, and cut after `longest` characters."""
-    if len(text) > longest:
-        text = f"{text[: longest - 1]}…"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    """A text that a file holds, as the record of the file keeps it."""
+    return text_printable(text, longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class Source:
     def scale(self) -> float:
         """How much more than for a small file memsize is ready to do for this one."""
         return max(1.0, self.size / SMALL_FILE)
+
+    @property
+    def most_tensors(self) -> int:
+        """How many tensors memsize reads in this file."""
+        return int(MOST_TENSORS * self.scale)
 
     def read(self, offset: int, count: int, what: str) -> bytes:
         """`count` bytes from `offset`; raises `CheckpointError` that the file ends within `what`."""
@@ -60,6 +66,12 @@ class Source:
             f"{self.name} is cut off or damaged: it has {self.size:,} bytes and ends within {what}{should}"
         )
 
+    def check_count(self, tensors: int) -> None:
+        """Raise `CheckpointError` where the file claims more tensors than one of its size would have."""
+        if tensors > (most := self.most_tensors):
+            why = f"it describes {tensors:,} tensors, more than memsize reads in a file of this size ({most:,})"
+            raise self.damaged(why)
+
     def damaged(self, why: str) -> CheckpointError:
         """The error of a file that contradicts its own format."""
         return CheckpointError(f"{self.name} is damaged: {why}")
@@ -68,16 +80,12 @@ class Source:
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
     """The file at `path` while it is open. Raises `CheckpointError` when it is not a file that can be read."""
-    try:
-        # Not blocking, so that a pipe which nobody writes to is refused and not waited for.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    with os.fdopen(handle, "rb", buffering=1 << 16) as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path} is not a file")
-        yield Source(file, printable(path.name), status.st_size)
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(files.opened(path))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        yield Source(file, printable(path.name), os.fstat(file.fileno()).st_size)
 
 
 @dataclass(slots=True)

@@ -52,24 +52,31 @@ def read_zip(source: Source) -> Contents:
     """What the archive at `source` holds, from its pickles and the places of its records."""
     claims, index, found = Claims(source.size), StorageIndex(source), Found()
     mentioned: dict[str, None] = {}
-    records = _records(source, claims)
-    for name, record in records.items():
+    pickles: dict[str, _Record] = {}
+    for name, record in _records(source, claims).items():
         if name.startswith(tuple(_PICKLES.values())):
             index.add(name, Storage(name, 0, record.offset, record.size, record.packed))
-        claims.claim(record.offset, 0 if name in _PICKLES else record.packed, _use(name))
-    pickles = [name for name in _PICKLES if name in records]
-    for name in pickles:
-        unpickler = _unpickler(source, records[name])
+        if name in _PICKLES:
+            pickles[name] = record
+        else:
+            claims.claim(record.offset, record.packed, _use(name))
+    for name in (name for name in _PICKLES if name in pickles):
         noted = len(found.values)
-        walk(unpickler.load(), _locator(index, _PICKLES[name], records[name].unpacked is None), source, found)
+        mentioned |= _read_pickle(source, pickles[name], index, _PICKLES[name], found)
         if name == "constants.pkl":
             del found.values[noted:]
-        mentioned |= unpickler.mentioned
     index.measure_arrays(found.pieces, claims)
-    for name in pickles:
-        claims.claim_around(records[name].offset, records[name].packed, "pickle", index.holes)
+    for record in pickles.values():
+        claims.claim_around(record.offset, record.packed, "pickle", index.holes)
     format = "TorchScript" if "constants.pkl" in pickles else "PyTorch zip"
     return _contents(source, format, claims, index, found, mentioned)
+
+
+def _read_pickle(source: Source, record: _Record, index: StorageIndex, prefix: str, found: Found) -> dict[str, None]:
+    """Add what one pickle of the archive holds to `found`; the names that it mentions."""
+    unpickler = _unpickler(source, record)
+    walk(unpickler.load(), _locator(index, prefix, record.unpacked is None), source, found)
+    return unpickler.mentioned
 
 
 def _unpickler(source: Source, record: _Record) -> Unpickler:

@@ -39,6 +39,8 @@ _LONGEST_LINE = 64 * 1024
 _FREE = 64
 """Items in the arguments of a call that do not count as copied; a tensor has about ten."""
 
+_CALLED, _SEQUENCES = (Global, Object), (list, tuple)  # ``list | tuple`` is made anew each time, 50 ns
+
 _DAMAGE = (
     IndexError,
     KeyError,
@@ -200,7 +202,7 @@ class Unpickler(pickle._Unpickler):
         """Push what a call stands for. Nothing is called."""
         if not isinstance(args, tuple):
             raise self.damaged("it calls something with what is not a tuple")
-        if not isinstance(made_by, Global | Object):
+        if not isinstance(made_by, _CALLED):
             raise self.damaged("it calls what is not a function")
         if isinstance(made_by, Object):
             raise CheckpointError(
@@ -208,7 +210,7 @@ class Unpickler(pickle._Unpickler):
                 "it does has reason to. Nothing was run. Do not load it with torch.load(weights_only=False)"
             )
         # A call may copy what it is given.
-        given = len(args) + sum(len(arg) for arg in args if isinstance(arg, list | tuple))
+        given = len(args) + sum([len(arg) for arg in args if isinstance(arg, _SEQUENCES)])
         self._left -= 3 * given if given > _FREE else 0
         self.append(meaning(made_by, args))
 

@@ -7,6 +7,7 @@ change something, 1 for a bug in memsize, 130 after Ctrl-C, 141 when the reader 
 from __future__ import annotations
 
 import gc
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,10 +16,12 @@ from importlib import import_module
 
 import click
 
+from memsize.cli.messages import say
 from memsize.cli.session import Session
 from memsize.cli.working import fill_closed_streams, give_up_stdout
 from memsize.errors import MemsizeError, first_line, in_one_line, quoted
 from memsize.interrupt import INTERRUPTED
+from memsize.printable import LONGEST, shortened
 
 _USER, _BUG, _PIPE_CLOSED = 2, 1, 141
 
@@ -75,8 +78,10 @@ def run(arguments: Sequence[str]) -> int:
     except MemsizeError as error:
         return _fail(str(error), session, _USER)
     except click.ClickException as error:
+        shown = io.StringIO()
+        error.show(shown)
         with suppress(OSError):
-            error.show()
+            say(shortened(shown.getvalue().rstrip("\n"), LONGEST))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
@@ -94,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
 def _fail(message: str, session: Session, status: int) -> int:
     with suppress(OSError):  # there may be nobody to tell it to
         if session.debug:
-            traceback.print_exc()
+            say(traceback.format_exc().rstrip("\n"))
         lines = (line.strip() for line in message.splitlines())
-        click.echo(f"error: {'; '.join(filter(None, lines))}", err=True)
+        say(f"error: {shortened('; '.join(filter(None, lines)), LONGEST)}")
     return status

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
+from memsize import files
+from memsize.cli.messages import say
 from memsize.cli.working import interrupts_raised
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.answer import Drawable, Savable
@@ -38,7 +38,7 @@ class Destination:
         if self.saved is not None:
             with interrupts_raised():
                 answer.save(self.saved, overwrite=self.overwrite)
-            click.echo(f"Wrote {self.saved}", err=True)
+            say(f"Wrote {self.saved}")
 
     def drawn(self, answer: Drawable, **view: Any) -> str:
         """`answer` in this format; `view` as `memsize.render.render` takes it."""
@@ -49,14 +49,9 @@ class Destination:
         if self.file is None:
             _print(content)
             return
-        try:
-            with interrupts_raised(), self.file.open("wb" if self.overwrite else "xb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-        except FileExistsError:
-            raise _exists(self.file) from None
-        except OSError as error:
-            raise OutputError(f"cannot write {self.file}: {error.strerror}") from error
-        click.echo(f"Wrote {self.file}", err=True)
+        with interrupts_raised():
+            files.write(self.file, content, overwrite=self.overwrite)
+        say(f"Wrote {self.file}")
 
 
 Formats = Mapping[str, tuple[str, ...]]
@@ -90,12 +85,9 @@ def destination(
     if file is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         return Destination(format or "text", None, force, width=width, unit=unit, saved=saved)
-    if file.is_dir():
-        raise OutputError(f"{file} is a folder: name a file in it")
-    if not file.parent.is_dir():
-        raise OutputError(f"cannot write {file}: there is no folder {file.parent}")
-    if file.exists() and not force:
-        raise _exists(file)
+    if file == saved:
+        raise OutputError(f"{file} cannot hold both the output and the saved run: give them different names")
+    files.check_writable(file, overwrite=force)
     return Destination(format or _format_by_suffix(file, formats), file, force, unit=unit, saved=saved)
 
 
@@ -107,10 +99,6 @@ def _format_by_suffix(file: Path, formats: Formats) -> str:
             f"no format has the suffix {file.suffix!r} ({file.name}): {hint} (with --format any name will do)"
         )
     return format_of(file.name, formats)
-
-
-def _exists(file: Path) -> OutputError:
-    return OutputError(f"{file} exists already: --force overwrites it")
 
 
 def _print(content: str | bytes) -> None:

@@ -11,6 +11,8 @@ import time
 from types import TracebackType
 from typing import TextIO
 
+from memsize.printable import printable
+
 _PATIENCE = 1.0
 _CLEAR = "\r\x1b[2K"
 
@@ -62,6 +64,6 @@ class Progress:
             if self._timer is None or not self._text:
                 return
             room = shutil.get_terminal_size().columns - 3
-            self._stream.write(f"{_CLEAR}{self._text[:room]} …")
+            self._stream.write(f"{_CLEAR}{printable(self._text)[:room]} …")
             self._stream.flush()
             self._shown = True

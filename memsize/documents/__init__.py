@@ -29,7 +29,10 @@ class Document(ABC, Generic[A]):
 
     @abstractmethod
     def data(self, unit: str) -> dict[str, Any]:
-        """Everything as dicts, lists, tuples and scalars. `unit` is for sentences: figures are in bytes."""
+        """Everything as dicts, lists, tuples and scalars. `unit` is for sentences: figures are in bytes.
+
+        A `FlatTable` stands for the list of its records, which may be too many to be made at once.
+        """
 
     @abstractmethod
     def sections(self) -> tuple[Section, ...]:

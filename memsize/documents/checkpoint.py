@@ -86,7 +86,7 @@ class CheckpointDocument(Document[CheckpointReport]):
             "unnamed": breakdown.unowned,
             "saved_by_compression": contents.compressed,
             "files": [_file_data(file) for file in contents.files],
-            **{name: tables[name].records() for name in ("parts", "dtypes", "tensors")},
+            **{name: tables[name] for name in ("parts", "dtypes", "tensors")},
             "remains": dict(remains(report)),
             "against": plain(report.match),
             "findings": findings_data(report.findings, unit),

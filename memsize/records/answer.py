@@ -7,6 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from memsize import files
+from memsize.printable import printable
 from memsize.records.finding import Finding
 
 if TYPE_CHECKING:
@@ -71,7 +73,8 @@ class Why(tuple[Finding, ...], Drawable):
         return {"findings": FlatTable(columns, ((f.code, f.bytes, ", ".join(f.layers), f.text()) for f in self))}
 
     def __repr__(self) -> str:
-        return "\n".join(f"{n}. {finding.text()}" for n, finding in enumerate(self, 1)) or "nothing to explain"
+        lines = "\n".join(f"{n}. {printable(finding.text())}" for n, finding in enumerate(self, 1))
+        return lines or "nothing to explain"
 
 
 class Savable:
@@ -110,7 +113,7 @@ class Answer(Drawable, Savable):
         """The answer as JSON text, also written to `path` when given."""
         text = self._drawn("json")
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            files.write(path, text, overwrite=True)
         return text
 
     def __str__(self) -> str:

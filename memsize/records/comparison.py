@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from memsize.printable import printable
 from memsize.records.aggregates import Totals, stored_dtypes, totals
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
@@ -65,7 +66,8 @@ class Comparison(Answer):
         first, second = self.totals
         lines = [f"{self.before.model}: {first.parameters:,} parameters, {format_bytes(first.stored)} stored"]
         lines += [f"{self.after.model}: {second.parameters:,} parameters, {format_bytes(second.stored)} stored"]
-        return "\n".join(lines + [f"{n}. {finding.text()}" for n, finding in enumerate(self.findings, 1)])
+        lines += [f"{n}. {finding.text()}" for n, finding in enumerate(self.findings, 1)]
+        return "\n".join(map(printable, lines))
 
     __str__ = __repr__
 

@@ -5,13 +5,14 @@ Sizes are bytes. What could not be read is None, and a run that ran out of memor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from memsize import files
 from memsize.errors import InputError
+from memsize.printable import shortened
 from memsize.records.codec import plain, reader
 
 
@@ -104,6 +105,9 @@ def _running(entries: Iterable[LogEntry]) -> Iterator[int]:
 
 
 SCHEMA: Final = "memsize.measurement/1"
+_LONGEST: Final = 128 * 2**20
+_MOST_VALUES: Final = 16_000_000
+"""Bytes and values of a file; the allocations of a step of a thousand operations are ten thousand values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +249,9 @@ def decode(data: object) -> SavedMeasurements:
 def read(path: str | Path) -> SavedMeasurements:
     """The measurements in a file; raises `InputError` where it cannot be read or holds none."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = files.parse_json(files.read(path, _LONGEST), _MOST_VALUES)
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
+        raise InputError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"{path} is no JSON: {error}") from error
     return decode(data)

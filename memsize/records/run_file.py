@@ -11,13 +11,14 @@ import gzip
 import json
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, cast
 
+from memsize import files
 from memsize.errors import InputError, OutputError
+from memsize.printable import shortened
 from memsize.records.codec import coder
 from memsize.version import VERSION
 
@@ -28,6 +29,8 @@ NEWEST: Final = 1
 _HEAD: Final = f'{{"schema":"{SCHEMA}/'.encode()
 _MOST_BYTES: Final = 1 << 30
 """Unpacked bytes beyond which a file is no saved run: that of a 70 B Llama in seven scenarios has 100 MB."""
+_PACKING: Final = 20
+"""JSON values for each byte of the packed file that are read; a run has two, and what has many was made to."""
 
 
 def is_run_file(path: str | os.PathLike[str]) -> bool:
@@ -35,7 +38,7 @@ def is_run_file(path: str | os.PathLike[str]) -> bool:
     if os.fspath(path).endswith(SUFFIX):
         return True
     try:
-        with gzip.open(path, "rb") as file:
+        with files.opened(path) as packed, gzip.open(packed) as file:
             return file.read(len(_HEAD)) == _HEAD
     except (OSError, ValueError, EOFError, zlib.error):
         return False
@@ -47,29 +50,20 @@ def write_run(path: str | os.PathLike[str], answer: Any, *, overwrite: bool = Fa
     Raises `OutputError` where the file exists, unless `overwrite` is set and it is a saved run that this version reads;
     and where it cannot be written.
     """
-    target = Path(path)
-    check_writable(target, overwrite=overwrite)
+    check_writable(Path(path), overwrite=overwrite)
     record: Any = type(answer)
     head = {"schema": f"{SCHEMA}/{NEWEST}", "kind": record.kind, "memsize": VERSION}
     data = head | {"answer": coder(record).write(answer)}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    try:
-        # A time stamp in the header would make two files of one run differ.
-        _replace(target, gzip.compress(text.encode("utf-8"), compresslevel=6, mtime=0))
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror}") from error
+    # A time stamp in the header would make two files of one run differ.
+    files.write(path, gzip.compress(text.encode("utf-8"), compresslevel=6, mtime=0), overwrite=overwrite)
 
 
 def check_writable(path: Path, *, overwrite: bool) -> None:
     """Raise the `OutputError` that saving to `path` would end in, as far as that shows before the work is done."""
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder: name a file in it")
-    if not path.parent.is_dir():
-        raise OutputError(f"cannot write {path}: there is no folder {path.parent}")
+    files.check_writable(path, overwrite=overwrite)
     if not path.exists():
         return
-    if not overwrite:
-        raise OutputError(f"{path} exists already: --force overwrites it")
     try:
         read_data(path)
     except InputError as error:
@@ -94,7 +88,8 @@ def read_run(path: str | os.PathLike[str], record_of: Callable[[str], type | Non
 def read_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a saved run as JSON data, its header checked."""
     try:
-        with gzip.open(path, "rb") as file:
+        with files.opened(path) as packed, gzip.open(packed) as file:
+            most = files.MOST_VALUES + _PACKING * os.fstat(packed.fileno()).st_size
             content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
@@ -103,10 +98,10 @@ def read_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (EOFError, zlib.error):
         raise InputError(f"{path} is damaged: it ends too early, or its bytes have changed") from None
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
+        raise InputError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from None
     try:
-        data: Any = json.loads(content) if len(content) <= _MOST_BYTES else None
-    except (ValueError, RecursionError):
+        data: Any = files.parse_json(content, most) if len(content) <= _MOST_BYTES else None
+    except ValueError:
         data = None
     match data:
         case {"schema": str(schema), "kind": str(), "memsize": str(version)}:
@@ -118,27 +113,6 @@ def read_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     if int(number) > NEWEST:
         raise InputError(f"{path} was saved by memsize {version:.20}, which is newer than this one ({VERSION})")
     return cast(dict[str, Any], data)
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Write beside `target` and rename: whatever fails, the old file stays, and nothing else does."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def _first_line(error: Exception) -> str:

@@ -7,11 +7,13 @@ document (`memsize.documents`), knows none of them in particular, and adds no fa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from json import dumps
 from pkgutil import resolve_name
 from typing import Any, Final
 
 from memsize.documents import document
 from memsize.errors import OutputError, UnknownOutputError
+from memsize.printable import printable_lines
 from memsize.records.answer import Drawable
 from memsize.units import DECIMAL, UNITS
 
@@ -50,7 +52,12 @@ def render(answer: Drawable, format: str, *, unit: str = "MiB", width: int | Non
         raise UnknownOutputError("unit", unit, UNITS | DECIMAL)
     place, _ = _FORMATS[format]
     text: str = resolve_name(place)(document(answer, **view), unit, width)
-    return text
+    # Whatever a renderer let through: no format needs a control character.
+    return printable_lines(text, escape=_in_json if format == "json" else None)
+
+
+def _in_json(character: str) -> str:
+    return dumps(character)[1:-1]
 
 
 def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:

@@ -18,6 +18,7 @@ from memsize.documents.sections import (
     Title,
     Words,
 )
+from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.trace import Failure, TensorSpec
 from memsize.units import Bytes, format_bytes
 
@@ -38,13 +39,13 @@ def draw_cell(cell: Cell, unit: str) -> str:
         case Missing():
             return UNKNOWN
         case Label():
-            return f"{cell.text} *" if cell.modelled else cell.text
+            return printable(f"{cell.text} *" if cell.modelled else cell.text)
         case Path():
-            return str(cell) or MODEL
+            return printable(cell) or MODEL
         case Specs():
-            return draw_specs(cell)
+            return printable(draw_specs(cell))
         case Words():
-            return ", ".join(cell)
+            return printable(", ".join(cell))
         case Share():
             return f"{cell:.0%}"
         case Change():
@@ -55,7 +56,7 @@ def draw_cell(cell: Cell, unit: str) -> str:
             return draw_bytes(cell, unit)
         case int():
             return f"{cell:,}"
-    return str(cell)
+    return printable(str(cell))
 
 
 def draw_bytes(count: int, unit: str) -> str:
@@ -87,19 +88,19 @@ def draw_title(column: Column, unit: str) -> str:
 def draw_phrases(title: Title, unit: str) -> tuple[str, ...]:
     """The phrases of a title, with its sizes in `unit`."""
     return tuple(
-        " ".join(format_bytes(word, unit) if isinstance(word, Bytes) else word for word in phrase)
+        " ".join(format_bytes(word, unit) if isinstance(word, Bytes) else printable(word) for word in phrase)
         for phrase in title.phrases
     )
 
 
 def draw_failure(failure: Failure) -> tuple[str, ...]:
-    """Where the forward stopped, why, and how to read what follows."""
+    """Where the forward stopped, why (which may be several lines), and how to read what follows."""
     place = f"{failure.layer or MODEL} ({failure.type})"
     at = f", at {failure.op}" if failure.op else ""
     given = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
     return (
-        f"The forward stopped in {place}{at}{given}:",
-        failure.reason,
+        printable(f"The forward stopped in {place}{at}{given}:", LONGEST),
+        printable_lines(failure.reason, LONGEST),
         "Below are the layers that ran before it. Outputs and what is kept for backward are counted up to there; "
         "what is stored is complete.",
     )

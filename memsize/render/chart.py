@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from memsize.printable import printable
 from memsize.records.roles import noun
 from memsize.records.timeline import Timeline
 from memsize.render.cells import draw_bytes
@@ -37,7 +38,7 @@ def lines(found: Timeline, unit: str, width: int | None = None) -> Iterator[str]
             for label, column, peak in zip(labels, found.live.values(), peaks, strict=True)
         ),
     ]
-    return (line.rstrip() for line in drawn)
+    return (printable(line.rstrip()) for line in drawn)
 
 
 def _spread(events: Sequence[int], room: int) -> list[int]:

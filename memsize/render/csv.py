@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from typing import Any
 
 from memsize.documents import Document
+from memsize.printable import printable
 
 SEPARATOR = "; "
+_FORMULA = ("=", "+", "-", "@")
+"""What a formula begins with, by OWASP's list; tabs and line ends are written as escapes anyway."""
+_NUMBER = re.compile(r"[+-]?[0-9]+([.][0-9]+)?")
 
 
 def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
@@ -25,4 +30,10 @@ def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
 
 
 def _value(cell: object) -> object:
-    return SEPARATOR.join(map(str, cell)) if isinstance(cell, tuple) else cell
+    text = SEPARATOR.join(map(str, cell)) if isinstance(cell, tuple) else cell
+    return _inert(printable(text)) if isinstance(text, str) else text
+
+
+def _inert(text: str) -> str:
+    """`text` as a spreadsheet shows it: one that begins like a formula would be run, unless it is a number."""
+    return f"'{text}" if text.startswith(_FORMULA) and not _NUMBER.fullmatch(text) else text

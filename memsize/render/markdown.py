@@ -19,6 +19,7 @@ from memsize.documents.sections import (
     Title,
     Words,
 )
+from memsize.printable import printable
 from memsize.render import chart
 from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
 from memsize.render.text import LEFT
@@ -89,11 +90,12 @@ def _line(cells: Sequence[str]) -> str:
 def _cell(cell: Cell, unit: str) -> str:
     text = draw_cell(cell, unit)
     if isinstance(cell, Path | Specs) and text:
-        return f"`{text}`".replace("|", "\\|")
+        # A backtick would end the code that the name is drawn as.
+        return _escaped(text) if "`" in text else f"`{text}`".replace("|", "\\|")
     if isinstance(cell, Words):
         return ", ".join(map(_escaped, cell))
     return _escaped(text)
 
 
 def _escaped(text: str) -> str:
-    return text.translate(_SPECIAL)
+    return printable(text).translate(_SPECIAL)

@@ -9,6 +9,7 @@ from typing import Any
 
 from memsize.documents import Document
 from memsize.documents.sections import Chart, Column, Findings, Notes, Section, Stop, Table, Title
+from memsize.printable import printable
 from memsize.render import chart
 from memsize.render.cells import (
     MODELLED,
@@ -39,7 +40,7 @@ def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
 def _block(section: Section, unit: str, width: int | None) -> Iterator[str]:
     match section:
         case Title():
-            yield from _heading(section.name, draw_phrases(section, unit), width)
+            yield from _heading(printable(section.name), draw_phrases(section, unit), width)
         case Chart():
             yield from chart.lines(section.timeline, unit, width)
         case Stop():
@@ -72,6 +73,7 @@ def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[str
 
 
 def _wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> list[str]:
+    text = printable(text)
     if width is None:
         return [first + text]
     return textwrap.wrap(
@@ -105,7 +107,7 @@ class _Drawn:
 
 def _table(table: Table, unit: str, width: int | None) -> Iterator[str]:
     if table.caption:
-        yield table.caption
+        yield printable(table.caption)
     drawn = _columns(table, unit)
     kept = drawn if width is None else _fit(drawn, width, table.chosen)
     yield _grid(kept, table.total is not None)

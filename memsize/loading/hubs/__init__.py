@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from memsize.errors import TargetError, UnknownTargetError, in_one_line, quoted
 from memsize.loading.building import build, random_numbers_kept
@@ -23,6 +23,9 @@ from memsize.spec.request import InputMaker
 
 if TYPE_CHECKING:
     from torch import nn
+
+MOST_MODULES: Final = 250_000
+"""Modules of a library's model: one of 384 experts in each of 60 layers has 120,000."""
 
 _FILES = {"hf": "huggingface", "timm": "pytorch_image_models", "torchvision": "vision"}
 
@@ -67,12 +70,39 @@ def constructed(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """What a library's function builds, without its weights, and notes on how; raises `TargetError` if it can't."""
     try:
-        module, note = build(factory, label, arguments, lambda _: False)
+        with _few_modules():
+            module, note = build(factory, label, arguments, lambda _: False)
+    except _TooManyModulesError:
+        raise TargetError(f"{label} has more than {MOST_MODULES:,} modules, twice those of the largest model") from None
     except TargetError as error:
         if isinstance(error.__cause__, ImportError) and is_broken("torchvision"):
             raise TargetError(f"{error} (the installed torchvision cannot be imported)") from error
         raise
     return module, (note,) if note else ()
+
+
+class _TooManyModulesError(BaseException):
+    """A model that would be built without end. No `Exception`, which constructors catch, and which is tried again."""
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    """While open, no more than `MOST_MODULES` modules become parts of others."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    built = 0
+
+    def count(*_: object) -> None:
+        nonlocal built
+        built += 1
+        if built > MOST_MODULES:
+            raise _TooManyModulesError
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def unknown(label: str, name: str, names: Iterable[str], what: str = "model") -> TargetError:

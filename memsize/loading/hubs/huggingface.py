@@ -7,7 +7,7 @@ so a causal language model has its head; where a config names none, it is the on
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from memsize.errors import TargetError, first_line
+from memsize.files import parse_json, read
 from memsize.loading.hubs import Named, constructed, imported, is_broken, unknown
 from memsize.loading.hubs.huggingface_inputs import input_maker
 from memsize.loading.hubs.huggingface_inputs.config import PLACEHOLDERS, TEXT, part
+
+_LONGEST = 16 * 2**20
+_MOST_VALUES = 500_000
+"""Bytes and values of a config; the longest list the labels of 20,000 classes, twice."""
+
+_COUNTS = (
+    (re.compile(r"(^|_)(layers?|blocks?|depths?|stages?)(_|$)"), 10_000),
+    (re.compile(r"(^|_)(experts?|heads?|labels?)(_|$)"), 1_000_000),
+)
+"""Entries that count parts, and more than any model has of them: the deepest have a thousand layers, the broadest two
+thousand experts. A config makes lists of that length even before the model is built.
+"""
 
 _TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM", "CTC",
@@ -93,12 +106,16 @@ def _config_file(name: str) -> Path | None:
 def _read(file: Path) -> dict[str, Any]:
     """A config.json's entries; raises `TargetError` for what is not one."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = _json(file)
     except (OSError, ValueError) as error:
-        raise TargetError(f"cannot read {file.name} as a config: {error}") from None
+        raise TargetError(f"cannot read {file.name} as a config: {getattr(error, 'strerror', error)}") from None
     if not isinstance(data, dict) or not (data.get("model_type") or data.get("architectures")):
         raise TargetError(f"{file.name} is no config of transformers: it has neither model_type nor architectures")
     return data
+
+
+def _json(file: Path) -> Any:
+    return parse_json(read(file, _LONGEST), _MOST_VALUES)
 
 
 def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
@@ -144,7 +161,10 @@ def _config(
     _check_names(kind, data, arguments, label)
     try:
         entries = _replaced(data, arguments)
+        _check_counts(entries, label)
         config = kind.from_dict(entries) if entries else kind()
+    except TargetError:
+        raise
     except Exception as error:  # configs check themselves, each in its own words
         raise TargetError(f"{label} is not a {kind.__name__}: {first_line(error)}") from error
     return config, (*notes, *_place_placeholders(config))
@@ -182,6 +202,21 @@ def _check_names(kind: Any, data: Mapping[str, Any], arguments: Mapping[str, obj
             raise unknown(f"the config of {label}", name, sorted(known), "entry")
 
 
+def _check_counts(entries: Any, label: str) -> None:
+    """Raise `TargetError` where a config has more parts than any model, at any depth."""
+    rest: list[tuple[str, Any]] = [("", entries)]
+    while rest:
+        name, value = rest.pop()
+        if isinstance(value, dict):
+            rest += ((str(key), item) for key, item in value.items())
+        elif isinstance(value, list):
+            rest += ((name, item) for item in value)
+        elif isinstance(value, int):
+            most = next((most for pattern, most in _COUNTS if pattern.search(name)), value)
+            if value > most:
+                raise TargetError(f"{label} has {value:,} as its {name}: no model has more than {most:,}")
+
+
 def _replaced(data: dict[str, Any], arguments: Mapping[str, object]) -> dict[str, Any]:
     """`data` with the entries that `arguments` give; a list with one entry per layer follows their number."""
     replaced = data | dict(arguments)
@@ -199,7 +234,7 @@ def _preprocessor(file: Path) -> dict[str, Any]:
     """The entries of a preprocessor_config.json beside the config: the sizes that its processor makes."""
     beside = file.parent / "preprocessor_config.json"
     try:
-        data = json.loads(beside.read_text(encoding="utf-8")) if file.name else {}
+        data = _json(beside) if file.name else {}
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
