@@ -1,0 +1,1 @@
+def update(root): return []
