@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from memsize.records.layout import LayoutReport
     from memsize.records.report import Report
     from memsize.records.verification import Verification
+    from memsize.spec.stack import Stack
     from memsize.spec.training import Training
 
 __version__ = VERSION
@@ -54,6 +55,7 @@ __all__ = [
     "OutputError",
     "Report",
     "ScenarioError",
+    "Stack",
     "StepTrace",
     "TargetError",
     "Training",
@@ -97,6 +99,7 @@ _HOMES = {
     "memsize.records.fit": ("Fit",),
     "memsize.records.layout": ("LayoutReport",),
     "memsize.analysis.step": ("StepTrace",),
+    "memsize.spec.stack": ("Stack",),
     "memsize.spec.training": ("Training",),
     "memsize.records.verification": ("Verification",),
 }

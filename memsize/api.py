@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 from memsize.errors import MemsizeError
 from memsize.records.trace import Trace
 from memsize.spec.scenario import SCENARIOS, scenario_named, select
+from memsize.spec.stack import Stack
 from memsize.spec.subject import InputOptions, InputSize, Subject
 from memsize.spec.training import Training
 
@@ -55,6 +56,7 @@ def report(
     scenarios: str | Iterable[str] | None = None,
     train: Training | str | None = None,
     gpu: str | None = None,
+    stack: Stack | str | None = None,
     config: AllocatorConfig | None = None,
     execute: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -76,8 +78,9 @@ def report(
     `scenarios` is a comma list, several names, or ``"all"``; None takes the usual ones. `mode` is ``"train"`` (the
     default) or ``"eval"``, the training flag that the forward runs under. `train` asks for training steps with that
     optimizer (``"adamw"``, ``"sgd:momentum=0.9"``, or a `Training`), so that each scenario says what a GPU would show
-    at their peak; `gpu` is the GPU to simulate, `config` the settings of its caching allocator. `execute` really
-    computes, on the CPU, for models with data-dependent control flow. `progress` is called with what is being done.
+    at their peak; `gpu` is the GPU to simulate, `stack` the PyTorch and CUDA that it has (``"torch=2.6,cuda=12.4"``;
+    None: the installed ones), `config` the settings of its caching allocator. `execute` really computes, on the CPU,
+    for models with data-dependent control flow. `progress` is called with what is being done.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
@@ -85,14 +88,14 @@ def report(
     from memsize.records.gpu import DEFAULT_GPU
 
     subject = Subject.of(model_or_target, input_size, **given)
-    asked, say = select(scenarios), progress or (lambda _: None)
+    asked, say, software = select(scenarios), progress or (lambda _: None), Stack.of(stack)
     with _opened(subject, say) as found:
         from memsize.analysis.report import ReportBuilder
         from memsize.analysis.runner import Runner
 
         where, trained = card(gpu) if gpu else None, _training(train)
         plans = _plans(where or card(DEFAULT_GPU)) if where or trained else None
-        runner = Runner(*found.run, gpu=where, execute=execute, plans=plans)
+        runner = Runner(*found.run, gpu=where, execute=execute, plans=plans, stack=software)
         builder = ReportBuilder(runner, trained, peaks=where is not None, config=config, say=say)
         return builder.build(asked, default=scenarios is None, notes=found.notes)
 
@@ -112,6 +115,7 @@ def trace(
     ema: bool = False,
     scaler: bool | None = None,
     gpu: str | None = None,
+    stack: Stack | str | None = None,
     config: AllocatorConfig | str | None = None,
     execute: bool = False,
     **given: Unpack[InputOptions],
@@ -125,8 +129,8 @@ def trace(
     `set_to_none` is `zero_grad`'s, `ema` keeps an averaged copy of the parameters, `scaler` uses a GradScaler (None:
     under float16 autocast). `step` replaces all of that by a loop of your own: ``step(model)`` is called once with a
     copy of the model and returns the body of the loop, which is called `steps` times with the inputs. `gpu` is the GPU
-    to simulate, `config` the settings of its caching allocator, as `PYTORCH_CUDA_ALLOC_CONF` writes them. `execute`
-    really computes, on the CPU.
+    to simulate, `stack` its PyTorch and CUDA, `config` the settings of its caching allocator, as
+    `PYTORCH_CUDA_ALLOC_CONF` writes them. `execute` really computes, on the CPU.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
@@ -136,14 +140,14 @@ def trace(
     from memsize.records.gpu import DEFAULT_GPU
 
     subject = Subject.of(model_or_target, input_size, **given)
-    where, asked = card(gpu or DEFAULT_GPU), scenario_named(scenario)
+    where, asked, software = card(gpu or DEFAULT_GPU), scenario_named(scenario), Stack.of(stack)
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
-    settings = AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
+    settings = AllocatorConfig.of(config, software.release)
     with _opened(subject) as found:
         from memsize.analysis.runner import Runner
         from memsize.workloads.training import OwnLoop, step_workload
 
-        runner = Runner(*found.run, gpu=where, execute=execute, plans=_plans(where))
+        runner = Runner(*found.run, gpu=where, execute=execute, plans=_plans(where), stack=software)
         workload = step_workload(training) if step is None else OwnLoop(step, steps)
         return StepTrace(runner.run(workload, asked), where.name, settings)
 
@@ -179,6 +183,7 @@ def fit(
     gpu: str | Iterable[str] | None = None,
     budget: str | int | None = None,
     margin: str | int = 0,
+    stack: Stack | str | None = None,
     config: AllocatorConfig | str | None = None,
     remedies: bool | None = None,
     crossovers: bool = False,
@@ -192,9 +197,9 @@ def fit(
     dimensions such as ``"input_ids:1,attention_mask:1"``, counted with the batch as 0. `train` asks for training steps
     with that optimizer, None for inference; `mode` is ``"train"`` with it and ``"eval"`` without, unless it is given.
     `gpu` is the name of a GPU, several of them, or ``"local"``; `budget` is a size of its memory instead, in bytes or
-    as ``"15109MiB"``. The CUDA context and `margin` (bytes, a size, or ``"5%"``) are subtracted from either. `config`
-    holds the caching allocator's settings. `remedies` tries them in any case (True) or never (False); `crossovers`
-    looks for the sizes from which on autocast pays or the peak moves.
+    as ``"15109MiB"``. The CUDA context and `margin` (bytes, a size, or ``"5%"``) are subtracted from either. `stack` is
+    its PyTorch and CUDA, `config` holds the caching allocator's settings. `remedies` tries them in any case (True) or
+    never (False); `crossovers` looks for the sizes from which on autocast pays or the peak moves.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
@@ -204,14 +209,15 @@ def fit(
 
     subject = Subject.of(model_or_target, input_size, **given)
     asked, varied = select(scenarios), parse_vary(vary)
-    capacities = budgets(gpu, budget, margin)
-    settings = AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
+    software = Stack.of(stack)
+    capacities = budgets(gpu, budget, margin, software)
+    settings = AllocatorConfig.of(config, software.release)
     trained, say = _training(train), progress or (lambda _: None)
     with _opened(replace(subject, mode=subject.mode or ("train" if trained else "eval")), say) as found:
         from memsize.analysis.fit.fit import FitRequest, find_fit
         from memsize.analysis.fit.trials import Trials
 
-        trials = Trials(*found.run, varied, say)
+        trials = Trials(*found.run, varied, say, stack=software)
         one = subject.batch_size if varied.batch else None
         request = FitRequest(asked, capacities, trained, settings, one, remedies, crossovers, default=scenarios is None)
         return find_fit(trials, request, found.notes)

@@ -6,15 +6,17 @@ outside, at the segments before and after an event.
 """
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memsize.device.allocator import replay
+from memsize.device.allocator import Limited, replay, replay_within
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
+from memsize.records.gpu import Interval
 
 KiB, MiB = 1 << 10, 1 << 20
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
@@ -607,6 +609,37 @@ def test_without_a_card_a_stretch_is_as_long_as_what_is_asked_for():
     assert result.final.reserved == -(-((2 << 40) + 3 * MiB) // (20 * MiB)) * 20 * MiB
 
 
+# --- on a card
+
+
+def test_a_storage_that_a_run_can_do_without_is_left_out_where_there_is_no_room():
+    events = [(0, 30 * MiB), (1, 20 * MiB), (1, -20 * MiB), (2, 10 * MiB)]
+    assert replay(events, capacity=49 * MiB).out_of_memory.storage == 1
+    result = replay(events, capacity=49 * MiB, optional={1}, timeline=True)
+    assert result.out_of_memory is None and result.allocated.bytes == 40 * MiB
+    assert result.timeline.allocated.tolist() == [30 * MiB, 30 * MiB, 30 * MiB, 40 * MiB]
+    assert replay(events, capacity=50 * MiB, optional={1}) == replay(events, capacity=50 * MiB)
+    assert replay(events, capacity=39 * MiB, optional={1}).out_of_memory.storage == 2
+
+
+def test_trying_for_it_gives_back_what_is_cached():
+    events = [(0, 30 * MiB), (1, 12 * MiB), (1, -12 * MiB), (2, 20 * MiB), (2, -20 * MiB)]
+    assert replay(events, capacity=49 * MiB, optional={2}).final.reserved == 30 * MiB
+
+
+def test_replay_within_takes_the_largest_context_with_which_a_run_completes():
+    events, outside = [(0, 30 * MiB), (0, -30 * MiB), (1, 40 * MiB)], Interval(10 * MiB, 20 * MiB)
+    config = AllocatorConfig()
+    roomy = replay_within(events, config, 90 * MiB, outside)
+    assert roomy == Limited(replay(events))
+    assert replay_within(events, config, 89 * MiB, outside) == Limited(replay(events, capacity=69 * MiB))
+    perhaps = replay_within(events, config, 59 * MiB, outside)
+    assert perhaps.replay == replay(events, capacity=49 * MiB) and not perhaps.certain
+    assert perhaps.failure == replay(events, capacity=39 * MiB).out_of_memory
+    never = replay_within(events, config, 49 * MiB, outside)
+    assert never == Limited(replay(events), replay(events, capacity=29 * MiB).out_of_memory, certain=True)
+
+
 # --- made-up streams of events
 sizes = st.one_of(
     st.integers(1, 4 * KiB),
@@ -708,6 +741,20 @@ def test_freeing_everything_leaves_whole_segments_and_a_second_round_reserves_no
         assert all(len(segment.blocks) == 1 for segment in once.segments)
     again = replay(round_trip + round_trip, config)
     assert again.reserved == once.reserved
+
+
+@settings(deadline=None)
+@given(streams(), configs, capacities, st.integers(0, 40 * MiB))
+def test_what_a_card_shows_is_bounded_or_what_the_run_would_take(events, config, total, least):
+    found = replay_within(events, config, total, Interval(least, least + 20 * MiB))
+    assert found.replay.out_of_memory is None
+    if found.certain:
+        ample = replace(config, memory_fraction=1.0)
+        assert found.failure is not None and found.replay == replay(events, ample)
+    else:
+        assert found.replay.reserved.bytes <= total - least
+    if found.failure is None:
+        assert found.replay.reserved.bytes <= total - least - 20 * MiB
 
 
 @settings(deadline=None)

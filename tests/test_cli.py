@@ -23,6 +23,7 @@ from memsize.errors import ForwardError, InputError
 from memsize.records.report import Report
 from memsize.records.trace import Failure, Layer, Trace
 from memsize.spec.inputs import InputSpec
+from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
@@ -84,6 +85,7 @@ def test_the_plain_command(asked: Asked, capsys: pytest.CaptureFixture[str]) -> 
         "scenarios": None,
         "train": None,
         "gpu": None,
+        "stack": Stack(),
         "config": None,
         "execute": False,
     }

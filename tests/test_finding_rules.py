@@ -13,7 +13,7 @@ from memsize.analysis.findings import layout, omissions, precision, structure, t
 from memsize.analysis.findings.evidence import Evidence
 from memsize.analysis.findings.report import RULES
 from memsize.records.finding import Finding
-from memsize.records.gpu import GpuEstimate, Interval
+from memsize.records.gpu import GpuEstimate, Interval, Shortage
 from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run
 from memsize.records.trace import InputTensor, Layer, Reading, StoredPart, StoredTensor, TensorSpec, Trace
 from tests.records import layer, spec, stored
@@ -349,6 +349,41 @@ def test_what_is_said_of_a_peak(found: GpuEstimate, where: str, advice: str) -> 
     assert finding.layers == ((found.peak_layer,) if found.peak_layer else ())
     assert finding.bytes == 1000
     assert finding.values["temporary"] == found.roles.get("temporary", 0)
+
+
+def short(certain: bool, place: str = "conv") -> GpuEstimate:
+    held = {"request": 30, "tried": 40, "total": 1000, "free": 39, "allocated": 500, "reserved": 561}
+    return replace(peak(), shortage=Shortage(**held, phase="optimizer", step=2, layer=place, op="", certain=certain))
+
+
+def test_a_run_that_does_not_fit_says_what_pytorch_would() -> None:
+    evidence = Evidence(trace(), peaks={"fp32": peak(), "bf16": short(True)}, gpu="Tesla T4")
+    finding = one(training.does_not_fit, evidence)
+    assert finding.text("B") == (
+        "Training under bf16 does not fit on Tesla T4: it runs out of memory in the optimizer of conv. The peaks are "
+        "those of the same run with enough. PyTorch's error would then say that it tried to allocate 40 B; of 1,000 B, "
+        "39 B are free, 500 B are allocated by PyTorch, and 61 B are reserved but unallocated."
+    )
+    assert (finding.bytes, finding.layers) == (40, ("conv",))
+
+
+def test_a_run_may_fit_if_the_context_is_small() -> None:
+    finding = one(training.does_not_fit, Evidence(trace(), inference={"fp32": short(False, "")}, gpu="L4"))
+    assert finding.text("B").startswith(
+        "Inference under fp32 may not fit on L4: if the CUDA context takes 400 B, it runs out of memory in the "
+        "optimizer's update. PyTorch's"
+    )
+    assert finding.layers == ()
+
+
+def test_of_several_scenarios_that_do_not_fit_the_first_is_told() -> None:
+    several = {"fp32": peak(), "fp16": short(True), "bf16": short(True)}
+    found = list(training.does_not_fit(Evidence(trace(), peaks=several, inference=several, gpu="L4")))
+    assert [each.text().split(" does not")[0] for each in found] == [
+        "Training under fp16, one of 2 scenarios that don't,",
+        "Inference under fp16, one of 2 scenarios that don't,",
+    ]
+    assert not list(training.does_not_fit(Evidence(trace(), peaks={"fp32": peak()})))
 
 
 # --- several GPUs

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+import memsize
+from memsize.analysis.timeline import timeline
+from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.workspace_bounds import is_estimated, requests, variants
-from memsize.records.gpu import LiveStorage
+from memsize.records.gpu import Card, LiveStorage, Platform, Shortage
 from memsize.records.trace import Event, Role, Storage, Trace
 from tests.records import layer
 
@@ -58,7 +64,7 @@ def test_the_peak_and_what_is_alive_there() -> None:
     assert list(found.roles.items()) == [("temporary", 40 * MiB), ("parameter", 30 * MiB), ("gradient", 12 * MiB)]
     # The context of a current CUDA is 300 to 650 MiB, that of one before 11.7 is 1,000 to 1,450 MiB
     assert found.device == (394 * MiB, 744 * MiB)
-    assert estimate_gpu(STEP, cuda="11.6").device == (1094 * MiB, 1544 * MiB)
+    assert estimate_gpu(replace(STEP, stack="cuda=11.6")).device == (1094 * MiB, 1544 * MiB)
 
 
 def test_the_peak_is_in_the_layer_and_phase_of_its_event() -> None:
@@ -104,6 +110,117 @@ def test_the_allocators_settings_change_what_is_reserved() -> None:
     assert estimate_gpu(STEP, config=config).reserved == 100 * MiB
 
 
+# --- near the limit of a card
+
+
+def card_of(size: int, platform: Platform = "CUDA") -> Card:
+    """A card whose memory is `size` MiB for the allocator and 650 more, the most that the CUDA context may take."""
+    return Card("a card", (8, 0), (size + 650) * MiB, "made up", platform=platform)
+
+
+def test_cached_segments_are_given_back_before_memory_runs_out() -> None:
+    # Without a bound 94 MiB: 30 + 12 + 12 and 40, one of 12 free. With 93 the free one makes room for the 40.
+    assert estimate_gpu(STEP, card_of(94)).reserved == estimate_gpu(STEP).reserved == 94 * MiB
+    for size in (93, 82):
+        found = estimate_gpu(STEP, card_of(size))
+        assert (found.requested, found.allocated, found.reserved) == (82 * MiB, 82 * MiB, 82 * MiB)
+        assert found.shortage is None and found.fragmentation == 0
+        assert found.device == (382 * MiB, 732 * MiB)
+
+
+def test_a_run_that_may_not_fit_says_how_it_would_end() -> None:
+    # 81 MiB are short of 82, but the context may take 350 MiB less.
+    found = estimate_gpu(STEP, card_of(81))
+    assert found.shortage == Shortage(
+        request=40 * MiB,
+        tried=40 * MiB,
+        total=731 * MiB,
+        free=39 * MiB,  # 731 less 650, of which 30 + 12 are held: the free 12 were given back
+        allocated=42 * MiB,
+        reserved=42 * MiB,
+        phase="optimizer",
+        step=2,
+        layer="",
+        op="aten.sqrt",
+        certain=False,
+    )
+    assert found.reserved == 94 * MiB  # as with the smallest context
+    assert found.device == (394 * MiB, 731 * MiB)  # 94 + 300; no more than the card has
+
+
+def test_a_run_that_does_not_fit_is_told_with_enough_memory() -> None:
+    short = card_of(81 - 350)  # a context of 300 MiB leaves 81
+    found = estimate_gpu(STEP, short)
+    assert found.shortage is not None and found.shortage.certain
+    assert found.shortage.total == 381 * MiB
+    assert replace(found, shortage=None) == estimate_gpu(STEP)
+    assert estimate_gpu(STEP, card_of(82 - 350)).shortage.certain is False  # type: ignore[union-attr]
+
+
+def test_what_pytorch_tries_to_allocate_is_a_segment() -> None:
+    events = (Event(0, 30 * MiB, 0, -1, "start"), Event(1, 12 * MiB - 512, 1, 1, "aten.relu"))
+    shortage = estimate_gpu(replace(STEP, events=events), card_of(31)).shortage
+    assert shortage is not None
+    assert (shortage.request, shortage.tried, shortage.free) == (12 * MiB - 512, 12 * MiB, 1 * MiB)
+    assert (shortage.phase, shortage.step, shortage.layer, shortage.op) == ("forward", 2, "a", "aten.relu")
+
+
+def test_metal_has_no_context() -> None:
+    mac = card_of(82 - 650, "MPS")
+    assert estimate_gpu(STEP, mac).shortage is None
+    assert estimate_gpu(STEP, mac).device == (82 * MiB, 82 * MiB)
+    short = estimate_gpu(STEP, card_of(81 - 650, "MPS")).shortage
+    assert short is not None and short.certain
+
+
+def test_a_fraction_of_the_card_is_a_limit_too() -> None:
+    config = AllocatorConfig(memory_fraction=0.1)
+    assert estimate_gpu(STEP, card_of(820 - 650), config=config).reserved == 82 * MiB
+    short = estimate_gpu(STEP, card_of(819 - 650), config=config)
+    assert short.shortage is not None and short.shortage.certain
+    assert short.reserved == 94 * MiB
+
+
+class Wide(nn.Module):
+    """Two gigabytes of weights, of which training with SGD holds two copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(1 << 15, 1 << 14, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+def test_every_answer_says_that_a_run_does_not_fit() -> None:
+    # 2,048 MiB of weights fit on a card of 3,902 MiB, and as much of gradients beside them do not.
+    found = memsize.report(Wide(), (1 << 15,), gpu="3050 laptop", train="sgd", scenarios="fp32,fp16")
+    fp32, fp16 = found.scenario_results
+    assert fp32.training is not None and fp32.inference is not None and fp16.training is not None
+    assert fp32.inference.shortage is None and fp16.training.shortage is None
+    short = fp32.training.shortage
+    assert short is not None and short.certain
+    assert (short.request, short.tried, short.total) == (2048 * MiB, 2048 * MiB, 3902 * MiB)
+    assert (short.phase, short.step, short.layer, short.op) == ("backward", 1, "fc", "mm")
+    assert fp32.training.reserved >= 4096 * MiB
+    assert "fp32: training: does not fit: it runs out of memory in backward of fc;" in str(found)
+    (finding,) = (each for each in found.why() if each.code == "out-of-memory")
+    assert "Training under fp32 does not fit on GeForce RTX 3050 Laptop 4GB" in finding.text()
+    data = json.loads(found.to_json())["scenarios"][0]
+    assert data["inference"]["shortage"] is None and data["training"]["shortage"]["tried"] == 2048 * MiB
+    step = memsize.trace(Wide(), (1 << 15,), gpu="3050 laptop", optimizer="sgd")
+    assert step.peak.shortage == short
+    said = repr(step).splitlines()[-1]
+    assert said.startswith("The run does not fit on GeForce RTX 3050 Laptop 4GB: it runs out of memory in the backward")
+    assert timeline(step.trace, step.config, card(step.gpu)).notes[-1] == said
+    assert timeline(step.trace, step.config, card("a100")).notes == step.trace.notes
+
+
+def test_a_fit_agrees_with_the_estimate() -> None:
+    row, *_ = memsize.fit(Wide(), (1 << 15,), gpu="3050 laptop", train="sgd", scenarios="fp32", batch_size=1).fit_rows
+    assert row.status == "exceeds"
+
+
 # --- workspaces
 
 
@@ -133,6 +250,19 @@ def test_only_the_workspaces_of_convolutions_are_scaled() -> None:
     assert requests(CONVOLVED, 0) == [pair for pair in plain if pair[0] not in (1, 2)]
     scaled = {0: 30, 1: 36, 2: 42, 3: 16, 4: 18}
     assert requests(CONVOLVED, 3) == [(s, (1 if size > 0 else -1) * scaled[s] * MiB) for s, size in plain]
+
+
+def test_a_convolution_does_without_a_workspace_that_has_no_room() -> None:
+    # 30 MiB stay; the workspaces of 12 and of 14 MiB do not fit beside them, what follows does.
+    found = estimate_gpu(CONVOLVED, card_of(30 - 350 + 18))
+    assert found.shortage is not None and not found.shortage.certain  # addmm's 16 need the smaller context
+    roomy = estimate_gpu(CONVOLVED, card_of(30 + 18))
+    assert roomy.shortage is None
+    tight = replace(CONVOLVED, events=(*CONVOLVED.events[:5], *CONVOLVED.events[7:]))  # without addmm's
+    assert tight.events[1].storage == 1 and {event.storage for event in tight.events} == {0, 1, 2, 4}
+    found = estimate_gpu(replace(tight, events=tight.events[:5]), card_of(31))
+    assert found.shortage is None and found.reserved == 30 * MiB
+    assert found.device == (330 * MiB, 680 * MiB)
 
 
 def test_estimated_workspaces_may_be_absent_or_twice_as_large() -> None:

@@ -241,6 +241,14 @@ GPU_ESTIMATE = {
     "peak_op": str,
     "roles": dict,
     "storages": [dict],
+    "shortage": (
+        {
+            **dict.fromkeys(("request", "tried", "total", "free", "allocated", "reserved", "step"), int),
+            **dict.fromkeys(("phase", "layer", "op"), str),
+            "certain": bool,
+        },
+        type(None),
+    ),
 }
 SCHEMA = {
     "schema": str,
@@ -307,6 +315,7 @@ SCHEMA = {
     "assumptions": [str],
     "notes": [str],
     "gpu": (str, type(None)),
+    "stack": (str, type(None)),
     "optimizer": (str, type(None)),
     "failure": ({"layer": str, "type": str, "op": (str, type(None)), "inputs": [str], "reason": str}, type(None)),
 }

@@ -354,8 +354,8 @@ def test_a_checkpoint_inside_the_model_is_recomputed_for_real() -> None:
 
 def test_the_stack_decides_workspaces_and_context() -> None:
     hopper = replace(STACK, capability=(9, 0), torch="2.11.0+cu130")
-    assert workspaces(hopper) == (32 * MIB, MIB, None)
-    assert workspaces(replace(hopper, torch="2.13.0", cublas_config=":4096:8")) == (32 * MIB, 0, None)
+    assert workspaces(hopper) == (32 * MIB, MIB, None, True)
+    assert workspaces(replace(hopper, torch="2.13.0", cublas_config=":4096:8")) == (32 * MIB, 0, None, True)
     what = case(perceptron(), "64")
     said = what.predict(hopper)
     assert (said.device.low - said.least.reserved, said.device.high - said.least.reserved) == (300 * MIB, 650 * MIB)

@@ -96,7 +96,7 @@ class ReportBuilder:
         except (ScenarioError, ForwardError) as error:
             return ScenarioResult(scenario.name, scenario.title, "unavailable", _one_line(error))
         trained = self.training and scenario.name not in self._untrained and not scenario.is_modelled
-        training = estimate_gpu(trace, config=self.config) if trained else None
+        training = estimate_gpu(trace, self.runner.gpu, config=self.config) if trained else None
         trace, reason = modelled(trace, scenario)
         return ScenarioResult(
             scenario.name,
@@ -115,7 +115,7 @@ class ReportBuilder:
         if scenario.is_modelled:
             return None
         try:
-            return estimate_gpu(self.runner.run(Inference(), scenario))
+            return estimate_gpu(self.runner.run(Inference(), scenario), self.runner.gpu, config=self.config)
         except ForwardError:
             # A model may run with gradients only; what it stores and keeps is still reported.
             return None
@@ -164,6 +164,8 @@ class ReportBuilder:
             left={name: left for name, left in self.runner.left.items() if name in runs},
             readings=self.readings(),
             peaks={result.name: result.training for result in results if result.training},
+            inference={result.name: result.inference for result in results if result.inference},
+            gpu=self.runner.gpu.name,
             optimizer=self._optimizer(),
             crossover=self._crossover(amp) if amp and "fp32" in runs else None,
             amp=amp,

@@ -12,7 +12,7 @@ from torch import nn
 from memsize.cuda.convolution import Convolutions
 from memsize.cuda.cudnn.plans import Plans
 from memsize.device.cards import card
-from memsize.device.workspace import cublas_workspace, cublaslt_workspace
+from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError
 from memsize.model.inputs import ModelInputs
 from memsize.model.materialize import executable, executable_call
@@ -24,6 +24,7 @@ from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.scenario import Scenario
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.subject import Call
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
@@ -37,6 +38,11 @@ _LATE = "the forward registers {}: the model is shown as it is after a first for
 _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
+_STACK = (
+    "cuBLAS's workspaces, the caching allocator's settings and the CUDA context are those of {}; the kernels, "
+    "autocast's policy, the optimizers and cuDNN are those of the PyTorch {} that is installed here"
+)
+
 _HeldAs = tuple[str | None, bool]
 """How a scenario holds the parameters, unless it quantizes them: their dtype, and whether norms stay as they are."""
 
@@ -45,7 +51,8 @@ class Runner:
     """One model with one input, and any number of runs of it on `gpu` (None: the default card).
 
     Each run has its own copy of the model, so that no run sees what another did. `execute` really computes, on the CPU.
-    `plans` give the workspaces that cuDNN takes for convolutions; without them those workspaces are left out.
+    `plans` give the workspaces that cuDNN takes for convolutions; without them those workspaces are left out. `stack`
+    is the software on that card.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class Runner:
         gpu: Card | None = None,
         execute: bool = False,
         plans: Plans | None = None,
+        stack: Stack = INSTALLED,
     ) -> None:
         self.name = name
         self.model = model
@@ -66,6 +74,7 @@ class Runner:
         self.gpu = gpu or card(DEFAULT_GPU)
         self.execute = execute
         self.plans = plans
+        self.stack = stack
         self.left: dict[str, dict[str, str]] = {}
         """By scenario: the layers that it left unquantized, and why."""
         self.late: tuple[str, ...] = ()
@@ -144,7 +153,8 @@ class Runner:
             masters=scenario.master_weights,
             scaled=scenario.autocast == "float16",
             buckets=buckets_of(self.model),
-            workspaces=workspaces(self.gpu, self.plans),
+            workspaces=workspaces(self.gpu, self.plans, self.stack),
+            stack=self.stack,
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
@@ -160,7 +170,8 @@ class Runner:
         cast = (_CAST.format(dtype_name(floating)),) if floating is not None else ()
         hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
         late = (_LATE.format(join_names(self.late)),) if self.late else ()
-        return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note)))
+        stack = _STACK.format(self.stack, torch.__version__) if str(self.stack) else None
+        return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note, stack)))
 
     @cached_property
     def _scripted(self) -> tuple[str, ...]:
@@ -183,11 +194,15 @@ class Runner:
         return False
 
 
-def workspaces(gpu: Card, plans: Plans | None = None) -> Workspaces:
-    """The workspaces that the libraries of the installed torch would take on a card."""
-    version = str(torch.__version__)
-    blas = cublas_workspace(gpu.capability, torch_version=version)
-    return Workspaces(blas, cublaslt_workspace(torch_version=version), Convolutions.on(plans) if plans else None)
+def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) -> Workspaces:
+    """The workspaces that the libraries of a software stack would take on a card."""
+    version = stack.torch or str(torch.__version__)
+    return Workspaces(
+        cublas_workspace(gpu.capability, torch_version=version),
+        cublaslt_workspace(torch_version=version),
+        Convolutions.on(plans) if plans else None,
+        keeps_cublaslt_workspace(version),
+    )
 
 
 def is_float32(trace: Trace) -> bool:

@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from memsize.analysis.findings.memory import out_of_memory
 from memsize.analysis.timeline import timeline
+from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.records.aggregates import live_bytes
@@ -26,8 +28,7 @@ if TYPE_CHECKING:
 class StepTrace(Savable):
     """A run of some training steps, or of one inference, and its peak on a GPU.
 
-    `trace` is the record itself; `gpu` names the simulated card, `config` sets the allocator, and `cuda` is the CUDA
-    version that determines the size of the context (None: a current one).
+    `trace` is the record itself; `gpu` names the simulated card, and `config` sets the allocator.
     """
 
     kind: ClassVar = "step"
@@ -35,12 +36,11 @@ class StepTrace(Savable):
     trace: Trace
     gpu: str = DEFAULT_GPU
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
-    cuda: str | None = None
 
     @cached_property
     def peak(self) -> GpuEstimate:
         """The peak: `requested`, `allocated`, `reserved`, `device`, `roles`, `storages`, all in bytes."""
-        return estimate_gpu(self.trace, config=self.config, cuda=self.cuda)
+        return estimate_gpu(self.trace, card(self.gpu), config=self.config)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class StepTrace(Savable):
     @property
     def timeline(self) -> DataFrame:
         """One row per event: its phase, step, layer and op, live bytes by role after it, allocated and reserved."""
-        return timeline(self.trace, self.config).tables()["events"].frame()
+        return timeline(self.trace, self.config, card(self.gpu)).tables()["events"].frame()
 
     def snapshot(self, path: str | Path) -> None:
         """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""
@@ -91,16 +91,19 @@ class StepTrace(Savable):
         return cls(decode(json.loads(text)))
 
     def _repr_html_(self) -> str:
-        return timeline(self.trace, self.config)._repr_html_()
+        return timeline(self.trace, self.config, card(self.gpu))._repr_html_()
 
     def __repr__(self) -> str:
         peak = self.peak
         where = f"in {peak.peak_phase}" + (f" of {peak.peak_layer}" if peak.peak_layer else "")
         under = "" if self.trace.scenario == "as-given" else f" under {self.trace.scenario}"
-        lines = [f"{self.trace.model}{under} on {self.gpu}: {where}"]
+        stack = f" with {self.trace.stack}" if self.trace.stack else ""
+        lines = [f"{self.trace.model}{under} on {self.gpu}{stack}: {where}"]
         lines += [
             f"  {name:<10} {format_bytes(getattr(peak, name))}" for name in ("requested", "allocated", "reserved")
         ]
         lines += [f"  device     {format_bytes(peak.device.low)} to {format_bytes(peak.device.high)}"]
         lines += [f"    {role:<16} {format_bytes(size)}" for role, size in peak.roles.items()]
+        if peak.shortage:
+            lines.append(out_of_memory(peak.shortage, "the run", self.gpu).text())
         return "\n".join(lines)

@@ -11,19 +11,22 @@ from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import Final
 
-from memsize.device.allocator import replay
+from memsize.analysis.findings.memory import out_of_memory
 from memsize.device.config import AllocatorConfig
+from memsize.device.gpu_estimate import replay_on
 from memsize.records.aggregates import split_phase
+from memsize.records.gpu import Card
 from memsize.records.roles import Role, in_order
 from memsize.records.timeline import Phase, Timeline
 from memsize.records.trace import Trace
 
 
-def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:
-    """The timeline of `trace`, with the caching allocator set by `config`."""
+def timeline(trace: Trace, config: AllocatorConfig | None = None, where: Card | None = None) -> Timeline:
+    """The timeline of `trace` on the card `where` (None: one whose memory never ends), with the caching allocator set
+    by `config`.
+    """
     events, storages = trace.events, trace.storages
-    pairs = ((event.storage, event.delta) for event in events)
-    replayed = replay(pairs, config or AllocatorConfig(), streams=trace.streams, timeline=True)
+    replayed, shortage = replay_on(trace, where, config or AllocatorConfig(), timeline=True)
     levels = replayed.timeline
     assert levels is not None
     delta = tuple(event.delta for event in events)
@@ -40,7 +43,8 @@ def timeline(trace: Trace, config: AllocatorConfig | None = None) -> Timeline:
         allocated=tuple(levels.allocated.tolist()),
         reserved=tuple(levels.reserved.tolist()),
         assumptions=trace.assumptions,
-        notes=trace.notes,
+        notes=(*trace.notes, *([out_of_memory(shortage, "the run", where.name).text()] if shortage and where else [])),
+        stack=trace.stack,
     )
 
 

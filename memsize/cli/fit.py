@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from memsize.cli.options import allocator_option, output_options, scenarios_option
+from memsize.cli.options import allocator_option, output_options, scenarios_option, stack_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
@@ -15,6 +15,7 @@ from memsize.cli.subject import fit_subject_options, step_options
 from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
 from memsize.spec.scenario import select
+from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.spec.vary import parse_vary
@@ -51,6 +52,7 @@ from memsize.spec.vary import parse_vary
     help="Try what would make it fit. [default: if the batch in --batch-size doesn't fit]",
 )
 @click.option("--crossovers", is_flag=True, help="Report from which size autocast pays off, and where the peak moves.")
+@stack_option
 @allocator_option
 @output_options
 def fit(
@@ -63,6 +65,7 @@ def fit(
     training: Training | None,
     remedies: bool | None,
     crossovers: bool,
+    stack: str | None,
     allocator: str | None,
     output: Destination,
 ) -> None:
@@ -75,9 +78,10 @@ def fit(
     # Everything that can be wrong with the command itself shows before torch is loaded.
     parse_vary(vary)
     select(scenarios)
-    config = AllocatorConfig.parse(allocator or "")
+    software = Stack.of(stack)
+    config = AllocatorConfig.of(allocator, software.release)
     if LOCAL not in (gpu or ""):
-        budgets(gpu, budget, margin)
+        budgets(gpu, budget, margin, software)
 
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
@@ -95,6 +99,7 @@ def fit(
                 gpu=gpu,
                 budget=budget,
                 margin=margin,
+                stack=software,
                 config=config,
                 remedies=remedies,
                 crossovers=crossovers,

@@ -81,6 +81,10 @@ depth_option = click.option(
 
 gpu_option = click.option("--gpu", metavar="NAME", help="GPU to simulate: a100, t4, h100 … [default: a100]")
 
+stack_option = click.option(
+    "--stack", metavar="RELEASES", help="PyTorch and CUDA on the GPU: torch=2.6,cuda=12.4. [default: those installed]"
+)
+
 allocator_option = click.option(
     "--allocator",
     metavar="SETTINGS",

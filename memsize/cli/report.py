@@ -15,6 +15,7 @@ from memsize.cli.options import (
     gpu_option,
     output_options,
     scenarios_option,
+    stack_option,
 )
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
@@ -28,6 +29,7 @@ from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report
 from memsize.records.trace import Failure
 from memsize.spec.scenario import SCENARIOS, select
+from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
@@ -54,6 +56,7 @@ from memsize.spec.training import Training
 @subject_options
 @training_options
 @gpu_option
+@stack_option
 @allocator_option
 @execute_option
 @scenarios_option
@@ -64,6 +67,7 @@ def report(
     subject: Subject,
     training: Training | None,
     gpu: str | None,
+    stack: str | None,
     allocator: str | None,
     execute: bool,
     scenarios: str | None,
@@ -79,7 +83,8 @@ def report(
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
     select(scenarios)
-    chosen, config = _columns(columns), AllocatorConfig.parse(allocator) if allocator else None
+    chosen, software = _columns(columns), Stack.of(stack)
+    config = AllocatorConfig.parse(allocator, software.release) if allocator else None
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
@@ -90,7 +95,8 @@ def report(
                 subject,
                 scenarios=scenarios,
                 train=training,
-                gpu=_gpu(gpu or (DEFAULT_GPU if allocator else None), output.format),
+                gpu=_gpu(gpu or (DEFAULT_GPU if allocator or stack else None), output.format),
+                stack=software,
                 config=config,
                 execute=execute,
                 progress=progress,

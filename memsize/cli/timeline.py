@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from memsize.cli.options import allocator_option, execute_option, gpu_option, output_options_for, scenario_option
+from memsize.cli.options import (
+    allocator_option,
+    execute_option,
+    gpu_option,
+    output_options_for,
+    scenario_option,
+    stack_option,
+)
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
@@ -20,6 +27,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.render import FORMATS
 from memsize.spec.scenario import scenario_named
+from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
@@ -42,6 +50,7 @@ if TYPE_CHECKING:
 @subject_options
 @training_options
 @gpu_option
+@stack_option
 @allocator_option
 @execute_option
 @scenario_option
@@ -50,6 +59,7 @@ def timeline(
     subject: Subject,
     training: Training | None,
     gpu: str | None,
+    stack: str | None,
     allocator: str | None,
     execute: bool,
     scenario: str,
@@ -60,7 +70,8 @@ def timeline(
     TARGET is path.py:Name, package.module:name or a library's model, as for memsize report.
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
-    asked, where, config = scenario_named(scenario), card(gpu or DEFAULT_GPU), AllocatorConfig.parse(allocator or "")
+    asked, where, software = scenario_named(scenario), card(gpu or DEFAULT_GPU), Stack.of(stack)
+    config = AllocatorConfig.of(allocator, software.release)
 
     # What the user's model prints goes to stderr: stdout holds the timeline and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
@@ -77,6 +88,7 @@ def timeline(
                 **(asdict(training) if training else {"optimizer": None}),
                 scenario=asked.name,
                 gpu=where.name,
+                stack=software,
                 config=config,
                 execute=execute,
             )
@@ -98,4 +110,4 @@ def _content(traced: StepTrace, output: Destination) -> str | bytes:
         return pickled(traced.trace, traced.config)
     from memsize.analysis.timeline import timeline
 
-    return output.drawn(timeline(traced.trace, traced.config))
+    return output.drawn(timeline(traced.trace, traced.config, card(traced.gpu)))

@@ -10,13 +10,14 @@ succeeds as long as the sum fits, as if physical memory never fragmented.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from memsize.device.config import BLOCK, SMALL, SMALL_SEGMENT, AllocatorConfig
 from memsize.device.pools import ADDRESS, SHIFT, ExpandablePool, LimitedPool, Memory, Pool
 from memsize.errors import InputError
+from memsize.records.gpu import Interval
 
 if TYPE_CHECKING:
     import numpy as np
@@ -197,6 +198,7 @@ def replay(
     capacity: int | None = None,
     total: int | None = None,
     streams: Mapping[int, int] | None = None,
+    optional: Collection[int] = (),
     timeline: bool = False,
 ) -> Replay:
     """What the allocator holds while `events` happen: (storage, bytes) pairs, positive to allocate, negative to free.
@@ -204,14 +206,57 @@ def replay(
     A difference on a live storage that does not free it is a resize: a new block, a copy, then the old block is freed.
     `capacity` is what CUDA can give this process (the card less its context), None without bound; `total` is the card's
     size, of which `config.memory_fraction` is taken (None: `capacity`). `streams` maps storages to the stream they are
-    allocated on (default 0). Raises `InputError` when an event frees more than a storage holds.
+    allocated on (default 0). `optional` are storages that the run does without where there is no room. Raises
+    `InputError` when an event frees more than a storage holds.
     """
     whole = total if total is not None else capacity
     allocator = Allocator(config, capacity, None if whole is None else config.allowed(whole))
-    return _run(events, allocator, streams or {}, timeline)
+    return _run(events, allocator, streams or {}, optional, timeline)
 
 
-def _run(events: Iterable[tuple[int, int]], allocator: Allocator, streams: Mapping[int, int], timeline: bool) -> Replay:
+class Limited(NamedTuple):
+    """A replay on a card, and the request that fails there if the CUDA context is as large as it may be.
+
+    `certain`: it fails even with the smallest one. The replay is then one without any bound.
+    """
+
+    replay: Replay
+    failure: OutOfMemory | None = None
+    certain: bool = False
+
+
+def replay_within(
+    events: Collection[tuple[int, int]],
+    config: AllocatorConfig,
+    total: int,
+    outside: Interval,
+    *,
+    streams: Mapping[int, int] | None = None,
+    optional: Collection[int] = (),
+    timeline: bool = False,
+) -> Limited:
+    """The replay on a card of `total` bytes, of which the CUDA context takes between the ends of `outside`.
+
+    It is that with the largest context with which the run completes. The rest is as for `replay`.
+    """
+    failure = None
+    for taken in dict.fromkeys((outside.high, outside.low)):
+        allocator = Allocator(config, max(total - taken, 0), config.allowed(total))
+        found = _run(events, allocator, streams or {}, optional, timeline)
+        if found.out_of_memory is None:
+            return Limited(found, failure)
+        failure = failure or found.out_of_memory
+    ample = replay(events, replace(config, memory_fraction=1.0), streams=streams, timeline=timeline)
+    return Limited(ample, failure, certain=True)
+
+
+def _run(
+    events: Iterable[tuple[int, int]],
+    allocator: Allocator,
+    streams: Mapping[int, int],
+    optional: Collection[int],
+    timeline: bool,
+) -> Replay:
     """The loop over `events`. Its state is in local names: an attribute or a call per figure would halve its speed."""
     small, large = allocator.pool(0, True), allocator.pool(0, False)
     memory, block_size = allocator.memory, allocator.config.block_size
@@ -221,6 +266,7 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, streams: Mappi
     requested = allocated = reserved = most_requested = most_allocated = most_reserved = idle = 0
     at_requested = at_allocated = at_reserved = event = -1
     failure: OutOfMemory | None = None
+    skipped: set[int] = set()
     for storage, delta in events:
         event += 1
         held = live.get(storage)
@@ -234,6 +280,11 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, streams: Mappi
             continue
         request = delta if held is None else held[0] + delta
         if request <= 0:
+            if storage in skipped:
+                skipped.remove(storage)
+                if rows is not None:
+                    rows.append((requested, allocated, reserved, 0))
+                continue
             raise InputError(f"event {event} frees more bytes than storage {storage} holds")
         size = (request + BLOCK - 1) // BLOCK if plain else block_size(request) // BLOCK
         pool = small if size <= _SMALL else large
@@ -243,6 +294,11 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, streams: Mappi
         if not block:
             block = allocator.grow(pool, size)
             reserved = memory.reserved
+            if not block and storage in optional:
+                skipped.add(storage)
+                if rows is not None:
+                    rows.append((requested, allocated, reserved, 0))
+                continue
             if not block:
                 levels = Levels(requested, allocated * BLOCK, reserved * BLOCK)
                 failure = OutOfMemory(event, storage, request, allocator.segment(size) * BLOCK, levels)

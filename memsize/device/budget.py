@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from memsize.device.cards import card
-from memsize.device.context import context
+from memsize.device.context import context, context_on
 from memsize.errors import InputError, first_line
 from memsize.records.fit import Budget
 from memsize.records.gpu import DEFAULT_GPU, Card
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.units import format_bytes, parse_bytes
 
 LOCAL = "local"
@@ -19,23 +20,27 @@ _ASKED: Final = "torch.cuda.mem_get_info"
 
 
 def budgets(
-    gpu: str | Iterable[str] | None = None, budget: str | int | None = None, margin: str | int = 0
+    gpu: str | Iterable[str] | None = None,
+    budget: str | int | None = None,
+    margin: str | int = 0,
+    stack: Stack = INSTALLED,
 ) -> tuple[Budget, ...]:
     """The budgets of cards by name (one, a comma-separated list, or several), or of a number of bytes on one of them.
 
-    With neither, the budget is that of the default card. Raises `InputError` for an unknown card, for a number of bytes
-    on several cards, and where nothing is left for the allocator.
+    With neither, the budget is that of the default card. `stack` decides how much the CUDA context takes. Raises
+    `InputError` for an unknown card, for a number of bytes on several cards, and where nothing is left for the
+    allocator.
     """
     parts = gpu.split(",") if isinstance(gpu, str) else gpu or (DEFAULT_GPU,)
     names = [name.strip() for name in parts if name.strip()]
     found = [local_card() if name.lower() == LOCAL else card(name) for name in names]
     cards = tuple({each.name: each for each in found}.values())
     if budget is None:
-        return tuple(_budget(where.name, where, where.bytes, margin) for where in cards)
+        return tuple(_budget(where.name, where, where.bytes, margin, stack) for where in cards)
     if len(cards) != 1:
         raise InputError("a budget is that of one GPU: name one, or leave the budget out")
     device = parse_bytes(budget) if isinstance(budget, str) else budget
-    return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin),)
+    return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin, stack),)
 
 
 def local_card() -> Card:
@@ -59,9 +64,8 @@ def local_card() -> Card:
     return Card(f"{name} (local)", capability, total, _ASKED)
 
 
-def _budget(name: str, where: Card, device: int, margin: str | int) -> Budget:
-    # Metal recommends how much a process may take, and has no context that would come out of it.
-    taken = 0 if where.platform == "MPS" else context().high
+def _budget(name: str, where: Card, device: int, margin: str | int, stack: Stack) -> Budget:
+    taken = context_on(where, stack.cuda).high
     notes = (*([where.note] if where.note else []), *_taken(where))
     budget = Budget(name, where, device, taken, _margin(margin, device), notes)
     if budget.margin < 0 or budget.allocator <= 0:

@@ -1,7 +1,8 @@
 """The settings of PyTorch's CUDA caching allocator that change how much memory it takes.
 
 The text is that of `PYTORCH_ALLOC_CONF` or its older name `PYTORCH_CUDA_ALLOC_CONF`: ``key:value,key:[k:v,k:v]``.
-Source: PyTorch's c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h (2.11 to 2.14).
+Source: PyTorch's c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h (2.11 to 2.14), and the pull
+requests that added a setting.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from memsize.errors import InputError
+from memsize.spec.stack import OLDEST, Release
 from memsize.units import MiB
 
 BLOCK: Final = 512
@@ -49,6 +51,14 @@ IGNORED: Final = frozenset(
 )
 """Settings that PyTorch accepts and that change no size on the GPU."""
 
+_SINCE: Final[dict[str, Release]] = {
+    "expandable_segments": (2, 1),  # 99275
+    "large_segment_size_mb": (2, 13),  # 172056
+    "max_non_split_rounding_mb": (2, 6),  # 136174
+    "per_process_memory_fraction": (2, 10),  # 161035
+}
+"""The release that first knew a setting that changes sizes; the others are as old as 2.0."""
+
 
 @dataclass(frozen=True, slots=True)
 class AllocatorConfig:
@@ -69,9 +79,22 @@ class AllocatorConfig:
     memory_fraction: float = 1.0
 
     @classmethod
-    def parse(cls, text: str) -> AllocatorConfig:
-        """The settings that `text` names; raises `InputError` where PyTorch would refuse them."""
-        return _config(dict(_entries(text)))
+    def parse(cls, text: str, release: Release | None = None) -> AllocatorConfig:
+        """The settings that `text` names; raises `InputError` where PyTorch would refuse them.
+
+        `release` is the one that reads them (None: any that knows them).
+        """
+        entries = dict(_entries(text))
+        for key in entries:
+            if release is not None and release < _SINCE.get(key, OLDEST):
+                since, asked = (".".join(map(str, version)) for version in (_SINCE[key], release))
+                raise InputError(f"PyTorch {asked} has no allocator setting {key}: it came with {since}")
+        return _config(entries)
+
+    @classmethod
+    def of(cls, given: AllocatorConfig | str | None, release: Release | None = None) -> AllocatorConfig:
+        """The settings that are given as a value or as a text; None is PyTorch's defaults."""
+        return given if isinstance(given, AllocatorConfig) else cls.parse(given or "", release)
 
     def block_size(self, request: int) -> int:
         """The bytes of the block that serves `request` bytes: a multiple of 512, at least 512.

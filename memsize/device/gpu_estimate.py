@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from memsize.device.allocator import Replay, replay
+from memsize.device.allocator import Limited, Replay, replay, replay_within
 from memsize.device.config import AllocatorConfig
-from memsize.device.context import context
-from memsize.device.workspace_bounds import requests, variants
+from memsize.device.context import context, context_on
+from memsize.device.workspace_bounds import Requests, dispensable, requests, variants
 from memsize.records.aggregates import alive, split_phase
-from memsize.records.gpu import GpuEstimate, Interval, LiveStorage
+from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, Shortage
 from memsize.records.roles import Role
 from memsize.records.trace import Storage, Trace
+from memsize.spec.stack import Stack
 
 
 def estimate_gpu(
-    trace: Trace, *, config: AllocatorConfig | None = None, cuda: str | None = None, largest: int = 20
+    trace: Trace, where: Card | None = None, *, config: AllocatorConfig | None = None, largest: int = 20
 ) -> GpuEstimate:
     """The memory that a GPU would report for `trace`, at its peak.
 
-    `config` sets the caching allocator (None: PyTorch's defaults), `cuda` is the CUDA version that determines the size
-    of the context (None: a current one), and `largest` is how many of the storages alive at the peak are listed.
+    `where` is the card (None: one whose memory never ends), `config` sets the caching allocator (None: PyTorch's
+    defaults), and `largest` is how many of the storages alive at the peak are listed. The size of the CUDA context is
+    that of the trace's stack.
     """
     settings = config or AllocatorConfig()
-    replayed = replay(requests(trace), settings, streams=trace.streams)
+    replayed, shortage = replay_on(trace, where, settings)
     index = replayed.requested.event
     live = alive(trace, index)
     event = trace.events[index] if index >= 0 else None
@@ -32,7 +34,7 @@ def estimate_gpu(
         requested=replayed.requested.bytes,
         allocated=replayed.allocated.bytes,
         reserved=replayed.reserved.bytes,
-        device=_device(trace, replayed, settings, context(cuda)),
+        device=_device(trace, where, settings, replayed, bounded=not (shortage and shortage.certain)),
         fragmentation=replayed.fragmentation,
         peak_phase=phase,
         peak_step=step,
@@ -40,16 +42,66 @@ def estimate_gpu(
         peak_op=event.op if event else "",
         roles=_roles(trace, live),
         storages=_largest(trace, live, largest),
+        shortage=shortage,
     )
 
 
-def _device(trace: Trace, replayed: Replay, config: AllocatorConfig, outside: Interval) -> Interval:
+def replay_on(
+    trace: Trace, where: Card | None, config: AllocatorConfig, *, timeline: bool = False
+) -> tuple[Replay, Shortage | None]:
+    """The run on a card, where cached segments are given back before memory runs out, and how it ends if it does.
+
+    If it certainly does, the replay is that of a card whose memory never ends.
+    """
+    found = _replay(trace, requests(trace), where, config, timeline=timeline)
+    return found.replay, _shortage(trace, where, found) if where else None
+
+
+def _replay(
+    trace: Trace, events: Requests, where: Card | None, config: AllocatorConfig, *, timeline: bool = False
+) -> Limited:
+    """`events` of the trace, or of one like it, on a card."""
+    streams, optional = trace.streams, dispensable(trace)
+    if where is None:
+        return Limited(replay(events, config, streams=streams, timeline=timeline))
+    outside = _context(trace, where)
+    return replay_within(events, config, where.bytes, outside, streams=streams, optional=optional, timeline=timeline)
+
+
+def _context(trace: Trace, where: Card | None) -> Interval:
+    cuda = Stack.parse(trace.stack).cuda
+    return context(cuda) if where is None else context_on(where, cuda)
+
+
+def _device(trace: Trace, where: Card | None, config: AllocatorConfig, replayed: Replay, *, bounded: bool) -> Interval:
     """Reserved memory plus the CUDA context, with the smallest and the largest convolution workspaces that are
     possible.
     """
-    others = (replay(each, config, streams=trace.streams) for each in variants(trace)[1:])
+    outside = _context(trace, where)
+    others = (_replay(trace, events, where, config).replay for events in variants(trace)[1:])
     reserved = [each.reserved.bytes for each in (replayed, *others)]
-    return Interval(min(reserved) + outside.low, max(reserved) + outside.high)
+    high = max(reserved) + outside.high
+    return Interval(min(reserved) + outside.low, min(high, where.bytes) if where and bounded else high)
+
+
+def _shortage(trace: Trace, where: Card, found: Limited) -> Shortage | None:
+    if found.failure is None:
+        return None
+    event, held = trace.events[found.failure.event], found.failure.held
+    phase, step = split_phase(trace.phases[event.phase])
+    return Shortage(
+        request=found.failure.request,
+        tried=found.failure.segment,
+        total=where.bytes,
+        free=max(where.bytes - _context(trace, where).high - held.reserved, 0),
+        allocated=held.allocated,
+        reserved=held.reserved,
+        phase=phase,
+        step=step,
+        layer=trace.layers[event.layer].path if event.layer >= 0 else "",
+        op=event.op,
+        certain=found.certain,
+    )
 
 
 def _roles(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:

@@ -169,10 +169,7 @@ class LimitedPool(Pool):
         return self.cut(self.free.pop(at), size)
 
     def cut(self, block: int, size: int) -> int:
-        taken = super().cut(block, size if size < self.most else block >> SHIFT)
-        if taken != block:
-            self.born[(taken & ADDRESS) + (taken >> SHIFT)] = self.clock[0]
-        return taken
+        return super().cut(block, size if size < self.most else block >> SHIFT)
 
     def give(self, block: int) -> int:
         merged = super().give(block)

@@ -1,12 +1,15 @@
 """Memory that cuBLAS and cuBLASLt take for themselves out of the caching allocator.
 
 cuBLAS: PyTorch allocates one workspace per handle and stream when a matrix product first runs there and keeps it. The
-autograd thread has its own handle, so a training step has two workspaces. Source: PyTorch's
-aten/src/ATen/cuda/CublasHandlePool.cpp, pull requests 156495, 168175, 175344, 175879 and 194311; the release that first
-contained each was inferred from its date.
+autograd thread has its own handle, so a training step has two workspaces. cuBLASLt, which computes products with a bias
+or a float8 operand, had a workspace of its own until it came to share that of cuBLAS.
 
-Known limit: from PyTorch 2.15 on, each op takes its workspace and gives it back unless `TORCH_CUBLAS_WORKSPACE_CACHE`
-is 1; runs are simulated with workspaces that stay, as in releases up to 2.14.
+Source: PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp, 2.0 to 2.14, and the pull requests that
+changed them: 91564 (2.0), 156495 (2.9), 168175, 175344 and 175879 (2.12), 189312 (2.14). The release that first
+contained each was inferred from the dates of the release branches.
+
+Known limit: from PyTorch 2.15 on (194311), each op takes its workspace and gives it back unless
+`TORCH_CUBLAS_WORKSPACE_CACHE` is 1; runs are simulated with workspaces that stay, as in releases up to 2.14.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from memsize.spec.stack import NEWEST, Release
+from memsize.spec.stack import release as read_release
 from memsize.units import KiB, MiB
 
 DEFAULT: Final = 2 * 4096 * KiB + 8 * 16 * KiB
@@ -22,9 +27,10 @@ HOPPER: Final = 32 * MiB
 BLAS_LT: Final = 1 * MiB
 """cuBLASLt's own workspace where it does not share that of cuBLAS (pytorch/pytorch issue 73328)."""
 
-_NEWEST: Final = (2, 14)
-"""The release that is assumed where none is given."""
-_BLACKWELL_SINCE: Final = (2, 12)
+_LARGE_SINCE: Final[dict[int, Release]] = {9: (2, 12), 10: (2, 12), 12: (2, 12), 11: (2, 14)}
+"""Since when a card has the large workspace that Hopper (9.0) always had, by its major compute capability."""
+_KEPT_SINCE: Final = (2, 9)
+"""Before, cuBLASLt's workspace was taken for each product and given back."""
 _SHARED_SINCE: Final = (2, 12)
 
 
@@ -34,13 +40,15 @@ def cublas_workspace(
     """The bytes of one cuBLAS workspace on a GPU of compute capability `capability`.
 
     `config` is the value of `CUBLAS_WORKSPACE_CONFIG`: pairs ``:SIZE:COUNT`` in KiB that are added up; PyTorch ignores
-    what it cannot read. Without it, 32 MiB on Hopper and, since 2.12, on Blackwell; 8,519,680 B elsewhere.
+    what it cannot read. Without it, 32 MiB on Hopper, since 2.12 on Blackwell and since 2.14 on Thor; 8,519,680 B
+    elsewhere.
     """
     pairs = re.findall(r":([0-9]+):([0-9]+)", config or "")
     if pairs:
         return sum(int(size) * KiB * int(count) for size, count in pairs)
-    large = capability == (9, 0) or (capability[0] >= 9 and release(torch_version) >= _BLACKWELL_SINCE)
-    return HOPPER if large else DEFAULT
+    since = _LARGE_SINCE.get(capability[0])
+    is_large = capability == (9, 0) or (since is not None and release(torch_version) >= since)
+    return HOPPER if is_large else DEFAULT
 
 
 def cublaslt_workspace(*, size: str | None = None, unified: str | None = None, torch_version: str | None = None) -> int:
@@ -55,7 +63,11 @@ def cublaslt_workspace(*, size: str | None = None, unified: str | None = None, t
     return int(size) * KiB if size is not None and size.isdecimal() else BLAS_LT
 
 
-def release(torch_version: str | None) -> tuple[int, int]:
-    """Major and minor of ``"2.13.0+cpu"``; 2.14 where None or unreadable."""
-    found = re.match(r"(\d+)\.(\d+)", torch_version or "")
-    return (int(found[1]), int(found[2])) if found else _NEWEST
+def keeps_cublaslt_workspace(torch_version: str | None = None) -> bool:
+    """Whether cuBLASLt's own workspace stays once a product took it, as since 2.9; before, each took and freed one."""
+    return release(torch_version) >= _KEPT_SINCE
+
+
+def release(torch_version: str | None) -> Release:
+    """Major and minor of ``"2.13.0+cpu"``; those of the newest release that is known where None or unreadable."""
+    return read_release(torch_version or "") or NEWEST

@@ -35,6 +35,13 @@ def variants(trace: Trace) -> list[Requests]:
     return [requests(trace, factor) for factor in ((1, 0, DOUBLED) if is_estimated(trace) else (1,))]
 
 
+def dispensable(trace: Trace) -> frozenset[int]:
+    """The storages that a run does without where there is no room: PyTorch then tries the next of cuDNN's plans, and
+    most convolutions have one that needs little.
+    """
+    return frozenset(index for index in range(len(trace.storages)) if _is_workspace(trace, index))
+
+
 def _scaled(trace: Trace, factor: int) -> Iterator[tuple[int, int]]:
     for event in trace.events:
         if not _is_workspace(trace, event.storage):

@@ -56,6 +56,7 @@ class FitDocument(Document[Fit]):
             "vary": fit.vary,
             "asked": fit.asked,
             "optimizer": fit.optimizer or None,
+            "stack": fit.stack or None,
             "budgets": [_budget_data(budget) for budget in fit.budgets],
             "rows": [row | extra for row, extra in rows],
             "remedies": plain(fit.remedied),
@@ -98,7 +99,8 @@ def fit_title(fit: Fit) -> Title:
     asked = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
     how = f"training with {fit.optimizer}" if fit.optimizer else "inference"
     where = join_names(tuple(budget.name for budget in fit.budgets))
-    return Title(fit.model, ((asked,), (how,), (f"on {where}",)))
+    stack = f" with {fit.stack}" if fit.stack else ""
+    return Title(fit.model, ((asked,), (how,), (f"on {where}{stack}",)))
 
 
 def overview_table(fit: Fit) -> Table:

@@ -33,7 +33,7 @@ from memsize.documents.sections import (
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
 from memsize.records.answer import FlatTable
-from memsize.records.gpu import GpuEstimate, LiveStorage
+from memsize.records.gpu import GpuEstimate, LiveStorage, Shortage
 from memsize.records.report import FIGURES, Report, ScenarioResult, figures
 from memsize.records.roles import Role, in_order
 from memsize.units import Bytes
@@ -129,6 +129,7 @@ class ReportDocument(Document[Report]):
             "assumptions": report.assumptions,
             "notes": report.remarks,
             "gpu": report.gpu or None,
+            "stack": trace.stack or None,
             "optimizer": report.optimizer or None,
             "failure": plain(report.stopped),
         }
@@ -304,15 +305,26 @@ def peak_table(report: Report) -> Table:
     )
     # A100, H100, L4 and RTX begin with a vowel when they are read out.
     article = "an" if report.gpu[:1] in "AHLR" else "a"
+    stack = f" with {report.trace.stack}" if report.trace.stack else ""
     trained = f", training with {report.optimizer}" if report.optimizer else ""
     return Table(
         name="peaks",
         title="Peaks",
-        caption=f"Peaks on {article} {report.gpu}{trained}",
+        caption=f"Peaks on {article} {report.gpu}{stack}{trained}",
         columns=columns,
         rows=tuple(_peak_cells(result, run, look, roles) for result, run, look in runs),
-        remarks=tuple(Remark(r.name, "training", r.untrained) for r in report.scenario_results if r.untrained),
+        remarks=(
+            *(Remark(r.name, "training", r.untrained) for r in report.scenario_results if r.untrained),
+            *(Remark(r.name, run, _short(look.shortage)) for r, run, look in runs if look.shortage),
+        ),
     )
+
+
+def _short(shortage: Shortage) -> str:
+    where = f"{shortage.phase} of {shortage.layer}" if shortage.layer else shortage.phase
+    if shortage.certain:
+        return f"does not fit: it runs out of memory in {where}; its peaks are those with enough memory"
+    return f"may not fit: with a large CUDA context it runs out of memory in {where}"
 
 
 def _estimates(result: ScenarioResult) -> tuple[tuple[str, GpuEstimate | None], ...]:

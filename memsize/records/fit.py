@@ -142,6 +142,11 @@ class Fit(Answer):
     traces: Mapping[tuple[str, int], Trace] = field(default_factory=dict)
     runs: int = 0
 
+    @property
+    def stack(self) -> str:
+        """The PyTorch and CUDA on the GPUs; empty for the installed ones."""
+        return next((trace.stack for trace in self.traces.values()), "")
+
     def tables(self) -> dict[str, FlatTable]:
         """`rows` and `remedies`, as the properties of these names have them."""
         columns = ("name", "title", "cost", "outcome", "peak", "saved", "reason")

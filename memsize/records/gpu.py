@@ -65,6 +65,29 @@ class LiveStorage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Shortage:
+    """The request at which a run runs out of memory, and the figures that PyTorch's error would give, in bytes.
+
+    The tensor asked for `request`, for which PyTorch tries to allocate `tried`. Of the card's `total` then `free` are
+    left (the CUDA context taken at its largest), `allocated` are in blocks, and `reserved` in segments, after every
+    cached one that can be was given back. It happens in `phase` of step `step`, in `layer`, at `op`. `certain`: a CUDA
+    context as small as it may be does not help.
+    """
+
+    request: int
+    tried: int
+    total: int
+    free: int
+    allocated: int
+    reserved: int
+    phase: str
+    step: int
+    layer: str
+    op: str
+    certain: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GpuEstimate:
     """The peak of one run on a GPU, in bytes.
 
@@ -74,6 +97,10 @@ class GpuEstimate:
     `requested`; `storages` are the largest ones alive at that moment, which falls in `peak_phase` of step `peak_step`
     (0: the run has no steps) and in `peak_layer`. `fragmentation` is the part of `reserved` at its peak that no block
     uses.
+
+    Near the limit of the card `reserved` counts what is left after cached segments were given back. Where the run may
+    not fit, `shortage` says how it ends; where it certainly doesn't, all other figures are those of the same run with
+    enough memory.
     """
 
     requested: int
@@ -87,3 +114,4 @@ class GpuEstimate:
     peak_op: str
     roles: Mapping[Role, int]
     storages: tuple[LiveStorage, ...]
+    shortage: Shortage | None = None

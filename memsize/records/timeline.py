@@ -68,6 +68,8 @@ class Timeline(Drawable):
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """What was taken for granted, and how the run was made: as the trace says."""
+    stack: str = ""
+    """The PyTorch and CUDA on the GPU; empty for the installed ones."""
 
     def __len__(self) -> int:
         return len(self.delta)
@@ -237,4 +239,5 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "reserved": _numbers,
     "assumptions": tuple,
     "notes": tuple,
+    "stack": str,
 }

@@ -215,6 +215,8 @@ class Trace:
     roots: tuple[str, ...] = ("",)
     """The names of the root modules: ``""`` for the only one."""
     world: World = World()
+    stack: str = ""
+    """The PyTorch and CUDA that a GPU was simulated with (``"torch=2.6,cuda=12.4"``); empty for the installed ones."""
 
     @property
     def streams(self) -> dict[int, int]:

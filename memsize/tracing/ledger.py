@@ -40,13 +40,14 @@ class Workspaces(NamedTuple):
     """Bytes that a GPU's libraries take from the allocator.
 
     `blas` is cuBLAS's workspace, one for each thread that multiplies matrices (the forward's and autograd's own). `lt`
-    is cuBLASLt's, taken during each product with a bias where it does not share that of cuBLAS. `convolutions` gives
-    what cuDNN takes during each convolution.
+    is cuBLASLt's for products with a bias, where it does not share that of cuBLAS: with `keeps_lt` one for each thread
+    too, else taken during each product. `convolutions` gives what cuDNN takes during each convolution.
     """
 
     blas: int = 0
     lt: int = 0
     convolutions: Convolutions | None = None
+    keeps_lt: bool = False
 
 
 _NO_WORKSPACES = Workspaces()
@@ -78,6 +79,7 @@ class Ledger(MetaDispatchMode):
         self._shapes: list[tuple[int, ...]] = []
         self._saved_by: list[int] = []
         self._handles: set[bool] = set()
+        self._lt_handles: set[bool] = set()
 
     # -- what happens during the run ---------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class Ledger(MetaDispatchMode):
         self.clock.tick()
         self.last_op = op = func._overloadpacket.__name__
         if self.workspaces.blas and func in CUBLAS:
-            self._take_workspace(op)
+            self._keep_workspace(self._handles, self.workspaces.blas, op)
         self._mark_read(args)
         result = self.run_op(func, args, kwargs or {})
         copies = self._begin_copies(kernel_copies(func, args, kwargs), op)
@@ -100,7 +102,7 @@ class Ledger(MetaDispatchMode):
         elif isinstance(result, (tuple, list)):
             self._note_each(result, op)
         if self.workspaces.lt and func is CUBLASLT:
-            self._borrow(self.workspaces.lt, op)
+            self._take_lt_workspace(op)
         self._note_temporaries(kernel_temporaries(func, args), op)
         for index, size in copies:
             self._end(index, size, op)
@@ -125,12 +127,17 @@ class Ledger(MetaDispatchMode):
         if tensor.device == self.device or tensor.is_quantized:
             self.enter(tensor, "temporary", op)
 
-    def _take_workspace(self, op: str) -> None:
-        """A thread's first matrix product creates a cuBLAS handle, whose workspace is kept from then on."""
-        if self.clock.backward not in self._handles:
-            self._handles.add(self.clock.backward)
-            size = self.workspaces.blas
+    def _keep_workspace(self, threads: set[bool], size: int, op: str) -> None:
+        """A thread's first matrix product creates a handle, whose workspace is kept from then on."""
+        if self.clock.backward not in threads:
+            threads.add(self.clock.backward)
             self._open("workspace", size, op, torch.uint8, (size,))
+
+    def _take_lt_workspace(self, op: str) -> None:
+        if self.workspaces.keeps_lt:
+            self._keep_workspace(self._lt_handles, self.workspaces.lt, op)
+        else:
+            self._borrow(self.workspaces.lt, op)
 
     def _begin_copies(self, copied: Iterable[tuple[torch.Tensor, Any]], op: str) -> list[tuple[int, int]]:
         """The copies that a kernel makes of arguments and holds until its end: the index and the bytes of each."""

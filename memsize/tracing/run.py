@@ -21,6 +21,7 @@ from memsize.model.meta_copy import in_mode
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors
 from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.subject import Call
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
@@ -49,7 +50,8 @@ class Setup:
     ledger, `autocast` during forwards and losses. `rewrite` turns the tensors that `model` stores into those that the
     scenario stores, and `sizes` gives the bytes of such parameters, by name. `stored` finds what the model stores.
     `masters` asks for float32 master weights in the optimizer, `scaled` for a GradScaler. `buckets` are those of
-    distributed training, `workspaces` those of the simulated GPU. `listener` receives the calls that the run recorded.
+    distributed training, `workspaces` those of the simulated GPU with its software `stack`. `listener` receives the
+    calls that the run recorded.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Setup:
     scaled: bool = False
     buckets: Buckets | None = None
     workspaces: Workspaces = field(default_factory=Workspaces)
+    stack: Stack = INSTALLED
     stored: Callable[[nn.Module], tuple[StoredTensor, ...]] = stored_tensors
     listener: Callable[[Calls], None] = lambda _: None
     notes: tuple[str, ...] = ()
@@ -139,6 +142,7 @@ class Run:
             notes=(*setup.notes, *self._notes, *ledger.evaluator.notes, *(convolutions.notes if convolutions else ())),
             cudnn=convolutions.plans.source if convolutions else None,
             failure=failure,
+            stack=str(setup.stack),
         )
         ledger.close()
         setup.listener(self.calls)

@@ -17,7 +17,8 @@ class Evidence:
 
     `left` says for each quantized scenario which modules it leaves alone and why. `crossover` compares what fp32
     (first) and `amp` (second) keep from one batch size to the next. `buckets` is what the gradient buckets of
-    distributed training take (None without it), and whether the gradients lie in them.
+    distributed training take (None without it), and whether the gradients lie in them. `peaks` are those of training,
+    `inference` those of one forward, by scenario, both on `gpu`.
     """
 
     given: Trace
@@ -26,6 +27,8 @@ class Evidence:
     readings: tuple[Reading, ...] = ()
     crossover: Crossover | None = None
     peaks: Mapping[str, GpuEstimate] = field(default_factory=dict)
+    inference: Mapping[str, GpuEstimate] = field(default_factory=dict)
+    gpu: str = ""
     optimizer: str = ""
     amp: str | None = None
     buckets: tuple[int, bool] | None = None

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memsize.analysis.findings.evidence import Evidence, bytes_of
+from memsize.analysis.findings.memory import moment, out_of_memory
 from memsize.records.finding import Finding, Rules
 from memsize.records.gpu import GpuEstimate
 from memsize.records.roles import PER_PARAMETER
 from memsize.units import Bytes
 
 RULES = Rules[Evidence]()
+
+
+@RULES.rule("out-of-memory")
+def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
+    """Training, and inference, that run out of memory on the card: the first scenario that does, and how many do."""
+    for run, peaks in (("training", evidence.peaks), ("inference", evidence.inference)):
+        short = {name: peak.shortage for name, peak in peaks.items() if peak.shortage}
+        for name, shortage in list(short.items())[:1]:
+            others = f", one of {len(short)} scenarios that don't," if len(short) > 1 else ""
+            yield out_of_memory(shortage, f"{run} under {name}{others}", evidence.gpu)
 
 
 @RULES.rule("training-peak")
@@ -32,7 +43,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
             "optimizer": evidence.optimizer,
             "name": name,
             "requested": Bytes(peak.requested),
-            "where": f"{peak.peak_phase} of {peak.peak_layer}" if peak.peak_layer else _phase(peak.peak_phase),
+            "where": moment(peak.peak_phase, peak.peak_layer),
             "states": Bytes(_states(peak)),
             "temporary": Bytes(peak.roles.get("temporary", 0)),
         }
@@ -42,10 +53,6 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
 
 def _states(peak: GpuEstimate) -> int:
     return sum(peak.roles.get(role, 0) for role in PER_PARAMETER)
-
-
-def _phase(name: str) -> str:
-    return {"optimizer": "optimizer's update", "zero_grad": "zeroing of gradients"}.get(name, name)
 
 
 def _advice(peak: GpuEstimate) -> str:

@@ -17,6 +17,7 @@ from memsize.model.inputs import ModelInputs, input_tensors, resized
 from memsize.records.gpu import Card
 from memsize.records.trace import InputTensor, Trace
 from memsize.spec.scenario import Scenario
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.subject import Call
 from memsize.spec.training import Training
 from memsize.spec.vary import Dimension, Vary
@@ -78,6 +79,7 @@ class Trials:
         training: bool,
         vary: Vary,
         say: Callable[[str], None],
+        stack: Stack = INSTALLED,
     ) -> None:
         self.name = name
         self.model = model
@@ -85,6 +87,7 @@ class Trials:
         self.training = training
         self.vary = vary
         self.say = say
+        self.stack = stack
         self.count = 0
         self.inputs: tuple[InputTensor, ...] = input_tensors(model_inputs.call())
         self._dimensions = vary.dimensions(self.inputs)
@@ -170,7 +173,7 @@ class Trials:
 
     def _runner(self, variant: RunVariant) -> Runner:
         if variant.card.kernels not in self._runners:
-            runner = Runner(self.name, self.model, self.model_inputs, self.training, gpu=variant.card)
+            runner = Runner(self.name, self.model, self.model_inputs, self.training, gpu=variant.card, stack=self.stack)
             self._runners[variant.card.kernels] = runner
         return self._runners[variant.card.kernels]
 

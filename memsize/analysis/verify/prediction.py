@@ -6,12 +6,12 @@ the plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from memsize.device.allocator import replay
+from memsize.device.allocator import replay_within
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context
-from memsize.device.workspace_bounds import CONVOLUTIONS, Requests, requests, variants
+from memsize.device.workspace_bounds import CONVOLUTIONS, Requests, dispensable, requests, variants
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.gpu import Interval
 from memsize.records.measurement import AllocationLog, ConvolutionWorkspace, OpLocation, Peaks, SoftwareStack, log_of
@@ -34,9 +34,9 @@ def predict(
     """
     config = AllocatorConfig.parse(stack.allocator)
     possible = variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]
-    peaks = [_peaks(each, config, trace.streams) for each in possible]
-    least, most = Peaks.least(peaks), Peaks.most(peaks)
     outside = context(stack.cuda, stack.module_loading)
+    peaks = [_peaks(each, config, trace, stack.total, outside) for each in possible]
+    least, most = Peaks.least(peaks), Peaks.most(peaks)
     first = _last_step(trace)
     return Prediction(
         least,
@@ -56,8 +56,10 @@ def convolves(trace: Trace) -> bool:
     return any(event.op in CONVOLUTIONS for event in trace.events)
 
 
-def _peaks(events: Requests, config: AllocatorConfig, streams: Mapping[int, int]) -> Peaks:
-    found = replay(events, config, streams=streams)
+def _peaks(events: Requests, config: AllocatorConfig, trace: Trace, total: int, outside: Interval) -> Peaks:
+    """The peaks on a card of `total` bytes, with a CUDA context of `outside`."""
+    streams, optional = trace.streams, dispensable(trace)
+    found = replay_within(events, config, total, outside, streams=streams, optional=optional).replay
     return Peaks(found.requested.bytes, found.allocated.bytes, found.reserved.bytes)
 
 

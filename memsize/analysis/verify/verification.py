@@ -19,7 +19,7 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.library import installed
 from memsize.cuda.cudnn.plans import Plans
 from memsize.cuda.semantics import CUDNN
-from memsize.device.workspace import cublas_workspace, cublaslt_workspace
+from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import InputError
 from memsize.internals.isolation import collector_paused
 from memsize.model.inputs import ModelInputs, input_tensors
@@ -119,7 +119,7 @@ def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
     """The workspaces of cuBLAS, cuBLASLt and cuDNN with the release and the settings of `stack`."""
     blas = cublas_workspace(stack.capability, config=stack.cublas_config, torch_version=stack.torch)
     lt = cublaslt_workspace(torch_version=stack.torch)
-    return Workspaces(blas, lt, Convolutions.on(plans) if plans else None)
+    return Workspaces(blas, lt, Convolutions.on(plans) if plans else None, keeps_cublaslt_workspace(stack.torch))
 
 
 def _asked(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:

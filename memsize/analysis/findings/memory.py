@@ -1,0 +1,48 @@
+"""The finding that a run does not fit on its card, in the figures of PyTorch's own error."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from memsize.records.finding import Finding
+from memsize.records.gpu import Shortage
+from memsize.units import Bytes
+
+_CERTAIN: Final = (
+    "{what} does not fit on {gpu}: it runs out of memory in the {where}. The peaks are those of the same run with "
+    "enough. "
+)
+_POSSIBLE: Final = (
+    "{what} may not fit on {gpu}: if the CUDA context takes {context}, it runs out of memory in the {where}. "
+)
+_ERROR: Final = (
+    "PyTorch's error would then say that it tried to allocate {tried}; of {total}, {free} are free, {allocated} are "
+    "allocated by PyTorch, and {idle} are reserved but unallocated."
+)
+_PHASES: Final = {"optimizer": "optimizer's update", "zero_grad": "zeroing of gradients"}
+
+
+def moment(phase: str, layer: str) -> str:
+    """A moment of a run in words that follow "in the": the phase, and the layer where there is one."""
+    return f"{phase} of {layer}" if layer else _PHASES.get(phase, phase)
+
+
+def out_of_memory(shortage: Shortage, what: str, gpu: str) -> Finding:
+    """That `what` (a sentence's subject) does not fit on `gpu`, where it stops, and what PyTorch's error would say."""
+    return Finding(
+        "out-of-memory",
+        shortage.tried,
+        (shortage.layer,) if shortage.layer else (),
+        (_CERTAIN if shortage.certain else _POSSIBLE) + _ERROR,
+        {
+            "what": what[:1].upper() + what[1:],
+            "gpu": gpu,
+            "where": moment(shortage.phase, shortage.layer),
+            "tried": Bytes(shortage.tried),
+            "free": Bytes(shortage.free),
+            "total": Bytes(shortage.total),
+            "allocated": Bytes(shortage.allocated),
+            "idle": Bytes(shortage.reserved - shortage.allocated),
+            "context": Bytes(shortage.total - shortage.free - shortage.reserved),
+        },
+    )
