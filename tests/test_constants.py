@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,9 +30,11 @@ from memsize.constants.assumptions import (
     ITEM_IS_ONE,
     MASKS_COVER_IMAGE,
     NOT_EQUAL,
+    first_assumption,
     spread_evenly,
 )
-from memsize.constants.values import constant_of
+from memsize.constants.toeplitz import diagonals_of, filled
+from memsize.constants.values import constant_of, state_of
 from memsize.cuda.region import cuda_semantics
 from memsize.errors import DataDependentError
 from memsize.tracing.dispatch import MetaDispatchMode
@@ -150,6 +153,127 @@ def _walk(steps: list[str], tensor: Tensor) -> list[Tensor]:
         else:
             last[0].copy_(torch.empty(1 << 12, device=last.device)[: last.shape[1]].zero_())
     return seen
+
+
+MASK_STEPS = """
+    triu tril transpose permute rows columns other-rows expand select unsqueeze repeat clone bool compare log double
+    where fill add write-mask write-view write-triu copy write-base one-row""".split()
+
+
+@given(st.lists(st.sampled_from(MASK_STEPS), max_size=9), st.integers(-4, 4))
+def test_what_is_known_of_a_large_mask_is_never_wrong(steps: list[str], diagonal: int) -> None:
+    """The same with matrices that are known by their diagonals; 8 elements count as large here."""
+    pairs = []
+    with (
+        mock.patch.multiple("memsize.constants.values", MAX_FLOAT_ELEMENTS=8, MAX_INTEGER_ELEMENTS=8),
+        MetaDispatchMode(),
+    ):
+        for device in (META, CPU):
+            pairs.append(_masks(steps, torch.full((7, 5), -math.inf, device=device), diagonal))
+        for blank, real in zip(*pairs, strict=True):
+            found, diagonals = constant_of(blank), diagonals_of(blank)
+            if found is None and diagonals is not None:
+                found = filled(diagonals, blank.shape)
+            if found is not None and first_assumption([state_of(blank)]) is None:
+                assert found.dtype is real.dtype
+                assert torch.allclose(found, real, equal_nan=True)
+
+
+def _masks(steps: list[str], tensor: Tensor, diagonal: int) -> list[Tensor]:
+    seen = [tensor.triu(diagonal)]
+    for step in steps:
+        last, matrix = seen[-1], seen[-1].shape[-2:]
+        if step in ("triu", "tril"):
+            seen.append(getattr(last, step)(diagonal))
+        elif step == "transpose":
+            seen.append(last.transpose(-1, -2))
+        elif step == "permute":
+            seen.append(last.unsqueeze(0).permute(*range(1, last.dim() - 1), 0, last.dim(), last.dim() - 1))
+        elif step == "rows":
+            seen.append(last[..., 1:, :])
+        elif step == "columns":
+            seen.append(last[..., : max(2, matrix[1] - 1)])
+        elif step == "other-rows":
+            seen.append(last[..., ::2, :])
+        elif step == "expand":
+            seen.append(last.expand(3, *last.shape) if last.dim() < 4 else last)
+        elif step == "select":
+            seen.append(last[0] if last.dim() > 2 else last)
+        elif step == "unsqueeze":
+            seen.append(last.unsqueeze(0) if last.dim() < 4 else last)
+        elif step == "repeat":
+            seen.append(last.repeat(2, *[1] * (last.dim() - 1)))
+        elif step == "clone":
+            seen.append(last.clone())
+        elif step == "bool":
+            seen.append(last.bool())
+        elif step == "compare":
+            seen.append(last == seen[0] if matrix == seen[0].shape else last == 0)
+        elif step == "log":
+            seen.append(last.float().log())
+        elif step == "double":
+            seen.append(last.double())
+        elif step == "where":
+            seen.append(torch.where(last.bool(), 0.0, -math.inf))
+        elif step == "fill":
+            seen.append(last.float().masked_fill(last == 0, 3))
+        elif step == "add":
+            seen.append(last + last.transpose(-1, -2) if matrix[0] == matrix[1] else last + 1)
+        elif step == "write-mask":
+            seen.append(torch.zeros(last.shape, device=last.device).masked_fill_(last.bool(), 2))
+        elif step == "write-view" and _is_written(last):
+            last[..., 1:].logical_not_()
+        elif step == "write-triu" and _is_written(last):
+            last.triu_(1)
+        elif step == "copy" and _is_written(last):
+            last.copy_(torch.ones(last.shape, device=last.device).tril())
+        elif step == "write-base" and _is_written(last):
+            seen[0].fill_(4)
+        elif step == "one-row" and _is_written(last):
+            last[..., 0, :] = 1
+    return seen
+
+
+def _is_written(tensor: Tensor) -> bool:
+    return 0 not in tensor.stride()
+
+
+def sliding_window(size: int, device: torch.device) -> Tensor:
+    ones = torch.ones(size, size, dtype=torch.bool, device=device)
+    return ~(ones.tril() & ones.triu(-16))
+
+
+def as_in_the_old_tutorial(size: int, device: torch.device) -> Tensor:
+    mask = (torch.triu(torch.ones(size, size, device=device)) == 1).transpose(0, 1)
+    return mask.float().masked_fill(mask == 0, -math.inf).masked_fill(mask == 1, 0.0)
+
+
+LARGE_MASKS: dict[str, Callable[[int, torch.device], Tensor]] = {
+    "PyTorch's own": lambda size, device: nn.Transformer.generate_square_subsequent_mask(size, device),
+    "the logarithm of a triangle": lambda size, device: torch.tril(torch.ones(size, size, device=device)).log(),
+    "a boolean triangle": lambda size, device: torch.triu(torch.ones(size, size, device=device), diagonal=1).bool(),
+    "a triangle of booleans": lambda size, device: torch.ones(size, size, dtype=torch.bool, device=device).triu(1),
+    "the old tutorial's": as_in_the_old_tutorial,
+    "where": lambda size, device: torch.where(torch.ones(size, size, device=device).tril() > 0, 0.0, -math.inf),
+    "a sliding window": sliding_window,
+}
+
+
+@pytest.mark.parametrize("size", [33, 512, 4096])
+@pytest.mark.parametrize("name", LARGE_MASKS)
+def test_an_encoder_finds_out_whether_its_mask_is_causal(name: str, size: int) -> None:
+    """It compares the mask with a causal one. Of 4,096 positions, no more than 8,191 numbers are stored."""
+    layer = nn.TransformerEncoderLayer(4, 2, 4, batch_first=True, device=META)
+    encoder = nn.TransformerEncoder(layer, 1)
+    with cuda_semantics(), MetaDispatchMode(), mock.patch.object(F, "scaled_dot_product_attention") as attend:
+        attend.side_effect = lambda query, *_, **__: query
+        mask = LARGE_MASKS[name](size, META)
+        encoder(torch.empty(2, size, 4, device=META), mask=mask)
+        diagonals = diagonals_of(mask)
+    assert diagonals is None or diagonals.numel() == 2 * size - 1
+    assert (diagonals is not None) == (size == 4096 or mask.is_floating_point())
+    [call] = attend.call_args_list
+    assert call.args[5] is (name != "a sliding window")
 
 
 def test_writing_something_unknown_makes_every_view_unknown() -> None:

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import memsize
+from memsize.constants.toeplitz import diagonals_of, filled
 from memsize.constants.values import constant_of
 from memsize.model.meta_copy import meta_copy
 from memsize.model.stored import stored_tensors
+from memsize.tracing.dispatch import MetaDispatchMode
 
 
 class Box:
@@ -238,6 +240,39 @@ def test_numbers_that_models_look_at_stay_known() -> None:
     constant_of(twin.steps)[3] = 9
     assert constant_of(twin.later)[1] == 9
     assert model.steps.tolist() == list(range(6))
+
+
+def test_a_mask_of_any_size_stays_known() -> None:
+    """By its diagonals: a causal mask and its copies, but no other matrix, and not after a write."""
+    causal = nn.Transformer.generate_square_subsequent_mask(64)
+    model = Held(mask=causal, again=[causal], noise=torch.randn(64, 64), wide=torch.zeros(40, 64))
+    twin: Any = meta_copy(model)
+    other: Any = meta_copy(twin)
+    for mask in (twin.mask, twin.again[0], other.mask):
+        diagonals = diagonals_of(mask)
+        assert diagonals is not None and torch.equal(filled(diagonals, mask.shape), causal)
+    assert twin.mask is twin.again[0]
+    assert diagonals_of(twin.noise) is diagonals_of(twin.wide) is None
+    with MetaDispatchMode():
+        twin.mask[0] = 1
+    assert diagonals_of(twin.mask) is None and diagonals_of(other.mask) is not None
+
+
+@pytest.mark.parametrize("scenario", ["fp32", "fp16", "amp-bf16"])
+def test_an_encoder_can_look_at_its_large_mask(scenario: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
+            self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(64))
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.encoder(x, mask=self.mask if mask is None else mask)
+
+    x = torch.zeros(2, 64, 8)
+    for given in ({}, {"mask": nn.Transformer.generate_square_subsequent_mask(64)}):
+        traced = memsize.trace(Net(), args=(x,), kwargs=given, scenario=scenario, optimizer=None)
+        assert not traced.assumptions
 
 
 class Marked(nn.Parameter):

@@ -247,7 +247,7 @@ REAL: dict[str, list[tuple[Any, ...]]] = {
     "flip": [(ROWS, [1]), (LAST, [0, -1])],
     "roll": [(ROWS, [1], [1]), (ROWS, [2])],
     "tril": [(ROWS,), (LAST, 1)],
-    "triu": [(ROWS,), (LAST, -1)],
+    "triu": [(ROWS,), (LAST, -1), (ROWS.transpose(1, 2), 1)],
     "glu": [(ROWS,), (IMAGE, 1)],
     "glu_backward": [(meta(3, 5, 4), ROWS, -1), (meta(2, 2, 8, 6), IMAGE, 1)],
     "_prelu_kernel": [(IMAGE, meta(1, 4, 1, 1))],

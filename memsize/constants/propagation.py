@@ -26,10 +26,12 @@ from memsize.constants.assumptions import (
     spread_evenly,
 )
 from memsize.constants.op_traits import OpTraits
+from memsize.constants.toeplitz import diagonals_of, follow, write
 from memsize.constants.values import (
     MAX_ASSUMED_ELEMENTS,
     ConstantState,
     constant_of,
+    entry_of,
     has_single_value,
     is_small,
     set_constant,
@@ -57,15 +59,16 @@ def propagate(op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if isinstance(lead, list) and lead:
         lead = lead[0]
     if isinstance(lead, torch.Tensor) and constant_of(lead) is None:  # as nearly always
-        _propagate_data(op, args, kwargs, result)
+        if diagonals_of(lead) is None or not follow(op, func, args, kwargs, result, _state_for(op, func, args, kwargs)):
+            _propagate_data(op, args, kwargs, result)
     else:
         _propagate_constants(op, func, args, kwargs, result)
 
 
 def carry_over(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """`result`, an alias of `source` with the same values (``detach``), with what is known of `source`."""
-    state = state_of(source)
-    return result if state is None else set_constant(result, constant_of(source), state)
+    entry = entry_of(source)
+    return result if entry is None else set_constant(result, *entry)
 
 
 def assumption_of(args: Any, kwargs: Any) -> str | None:
@@ -95,10 +98,11 @@ def _propagate_constants(op: OpTraits, func: Any, args: Any, kwargs: Any, result
     if not isinstance(first, torch.Tensor) or not first.is_meta:
         return
     real = _real_arguments(args, kwargs)
-    if real is None:
-        _propagate_data(op, args, kwargs, result)
-        return
     state = _state_for(op, func, args, kwargs)
+    if real is None:
+        if not (op.pointwise and follow(op, func, args, kwargs, result, state)):
+            _propagate_data(op, args, kwargs, result)
+        return
     computed = _computed(op, func, real, first, state)
     values = () if computed is None else tensors_in(computed)
     if op.aliases and state.uniform and is_small(first):
@@ -107,7 +111,7 @@ def _propagate_constants(op: OpTraits, func: Any, args: Any, kwargs: Any, result
     for tensor, value in zip(tensors_in(result), values, strict=False):
         if tensor.is_meta and tensor.shape == value.shape:
             set_constant(tensor, value, state)
-    if computed is not None:
+    if computed is not None or follow(op, func, args, kwargs, result, ConstantState(state.assumption)):
         return
     if op.aliases and first.dtype is torch.bool and first.numel() > args[0].numel():
         _expand_share(args[0], first, state)
@@ -172,7 +176,7 @@ def _computed(op: OpTraits, func: Any, real: Any, first: torch.Tensor, state: Co
     with suppress(Exception):  # the CPU's kernel may refuse these values: they are unknown then
         if wanted and all(value.numel() <= MAX_ASSUMED_ELEMENTS for value in values):
             return func(*real[0], **real[1])
-        if all(map(has_single_value, values)):
+        if op.fill is not None or all(map(has_single_value, values)):
             state.uniform = True
             return _computed_once(op, func, real, first)
     return None
@@ -305,6 +309,8 @@ def _propagate_write(op: OpTraits, func: Any, args: Any, kwargs: Any) -> None:
                 state.assumption = state.assumption or assumption
                 state.written()
             return
+    if len(states) == len(targets) == 1 and write(op, func, args, kwargs, states[0]):
+        return
     for state in states:
         state.invalidate()
 

@@ -70,8 +70,9 @@ class ConstantState:
                 other.valid = other.valid and other is self
 
 
-def set_constant(tensor: torch.Tensor, value: torch.Tensor | None, state: ConstantState | None = None) -> torch.Tensor:
-    """Keep `value` (a real tensor of the same shape) beside the meta `tensor`, which is returned.
+def set_constant(tensor: torch.Tensor, value: Any, state: ConstantState | None = None) -> torch.Tensor:
+    """Keep `value` beside the meta `tensor`, which is returned: a real tensor of the same shape, or its diagonals
+    (`toeplitz`).
 
     None says that `tensor` shares the memory of `state` and that its own values are not known.
     """
@@ -86,13 +87,18 @@ def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
     entry = tensor.__dict__.get(_ATTRIBUTE)
     if entry is None or not entry[1].valid:
         return None
-    value: torch.Tensor | None = entry[0]
-    if value is None or value.shape != tensor.shape:
-        return None  # its data was replaced or resized
+    value = entry[0]
+    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
+        return None  # known in another form, or its data was replaced or resized
     if value.dtype is not tensor.dtype:  # the model was cast
         value = value.to(tensor.dtype)
         tensor.__dict__[_ATTRIBUTE] = (value, entry[1])
     return value
+
+
+def entry_of(tensor: torch.Tensor) -> tuple[Any, ConstantState] | None:
+    """What is kept beside a meta `tensor`: its values, in whatever form, and the state of its memory."""
+    return tensor.__dict__.get(_ATTRIBUTE)
 
 
 def state_of(tensor: torch.Tensor) -> ConstantState | None:

@@ -33,6 +33,7 @@ Copies = Iterator[tuple[torch.Tensor, Format]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 TEMPORARIES: dict[Any, Callable[..., Iterator[Temporary]]] = {}
 COPIES: dict[Any, Callable[[Any, Any], Copies]] = {}
+RESULT_FIRST: set[Any] = set()
 SAME_DTYPE: dict[Any, slice] = {}
 
 
@@ -48,6 +49,11 @@ def copies_of(*ops: Any) -> Callable[[_Function], _Function]:
     arguments.
     """
     return _registered(COPIES, ops)
+
+
+def result_first(*ops: Any) -> None:
+    """The kernels of `ops` have their result before they copy anything (in PyTorch's terms, they are structured)."""
+    RESULT_FIRST.update(ops)
 
 
 def same_dtype(operands: slice, *ops: Any) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsize.cuda.registry import copies_of, copy_unless_contiguous
+from memsize.cuda.registry import copies_of, copy_unless_contiguous, result_first
 from memsize.cuda.semantics import current
 from memsize.internals.dispatch_key import Kernel, key_excluded, overload
 
 _aten = torch.ops.aten
 
 copies_of(_aten._softmax.default, _aten._log_softmax.default)(copy_unless_contiguous)
+result_first(_aten._softmax.default, _aten._log_softmax.default)
 
 
 def kernels() -> Mapping[str, Kernel]:

@@ -73,6 +73,12 @@ def _arange(*bounds: Any, dtype: Any = None, device: Any = None, **_: Any) -> An
     return NotImplemented if length is None else empty((length,), dtype or torch.int64)
 
 
+@shape_rule("aten::triu", "aten::tril")
+def _triangle(tensor: Any, _diagonal: int = 0) -> Any:
+    """Row-major (TriangularOps.cpp)."""
+    return empty(tensor.shape, tensor.dtype) if are_plain(tensor) and tensor.dim() > 1 else NotImplemented
+
+
 @shape_rule("aten::roll")
 def _roll(tensor: Any, *_: Any) -> Any:
     """Like the input (cuda/TensorTransformations.cu, `roll_cuda`: `at::empty_like`)."""

@@ -66,6 +66,13 @@ def _mean_of_all(tensor: Any, *, dtype: torch.dtype | None = None) -> Any:
     return _mean(tensor, None, dtype=dtype)
 
 
+@shape_rule("aten::all", "aten::any")
+def _truth_of_all(tensor: Any) -> Any:
+    """Boolean, for uint8 as it always was (ReduceOps.cpp, `get_result_or_bytebool_dtype`)."""
+    dtype = torch.uint8 if are_plain(tensor) and tensor.dtype is torch.uint8 else torch.bool
+    return empty((), dtype) if are_plain(tensor) else NotImplemented
+
+
 @shape_rule("aten::linalg_vector_norm")
 def _vector_norm(
     tensor: Any, _order: Any = 2, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from memsize.constants.toeplitz import cast
 from memsize.constants.values import UNREADABLE, constant_of, set_constant
 from memsize.errors import InputError
 from memsize.internals.pytree import map_tensors, objects_in, tensors_in
@@ -163,13 +164,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     Those of less than two bytes per element are quantized, and stay as they are.
     """
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        if not _is_cast(tensor) or tensor.dtype is dtype:
-            return tensor
-        real = constant_of(tensor) if tensor.is_meta else None
-        return tensor.to(dtype) if real is None else set_constant(tensor.to(dtype), real.to(dtype))
-
-    return map_tensors(cast, value)
+    return map_tensors(lambda tensor: cast(tensor, dtype) if _is_cast(tensor) else tensor, value)
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:

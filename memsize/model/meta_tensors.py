@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
+from memsize.constants.toeplitz import diagonals_in, diagonals_of, set_diagonals
 from memsize.constants.values import ConstantState, constant_of, is_small, set_constant, state_of
 
 _SPARSE = {
@@ -58,6 +59,7 @@ class MetaTensors:
         self._plain = plain
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._values: dict[int, tuple[torch.UntypedStorage, ConstantState]] = {}
+        self._states: dict[int, ConstantState] = {}
         self._alive: list[Any] = []
         """Objects that these tables know by address, kept alive."""
 
@@ -80,7 +82,7 @@ class MetaTensors:
     def _learn(self, original: torch.Tensor, copied: torch.Tensor) -> None:
         """Note how `copied` was made, where that is simple enough to be repeated without looking at `original`."""
         ordinary = type(original) in _PLAIN_TYPES and not original.is_nested and not original.is_quantized
-        if not ordinary or vars(original) or not _fills_storage(original):
+        if not ordinary or diagonals_of(copied) is not None or vars(original) or not _fills_storage(original):
             return
         value, is_parameter = constant_of(copied), isinstance(copied, nn.Parameter)
         if value is None or _fills_storage(value):
@@ -112,15 +114,11 @@ class MetaTensors:
             return self._opaque(original)
         copied = self._strided(original)
         if original.is_meta:
-            state = state_of(original)
-            value = constant_of(original)
-            if state is None or value is None:
-                return copied
-            return set_constant(copied, value.clone(), ConstantState(state.assumption))
-        if not looked_at or not is_small(original):
-            return copied
+            return _known_as(original, copied)
         has_values = original.untyped_storage().device.type != "meta"  # a FakeTensor only seems to have some
-        return self._remembered(copied, original) if has_values else copied
+        if not looked_at or not has_values:
+            return copied
+        return self._remembered(copied, original) if is_small(original) else self._as_mask(copied, original)
 
     def _new(self, original: torch.Tensor, looked_at: bool) -> torch.Tensor:
         if is_lazy(original):
@@ -186,6 +184,15 @@ class MetaTensors:
         empty = torch.empty(0, dtype=original.dtype, device="meta")
         return empty.set_(base, original.storage_offset(), original.shape, original.stride())
 
+    def _as_mask(self, copied: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+        """A large square matrix, where its diagonals tell all of it: an attention mask among the buffers or inputs."""
+        is_square = original.dim() > 1 and original.shape[-1] == original.shape[-2] and _fills_storage(original)
+        diagonals = diagonals_in(original.detach()) if is_square and original.dtype in _MASKS else None
+        if diagonals is None:
+            return copied
+        state = self._states.setdefault(original.untyped_storage()._cdata, ConstantState())
+        return set_diagonals(copied, diagonals.cpu(), state)
+
     def _remembered(self, copied: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
         """Keep known values: views of one small block keep sharing them; each view of a large one has its own."""
         storage = original.untyped_storage()
@@ -197,6 +204,18 @@ class MetaTensors:
         empty = torch.empty(0, dtype=original.dtype, device="cpu")
         value = empty.set_(block, original.storage_offset(), original.shape, original.stride())
         return set_constant(copied, value, state)
+
+
+_MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _known_as(original: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    """`copied` with a copy of the values that are known of a meta `original`."""
+    state, value, diagonals = state_of(original), constant_of(original), diagonals_of(original)
+    own = ConstantState(None if state is None else state.assumption)
+    if value is not None and state is not None:
+        return set_constant(copied, value.clone(), own)
+    return copied if diagonals is None else set_diagonals(copied, diagonals, own)
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memsize.constants.toeplitz import cast
 from memsize.cuda.autocast import autocast_region
 from memsize.errors import ScenarioError, first_line
 from memsize.model.inputs import cast_floating
@@ -104,7 +105,7 @@ def _cast_floating(model: nn.Module, dtype: torch.dtype) -> None:
     """What `Module.half` and its like do. `Module.to` would also make complex tensors real."""
     if _has_only(model, dtype):
         return
-    model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    model._apply(lambda tensor: cast(tensor, dtype) if tensor.is_floating_point() else tensor)
 
 
 def _has_only(model: nn.Module, dtype: torch.dtype) -> bool:
@@ -127,15 +128,15 @@ def _is_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _cast_all_but_norms(model: nn.Module, dtype: torch.dtype) -> None:
     """apex's `convert_network`: batch norms with parameters of their own stay float32."""
-    cast: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
     _cast_floating(model, torch.float32)
     for module in model.modules():
         if not (isinstance(module, _BatchNorm) and module.affine):
             for parameter in module._parameters.values():
-                if parameter is not None:
-                    parameter.data = cast(parameter.data)
+                if parameter is not None and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else cast(buffer)
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = cast(buffer, dtype)
 
 
 def _cast_inputs_and_outputs(model: nn.Module, dtype: torch.dtype) -> None:

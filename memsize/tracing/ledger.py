@@ -17,8 +17,8 @@ import torch
 from memsize.constants.propagation import carry_over
 from memsize.cuda.convolution import BACKWARD, FORWARD, Convolutions
 from memsize.cuda.kernels import kernel_copies, kernel_temporaries
-from memsize.cuda.matmul import CUBLAS, CUBLASLT
-from memsize.cuda.registry import Temporary
+from memsize.cuda.matmul import CUBLAS, takes_cublaslt
+from memsize.cuda.registry import RESULT_FIRST, Temporary
 from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
@@ -94,14 +94,17 @@ class Ledger(MetaDispatchMode):
             self._keep_workspace(self._handles, self.workspaces.blas, op)
         self._mark_read(args)
         result = self.run_op(func, args, kwargs or {})
-        copies = self._begin_copies(kernel_copies(func, args, kwargs), op)
+        copied, late = kernel_copies(func, args, kwargs), func in RESULT_FIRST
+        copies = [] if late else self._begin_copies(copied, op)
         if func is FORWARD or func is BACKWARD:
             self._note_convolution(func, args, result, op)
         elif isinstance(result, torch.Tensor):
             self._note(result, op)
         elif isinstance(result, (tuple, list)):
             self._note_each(result, op)
-        if self.workspaces.lt and func is CUBLASLT:
+        if late:
+            copies = self._begin_copies(copied, op)
+        if self.workspaces.lt and takes_cublaslt(func, args, kwargs):
             self._take_lt_workspace(op)
         self._note_temporaries(kernel_temporaries(func, args), op)
         for index, size in copies:
@@ -141,7 +144,7 @@ class Ledger(MetaDispatchMode):
 
     def _begin_copies(self, copied: Iterable[tuple[torch.Tensor, Any]], op: str) -> list[tuple[int, int]]:
         """The copies that a kernel makes of arguments and holds until its end: the index and the bytes of each."""
-        sizes = [(tensor, tensor.numel() * tensor.element_size()) for tensor, _ in copied]
+        sizes = [(tensor, tensor.numel() * tensor.element_size()) for tensor, _ in copied if tensor.numel()]
         return [(self._open("temporary", size, op, tensor.dtype, _shape(tensor)), size) for tensor, size in sizes]
 
     def _note_convolution(self, func: Any, args: Any, result: Any, op: str) -> None:
