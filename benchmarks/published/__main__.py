@@ -10,10 +10,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from benchmarks.published.environments import ENVIRONMENTS, UnbuiltError, ready
 from benchmarks.published.rows import Row, read, rows, write
-from benchmarks.published.table import update
+from benchmarks.published.shared import Gap
+from benchmarks.published.table import keep, update
 from memsize.records.gpu import Interval
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +24,11 @@ ROOT = Path(__file__).parents[2]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 1 where a row could not be predicted."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
-    parser.add_argument("--only", action="append", metavar="PATTERN", help="rows or sources by name, as in 'opt-350m/*'")
+    parser.add_argument(
+        "--only", action="append", metavar="PATTERN", help="rows or sources by name, as in 'opt-350m/*'"
+    )
     parser.add_argument("--list", action="store_true", help="list the rows and end")
+    parser.add_argument("--shared", action="store_true", help="predict the data sets that are not part of the project")
     parser.add_argument("--tables", action="store_true", help="only write the tables, from the stored predictions")
     asked = parser.parse_args(arguments)
     chosen = rows(asked.only or ["*"])
@@ -31,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(row.name for row in chosen) or "no row has such a name")
         return 0 if chosen else 2
     failed = 0
-    if not asked.tables:
+    if asked.shared:
+        keep(_shared_gaps())
+    elif not asked.tables:
         failed = _predict(chosen)
     for path in update(ROOT):
         print(f"Wrote {path.relative_to(ROOT)}")
@@ -45,7 +52,7 @@ def _predict(chosen: Sequence[Row]) -> int:
     for name, group in groupby(by_environment, key=lambda row: row.source.environment):
         wanted = {row.name: row for row in group}
         try:
-            for answer in _answers(name, list(wanted)):
+            for answer in _printed(name, "benchmarks.published.worker", list(wanted)):
                 row = wanted[answer["row"]]
                 if "error" in answer:
                     failed += 1
@@ -61,17 +68,22 @@ def _predict(chosen: Sequence[Row]) -> int:
     return failed
 
 
-def _answers(environment: str | None, names: list[str]) -> Iterator[dict[str, object] | dict[str, str]]:
-    """What a process with the environment's releases says of each row."""
+def _shared_gaps() -> list[Gap]:
+    """The errors of the shared data sets' rows."""
+    return [Gap(**each) for each in _printed("transformers-4.50.3", "benchmarks.published.shared", [])]
+
+
+def _printed(environment: str | None, module: str, arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The lines of JSON that a module prints, run with the releases of an environment."""
     folders = [str(ready(ENVIRONMENTS[environment]))] if environment else []
     paths = os.pathsep.join([*folders, str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "benchmarks.published.worker", *names]
+    command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith('{"row"'):
+            if line.startswith("{"):
                 yield json.loads(line)
 
 

@@ -60,7 +60,7 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
     for each in (
         _transformers("4.43.4"),
         _transformers("4.46.3"),
-        _transformers("4.47.1"),
+        _transformers("4.50.3"),
         _litgpt("0cc02afa1dca7434418cf612690da13d38d294fd"),
         _litgpt("e894d307aa4de0a0285adc2c7b8394c0d53f3e0b"),
     )

@@ -19,9 +19,6 @@ from benchmarks.published.rows import Row
 from memsize.analysis.step import StepTrace
 from memsize.loading.weightless import Weightless
 
-NEW_TOKENS: Final = 100
-"""The default of the script."""
-
 _OPT: Final = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
@@ -48,15 +45,13 @@ _GPT2_LARGE: Final = {"n_embd": 1280, "n_layer": 36, "n_head": 20}
 
 MODELS: Final[Mapping[str, tuple[str, str, Mapping[str, Any]]]] = {
     "opt-350m/train": ("OPTForCausalLM", "OPTConfig", _OPT),
-    "opt-350m/generate": ("OPTForCausalLM", "OPTConfig", _OPT),
     "bert-base/train": ("BertLMHeadModel", "BertConfig", {}),
-    "bert-base/forward": ("BertModel", "BertConfig", {}),
     "gpt2-large/train": ("GPT2LMHeadModel", "GPT2Config", _GPT2_LARGE),
     "pythia-410m/train": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _PYTHIA),
     "biogpt/train": ("BioGptForCausalLM", "BioGptConfig", {}),
     "biogpt/forward": ("BioGptModel", "BioGptConfig", {}),
     "distilbert/train": ("DistilBertForMaskedLM", "DistilBertConfig", {}),
-    "albert-base/train": ("AlbertForMaskedLM", "AlbertConfig", _ALBERT),
+    "albert-base/train": ("AlbertForSequenceClassification", "AlbertConfig", _ALBERT),
     "albert-base/train-mlm": ("AlbertForMaskedLM", "AlbertConfig", _ALBERT),
     "albert-base/forward": ("AlbertForSequenceClassification", "AlbertConfig", _ALBERT),
 }
@@ -67,13 +62,11 @@ WITHOUT_MASK: Final = frozenset({"distilbert/train"})
 
 
 def predict(row: Row) -> StepTrace:
-    """The run of a row: steps without an optimizer, forwards, or generation."""
-    task = row.source.name.rpartition("/")[2].partition("-")[0]
+    """The run of a row: steps without an optimizer, or forwards."""
     model = _built(row)
-    if task == "train":
+    if row.source.kind == "transformers, training":
         return traced(row, model, _training, _texts(row))
-    model = model.eval().to(torch.float16)
-    return traced(row, model, _generation if task == "generate" else _inference, _masked(row), 1 if task == "generate" else 2)
+    return traced(row, model.eval().to(torch.float16), _inference, _masked(row))
 
 
 def _built(row: Row) -> nn.Module:
@@ -121,24 +114,5 @@ def _inference(model: nn.Module) -> Callable[..., None]:
     def body(**inputs: torch.Tensor) -> None:
         with torch.no_grad():
             held["output"] = model(**inputs)
-
-    return body
-
-
-def _generation(model: Any) -> Callable[..., None]:
-    model.generation_config.eos_token_id = None
-    config = transformers.GenerationConfig(
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        use_cache=True,
-        pad_token_id=1,
-        eos_token_id=None,
-        num_beams=1,
-        do_sample=False,
-    )
-
-    def body(**inputs: torch.Tensor) -> None:
-        with torch.no_grad():
-            model.generate(**inputs, generation_config=config)
 
     return body

@@ -7,7 +7,8 @@ model returns to float32 (`lightning.fabric.plugins.precision.half.HalfPrecision
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -49,8 +50,10 @@ def predict(row: Row) -> StepTrace:
     kind, name = row.source.name.rpartition("/")[2], row.values["model"]
     model = _built(kind, name)
     if kind == "generate":
-        model.max_seq_length = PROMPT.get(name, 5) + NEW_TOKENS
-        return traced(row, model.eval(), _generation, {"prompt": torch.ones(PROMPT.get(name, 5), dtype=torch.int64)}, 1)
+        prompt = torch.ones(PROMPT.get(name, 5), dtype=torch.int64)
+        with _bfloat16():
+            model.max_seq_length = len(prompt) + NEW_TOKENS
+        return traced(row, model.eval(), _generation, {"prompt": prompt}, 1)
     model.max_seq_length = LONGEST[name]
     tokens = torch.zeros(int(row.values["batch"]), LONGEST[name], dtype=torch.int64)
     return traced(row, model, _training, {"input_ids": tokens, "targets": tokens}, 1)
@@ -59,15 +62,21 @@ def predict(row: Row) -> StepTrace:
 def _built(kind: str, name: str) -> Any:
     place, added, marks = _KINDS[kind]
     module = importlib.import_module(f"lit_gpt.{place}")
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with Weightless():
-            model = module.GPT(module.Config.from_name(name, **added))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with _bfloat16(), Weightless():
+        model = module.GPT(module.Config.from_name(name, **added))
     if marks is not None:
         getattr(module, marks)(model)
     return model
+
+
+@contextmanager
+def _bfloat16() -> Iterator[None]:
+    """As Fabric's `init_module` and `init_tensor` have it under ``bf16-true``."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def _training(model: nn.Module) -> Callable[..., None]:
@@ -91,7 +100,8 @@ def _generation(model: Any) -> Callable[..., None]:
 
     def body(prompt: torch.Tensor) -> None:
         with torch.no_grad():
-            model.set_kv_cache(batch_size=1, dtype=torch.bfloat16)
+            with _bfloat16():
+                model.set_kv_cache(batch_size=1, device=prompt.device)
             tokens = torch.zeros(len(prompt) + NEW_TOKENS, dtype=torch.int64, device=prompt.device)
             position = torch.arange(len(prompt), device=prompt.device)
             for _ in range(NEW_TOKENS):

@@ -32,7 +32,10 @@ def predict(row: Row) -> StepTrace:
 
         with Weightless():
             model = torchvision.models.resnet50(weights=None)
-        inputs = {"inputs": torch.empty(batch, 3, size, size, device="meta"), "targets": torch.zeros(batch, dtype=torch.int64)}
+        inputs = {
+            "inputs": torch.empty(batch, 3, size, size, device="meta"),
+            "targets": torch.zeros(batch, dtype=torch.int64),
+        }
         return traced(row, model, partial(_loop, loss=_classified, rate=1e-4), inputs, 2)
     import transformers
 

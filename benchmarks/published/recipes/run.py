@@ -17,5 +17,5 @@ Loop = Callable[[nn.Module], Callable[..., None]]
 
 def traced(row: Row, model: nn.Module, loop: Loop, inputs: dict[str, Any], steps: int = 2) -> StepTrace:
     """The run of `loop` on the row's GPU and stack."""
-    options: dict[str, Any] = {"step": loop, "steps": steps, "gpu": row.source.gpu}
+    options: dict[str, Any] = {"step": loop, "steps": steps, "gpu": row.source.gpu, "stack": row.source.stack}
     return memsize.trace(model, kwargs=inputs, **options)
