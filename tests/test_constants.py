@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import memsize
 from memsize.constants.assumptions import (
     ALL_FINITE,
     ALL_SELECTED,
@@ -26,6 +27,7 @@ from memsize.constants.assumptions import (
     CHECKS_PASS,
     COMPARED_EQUAL,
     COPIED_VALUES,
+    CPU_AUTOCAST,
     FIXED_DRAW,
     ITEM_IS_ONE,
     MASKS_COVER_IMAGE,
@@ -525,6 +527,73 @@ def test_numbers_copies_and_comparisons() -> None:
         with pytest.raises(DataDependentError, match="int64 tensor"):
             int(unknown(1, dtype=torch.long))
     assert set(mode.evaluator.assumptions) == {ITEM_IS_ONE, COPIED_VALUES, COMPARED_EQUAL}
+
+
+def test_a_printed_number_needs_no_value() -> None:
+    """On a GPU ``f"{loss:.4f}"`` prints the number of a single value; without a format, here it prints the tensor."""
+    mode = MetaDispatchMode()
+    with mode:
+        loss, count = unknown(3).sum(), unknown(3).sum().long()
+        assert f"{loss:.4f} {count:>3d} {torch.tensor(2.5, device=META):.2f}" == "1.0000   0 2.50"
+        assert f"{loss}".startswith("tensor(")
+        with pytest.raises(TypeError):
+            f"{unknown(3):.4f}"
+    assert list(mode.evaluator.assumptions) == [COPIED_VALUES]
+
+
+@pytest.mark.parametrize("asks", ["item", "compare"])
+def test_a_loop_that_waits_for_the_data_names_its_line(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.constants.evaluation._MOST_READS", 50)
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rounds = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            while x.abs().max().item() > 1e-3 if asks == "item" else torch.equal(x, x * 0.5):
+                x, self.rounds = x * 0.5, self.rounds + 1
+            return x
+
+    line = Loop.forward.__code__.co_firstlineno + 1
+    with pytest.raises(memsize.ForwardError, match="has read a number 50 times") as raised:
+        memsize.trace(Loop(), (4,), optimizer=None)
+    assert f"at test_constants.py:{line}" in str(raised.value)
+    assert "--execute" in str(raised.value)
+
+
+def test_loops_with_limits_of_their_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line counts by itself, and what is known is no assumption."""
+    monkeypatch.setattr("memsize.constants.evaluation._MOST_READS", 50)
+    with MetaDispatchMode():
+        total = 0.0
+        for _ in range(50):
+            total += unknown(3).sum().item()
+        for _ in range(50):
+            total += unknown(3).sum().item()
+        count = torch.zeros((), dtype=torch.int64, device=META)
+        while count.item() < 200:
+            count += 1
+        assert total == 100
+
+
+def test_autocast_for_the_cpu_is_said_to_do_nothing() -> None:
+    class Net(nn.Module):
+        def __init__(self, device: str, enabled: bool = True) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.region = {"device_type": device, "dtype": torch.bfloat16, "enabled": enabled}
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(**self.region):
+                y: Tensor = self.layer(x)
+                return y
+
+    on_cpu = memsize.trace(Net("cpu"), (4,), optimizer=None).trace
+    assert CPU_AUTOCAST in on_cpu.notes
+    assert on_cpu.layers[0].outputs[0].spec.dtype == "float32"
+    for other in (Net("cuda"), Net("cpu", enabled=False)):
+        assert CPU_AUTOCAST not in memsize.trace(other, (4,), optimizer=None).trace.notes
 
 
 def test_one_random_number_falls_in_the_middle() -> None:

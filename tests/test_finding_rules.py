@@ -15,7 +15,7 @@ from memsize.analysis.findings.report import RULES
 from memsize.records.finding import Finding
 from memsize.records.gpu import GpuEstimate, Interval, Shortage
 from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run
-from memsize.records.trace import InputTensor, Layer, Reading, StoredPart, StoredTensor, TensorSpec, Trace
+from memsize.records.trace import InputTensor, Layer, Reading, Storage, StoredPart, StoredTensor, TensorSpec, Trace
 from tests.records import layer, spec, stored
 
 Rule = Callable[[Evidence], Iterator[Finding]]
@@ -254,6 +254,28 @@ def test_what_a_quantization_leaves() -> None:
         Evidence(run, {"int8": trace(kept)}, left={"int8": left}),
     ):
         assert not list(structure.quantization_leaves_layers(evidence))
+
+
+def test_copies_of_quantized_weights_that_are_kept() -> None:
+    """Of four copies only the first has a quantized layer, its weight's shape, and is kept."""
+    weight = wrapped("a.weight", "float32", ("qdata", "int8", (64, 64), 4096))
+    copies = tuple(
+        Storage(4 * 64 * 64, "activation", of, op, "float32", shape, kept)
+        for of, op, shape, kept in (
+            (1, "_to_copy", (64, 64), 1),
+            (1, "_to_copy", (64, 64), -1),
+            (2, "_to_copy", (64, 64), 2),
+            (1, "_to_copy", (64, 32), 1),
+            (1, "mul", (64, 64), 1),
+        )
+    )
+    layers = (layer("", "Net", leaf=False), layer("a", "Linear"), layer("b", "Linear"))
+    run = replace(trace(weight, stored("b.weight", "float32", 64, 64), layers=layers), storages=copies)
+    finding = one(structure.quantized_weights_unpacked, Evidence(run, {"int8": run}, left={"int8": {}}))
+    assert (finding.bytes, finding.layers, finding.values["dtypes"]) == (16_384, ("a",), ("float32",))
+    assert finding.text("B").startswith("int8 unpacks the weights of a to float32 before it multiplies")
+    for evidence in (Evidence(run), Evidence(run, {"int8": run}), Evidence(run, {"int8": trace(weight)}, {"int8": {}})):
+        assert not list(structure.quantized_weights_unpacked(evidence))
 
 
 @pytest.mark.parametrize(("elements", "told"), [(127, False), (128, True)])

@@ -114,6 +114,8 @@ def test_findings_of_the_toy(toy: Report) -> None:
     codes = [finding.code for finding in toy.why()]
     assert codes[:3] == ["summary-assumes-4-bytes", "amp-keeps-fp32-parameters", "amp-crossover"]
     assert {"activations-dominate", "quantization-leaves-layers"} <= set(codes)
+    unpacked = [finding for finding in toy.why() if finding.code == "quantized-weights-unpacked"]
+    assert unpacked[0].bytes == 4 * 3_364_000 and unpacked[0].layers == ("fc",)
     text = repr(toy.why())
     assert "35.19" in text
     assert "17.59 MiB" in text

@@ -317,6 +317,14 @@ class Doubled(torch.autograd.Function):
         return grad * 2, None
 
 
+@pytest.mark.parametrize(("capability", "native"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_older_gpus_emulate_bfloat16(capability: tuple[int, int], native: bool) -> None:
+    with cuda_semantics(capability=capability):
+        assert torch.cuda.is_bf16_supported()
+        assert torch.cuda.is_bf16_supported(including_emulation=False) is native
+        assert torch.cuda.is_bf16_supported(False) is native
+
+
 def test_custom_forward_casts_its_inputs() -> None:
     Doubled.seen = []
     with cuda_semantics(), autocast_region(BF16):
@@ -385,6 +393,31 @@ def storages_made(
     made = [(each.op, each.bytes) for each in ledger.storages(frozenset())[1:] if each.bytes]
     ledger.close()
     return made
+
+
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.Tanh, nn.Softplus, nn.SiLU, nn.Mish, nn.GELU)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_the_gradient_of_an_activation_is_one_kernel(kind: type[nn.Module]) -> None:
+    """A gradient like the input, and for PReLU another for the weight; nothing else."""
+    layer = kind().to("meta")
+    x = meta(4, 300, grad=True)
+    with cuda_semantics():
+        out = layer(x)
+        gradient = torch.empty_like(out)
+        made = storages_made(lambda given: out.backward(given), gradient)
+    own = [size for op, size in made if op.endswith("_backward")]
+    assert own == [4 * 4 * 300] * (2 if kind is nn.PReLU else 1)
+    assert sum(size for _, size in made) == sum(own) + 4 * (kind is nn.PReLU)
+
+
+def test_the_gradient_of_mishs_gradient_is_pytorchs() -> None:
+    x = meta(4, grad=True)
+    with cuda_semantics():
+        (first,) = torch.autograd.grad(F.mish(x).sum(), x, create_graph=True)
+        first.sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -598,6 +631,33 @@ def test_flash_keeps_its_inputs_its_output_and_the_statistics() -> None:
     one = 2 * 2 * 4 * 16 * 64
     generator = kept - (4 * one + 4 * 2 * 4 * 16)  # q, k, v, output; one float32 for each row
     assert 0 <= generator <= 32  # seed and offset: two small tensors
+
+
+# The layout of (batch 2, heads 4, length 16, head 64), and what attention and the copy of its result by position make:
+# one is 2·4·16·64 elements. In PyTorch 2.1 the result lies by length, in 2.2 like the query.
+@pytest.mark.parametrize(
+    ("order", "release", "ones"),
+    [
+        ((0, 2, 1, 3), (2, 1), 1),  # by length: nothing is copied
+        ((0, 2, 1, 3), (2, 2), 1),
+        ((2, 0, 1, 3), (2, 1), 1 + 3 + 1),  # by position, as nn.MultiheadAttention has it: query, key, value, result
+        ((2, 0, 1, 3), (2, 2), 1),
+        ((2, 0, 1, 3), None, 1),
+    ],
+)
+def test_the_first_flash_attention_packs_its_batch(
+    order: tuple[int, ...], release: tuple[int, int] | None, ones: int
+) -> None:
+    shape = (2, 4, 16, 64)
+    back = tuple(sorted(range(4), key=order.__getitem__))
+    x = meta(*(shape[dim] for dim in order), dtype=FP16).permute(back)
+    ledger = Ledger("meta")
+    with ledger, cuda_semantics(release=release):
+        ledger.enter(x, "input")
+        F.scaled_dot_product_attention(x, x, x).permute(order).contiguous()
+    made = [each.bytes for each in ledger.storages(frozenset())[1:]]
+    ledger.close()
+    assert made.count(2 * 2 * 4 * 16 * 64) == ones
 
 
 def test_the_state_of_efficient_attentions_random_numbers_is_on_the_host() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memsize
@@ -461,6 +462,71 @@ def test_a_loop_of_ones_own() -> None:
     roles = {storage.role for storage in step.trace.storages}
     assert {"cast copy", "gradient", "optimizer state", "activation"} <= roles
     assert step.peak.roles["optimizer state"] // 8 >= sum(p.numel() for p in model.parameters())
+
+
+def _clip_in_two(parameters: list[Tensor], foreach: bool | None) -> None:
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=foreach)
+    torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm, foreach=foreach)
+
+
+CLIPS: dict[str, tuple[Callable[..., Any], set[str], set[str]]] = {
+    "by norm": (
+        lambda parameters, foreach: torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach),
+        {"_foreach_norm", "_foreach_mul_"},
+        {"mul_"},
+    ),
+    "by norm, in two calls": (_clip_in_two, {"_foreach_norm", "_foreach_mul_"}, {"mul_"}),
+    "by value": (
+        lambda parameters, foreach: torch.nn.utils.clip_grad_value_(parameters, 1.0, foreach=foreach),
+        {"_foreach_clamp_min_", "_foreach_clamp_max_"},
+        {"clamp_"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_gradients_are_clipped_with_list_kernels(name: str, foreach: bool | None) -> None:
+    """As on CUDA, unless the user wants it otherwise. The largest of the four tensors has 256·8,192 elements, which are
+    32 chunks of 65,536: the norms of chunks are 4·32 numbers.
+    """
+    clip, lists, singles = CLIPS[name]
+    ops: set[str] = set()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ops.add(func._overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    def loop(model: nn.Module) -> Callable[..., None]:
+        def body(x: Tensor) -> None:
+            model(x).square().sum().backward()
+            with Seen():
+                clip(list(model.parameters()), foreach)
+
+        return body
+
+    model = nn.Sequential(nn.Linear(8192, 256), nn.Linear(256, 8))
+    trace = memsize.trace(model, torch.zeros(2, 8192), step=loop, steps=1).trace
+    assert (lists if foreach is not False else singles) <= ops
+    assert not (singles if foreach is not False else lists) & ops
+    taken = [event.delta for event in trace.events if event.op == "_foreach_norm" and event.delta > 0]
+    if "_foreach_norm" in lists and foreach is not False:
+        assert taken == [4, 4, 4, 4, 4 * 4 * 32]
+
+
+def test_averaged_weights_are_updated_with_list_kernels() -> None:
+    def loop(model: nn.Module) -> Callable[..., None]:
+        averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn())
+
+        def body(x: Tensor) -> None:
+            model(x).square().sum().backward()
+            averaged.update_parameters(model)
+
+        return body
+
+    trace = memsize.trace(nn.Linear(64, 64), torch.zeros(2, 64), step=loop, steps=2).trace
+    assert sum(event.delta > 0 for event in trace.events if "lerp" in event.op) == 0
 
 
 def test_a_failing_backward_names_the_layer() -> None:

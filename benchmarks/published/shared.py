@@ -32,7 +32,8 @@ from memsize.units import MiB
 
 CONTEXT: Final = 1429
 """MiB that the A100's figures hold beside the allocator's segments: the one fitted constant of these tables."""
-STEPS: Final = 4
+SAMPLES: Final = 4096
+"""Of the script that was measured, as are the loop and the summary before it: ``mlp.py`` of itu-rad/GPUMemNet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +84,28 @@ def perceptron(features: int, layers: str) -> nn.Module:
     return nn.Sequential(*parts)
 
 
-def _loop(features: int, batch: int) -> Callable[[nn.Module], Callable[[Tensor], None]]:
-    """The usual script: a batch, an output and a loss live until the next ones replace them."""
+def _passes(batch: int) -> list[int]:
+    """Batch sizes of two passes over the data: full ones, of which three tell all, then what is left over."""
+    full, rest = divmod(SAMPLES, batch)
+    return ([batch] * min(full, 3) + [rest] * (rest > 0)) * 2
+
+
+def _loop(sizes: list[int], features: int) -> Callable[[nn.Module], Callable[[Tensor], None]]:
+    """torchsummary runs the model once with two samples. In training, a batch is freed before the next one is copied
+    to the GPU; an output and a loss live until the next ones replace them.
+    """
 
     def make(model: nn.Module) -> Callable[[Tensor], None]:
+        model(torch.empty(2, 1, features, device="meta"))
         optimizer = torch.optim.Adam(model.parameters())
         criterion = nn.CrossEntropyLoss()
+        pending = iter(sizes)
         held: dict[str, Tensor] = {}
 
         def body(_: Tensor) -> None:
+            batch = next(pending)
+            for name in "xy":
+                held.pop(name, None)
             held["x"] = torch.empty(batch, features, device="meta")
             held["y"] = torch.zeros(batch, dtype=torch.int64, device="meta")
             optimizer.zero_grad()
@@ -106,10 +120,16 @@ def _loop(features: int, batch: int) -> Callable[[nn.Module], Callable[[Tensor],
 
 
 def perceptron_peak(row: dict[str, str]) -> float:
-    """MiB that the card would show: the context and the allocator's segments, with full batches."""
-    features, batch = int(row["input_features"]), int(row["batch_size"])
-    model, loop = perceptron(features, row["layers"]), _loop(features, batch)
-    step = memsize.trace(model, args=(torch.empty(1),), step=loop, steps=STEPS, gpu="a100", stack="torch=2.1,cuda=11.8")
+    """MiB that the card would show: the context and the allocator's segments."""
+    features, sizes = int(row["input_features"]), _passes(int(row["batch_size"]))
+    step = memsize.trace(
+        perceptron(features, row["layers"]),
+        args=(torch.empty(1),),
+        step=_loop(sizes, features),
+        steps=len(sizes),
+        gpu="a100",
+        stack="torch=2.1,cuda=11.8",
+    )
     return CONTEXT + step.peak.reserved / MiB
 
 

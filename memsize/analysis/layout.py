@@ -10,11 +10,8 @@ and is the same memory. So an op that is given such a view and returns a row-maj
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +21,7 @@ from memsize.cuda.convolution import format_for, is_last
 from memsize.cuda.kernels import kernel_copies
 from memsize.internals.isolation import collector_paused
 from memsize.internals.pytree import map_tensors, tensors_in
+from memsize.internals.user_code import running_line
 from memsize.meta_kernels import strides as layout
 from memsize.model.inputs import input_tensors
 from memsize.model.tensor_storage import spec_of
@@ -36,7 +34,6 @@ from memsize.tracing.run import Run, Setup
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _Event = TypeVar("_Event", Copy, Loss)
 
 
@@ -268,10 +265,4 @@ def _name(func: Any) -> str:
 
 def _place() -> str:
     """The innermost line of the model's own code: what asked for the op that is running."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not run_formats.__code__:
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and file[:1] != "<":
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    return running_line(run_formats.__code__)

@@ -32,6 +32,8 @@ COPIED_VALUES = "values that the model copies to the CPU are taken to be 1.0, in
 
 MIXED_DEVICES = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
 """Not an assumption but a note: what runs here, and on a CPU, would not run as it is on a GPU."""
+CPU_AUTOCAST = 'the model opens torch.autocast("cpu"), which casts nothing on a GPU: what runs in it keeps its dtypes'
+"""A note too."""
 
 
 def first_assumption(states: Sequence[ConstantState | None]) -> str | None:

@@ -6,6 +6,7 @@ The assumptions on which the model's decisions rest are collected in `assumption
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,16 +24,20 @@ from memsize.constants.assumptions import (
 from memsize.constants.data_dependent import data_dependent_ops
 from memsize.constants.op_traits import OpTraits
 from memsize.constants.propagation import assumption_of, draws_one_number, middle_of_range, propagate
+from memsize.constants.toeplitz import diagonals_of, filled
 from memsize.constants.values import constant_of, is_small, set_constant, state_of
 from memsize.errors import DataDependentError
 from memsize.internals.meta_memo import MetaMemo
 from memsize.internals.pytree import map_tensors, tensors_in
+from memsize.internals.user_code import running_line
 
 _aten = torch.ops.aten
 _PACK = _aten._pack_padded_sequence.default
 _MEMO = MetaMemo()
 _HOST_LIMIT = 2**31
 """Bytes of stand-in arguments that an op without a meta kernel may take on the CPU."""
+_MOST_READS = 10_000
+"""How often one line may read assumed numbers: more than any loop with a limit of its own is likely to."""
 
 
 class Evaluator:
@@ -41,6 +46,8 @@ class Evaluator:
     def __init__(self) -> None:
         self.assumptions: dict[str, None] = {}
         self.notes: dict[str, None] = {}
+        self._reads: Counter[str] = Counter()
+        """How often each line of the user's code has read an assumed number."""
         self._traits: dict[Any, OpTraits] = {}
         self._data_dependent = data_dependent_ops()
 
@@ -83,15 +90,28 @@ class Evaluator:
         if assumption is not None:
             self.assumptions[assumption] = None
 
+    def _decide_on(self, assumption: str | None) -> None:
+        """The same for a number that the model reads. A loop that waits for an assumed number to change never ends."""
+        if assumption is None:
+            return
+        self._rely_on(assumption)
+        line = running_line()
+        self._reads[line] += 1
+        if self._reads[line] > _MOST_READS:
+            raise DataDependentError(
+                f"this line has read a number {_MOST_READS:,} times that depends on the data and is assumed here: "
+                f"a loop that waits for it to change does not end ({assumption})"
+            )
+
     # -- questions about values ---------------------------------------------------------------------------------------
 
     def _item(self, tensor: torch.Tensor) -> Any:
         value = constant_of(tensor)
         if value is not None:
-            self._rely_on(first_assumption([state_of(tensor)]) if tensor.is_meta else None)
+            self._decide_on(first_assumption([state_of(tensor)]) if tensor.is_meta else None)
             return value.item()
         if tensor.is_floating_point():
-            self._rely_on(ITEM_IS_ONE)
+            self._decide_on(ITEM_IS_ONE)
             return 1.0
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise DataDependentError(
@@ -99,12 +119,14 @@ class Evaluator:
         )
 
     def _compare(self, a: torch.Tensor, b: torch.Tensor, *options: Any, **more: Any) -> bool:
-        left, right = constant_of(a), constant_of(b)
+        left, right = diagonals_of(a), diagonals_of(b)
+        if left is None or right is None or a.shape != b.shape:
+            left, right = constant_of(a), constant_of(b)
         if a.shape != b.shape and not (options or more):
             return False
         if left is None or right is None:
             is_check = a.dim() == 0 and a.dtype is torch.bool  # PyTorch itself asks whether something is wrong (istft)
-            self._rely_on(CHECKS_PASS if is_check else COMPARED_EQUAL)
+            self._decide_on(CHECKS_PASS if is_check else COMPARED_EQUAL)
             return not is_check
         self._rely_on(assumption_of((a, b), {}))
         return torch.allclose(left, right, *options, **more) if options or more else torch.equal(left, right)
@@ -122,7 +144,9 @@ class Evaluator:
         device = options.get("device")
         if not tensor.is_meta or device is None or device.type != "cpu":
             return NotImplemented
-        value = constant_of(tensor)
+        value, diagonals = constant_of(tensor), diagonals_of(tensor)
+        if diagonals is not None:
+            value = filled(diagonals, tensor.shape)
         if value is None:
             self._rely_on(COPIED_VALUES)
             value = torch.full(tensor.shape, _plausible(tensor.dtype), dtype=tensor.dtype, device="cpu")

@@ -309,7 +309,7 @@ def _propagate_write(op: OpTraits, func: Any, args: Any, kwargs: Any) -> None:
                 state.assumption = state.assumption or assumption
                 state.written()
             return
-    if len(states) == len(targets) == 1 and write(op, func, args, kwargs, states[0]):
+    if states and targets[0] is args[0] and write(op, func, args, kwargs, states[0]):
         return
     for state in states:
         state.invalidate()

@@ -6,7 +6,8 @@ PyTorch's: backends in its order of priority, each refused by the first rule tha
 
 Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h (the rules),
 aten/src/ATen/native/transformers/attention.cpp (padding, mask conversion), cuda/attention.cu (what the kernels return).
-Limits: dense tensors only; grouped heads reach the memory-efficient kernel on no version (newer ones may allow it).
+Limits: dense tensors only; grouped heads reach the memory-efficient kernel on no version (newer ones may allow it); of
+flash attention's first version, until PyTorch 2.1, only the forward is known.
 """
 
 from __future__ import annotations
@@ -365,14 +366,21 @@ def _flash_returns(
     query: Any, key: Any, value: Any, _dropout: float = 0.0, _causal: bool = False, debug: bool = False, *,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
-    """Output like the query, the log of each row's sum in float32, and the state of the random numbers: two words of 8
-    bytes and an unused one (cuda/attention.cu, flash_api.cpp)."""
+    """Output like the query, or by length from packed sequences; the log of each row's sum in float32, and the state of
+    the random numbers: two words of 8 bytes and an unused one (cuda/attention.cu, flash_api.cpp)."""
     if debug or torch.version.hip or not _fits(query, key, value) or value.shape[3] != query.shape[3]:
         return NotImplemented
     rows = query.shape[:3]
     states = empty((2,), torch.uint64), empty((), torch.uint64)
     sums = empty(rows, torch.float32)
-    return like(query), sums, None, None, rows[2], key.shape[2], *states, empty((0,), query.dtype)
+    output = _by_length(query.shape, query.dtype) if _is_packed() else like(query)
+    return output, sums, None, None, rows[2], key.shape[2], *states, empty((0,), query.dtype)
+
+
+def _is_packed() -> bool:
+    """Whether flash attention takes the sequences of a batch in one row: its first version did, until PyTorch 2.1."""
+    semantics = current()
+    return semantics is not None and semantics.release is not None and semantics.release <= (2, 1)
 
 
 @shape_rule("aten::_scaled_dot_product_flash_attention_backward", "aten::_scaled_dot_product_cudnn_attention_backward")
@@ -441,6 +449,15 @@ def _cudnn_returns(
 
 
 # -- what the kernels take inside -------------------------------------------------------------------------------------
+
+
+@temporaries_of(_aten._scaled_dot_product_flash_attention.default)
+def _flash_forward_temporaries(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
+    """Copies of what does not lie as the packed kernel wants it: position by position, through all sequences."""
+    for tensor in (query, key, value) if _is_packed() else ():
+        batch, position = tensor.stride(0), tensor.stride(2)
+        if tensor.shape[0] > 1 and batch != tensor.shape[2] * position:
+            yield Temporary(tuple(tensor.shape), tensor.dtype)
 
 
 @temporaries_of(_aten._scaled_dot_product_flash_attention_backward.default)

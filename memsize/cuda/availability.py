@@ -2,11 +2,12 @@
 
 `torch.autocast("cuda")` and `GradScaler` disable themselves where CUDA is missing, `custom_fwd` casts only CUDA
 tensors, checkpointing restores autocast for the device of its tensors, no region can be opened for ``meta`` by name,
-and the fused paths of `torch.nn` only accept devices that they know. The answers change only while `cuda_semantics` is
+and the fused paths of `torch.nn` and the list kernels of optimizers, averages of weights and gradient clipping only
+accept devices that they know. The answers change only while `cuda_semantics` is
 open, and only for the threads that opened it.
 
-Source: torch/amp/autocast_mode.py, torch/amp/grad_scaler.py, torch/utils/checkpoint.py, torch/nn/modules/transformer.py
-and activation.py.
+Source: torch/amp/autocast_mode.py, torch/amp/grad_scaler.py, torch/utils/checkpoint.py, torch/utils/_foreach_utils.py,
+torch/nn/modules/transformer.py and activation.py.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ import torch
 import torch.utils.backend_registration
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.optim import optimizer, swa_utils
+from torch.utils import _foreach_utils
 
 from memsize.cuda.semantics import current
 from memsize.internals.patching import Function, Patch, PatchSet
+
+_LIST_KERNELS = "_get_foreach_kernels_supported_devices"
+"""Optimizers import this function by name; gradient clipping calls it where it is defined."""
 
 
 def answered_as_cuda() -> AbstractContextManager[None]:
@@ -37,7 +43,7 @@ def _questions() -> tuple[Patch, ...]:
     renamed = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
     return (
         Patch(common, "amp_definitely_not_available", _always(False)),
-        Patch(torch.cuda, "is_bf16_supported", _always(True)),
+        Patch(torch.cuda, "is_bf16_supported", _from_ampere_on),
         *(Patch(torch, name, _by_name) for name in renamed),
         Patch(torch.amp, "is_autocast_available", _by_name),
         Patch(mode, "is_autocast_available", _by_name),
@@ -46,6 +52,8 @@ def _questions() -> tuple[Patch, ...]:
         Patch(torch, "clear_autocast_cache", _dropping_copies),
         Patch(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
         Patch(torch.utils.backend_registration, "_privateuse1_backend_name", _named_too),
+        *(Patch(module, _LIST_KERNELS, _with_stand_in) for module in (_foreach_utils, optimizer, swa_utils)),
+        Patch(optimizer, "_get_fused_kernels_supported_devices", _with_stand_in),
     )
 
 
@@ -73,6 +81,16 @@ def _named_too(original: Any) -> Any:
 
 def _always(answer: bool) -> Callable[[Function], Function]:
     return lambda _: lambda *args, **kwargs: answer
+
+
+def _from_ampere_on(_: Function) -> Function:
+    """Older GPUs emulate bfloat16, which counts unless the caller says otherwise."""
+
+    def answer(including_emulation: bool = True) -> bool:
+        semantics = current()
+        return including_emulation or (semantics is not None and semantics.capability >= (8, 0))
+
+    return answer
 
 
 def _by_name(original: Function) -> Function:
@@ -127,6 +145,16 @@ def _inferring_cuda(original: Function) -> Function:
         inferred: str = original(*args)
         is_stand_in = semantics is not None and {"meta": semantics.meta, "cpu": semantics.cpu}.get(inferred, False)
         return "cuda" if is_stand_in else inferred
+
+    return answer
+
+
+def _with_stand_in(original: Function) -> Function:
+    """The devices that have list kernels, and fused optimizers."""
+
+    def answer() -> list[str]:
+        semantics = current()
+        return [*original(), *(["meta"] if semantics is not None and semantics.meta else [])]
 
     return answer
 

@@ -12,13 +12,26 @@ from typing import Any
 
 import torch
 
-from memsize.cuda import attention, autocast, convolution, dropout, encoder, indexing, matmul, norms, rnn, softmax
+from memsize.cuda import (
+    activations,
+    attention,
+    autocast,
+    convolution,
+    dropout,
+    encoder,
+    foreach,
+    indexing,
+    matmul,
+    norms,
+    rnn,
+    softmax,
+)
 from memsize.cuda.registry import COPIES, SAME_DTYPE, TEMPORARIES, Copies, Temporary
 from memsize.internals.dispatch_key import Kernel
 from memsize.model.tensor_storage import dtype_name
 
-LIBRARIES = (convolution, matmul)
-"""Families with nothing on the dispatch key: the kernels of cuDNN and cuBLAS."""
+LIBRARIES = (convolution, matmul, foreach)
+"""Families with nothing on the dispatch key: the kernels of cuDNN and cuBLAS, and those for lists of tensors."""
 
 
 def kernels() -> Mapping[str, Kernel]:
@@ -26,7 +39,8 @@ def kernels() -> Mapping[str, Kernel]:
 
     Where autocast wraps an operator, its casts come first; attention does both itself.
     """
-    decided = {**dropout.kernels(), **norms.kernels(), **indexing.kernels(), **rnn.kernels(), **softmax.kernels()}
+    families = (activations, dropout, norms, indexing, rnn, softmax)
+    decided = {name: kernel for family in families for name, kernel in family.kernels().items()}
     return {**decided, **autocast.kernels(decided), **attention.kernels(), **encoder.kernels()}
 
 

@@ -60,10 +60,12 @@ def cuda_semantics(
     stands_for: frozenset[str] | set[str] | tuple[str, ...] = ("meta",),
     capability: tuple[int, int] = (8, 0),
     cudnn: int = CUDNN,
+    release: tuple[int, int] | None = None,
     autocast_observer: CastObserver | None = None,
 ) -> Iterator[Semantics]:
     """Let this thread's tensors on the devices `stands_for` behave as CUDA tensors would while this is open.
 
+    `release` is the PyTorch to simulate, as in (2, 1); None is the newest whose rules are known.
     `autocast_observer(source, copy)` is called for every copy that autocast makes of a parameter. Nested regions keep
     the outer one's weight copies. Raises ValueError for a device that cannot stand for CUDA.
     """
@@ -72,7 +74,7 @@ def cuda_semantics(
         raise ValueError(f"tensors on {sorted(devices)} cannot stand for CUDA tensors: choose from {sorted(STAND_INS)}")
     register_kernels()
     outer = current()
-    semantics = Semantics("meta" in devices, "cpu" in devices, capability, cudnn, autocast_observer)
+    semantics = Semantics("meta" in devices, "cpu" in devices, capability, cudnn, autocast_observer, release)
     if outer is not None:
         semantics.copies = outer.copies
     with answered_as_cuda(), switched_on(semantics):

@@ -30,8 +30,9 @@ CUDNN = 91501
 class Semantics:
     """What one thread treats as CUDA, and autocast's weight copies that are alive in it.
 
-    `capability` and `cudnn` (9.15.1 is 91501) are those of the GPU and its libraries; `observer` is called for every
-    copy that autocast makes of a parameter. `copies` maps a parameter's id to the parameter and its copy.
+    `capability` and `cudnn` (9.15.1 is 91501) are those of the GPU and its libraries, `release` is that of the PyTorch
+    to simulate where it is another than the installed one. `observer` is called for every copy that autocast makes of a
+    parameter. `copies` maps a parameter's id to the parameter and its copy.
     """
 
     meta: bool
@@ -39,6 +40,7 @@ class Semantics:
     capability: tuple[int, int]
     cudnn: int
     observer: CastObserver | None
+    release: tuple[int, int] | None = None
     copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
 
     def stands_for_cuda(self, tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memsize.meta_kernels.registry import overloads, shape_rule
-from memsize.meta_kernels.tensors import META, Tensor
+from memsize.meta_kernels.tensors import META, Tensor, empty
 
 _UNARY = (
     "abs neg sqrt rsqrt reciprocal exp expm1 log log1p log2 log10 sign sigmoid tanh floor ceil round trunc cos sin erf"
@@ -66,6 +66,12 @@ def _out_of_place(tensors: Any, *others: Any, **options: Any) -> Any:
     if not _fit(tensors, *others, *options.values()) or not all(t.is_contiguous() for t in tensors):
         return NotImplemented
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors]
+
+
+@shape_rule("aten::_foreach_norm.Scalar")
+def _norms(tensors: Any, _order: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    """A number for each tensor, in its own dtype."""
+    return [empty((), dtype or t.dtype) for t in tensors] if _fit(tensors) else NotImplemented
 
 
 @shape_rule(*overloads("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_", "", ".tensor_lr"))

@@ -6,16 +6,13 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from memsize.internals.user_code import LIBRARIES
 from memsize.records.trace import Failure
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import Calls, Seen
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def explain(error: Exception, calls: Calls, ledger: Ledger) -> Failure:
@@ -64,5 +61,5 @@ def _advice(text: str) -> str:
 
 def _place(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code."""
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_LIBRARIES) and f.filename[0] != "<"]
+    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(LIBRARIES) and f.filename[0] != "<"]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

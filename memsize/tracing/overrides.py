@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.utils._device import _device_constructors
 
-from memsize.constants.assumptions import MASKS_COVER_IMAGE, MIXED_DEVICES
+from memsize.constants.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, MIXED_DEVICES
 from memsize.constants.values import ConstantState, constant_of, set_constant
 from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
@@ -96,6 +96,7 @@ def _patches_of_torch() -> tuple[Patch, ...]:
         Patch(Tensor, "cuda", _moved_to_cuda),
         *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT),
         Patch(OpOverloadPacket, "__call__", _given_numbers),
+        Patch(torch.autocast, "__enter__", _casting_on_the_cpu),
         Patch(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
         Patch(torch.cuda, "current_device", lambda _: lambda: 0),
     )
@@ -200,10 +201,14 @@ def _number(value: Any) -> Any:
 
 
 def _formatted(original: Function) -> Function:
-    """In an f-string, a tensor with a known value prints its number: ``self[f"expert_{index}"]``."""
+    """In an f-string, a tensor with a known value prints its number: ``self[f"expert_{index}"]``. With a format, as in
+    ``f"{loss:.4f}"``, PyTorch prints the number of any single value, and copies it from the GPU for that.
+    """
 
     def formatted(tensor: Tensor, spec: str) -> str:
         number = _number(tensor)
+        if number is tensor and spec and tensor.is_meta and not tensor.dim() and type(tensor) is Tensor:
+            number = tensor.to("cpu").item()
         text: str = original(tensor, spec) if number is tensor else format(number, spec)
         return text
 
@@ -258,6 +263,17 @@ def _with_states_moved(original: Function) -> Function:
         return original(tensor, *args)
 
     return called
+
+
+def _casting_on_the_cpu(original: Function) -> Function:
+    """A region for the CPU leaves a GPU's tensors alone, and so it does here."""
+
+    def entered(region: torch.autocast) -> Any:
+        if region.device == "cpu" and region._enabled:
+            _thread.notes[-1][CPU_AUTOCAST] = None
+        return original(region)
+
+    return entered
 
 
 # -- torchvision ------------------------------------------------------------------------------------------------------

@@ -30,14 +30,22 @@ from memsize.tracing.module_calls import Calls, Seen
 
 
 @contextmanager
-def gpu_semantics(ledger: Ledger, capability: tuple[int, int] = (8, 0), cudnn: int = CUDNN) -> Iterator[None]:
-    """While open, PyTorch behaves as it would for tensors on a GPU, and autocast's copies are marked in the ledger."""
+def gpu_semantics(
+    ledger: Ledger, capability: tuple[int, int] = (8, 0), cudnn: int = CUDNN, release: tuple[int, int] | None = None
+) -> Iterator[None]:
+    """While open, PyTorch behaves as it would for tensors on a GPU, and autocast's copies are marked in the ledger.
+
+    `release` is the PyTorch to simulate where it is another than the installed one.
+    """
 
     def copied(source: torch.Tensor, copy: torch.Tensor) -> None:
         ledger.mark(copy, "cast copy")
 
     stand_in = (ledger.device.type,)
-    with cuda_semantics(stands_for=stand_in, capability=capability, cudnn=cudnn, autocast_observer=copied):
+    region = cuda_semantics(
+        stands_for=stand_in, capability=capability, cudnn=cudnn, release=release, autocast_observer=copied
+    )
+    with region:
         yield
 
 

@@ -16,8 +16,6 @@ from memsize.internals.pytree import tensors_in
 from memsize.spec.training import parse_optimizer
 from memsize.tracing.ledger import Ledger
 
-_SUPPORTED = ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices")
-
 
 def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     """The optimizer that `kind` names (see `memsize.spec.training.parse_optimizer`), or that `kind` makes of the
@@ -53,19 +51,6 @@ def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
     methods = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "zero_grad")}
     return type(cls.__name__, (cls,), {**methods, "step": step})
-
-
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """While open, optimizers choose foreach and fused implementations for `meta` parameters as they do for CUDA's."""
-    originals = {name: getattr(torch_optimizer, name) for name in _SUPPORTED if hasattr(torch_optimizer, name)}
-    for name, original in originals.items():
-        setattr(torch_optimizer, name, lambda original=original: [*original(), "meta"])
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch_optimizer, name, original)
 
 
 @contextmanager

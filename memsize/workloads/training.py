@@ -21,7 +21,7 @@ from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Run, Setup
 from memsize.workloads.forward import Inference
 from memsize.workloads.losses import Losses
-from memsize.workloads.optimizers import as_on_cuda, make_optimizer, steps_watched
+from memsize.workloads.optimizers import make_optimizer, steps_watched
 
 Body = Callable[..., Any]
 
@@ -75,12 +75,12 @@ def step_workload(training: Training | None) -> Inference | TrainingSteps:
 
 @contextmanager
 def _as_trained(run: Run) -> Iterator[None]:
-    """Gradient mode, optimizers as on CUDA, and gradients marked as they are accumulated."""
+    """Gradient mode, optimizers' steps as phases, and gradients marked as they are accumulated."""
     trained, buckets = _trainable(run.setup.model), run.setup.buckets
     handles = [p.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for p in trained]
     held = buckets.hold(trained, run.ledger) if buckets else []
     try:
-        with torch.enable_grad(), as_on_cuda(), steps_watched(run.ledger):
+        with torch.enable_grad(), steps_watched(run.ledger):
             yield
     finally:
         held.clear()

@@ -40,6 +40,32 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("quantized-weights-unpacked")
+def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
+    """Copies of quantized weights that a layer multiplies by, and that autograd keeps."""
+    for name in evidence.left:
+        trace = evidence.runs[name]
+        weights = {(t.layer, t.spec.shape) for t in trace.tensors if t.kind == "parameter" and t.parts}
+        kept = [s for s in trace.storages if s.op == "_to_copy" and s.saved_by >= 0 and s.layer >= 0]
+        copies = [s for s in kept if (trace.layers[s.layer].path, s.shape) in weights]
+        size = sum(copy.bytes for copy in copies)
+        if size:
+            layers = tuple(dict.fromkeys(trace.layers[copy.layer].path for copy in copies))
+            yield Finding(
+                "quantized-weights-unpacked",
+                size,
+                layers,
+                "{name} unpacks the weights of {layers} to {dtypes} before it multiplies, and what it keeps for "
+                "backward includes these copies: {bytes}. Inference frees them one by one.",
+                {
+                    "name": name,
+                    "layers": layers,
+                    "dtypes": tuple(dict.fromkeys(copy.dtype for copy in copies)),
+                    "bytes": Bytes(size),
+                },
+            )
+
+
 @RULES.rule("low-bits-in-wide-containers")
 def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
     """Weights quantized to fewer bits than each of them takes in memory."""
