@@ -210,8 +210,8 @@ def fit(
     subject = Subject.of(model_or_target, input_size, **given)
     asked, varied = select(scenarios), parse_vary(vary)
     software = Stack.of(stack)
-    capacities = budgets(gpu, budget, margin, software)
     settings = AllocatorConfig.of(config, software.release)
+    capacities = budgets(gpu, budget, margin, software, settings.memory_fraction)
     trained, say = _training(train), progress or (lambda _: None)
     with _opened(replace(subject, mode=subject.mode or ("train" if trained else "eval")), say) as found:
         from memsize.analysis.fit.fit import FitRequest, find_fit

@@ -618,6 +618,9 @@ def test_a_storage_that_a_run_can_do_without_is_left_out_where_there_is_no_room(
     result = replay(events, capacity=49 * MiB, optional={1}, timeline=True)
     assert result.out_of_memory is None and result.allocated.bytes == 40 * MiB
     assert result.timeline.allocated.tolist() == [30 * MiB, 30 * MiB, 30 * MiB, 40 * MiB]
+    assert result.skipped == {1}
+    first = replay(events[1:3], capacity=10 * MiB, optional={1}, timeline=True)
+    assert first.timeline.reserved.tolist() == [0, 0] and first.skipped == {1}
     assert replay(events, capacity=50 * MiB, optional={1}) == replay(events, capacity=50 * MiB)
     assert replay(events, capacity=39 * MiB, optional={1}).out_of_memory.storage == 2
 
@@ -713,6 +716,22 @@ def test_blocks_tile_their_segments_and_segments_do_not_overlap(events, config, 
         assert position == end
     owners = [block[2] for segment in result.segments for block in segment.blocks if block[2] is not None]
     assert len(owners) == len(set(owners))
+
+
+@settings(deadline=None)
+@given(streams(), configs, st.sampled_from([20 * MiB, 60 * MiB]))
+def test_a_run_that_can_do_without_everything_never_fails(events, config, capacity):
+    held: dict[int, list[int]] = {}
+    for storage, size in events:
+        held.setdefault(storage, []).append(size)
+    # One that is resized is needed.
+    assume(all(len(sizes) == 1 or (len(sizes) == 2 and sum(sizes) == 0) for sizes in held.values()))
+    result = replay(events, config, capacity=capacity, optional=set(held), timeline=True)
+    assert result.out_of_memory is None and len(result.timeline.reserved) == len(events)
+    taken = [event for event in events if event[0] not in result.skipped]
+    assert replay(taken, config, capacity=capacity).requested.bytes == result.requested.bytes
+    assert np.all(result.timeline.requested <= result.timeline.allocated)
+    assert np.all(result.timeline.allocated <= result.timeline.reserved)
 
 
 @settings(deadline=None)

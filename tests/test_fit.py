@@ -547,6 +547,74 @@ def test_the_largest_batch_of_a_stack() -> None:
     assert {size for _, size in fit.traces} == set(row.looked)
 
 
+class TwoRegimes(nn.Module):
+    """16 MiB of weights and 1 MiB of activations for each sample: the peak leaves the optimizer as the batch grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heavy = nn.Linear(2048, 2048, bias=False)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.heavy(x)).sum()
+
+
+WEIGHTS, SAMPLE = 2048 * 2048 * 4, 64 * 2048 * 4
+WORKSPACES = 2 * 8_519_680
+
+
+def test_where_the_optimizer_is_the_peak_a_sample_adds_its_input_and_all_that_training_holds_is_fixed() -> None:
+    # The least batch does not fit. Parameter, gradient, two states and the step's temporary are 5 · 16 MiB; of a batch
+    # nothing but its input is alive then, and the loss.
+    row = row_of(fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + 60 * MiB))
+    assert row.status == "none" and row.bind is not None and row.bind.phase == row.grows_in == "optimizer"
+    assert row.per_step == SAMPLE
+    assert row.fixed is not None and 0 <= row.fixed - 5 * WEIGHTS - WORKSPACES <= 1024
+    assert row.fixed >= sum(row.standing.values())
+
+
+def test_where_forward_or_backward_is_the_peak_a_sample_adds_its_activations() -> None:
+    # In backward the input, the ReLU's output and gradients of two of such size are alive; the parameter, its states
+    # and the workspaces are fixed.
+    row = row_of(fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + 400 * MiB))
+    assert row.status == "found" and row.grows_in == "backward"
+    assert row.per_step is not None and row.per_step % SAMPLE == 0 and 3 <= row.per_step // SAMPLE <= 5
+    assert row.fixed is not None and 0 <= row.fixed - 3 * WEIGHTS - WORKSPACES <= WEIGHTS + 1024
+
+
+class Single(TwoRegimes):
+    """Makes other events of a batch of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0 if len(x) == 1 else x)
+
+
+def test_where_no_other_run_made_the_same_events_the_same_phase_is_compared() -> None:
+    fit = fit_of(Single(), "64,2048", budget=CONTEXT + 90 * MiB)
+    row = row_of(fit)
+    assert (row.status, row.next_size, row.grows_in) == ("none", 1, "optimizer")
+    assert row.per_step == SAMPLE
+    # With the step's temporary more is fixed than there is, although what stands would fit.
+    assert row.fixed is not None and 0 <= row.fixed - 5 * WEIGHTS - WORKSPACES <= 1024
+    assert sum(row.standing.values()) == 4 * WEIGHTS + WORKSPACES < row.budget
+    cost = next(finding for finding in fit.findings if finding.code == "fit-fixed-cost")
+    assert cost.bytes == row.fixed
+    assert cost.text() == (
+        "No size could fit: optimizer state, workspaces and 2 more take 80.25 MiB, and temporaries at the peak, in "
+        "optimizer, 16.00 MiB more, whatever it is: 6.25 MiB more than there are."
+    )
+
+
+def test_between_two_regimes_no_line_is_drawn_through_both() -> None:
+    # With this budget the answer peaks in the optimizer and the next size in backward, or the other way round at most:
+    # what is fixed never falls below what training holds there, and a sample never adds what no moment adds.
+    for budget in range(100, 140, 4):
+        row = row_of(fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + budget * MiB))
+        assert row.fixed is not None and row.fixed >= sum(row.standing.values())
+        assert row.per_step is not None and row.per_step % SAMPLE == 0
+        assert (row.grows_in == "optimizer") == (row.per_step == SAMPLE)
+
+
 def test_more_scenarios_and_gpus() -> None:
     fit = fit_of(Narrow(), "4000,64", scenarios=None, gpu=["t4", "a100-80gb", "a100"])
     assert [row.scenario for row in fit.fit_rows[::3]] == [
@@ -562,6 +630,28 @@ def test_more_scenarios_and_gpus() -> None:
     # Two cards of one capability share their runs.
     assert fit.runs < sum(len(row.looked) for row in fit.fit_rows) + 1
     assert "fp16 fits most" in repr(fit.why()) or "bf16 fits most" in repr(fit.why())
+
+
+def test_a_fraction_of_the_card_is_what_the_allocator_gets() -> None:
+    # A quarter of 1,600 MiB is 400; the context leaves 950 of them.
+    quarter = fit_of(TwoRegimes(), "64,2048", budget=1600 * MiB, config="per_process_memory_fraction:0.25")
+    plain = fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + 400 * MiB)
+    assert quarter.budgets[0].allocator == plain.budgets[0].allocator == 400 * MiB
+    assert [row.size for row in quarter.fit_rows] == [row.size for row in plain.fit_rows]
+    assert row_of(quarter).peak == row_of(plain).peak
+    told = next(finding for finding in quarter.findings if finding.code == "budget").text()
+    assert told.endswith("of which the CUDA context may take 650.00 MiB and the allocator may take 400.00 MiB.")
+    ample = budgets(budget=1600 * MiB, fraction=0.75)
+    assert ample[0].allocator == 950 * MiB
+    with pytest.raises(InputError, match="for the CUDA context and the 100% that the allocator may not take"):
+        budgets("t4", fraction=0.0)
+
+
+@given(st.integers(1, 1 << 40), st.floats(0.01, 1))
+def test_a_card_of_which_a_fraction_is_allowed(allowed: int, fraction: float) -> None:
+    config = AllocatorConfig(memory_fraction=fraction)
+    card = config.card_of(allowed)
+    assert allowed <= (config.allowed(card) or card) <= allowed + 2
 
 
 def test_one_batch_is_one_run() -> None:

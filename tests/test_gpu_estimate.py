@@ -253,16 +253,16 @@ def test_only_the_workspaces_of_convolutions_are_scaled() -> None:
 
 
 def test_a_convolution_does_without_a_workspace_that_has_no_room() -> None:
-    # 30 MiB stay; the workspaces of 12 and of 14 MiB do not fit beside them, what follows does.
-    found = estimate_gpu(CONVOLVED, card_of(30 - 350 + 18))
-    assert found.shortage is not None and not found.shortage.certain  # addmm's 16 need the smaller context
-    roomy = estimate_gpu(CONVOLVED, card_of(30 + 18))
-    assert roomy.shortage is None
+    # Beside 30 MiB there is no room for workspaces of 12 and of 14 MiB.
     tight = replace(CONVOLVED, events=(*CONVOLVED.events[:5], *CONVOLVED.events[7:]))  # without addmm's
     assert tight.events[1].storage == 1 and {event.storage for event in tight.events} == {0, 1, 2, 4}
     found = estimate_gpu(replace(tight, events=tight.events[:5]), card_of(31))
     assert found.shortage is None and found.reserved == 30 * MiB
     assert found.device == (330 * MiB, 680 * MiB)
+    assert found.requested == sum(found.roles.values()) == 30 * MiB
+    drawn = timeline(replace(tight, events=tight.events[:5]), where=card_of(31))
+    assert drawn.delta == (30 * MiB, 0, 0, 0, 0)
+    assert drawn.total == drawn.allocated == drawn.reserved == (30 * MiB,) * 5
 
 
 def test_estimated_workspaces_may_be_absent_or_twice_as_large() -> None:

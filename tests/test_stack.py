@@ -63,6 +63,7 @@ def test_parsing_inverts_writing(release, cuda):
     [
         ("torch=1.13", "PyTorch 1.13 is not known: its memory is simulated for 2.0 to 2.14"),
         ("torch=2.15", "PyTorch 2.15 is not known: its memory is simulated for 2.0 to 2.14"),
+        ("torch=2", "PyTorch 2 is not known: its memory is simulated for 2.0 to 2.14"),
         ("torch=nightly", "PyTorch nightly is not known: its memory is simulated for 2.0 to 2.14"),
         ("cuda=10.2", "CUDA 10.2 is not known: PyTorch's stacks have 11.0 to 13.x"),
         ("cuda=14.0", "CUDA 14.0 is not known: PyTorch's stacks have 11.0 to 13.x"),

@@ -29,7 +29,7 @@ def timeline(trace: Trace, config: AllocatorConfig | None = None, where: Card | 
     replayed, shortage = replay_on(trace, where, config or AllocatorConfig(), timeline=True)
     levels = replayed.timeline
     assert levels is not None
-    delta = tuple(event.delta for event in events)
+    delta = tuple(0 if event.storage in replayed.skipped else event.delta for event in events)
     role = [storages[event.storage].role for event in events]
     return Timeline(
         model=trace.model,

@@ -81,7 +81,7 @@ def fit(
     software = Stack.of(stack)
     config = AllocatorConfig.of(allocator, software.release)
     if LOCAL not in (gpu or ""):
-        budgets(gpu, budget, margin, software)
+        budgets(gpu, budget, margin, software, config.memory_fraction)
 
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
     with Progress() as progress, contextlib.redirect_stdout(sys.stderr):

@@ -10,7 +10,7 @@ succeeds as long as the sum fits, as if physical memory never fragmented.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -92,6 +92,8 @@ class Replay:
     segments: tuple[Segment, ...]
     out_of_memory: OutOfMemory | None = None
     timeline: Timeline | None = None
+    skipped: frozenset[int] = frozenset()
+    """The storages that the run did without, as there was no room for them."""
 
     @property
     def fragmentation(self) -> float:
@@ -102,12 +104,39 @@ class Replay:
 class Allocator:
     """The pools of one process on one GPU, and what they do when no free block serves a request."""
 
-    def __init__(self, config: AllocatorConfig, capacity: int | None, allowed: int | None) -> None:
+    def __init__(
+        self,
+        config: AllocatorConfig,
+        capacity: int | None,
+        allowed: int | None,
+        streams: Mapping[int, int] | None = None,
+        optional: Collection[int] = (),
+    ) -> None:
         self.config = config
         self.allowed = allowed
+        self.streams = streams or {}
+        self.optional = optional
+        self.skipped: set[int] = set()
+        self.seen = 0
         self.memory = Memory(None if capacity is None else capacity // BLOCK)
         self.pools: dict[tuple[int, bool], Pool] = {}
         self._clock = [0]
+
+    def admitted(self, events: Iterable[tuple[int, int]]) -> Iterable[tuple[int, tuple[int, int]]]:
+        """`events` with their numbers, without those of storages that were skipped."""
+        return self._unskipped(events) if self.optional else enumerate(events)
+
+    def _unskipped(self, events: Iterable[tuple[int, int]]) -> Iterator[tuple[int, tuple[int, int]]]:
+        for number, pair in enumerate(events):
+            self.seen = number + 1
+            if pair[0] not in self.skipped:
+                yield number, pair
+
+    def skips(self, storage: int) -> bool:
+        """Whether the run does without `storage`, for which there is no room."""
+        if storage in self.optional:
+            self.skipped.add(storage)
+        return storage in self.skipped
 
     def pool(self, stream: int, small: bool) -> Pool:
         """The pool of `stream` for small or for large blocks."""
@@ -210,8 +239,8 @@ def replay(
     `InputError` when an event frees more than a storage holds.
     """
     whole = total if total is not None else capacity
-    allocator = Allocator(config, capacity, None if whole is None else config.allowed(whole))
-    return _run(events, allocator, streams or {}, optional, timeline)
+    allowed = None if whole is None else config.allowed(whole)
+    return _run(events, Allocator(config, capacity, allowed, streams, optional), timeline)
 
 
 class Limited(NamedTuple):
@@ -241,8 +270,8 @@ def replay_within(
     """
     failure = None
     for taken in dict.fromkeys((outside.high, outside.low)):
-        allocator = Allocator(config, max(total - taken, 0), config.allowed(total))
-        found = _run(events, allocator, streams or {}, optional, timeline)
+        allocator = Allocator(config, max(total - taken, 0), config.allowed(total), streams, optional)
+        found = _run(events, allocator, timeline)
         if found.out_of_memory is None:
             return Limited(found, failure)
         failure = failure or found.out_of_memory
@@ -250,25 +279,17 @@ def replay_within(
     return Limited(ample, failure, certain=True)
 
 
-def _run(
-    events: Iterable[tuple[int, int]],
-    allocator: Allocator,
-    streams: Mapping[int, int],
-    optional: Collection[int],
-    timeline: bool,
-) -> Replay:
+def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool) -> Replay:
     """The loop over `events`. Its state is in local names: an attribute or a call per figure would halve its speed."""
-    small, large = allocator.pool(0, True), allocator.pool(0, False)
+    small, large, streams = allocator.pool(0, True), allocator.pool(0, False), allocator.streams
     memory, block_size = allocator.memory, allocator.config.block_size
     plain = max(allocator.config.roundup_divisions) < 2
     live: dict[int, _Held] = {}
-    rows: list[tuple[int, int, int, int]] | None = [] if timeline else None
+    rows: list[tuple[int, int, int, int, int]] | None = [] if timeline else None
     requested = allocated = reserved = most_requested = most_allocated = most_reserved = idle = 0
     at_requested = at_allocated = at_reserved = event = -1
     failure: OutOfMemory | None = None
-    skipped: set[int] = set()
-    for storage, delta in events:
-        event += 1
+    for event, (storage, delta) in allocator.admitted(events):
         held = live.get(storage)
         if held is not None and held[0] + delta == 0:
             del live[storage]
@@ -276,15 +297,10 @@ def _run(
             allocated -= held[1] >> SHIFT
             held[2].give(held[1])
             if rows is not None:
-                rows.append((requested, allocated, reserved, held[1] & ADDRESS))
+                rows.append((event, requested, allocated, reserved, held[1] & ADDRESS))
             continue
         request = delta if held is None else held[0] + delta
         if request <= 0:
-            if storage in skipped:
-                skipped.remove(storage)
-                if rows is not None:
-                    rows.append((requested, allocated, reserved, 0))
-                continue
             raise InputError(f"event {event} frees more bytes than storage {storage} holds")
         size = (request + BLOCK - 1) // BLOCK if plain else block_size(request) // BLOCK
         pool = small if size <= _SMALL else large
@@ -294,10 +310,7 @@ def _run(
         if not block:
             block = allocator.grow(pool, size)
             reserved = memory.reserved
-            if not block and storage in optional:
-                skipped.add(storage)
-                if rows is not None:
-                    rows.append((requested, allocated, reserved, 0))
+            if not block and held is None and allocator.skips(storage):
                 continue
             if not block:
                 levels = Levels(requested, allocated * BLOCK, reserved * BLOCK)
@@ -317,7 +330,7 @@ def _run(
             allocated -= held[1] >> SHIFT
             held[2].give(held[1])
         if rows is not None:
-            rows.append((requested, allocated, reserved, block & ADDRESS))
+            rows.append((event, requested, allocated, reserved, block & ADDRESS))
     return Replay(
         Peak(most_requested, at_requested),
         Peak(most_allocated * BLOCK, at_allocated),
@@ -326,7 +339,8 @@ def _run(
         Levels(requested, allocated * BLOCK, reserved * BLOCK),
         allocator.segments(live),
         failure,
-        None if rows is None else _timeline(rows),
+        None if rows is None else _timeline(rows, failure.event if failure else max(allocator.seen, len(rows))),
+        frozenset(allocator.skipped),
     )
 
 
@@ -341,10 +355,12 @@ def _tiles(
         start += size
 
 
-def _timeline(rows: list[tuple[int, int, int, int]]) -> Timeline:
+def _timeline(rows: list[tuple[int, int, int, int, int]], events: int) -> Timeline:
+    """The levels after each of so many events; after one that has no row they are those of the row before."""
     import numpy as np
 
-    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
-    table[:, 1:] *= BLOCK
-    requested, allocated, reserved, address = table.T.copy()
+    table = np.array([(-1, 0, 0, 0, 0), *rows], dtype=np.int64)
+    table = table[np.searchsorted(table[:, 0], np.arange(events), side="right") - 1]
+    table[:, 2:] *= BLOCK
+    _, requested, allocated, reserved, address = table.T.copy()
     return Timeline(requested, allocated, reserved, address)

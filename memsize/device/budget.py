@@ -24,23 +24,24 @@ def budgets(
     budget: str | int | None = None,
     margin: str | int = 0,
     stack: Stack = INSTALLED,
+    fraction: float = 1.0,
 ) -> tuple[Budget, ...]:
     """The budgets of cards by name (one, a comma-separated list, or several), or of a number of bytes on one of them.
 
-    With neither, the budget is that of the default card. `stack` decides how much the CUDA context takes. Raises
-    `InputError` for an unknown card, for a number of bytes on several cards, and where nothing is left for the
-    allocator.
+    With neither, the budget is that of the default card. `stack` decides how much the CUDA context takes, `fraction` is
+    the allocator's `memory_fraction`. Raises `InputError` for an unknown card, for a number of bytes on several cards,
+    and where nothing is left for the allocator.
     """
     parts = gpu.split(",") if isinstance(gpu, str) else gpu or (DEFAULT_GPU,)
     names = [name.strip() for name in parts if name.strip()]
     found = [local_card() if name.lower() == LOCAL else card(name) for name in names]
     cards = tuple({each.name: each for each in found}.values())
     if budget is None:
-        return tuple(_budget(where.name, where, where.bytes, margin, stack) for where in cards)
+        return tuple(_budget(where.name, where, where.bytes, margin, stack, fraction) for where in cards)
     if len(cards) != 1:
         raise InputError("a budget is that of one GPU: name one, or leave the budget out")
     device = parse_bytes(budget) if isinstance(budget, str) else budget
-    return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin, stack),)
+    return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin, stack, fraction),)
 
 
 def local_card() -> Card:
@@ -64,12 +65,13 @@ def local_card() -> Card:
     return Card(f"{name} (local)", capability, total, _ASKED)
 
 
-def _budget(name: str, where: Card, device: int, margin: str | int, stack: Stack) -> Budget:
+def _budget(name: str, where: Card, device: int, margin: str | int, stack: Stack, fraction: float) -> Budget:
     taken = context_on(where, stack.cuda).high
     notes = (*([where.note] if where.note else []), *_taken(where))
-    budget = Budget(name, where, device, taken, _margin(margin, device), notes)
+    budget = Budget(name, where, device, taken, _margin(margin, device), notes, fraction)
     if budget.margin < 0 or budget.allocator <= 0:
         parts = [f"{format_bytes(taken)} for the CUDA context"] if taken else []
+        parts += [f"the {1 - fraction:.0%} that the allocator may not take"] if fraction < 1 else []
         parts += [f"a margin of {format_bytes(budget.margin)}"] if budget.margin else []
         raise InputError(f"{name} has {format_bytes(device)}: nothing is left after {' and '.join(parts)}")
     return budget

@@ -7,6 +7,7 @@ requests that added a setting.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -121,6 +122,10 @@ class AllocatorConfig:
     def allowed(self, card_bytes: int) -> int | None:
         """The bytes that the allocator may hold on a card of `card_bytes`; None where no fraction is set."""
         return int(self.memory_fraction * card_bytes) if self.memory_fraction < 1 else None
+
+    def card_of(self, allowed: int) -> int:
+        """The bytes of a card of which the allocator may hold so many, give or take one."""
+        return math.ceil(allowed / self.memory_fraction) + 1 if 0 < self.memory_fraction < 1 else allowed
 
 
 def settings_in(environment: Mapping[str, str]) -> str:

@@ -27,7 +27,7 @@ def estimate_gpu(
     settings = config or AllocatorConfig()
     replayed, shortage = replay_on(trace, where, settings)
     index = replayed.requested.event
-    live = alive(trace, index)
+    live = {storage: size for storage, size in alive(trace, index).items() if storage not in replayed.skipped}
     event = trace.events[index] if index >= 0 else None
     phase, step = split_phase(trace.phases[event.phase]) if event else ("", 0)
     return GpuEstimate(

@@ -72,6 +72,7 @@ def _budget_data(budget: Budget) -> dict[str, Any]:
         "device": budget.device,
         "context": budget.context,
         "margin": budget.margin,
+        "fraction": budget.fraction,
         "allocator": budget.allocator,
     }
 

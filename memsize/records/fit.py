@@ -34,9 +34,10 @@ class FitRow:
     `size` is the largest that fits (None: none does), or the one that was asked about; `peak` the least that the
     allocator needs for it, `headroom` what is left. `next_size` and `next_peak` are those of the next size that was
     run; `bind` is where that runs out, or the peak of a size that alone was run. `per_step` is what one more sample (or
-    position …) adds to what tensors ask for at their peak, `fixed` what does not depend on it, and `standing` what the
-    model and its training hold of that, by role. `looked` lists the sizes that were run for the answer, `step` what
-    sizes have to be a multiple of, `refused` the sizes that the model failed with and why.
+    position …) adds to what tensors ask for at the peak of that next size, which is in the phase `grows_in`; `fixed` is
+    what does not depend on it there, and `standing` what the model and its training hold of that, by role. `looked`
+    lists the sizes that were run for the answer, `step` what sizes have to be a multiple of, `refused` the sizes that
+    the model failed with and why.
     """
 
     scenario: str
@@ -57,6 +58,7 @@ class FitRow:
     step: int = 1
     refused: Mapping[int, str] = field(default_factory=dict)
     monotone: bool = True
+    grows_in: str = ""
 
     @property
     def ran(self) -> tuple[int, ...]:
@@ -182,6 +184,7 @@ def _row_record(row: FitRow) -> dict[str, object]:
         "next_peak": row.next_peak,
         "per_step": row.per_step,
         "fixed": row.fixed,
+        "grows_in": row.grows_in or None,
         "binds": bind.role if bind else None,
         "phase": bind.phase if bind else None,
         "layer": bind.layer if bind else None,
@@ -195,7 +198,8 @@ def _row_record(row: FitRow) -> dict[str, object]:
 class Budget:
     """What a process may take on a GPU. `device` is all of it, `context` what CUDA takes of that at most.
 
-    `card` decides which kernels run. `notes` are what a reader must know about the figures.
+    `card` decides which kernels run. `fraction` is the share of `device` that the allocator may hold at most, by its
+    settings. `notes` are what a reader must know about the figures.
     """
 
     name: str
@@ -204,11 +208,12 @@ class Budget:
     context: int
     margin: int = 0
     notes: tuple[str, ...] = ()
+    fraction: float = 1.0
 
     @property
     def allocator(self) -> int:
         """The bytes that are left for PyTorch's caching allocator."""
-        return self.device - self.context - self.margin
+        return min(self.device - self.context, int(self.fraction * self.device)) - self.margin
 
 
 class Alike(NamedTuple):

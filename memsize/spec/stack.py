@@ -29,7 +29,7 @@ class Stack:
     cuda: str | None = None
 
     def __post_init__(self) -> None:
-        if self.torch is not None and not OLDEST <= (release(self.torch) or (0, 0)) <= NEWEST:
+        if self.torch is not None and not ("." in self.torch and OLDEST <= (release(self.torch) or (0, 0)) <= NEWEST):
             known = f"{_dotted(OLDEST)} to {_dotted(NEWEST)}"
             raise InputError(f"PyTorch {self.torch} is not known: its memory is simulated for {known}")
         if self.cuda is not None and not _CUDA[0] <= (release(self.cuda) or (0, 0))[0] <= _CUDA[1]:

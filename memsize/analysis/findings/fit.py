@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from memsize.errors import first_line
 from memsize.records.finding import Finding, Rules
-from memsize.records.fit import ANSWERED, Alike, Budget, Crossing, FitRow, Remedied, Status
+from memsize.records.fit import ANSWERED, Alike, Bind, Budget, Crossing, FitRow, Remedied, Status
 from memsize.records.roles import noun
 from memsize.spec.vary import UNITS
 from memsize.units import Bytes
@@ -90,7 +90,7 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         return
     bind = row.bind
     at = " at {layer}," if bind.layer else ", in {op}," if bind.op else ","
-    adds = f" One more {UNITS.get(vary, f'step of {vary}')} adds {{per_step}} to the peak." if row.per_step else ""
+    adds = _adds(row, bind) if row.per_step else ""
     where = "It runs out in" if bind.request else "The peak is in"
     most, values = _largest(bind.largest)
     alive = sum(bind.roles.values())
@@ -114,9 +114,18 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
             "alive": Bytes(alive),
             "apart": Bytes(apart),
             "per_step": Bytes(row.per_step or 0),
+            "grows_in": row.grows_in,
+            "unit": UNITS.get(vary, f"step of {vary}"),
         }
         | values,
     )
+
+
+def _adds(row: FitRow, bind: Bind) -> str:
+    """How the peak grows. It is told apart where only one of it and the end of memory is in the optimizer's step."""
+    if row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer"):
+        return " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
+    return " One more {unit} adds {per_step} to the peak."
 
 
 def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
@@ -135,16 +144,21 @@ def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
     row = evidence.first
     if row is None or row.status != "none":
         return
-    total = sum(row.standing.values())
-    if total > row.budget:
+    standing = sum(row.standing.values())
+    fixed = max(row.fixed or 0, standing)
+    besides = ", and temporaries at the peak, in {phase}, {besides} more" if standing <= row.budget else ""
+    if fixed > row.budget:
+        total = fixed if besides else standing
         yield Finding(
             "fit-fixed-cost",
             total,
             (),
-            "No size could fit: {roles} take {fixed} whatever it is, {beyond} more than there are.",
+            f"No size could fit: {{roles}} take {{standing}}{besides}, whatever it is: {{beyond}} more than there are.",
             {
                 "roles": tuple(noun(role) for role in row.standing),
-                "fixed": Bytes(total),
+                "standing": Bytes(standing),
+                "besides": Bytes(total - standing),
+                "phase": row.grows_in,
                 "beyond": Bytes(total - row.budget),
             },
         )
@@ -254,6 +268,7 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
     """How much memory the budgets have."""
     for budget in evidence.budgets:
         taken = ["the CUDA context may take {context}"] if budget.context else []
+        taken += ["the allocator may take {fraction}"] if budget.fraction < 1 else []
         taken += ["the margin is {margin}"] if budget.margin else []
         less = f", of which {' and '.join(taken)}" if taken else ""
         yield Finding(
@@ -267,5 +282,6 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
                 "device": Bytes(budget.device),
                 "context": Bytes(budget.context),
                 "margin": Bytes(budget.margin),
+                "fraction": Bytes(int(budget.fraction * budget.device)),
             },
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.fit.crossovers import crossings, most_alive
-from memsize.analysis.fit.footprint import Footprint, bind
+from memsize.analysis.fit.footprint import Footprint, bind, phase_name
 from memsize.analysis.fit.optimizations import try_optimizations
 from memsize.analysis.fit.search import Search, largest
 from memsize.analysis.fit.trials import RunVariant, Trials
@@ -147,7 +148,7 @@ def _searched_row(trials: Trials, variant: RunVariant, row: FitRow, likely: int 
         powers=not trials.vary.batch,
     )
     low, high = found.largest, found.above
-    per_step = _per_step(found)
+    growth = _growth(found, trials.vary.batch)
     return replace(
         row,
         status=_status(found),
@@ -156,10 +157,11 @@ def _searched_row(trials: Trials, variant: RunVariant, row: FitRow, likely: int 
         peak=low.needs(row.budget) if low else None,
         next_size=found.bound,
         next_peak=high.needs(row.budget) if high else None,
-        per_step=per_step,
-        fixed=_fixed(found, per_step, trials.vary.batch),
+        per_step=growth.per_step if growth else None,
+        fixed=growth.fixed if growth else None,
+        grows_in=growth.phase if growth else "",
         bind=bind(high, row.budget if low else None) if high else None,
-        standing=_standing(run) if (run := low or high) else {},
+        standing=_standing(run) if (run := high or low) else {},
         looked=found.looked,
         step=found.step,
         refused=found.refused,
@@ -184,27 +186,43 @@ def _constant(found: Search) -> bool:
     return len(traces) > 1 and len(beside) == 1
 
 
-def _per_step(found: Search) -> int | None:
-    """What one more sample or position adds to the tensors' peak: between the answer and the next size, or the two
-    smallest runs.
-    """
-    pair = [run for run in (found.largest, found.above) if run]
-    if len(pair) < 2:
-        pair = [found.runs[size] for size in sorted(found.runs)[:2]]
-    if len(pair) < 2:
-        return None
-    return (pair[1].requested - pair[0].requested) // (pair[1].size - pair[0].size)
+class _Growth(NamedTuple):
+    """What one more sample or position adds at the moment of the peak, what it does not depend on, and the phase."""
+
+    per_step: int | None
+    fixed: int
+    phase: str
 
 
-def _fixed(found: Search, per_step: int | None, linear: bool) -> int | None:
-    """The part that does not depend on the size: the line's value at 0, or what the model and its training hold at the
-    peak.
+def _growth(found: Search, linear: bool) -> _Growth | None:
+    """How memory grows at the peak of the next size, or of the answer where there is none.
+
+    Another run is compared at that very moment, not at its own peak: as a batch grows the peak leaves the optimizer,
+    and a line through both would be of neither.
     """
-    run = found.largest or found.above
+    run = found.above or found.largest
     if run is None:
         return None
-    at_zero = run.requested - run.size * per_step if linear and per_step is not None else -1
-    return at_zero if at_zero >= 0 else sum(_standing(run).values())
+    event, standing = run.unbounded.requested.event, sum(_standing(run).values())
+    label = run.trace.phases[run.trace.events[event].phase]
+    beside = _beside(run, found.runs.values(), event, label)
+    per_step = None if beside is None else (run.requested - beside[1]) // (run.size - beside[0])
+    if per_step is None or per_step < 0:
+        return _Growth(None, standing, phase_name(label))
+    fixed = max(run.requested - run.size * per_step, standing) if linear else standing
+    return _Growth(per_step, fixed, phase_name(label))
+
+
+def _beside(run: Footprint, others: Iterable[Footprint], event: int, label: str) -> tuple[int, int] | None:
+    """The size of the nearest other run, and what it holds at the moment of `event`.
+
+    That is the same event of a run that made the same events; where there is none, the highest moment of its phase.
+    """
+    apart = sorted((other for other in others if other.size != run.size), key=lambda o: abs(o.size - run.size))
+    alike = next((other for other in apart if other.shape == run.shape), None)
+    if alike:
+        return alike.size, alike.live(event)
+    return next(((other.size, most) for other in apart if (most := other.most(label)) is not None), None)
 
 
 def _standing(run: Footprint) -> dict[Role, int]:

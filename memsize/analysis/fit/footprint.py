@@ -52,6 +52,16 @@ class Footprint:
         """The most bytes that tensors ask for at one moment."""
         return max(accumulate((delta for _, delta in self.pairs), initial=0))
 
+    def live(self, event: int) -> int:
+        """The bytes that tensors hold after an event."""
+        return sum(delta for _, delta in self.pairs[: event + 1])
+
+    def most(self, phase: str) -> int | None:
+        """The most bytes that tensors hold in a phase such as ``"optimizer 2"``; None where the run has no such one."""
+        label = self.trace.phases.index(phase) if phase in self.trace.phases else None
+        live = zip(self.trace.events, accumulate(delta for _, delta in self.pairs), strict=True)
+        return max((held for event, held in live if event.phase == label), default=None)
+
     @property
     def unbounded(self) -> Replay:
         """The replay on a GPU with unlimited memory, where cached blocks are never given back."""
@@ -60,8 +70,10 @@ class Footprint:
     def bounded(self, capacity: int | None) -> Replay:
         """The replay with `capacity` bytes available: cached blocks are given back before it fails."""
         if capacity not in self.replays:
+            # A budget is what a fraction of the card leaves already.
+            total = None if capacity is None else self.config.card_of(capacity)
             streams = self.trace.streams
-            self.replays[capacity] = replay(self.pairs, self.config, capacity=capacity, streams=streams)
+            self.replays[capacity] = replay(self.pairs, self.config, capacity=capacity, total=total, streams=streams)
         return self.replays[capacity]
 
     def fits(self, capacity: int) -> bool:

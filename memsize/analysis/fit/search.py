@@ -282,7 +282,8 @@ class Forecast:
     def fits(self, size: int, capacity: int) -> bool:
         """Whether `size` would fit `capacity`."""
         try:
-            replayed = replay(self.pairs(size), self.config, capacity=capacity, streams=self.runs[0].trace.streams)
+            pairs, total, streams = self.pairs(size), self.config.card_of(capacity), self.runs[0].trace.streams
+            replayed = replay(pairs, self.config, capacity=capacity, total=total, streams=streams)
             return replayed.out_of_memory is None
         except InputError:  # rounding broke a storage that is resized in place
             return False
