@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,34 @@ def test_a_frozen_weight_or_input_asks_for_less() -> None:
     with Ledger(workspaces=Workspaces(convolutions=Convolutions.on(plans))):  # type: ignore[arg-type]
         layer(x).sum().backward()
     assert [each.operation for each in plans.convolutions] == ["forward", "data"]
+
+
+# One sample's patches: 8 channels of 3 x 3 pixels for 5 x 5 results, or of 1 x 5 for 9
+@pytest.mark.parametrize(
+    ("layer", "shape", "columns"),
+    [
+        (lambda: nn.Conv2d(8, 16, 3, stride=2, padding=1), (4, 8, 9, 9), 2 * 8 * 9 * 25),
+        (lambda: nn.Conv1d(8, 16, 5, padding=2), (4, 8, 9), 2 * 8 * 5 * 9),
+        (lambda: nn.Conv2d(8, 16, 1), (4, 8, 9, 9), 0),
+        (lambda: nn.Conv2d(8, 16, 1, stride=2), (4, 8, 9, 9), 2 * 8 * 25),
+        (lambda: nn.Conv2d(8, 16, 3, groups=2), (4, 8, 9, 9), 0),
+        (lambda: nn.Conv2d(8, 16, 3, dilation=2), (4, 8, 9, 9), 0),
+        (lambda: nn.ConvTranspose2d(8, 16, 3), (4, 8, 9, 9), 0),
+    ],
+)
+def test_what_cudnn_does_not_take_is_unfolded(
+    layer: Callable[[], nn.Module], shape: tuple[int, ...], columns: int
+) -> None:
+    """A T4 has no bfloat16 in cuDNN: forward, and both gradients, unfold one sample at a time."""
+    module = layer().to("meta", torch.bfloat16)
+    x = torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    ledger = Ledger(workspaces=Workspaces(convolutions=Convolutions.on(Asked((7, 5), []))))  # type: ignore[arg-type]
+    with ledger:
+        y: Tensor = module(x)
+        y.backward(torch.empty_like(y))
+    taken = [each.bytes for each in ledger.storages(frozenset()) if each.role == "workspace"]
+    ledger.close()
+    assert taken == [columns] * 3 * (columns > 0)
 
 
 def test_a_transposed_one_is_the_gradient_of_another() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._ops import OpOverload
 
-from memsize.cuda.attention import efficient_rows
+from memsize.cuda.attention_memory import efficient_rows
 from memsize.internals.meta_memo import MetaMemo
 from memsize.meta_kernels import factories, matmul, norms, rules, spatial, strides
 from memsize.meta_kernels.reductions import reduced_shape

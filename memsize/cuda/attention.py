@@ -1,13 +1,12 @@
-"""Attention on CUDA: which kernel runs, what it returns and keeps for its backward, and what it takes for itself.
+"""Attention on CUDA: which kernel runs.
 
 Flash, cuDNN and the memory-efficient kernel never materialise the scores; the mathematical path does. The choice is
 PyTorch's: backends in its order of priority, each refused by the first rule that it breaks. Rules honour the user's
 `torch.nn.attention.sdpa_kernel` regions and flags.
 
 Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h (the rules),
-aten/src/ATen/native/transformers/attention.cpp (padding, mask conversion), cuda/attention.cu (what the kernels return).
-Limits: dense tensors only; grouped heads reach the memory-efficient kernel on no version (newer ones may allow it); of
-flash attention's first version, until PyTorch 2.1, only the forward is known.
+aten/src/ATen/native/transformers/attention.cpp (padding, mask conversion). Limits: dense tensors only; grouped heads
+reach the memory-efficient kernel on no version (newer ones may allow it).
 """
 
 from __future__ import annotations
@@ -20,21 +19,14 @@ import torch
 from torch import Tensor
 
 from memsize.cuda import autocast
-from memsize.cuda.registry import Temporary, temporaries_of
 from memsize.cuda.semantics import Semantics, current
 from memsize.internals.dispatch_key import KEY, Kernel, exclude, key_excluded, overload
-from memsize.meta_kernels.registry import shape_rule
-from memsize.meta_kernels.strides import Shape, permuted
-from memsize.meta_kernels.tensors import are_alike, are_plain, empty, like, strided
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256
 _PREFERS_CUDNN = 91500
 _MASK_ALIGNMENT = 8
-_CUDNN_DROPOUT = 8
-"""Where cuDNN's backward has the probability, behind the output."""
-_aten = torch.ops.aten
 
 
 class Attention(NamedTuple):
@@ -339,204 +331,3 @@ _RUNS: dict[Backend, Callable[[Attention], Tensor]] = {
     "cudnn": _cudnn,
     "math": _math,
 }
-
-
-# -- what the kernels return and keep ---------------------------------------------------------------------------------
-
-
-_BY_LENGTH = (3, 1, 2, 0)
-"""The dimensions of (batch, heads, length, head size), innermost first, when a position's heads lie side by side."""
-
-
-def _fits(query: Any, key: Any, value: Any) -> bool:
-    if not are_plain(query, key, value) or not are_alike(query, key, value) or not query.is_floating_point():
-        return False
-    if not query.dim() == key.dim() == value.dim() == 4:
-        return False
-    batch, width, keys = query.shape[0], query.shape[3], tuple(key.shape)
-    return keys[0] == batch and keys[3] == width and keys[:3] == tuple(value.shape[:3])
-
-
-def _by_length(shape: Shape, dtype: torch.dtype) -> Tensor:
-    return strided(shape, permuted(shape, _BY_LENGTH), dtype)
-
-
-@shape_rule("aten::_scaled_dot_product_flash_attention")
-def _flash_returns(
-    query: Any, key: Any, value: Any, _dropout: float = 0.0, _causal: bool = False, debug: bool = False, *,
-    scale: float | None = None,
-) -> Any:  # fmt: skip
-    """Output like the query, or by length from packed sequences; the log of each row's sum in float32, and the state of
-    the random numbers: two words of 8 bytes and an unused one (cuda/attention.cu, flash_api.cpp)."""
-    if debug or torch.version.hip or not _fits(query, key, value) or value.shape[3] != query.shape[3]:
-        return NotImplemented
-    rows = query.shape[:3]
-    states = empty((2,), torch.uint64), empty((), torch.uint64)
-    sums = empty(rows, torch.float32)
-    output = _by_length(query.shape, query.dtype) if _is_packed() else like(query)
-    return output, sums, None, None, rows[2], key.shape[2], *states, empty((0,), query.dtype)
-
-
-def _is_packed() -> bool:
-    """Whether flash attention takes the sequences of a batch in one row: its first version did, until PyTorch 2.1."""
-    semantics = current()
-    return semantics is not None and semantics.release is not None and semantics.release <= (2, 1)
-
-
-@shape_rule("aten::_scaled_dot_product_flash_attention_backward", "aten::_scaled_dot_product_cudnn_attention_backward")
-def _gradients_like_inputs(_grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-    return (like(query), like(key), like(value)) if _fits(query, key, value) else NotImplemented
-
-
-def efficient_rows(length: int) -> int:
-    """The rows for which the memory-efficient kernel keeps a sum: whole blocks of 32 (`kAlignLSE`)."""
-    return -(-length // 32) * 32
-
-
-@shape_rule("aten::_scaled_dot_product_efficient_attention")
-def _efficient_returns(
-    query: Any, key: Any, value: Any, bias: Any, keep_sums: bool, _dropout: float = 0.0, _causal: bool = False, *,
-    scale: float | None = None,
-) -> Any:  # fmt: skip
-    """Output by length; sums in float32 where backward needs them. The seed and the offset of the random numbers are on
-    the host, unless a CUDA graph is captured (cuda/attention.cu, "Seed and Offset Device"); `meta` says otherwise."""
-    if torch.version.hip or not _fits(query, key, value) or not are_plain(bias):
-        return NotImplemented
-    batch, heads, length, _ = query.shape
-    output = _by_length((batch, heads, length, value.shape[3]), query.dtype)
-    sums = empty((batch, heads, efficient_rows(length) if keep_sums else 0), torch.float32)
-    return output, sums, _on_host(), _on_host()
-
-
-def _on_host() -> torch.Tensor:
-    return torch.zeros((), dtype=torch.int64, device="cpu")
-
-
-@shape_rule("aten::_scaled_dot_product_efficient_attention_backward")
-def _efficient_backward_returns(
-    _grad: Any, query: Any, key: Any, value: Any, bias: Any, _out: Any, _sums: Any, _seed: Any, _offset: Any,
-    _dropout: float, mask: Any, _causal: bool = False, *, scale: float | None = None,
-) -> Any:  # fmt: skip
-    """Gradients by length. The bias's has rows of a multiple of 16, of which a part is returned."""
-    if not _fits(query, key, value) or not are_plain(bias):
-        return NotImplemented
-    wanted = bias is not None and mask[3]
-    return *(_by_length(t.shape, t.dtype) for t in (query, key, value)), _padded_bias(bias) if wanted else None
-
-
-def _padded_bias(bias: Tensor) -> Tensor:
-    length = bias.shape[-1]
-    return empty((*bias.shape[:-1], -(-length // 16) * 16), bias.dtype)[..., :length]
-
-
-@shape_rule("aten::_scaled_dot_product_cudnn_attention")
-def _cudnn_returns(
-    query: Any, key: Any, value: Any, bias: Any, _keep_sums: bool, _dropout: float = 0.0, _causal: bool = False,
-    debug: bool = False, *, scale: float | None = None,
-) -> Any:  # fmt: skip
-    """Output in the query's order of dimensions (cudnn/MHA.cpp); a seed and an offset of 8 bytes each."""
-    if debug or not _fits(query, key, value) or not are_plain(bias):
-        return NotImplemented
-    rows, width = query.shape[:3], value.shape[3]
-    if query.shape[3] == width:
-        output = like(query)
-    elif query.is_contiguous():
-        output = empty((*rows, width), query.dtype)
-    else:
-        return NotImplemented
-    states = empty((), torch.int64), empty((), torch.int64)
-    return output, empty((*rows, 1), torch.float32), None, None, rows[2], key.shape[2], *states, None
-
-
-# -- what the kernels take inside -------------------------------------------------------------------------------------
-
-
-@temporaries_of(_aten._scaled_dot_product_flash_attention.default)
-def _flash_forward_temporaries(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
-    """Copies of what does not lie as the packed kernel wants it: position by position, through all sequences."""
-    for tensor in (query, key, value) if _is_packed() else ():
-        batch, position = tensor.stride(0), tensor.stride(2)
-        if tensor.shape[0] > 1 and batch != tensor.shape[2] * position:
-            yield Temporary(tuple(tensor.shape), tensor.dtype)
-
-
-@temporaries_of(_aten._scaled_dot_product_flash_attention_backward.default)
-def _flash_backward_temporaries(grad: Any, query: Any, key: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
-    """The sum of each row's gradients, and the query's gradient in float32: whole blocks of 128 rows, a head of a
-    multiple of 32. Where heads share keys, the gradients of keys and values for each head too.
-    Source: transformers/cuda/flash_attn/flash_api.cpp `mha_bwd`.
-    """
-    batch, heads, length, head = query.shape
-    rows, width = -(-length // 128) * 128, -(-head // 32) * 32 if head <= 192 else 256
-    yield from _made_dense(grad)
-    yield Temporary((batch, heads, rows))
-    yield Temporary((batch, rows, heads, width))
-    if key.shape[1] != heads:
-        shape = (batch, key.shape[2], heads, head)
-        yield from (Temporary(shape, query.dtype), Temporary(shape, query.dtype))
-
-
-@temporaries_of(_aten._scaled_dot_product_efficient_attention_backward.default)
-def _efficient_backward_temporaries(
-    grad: Any, query: Any, _key: Any, value: Any, _bias: Any, *_: Any, **__: Any
-) -> Iterator[Temporary]:
-    """The sum of each row's products of gradient and output. Half precision computes it inside the kernel, float32
-    from the products, and then brings it into another order. What half-precision kernels accumulate in is not known.
-    Source: transformers/cuda/attention_backward.cu, mem_eff_attention/kernel_backward.h `kKernelComputesDelta`.
-    """
-    batch, heads, length, _head = query.shape
-    yield from _made_dense(grad)
-    yield Temporary((batch, heads, length))
-    if query.dtype is torch.float32:
-        yield Temporary((batch, length, heads, value.shape[3]))
-        if heads > 1 and length > 1:
-            yield Temporary((batch, length, heads))
-
-
-@temporaries_of(_aten._scaled_dot_product_cudnn_attention.default)
-def _cudnn_forward_temporaries(
-    query: Any, key: Any, _value: Any, _bias: Any, _keep_sums: bool, dropout: float = 0.0, *_: Any, **__: Any
-) -> Iterator[Temporary]:
-    """cuDNN's workspace, which is that of its plan."""
-    size = _plan_workspace(query, key, dropout)
-    if size:
-        yield Temporary((size,), torch.uint8)
-
-
-@temporaries_of(_aten._scaled_dot_product_cudnn_attention_backward.default)
-def _cudnn_backward_temporaries(
-    grad: Any, query: Any, key: Any, _value: Any, out: Any, *more: Any, **__: Any
-) -> Iterator[Temporary]:
-    """cuDNN's workspace, in one piece: the sum of each row's gradients and the query's gradient, both in float32; where
-    heads share keys, the gradients of keys and values for each head too; and that of the plan.
-    Source: cuDNN's frontend, scaled_dot_product_flash_attention.h (`CompositeSDPABackwardNode`). PyTorch brings the
-    output's gradient into the output's order first (cudnn/MHA.cpp).
-    """
-    batch, heads, length, head = query.shape
-    if grad.stride() != out.stride():
-        yield Temporary(tuple(grad.shape), grad.dtype)
-    size = 4 * batch * heads * length * (head + 1) + _plan_workspace(query, key, more[_CUDNN_DROPOUT])
-    if key.shape[1] != heads:
-        size += 2 * query.element_size() * batch * heads * key.shape[2] * head
-    yield Temporary((size,), torch.uint8)
-
-
-def _plan_workspace(query: Any, key: Any, dropout: float) -> int:
-    """As cuDNN 9.24 answers for some hundred shapes, its plans made without a GPU: 256 B on Hopper. On Blackwell a bit
-    for each score where there is dropout, in whole blocks of 128 rows and columns, and nothing without (lengths that
-    are no multiple of 8 may take more). Elsewhere PyTorch does not prefer cuDNN, and nothing is known.
-    """
-    semantics = current()
-    major = semantics.capability[0] if semantics else 0
-    if major == 9:
-        return 256
-    if major < 10 or not dropout:
-        return 0
-    rows, columns = (-(-tensor.shape[2] // 128) * 128 for tensor in (query, key))
-    return int(query.shape[0] * query.shape[1] * rows * columns // 8 + 128)
-
-
-def _made_dense(grad: Any) -> Iterator[Temporary]:
-    """A copy of the output's gradient, which kernels want by position and then by head."""
-    if not grad.transpose(1, 2).is_contiguous():
-        yield Temporary(tuple(grad.shape), grad.dtype)

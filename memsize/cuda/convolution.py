@@ -1,11 +1,13 @@
 """Convolutions on CUDA: what PyTorch asks cuDNN for, read from the arguments of ATen's ops, and what is copied first.
 
 Source: aten/src/ATen/native/Convolution.cpp (`_select_conv_backend`, `use_cudnn`, `use_cudnn_depthwise`,
-`convolution_backward`) and cudnn/ConvShared.cpp. Limit: tensors that need 64-bit indices are treated as ordinary ones.
+`convolution_backward`), cudnn/ConvShared.cpp and cuda/ConvolutionMM2d.cu. Limit: tensors that need 64-bit indices are
+treated as ordinary ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,7 +47,7 @@ class Operands(NamedTuple):
 
 
 class Convolutions(NamedTuple):
-    """Bytes that cuDNN takes from the allocator during each convolution of a run."""
+    """Bytes that cuDNN, or PyTorch's own kernel, takes from the allocator during each convolution of a run."""
 
     kernels: Kernels
     plans: Plans
@@ -64,12 +66,21 @@ class Convolutions(NamedTuple):
 
     def forward(self, args: Sequence[Any], output: torch.Tensor) -> int:
         """The bytes of the workspace of `aten::convolution`."""
-        return self._workspace(self.kernels.forward(args, output))
+        x, w, _, *settings = args
+        call = Operands(x, w, *settings)
+        if self.kernels.runs_on_cudnn(call):
+            return self._workspace(self.kernels.forward(args, output))
+        return self.kernels.columns(call, output.shape)
 
     def backward(self, args: Sequence[Any]) -> tuple[int, int]:
         """The bytes for `aten::convolution_backward`: for the gradient of the input, then for the weight's."""
-        data, weight = self.kernels.backward(args)
-        return self._workspace(data), self._workspace(weight)
+        grad, x, w, _, *settings, mask = args
+        call = Operands(x, w, *settings)
+        if self.kernels.runs_on_cudnn(call):
+            data, weight = self.kernels.backward(args)
+            return self._workspace(data), self._workspace(weight)
+        columns = self.kernels.columns(call, grad.shape)
+        return (columns if mask[0] else 0, columns if mask[1] else 0)
 
     def _workspace(self, convolution: Convolution | None) -> int:
         return 0 if convolution is None else self.plans.workspace(convolution)
@@ -125,6 +136,18 @@ class Kernels:
         if self.deterministic and max(call.dilation) > 1 and not last:
             return False
         return not _is_depthwise(call) or last or _suits_cudnn(call)
+
+    def columns(self, call: Operands, other: Sequence[int]) -> int:
+        """What PyTorch's own kernel unfolds: one sample's patches, unless they are its pixels (`slow_conv2d`).
+
+        Known limits: nothing for kernels of groups, dilated and transposed ones and volumes, which unfold as well.
+        """
+        x, w = call.x, call.w
+        is_plain = call.groups == 1 and not call.transposed and max(call.dilation) == 1 and x.dim() < 5
+        patch = w.shape[2:].numel()
+        if not is_plain or not x.numel() or (patch == 1 and max(call.stride) == 1 and not max(call.padding)):
+            return 0
+        return int(x.shape[1] * patch * math.prod(other[2:]) * x.element_size())
 
     def _ask(self, operation: Operation, call: Operands, other: Sequence[int]) -> Convolution:
         """`other` is the shape of the forward's output. A transposed convolution is one from that to its input."""

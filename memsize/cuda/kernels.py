@@ -15,6 +15,7 @@ import torch
 from memsize.cuda import (
     activations,
     attention,
+    attention_memory,
     autocast,
     convolution,
     dropout,
@@ -30,8 +31,8 @@ from memsize.cuda.registry import COPIES, SAME_DTYPE, TEMPORARIES, Copies, Tempo
 from memsize.internals.dispatch_key import Kernel
 from memsize.model.tensor_storage import dtype_name
 
-LIBRARIES = (convolution, matmul, foreach)
-"""Families with nothing on the dispatch key: the kernels of cuDNN and cuBLAS, and those for lists of tensors."""
+NOT_ON_KEY = (attention_memory, convolution, matmul, foreach)
+"""Families with nothing on the dispatch key: kernels of libraries and for lists of tensors, and attention's memory."""
 
 
 def kernels() -> Mapping[str, Kernel]:
