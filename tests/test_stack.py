@@ -116,7 +116,7 @@ def test_cublaslt_by_release():
         ("expandable_segments:True", (2, 1)),
         ("max_non_split_rounding_mb:32", (2, 6)),
         ("per_process_memory_fraction:0.5", (2, 10)),
-        ("large_segment_size_mb:40", (2, 13)),
+        ("large_segment_size_mb:40", (2, 11)),
         ("max_split_size_mb:64", (2, 0)),
         ("garbage_collection_threshold:0.6", (2, 0)),
         ("roundup_power2_divisions:4", (2, 0)),

@@ -2,7 +2,7 @@
 
 The text is that of `PYTORCH_ALLOC_CONF` or its older name `PYTORCH_CUDA_ALLOC_CONF`: ``key:value,key:[k:v,k:v]``.
 Source: PyTorch's c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h (2.11 to 2.14), and the pull
-requests that added a setting.
+requests that added a setting. Known limit: `roundup_bypass_threshold_mb`, which 2.0 alone has, is not simulated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ IGNORED: Final = frozenset(
 
 _SINCE: Final[dict[str, Release]] = {
     "expandable_segments": (2, 1),  # 99275
-    "large_segment_size_mb": (2, 13),  # 172056
+    "large_segment_size_mb": (2, 11),  # 172056
     "max_non_split_rounding_mb": (2, 6),  # 136174
     "per_process_memory_fraction": (2, 10),  # 161035
 }

@@ -5,8 +5,8 @@ autograd thread has its own handle, so a training step has two workspaces. cuBLA
 or a float8 operand, had a workspace of its own until it came to share that of cuBLAS.
 
 Source: PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp, 2.0 to 2.14, and the pull requests that
-changed them: 91564 (2.0), 156495 (2.9), 168175, 175344 and 175879 (2.12), 189312 (2.14). The release that first
-contained each was inferred from the dates of the release branches.
+changed them: 91564 (2.0), 156495 (2.9), 168175, 175344 and 175879 (2.12), 189312 (2.14). Which release first had each
+was read in the compiled libraries of 2.0, 2.8 to 2.12 and 2.14.
 
 Known limit: from PyTorch 2.15 on (194311), each op takes its workspace and gives it back unless
 `TORCH_CUBLAS_WORKSPACE_CACHE` is 1; runs are simulated with workspaces that stay, as in releases up to 2.14.
