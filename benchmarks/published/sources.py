@@ -1,6 +1,6 @@
 """Where the published figures come from, and what is known and inferred of their settings: one entry for each table.
 
-A row counts only when its setting can be rebuilt. `confidence` was decided from the sources, before any prediction:
+A row counts only when its setting can be rebuilt. `confidence` follows from what the source states:
 
 - *high*: the script is public, with all its settings, and so is the release it ran;
 - *medium*: one thing that moves the figure by a few percent is inferred, and `inferred` says what;
@@ -182,7 +182,12 @@ _ALL: Final = (
             inferred,
         )
         for name, kind, confidence, inferred in (
-            ("transformers", "transformers, training", "medium", "the release of transformers is not stated"),
+            (
+                "transformers",
+                "transformers, training",
+                "medium",
+                "its release of transformers is not stated",
+            ),
             ("convolutional", "convolutional networks", "high", ""),
         )
     ),
