@@ -103,6 +103,14 @@ def test_what_a_product_with_a_vector_copies() -> None:
     assert copies(aten.addmv.default, meta((4,)), matrix, vector) == [matrix]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_matrices_are_not_cublas_business() -> None:
+    places = torch.tensor([0, 1, 1, 2, 2], device="meta"), torch.tensor([0, 2], device="meta")
+    sparse = torch.sparse_csr_tensor(*places, meta((2,)), (4, 6), check_invariants=False)
+    assert copies(aten.mm.default, sparse, meta((6, 5))) == []
+    assert copies(aten.mv.default, sparse, meta((6,))) == []
+
+
 def test_a_sum_of_products_copies_one_matrix_at_a_time() -> None:
     (copied,) = copies(aten.addbmm.default, meta((4, 5)), meta((3, 4, 6), (0, 0, 0)), meta((3, 6, 5)))
     assert tuple(copied.shape) == (4, 6)

@@ -17,6 +17,7 @@ from memsize.cuda.kernels import kernel_temporaries
 from memsize.cuda.norms import takes_cudnn
 from memsize.cuda.region import cuda_semantics
 from memsize.tracing.dispatch import MetaDispatchMode
+from memsize.tracing.ledger import Ledger
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HAS_CUDNN = torch.backends.cudnn.version() is not None
@@ -143,6 +144,28 @@ def test_pytorchs_own_kernel_keeps_statistics_always() -> None:
         out.sum().backward()
     assert "native_batch_norm" in log.ops
     assert bytes_kept == 2 * 2 * 5 * 16 + 3 * 2 * 5 + 2 * 4 * 5  # the statistics in float32
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "trained", "own"),
+    [
+        ((7, 5), FP32, True, [4 * 7 * 5, 4 * 5, 4 * 5, 4 * 5, 4 * 5]),  # three gradients and two sums
+        ((7, 5), BF16, True, [2 * 7 * 5, 2 * 5, 2 * 5, 4 * 5, 4 * 5]),  # which are float32
+        ((7, 5), FP32, False, [4 * 5, 4 * 5]),  # no gradient of the input, no sums for it
+        ((7, 5, 2), BF16, True, [2 * 7 * 5 * 2, 2 * 5, 2 * 5]),  # one kernel
+    ],
+)
+def test_a_batch_norm_of_two_dimensions_sums_aside(
+    shape: tuple[int, ...], dtype: torch.dtype, trained: bool, own: list[int]
+) -> None:
+    layer, x = nn.BatchNorm1d(5, device="meta", dtype=dtype), meta(*shape, dtype=dtype, grad=trained)
+    ledger = Ledger()
+    with ledger, cuda_semantics():
+        y = layer(x)
+        y.backward(torch.empty_like(y))
+    made = [each.bytes for each in ledger.storages(frozenset()) if each.op == "native_batch_norm_backward"]
+    ledger.close()
+    assert made == own
 
 
 def test_layout_is_kept_and_strided_inputs_are_copied() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, ops
+from torch import Tensor, ops, strided
 
 from memsize.cuda.registry import Copies, copies_of, result_first, same_dtype
 from memsize.meta_kernels.strides import is_dense
@@ -82,6 +82,8 @@ def _summed_copies(args: Any, _: Any) -> Copies:
 @copies_of(*_VECTORS)
 def _vector_copies(args: Any, _: Any) -> Copies:
     matrix, vector = args[-2:]
+    if matrix.layout is not strided:
+        return
     if not (vector.is_contiguous() or vector.stride(0)):
         yield vector, "row-major"
     if not (matrix.is_contiguous() or _has_dense_rows(matrix) or _has_dense_columns(matrix)):
@@ -107,8 +109,8 @@ def _is_by_rows(other: Tensor, out: Tensor | None) -> bool:
 
 
 def is_usable(tensor: Tensor) -> bool:
-    """Whether cuBLAS can read a matrix, or a batch of them, as it lies."""
-    if _has_dense_rows(tensor) or _has_dense_columns(tensor):
+    """Whether cuBLAS can read a matrix, or a batch of them, as it lies; sparse ones are not its business."""
+    if tensor.layout is not strided or _has_dense_rows(tensor) or _has_dense_columns(tensor):
         return True
     if tensor.dim() == 2:
         return is_dense(tensor.shape, tensor.stride())

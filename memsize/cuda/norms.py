@@ -9,15 +9,16 @@ Source: aten/src/ATen/native/Normalization.cpp (`_select_batch_norm_backend`, `_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memsize.cuda.registry import copies_of, copy_unless_contiguous, same_dtype
+from memsize.cuda.registry import Temporary, copies_of, copy_unless_contiguous, same_dtype, temporaries_of
 from memsize.cuda.semantics import current
 from memsize.internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.meta_kernels.tensors import accumulation
 
 _TRAINING_BATCH, _EVALUATION_BATCH = 880_801, 65_535
 _INDEXED = 2**31 - 1
@@ -95,6 +96,17 @@ def _format(tensor: Tensor) -> torch.memory_format:
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     is_last = last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
     return last if is_last and last is not None else torch.contiguous_format
+
+
+@temporaries_of(_aten.native_batch_norm_backward.default)
+def _batch_norm_sums(_grad: Tensor, tensor: Tensor, *more: Any) -> Iterator[Temporary]:
+    """Two sums for each channel, of PyTorch's own kernels where channels lie innermost, as in two dimensions: elsewhere
+    one kernel keeps them to itself (cuda/Normalization.cu, `batch_norm_backward_cuda`).
+    """
+    *_, training, _eps, mask = more
+    is_innermost = not tensor.is_contiguous() or tensor.stride(1) == 1
+    if is_innermost and mask[0] and (training or mask[1] or mask[2]):
+        yield from [Temporary((tensor.shape[1],), accumulation(tensor.dtype))] * 2
 
 
 # -- RMS norm ---------------------------------------------------------------------------------------------------------
