@@ -30,7 +30,9 @@ _TRAIN: Final = "https://gist.github.com/fxmarty/7e75cc3942d6974e4849093ebea0a33
 _INFER: Final = "https://gist.github.com/fxmarty/5113e4304fbdd38c9c3702ce44683f6a"
 _LITGPT: Final = "https://github.com/Lightning-AI/litgpt/blob/main/tutorials/resource-tables.md"
 _RASBT: Final = "https://github.com/rasbt/pytorch-memory-optim/blob/main/logs.md"
-_PREFLIGHT: Final = "https://pypi.org/project/torch-preflight/0.4.0, tests/calibration/measured_peaks.json"
+_PREFLIGHT: Final = (
+    "https://github.com/highwaterlabs/torch-preflight, release 0.4.0, tests/calibration/measured_peaks.json"
+)
 
 
 @dataclass(frozen=True, slots=True)
