@@ -25,10 +25,13 @@ from torch import nn
 
 import memsize
 from benchmarks.zoo.operators import declare
+from memsize.analysis.step import StepTrace
 from memsize.loading.weightless import Weightless
 
 MIB = 2**20
-_VISION = {
+STACK = "torch=2.6,cuda=12.4"
+"""What the paper ran: its CUDA is the one that PyTorch 2.6 comes with by default."""
+VISION = {
     "ConvNeXtBase": "convnext_base",
     "VGG16": "vgg16",
     "VGG19": "vgg19",
@@ -78,10 +81,10 @@ _TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def built(name: str) -> Callable[[], nn.Module]:
     """A function that builds the model of a row; raises ImportError or KeyError where that can't be done."""
-    if name in _VISION:
+    if name in VISION:
         import torchvision
 
-        return lambda: torchvision.models.get_model(_VISION[name], weights=None)
+        return lambda: torchvision.models.get_model(VISION[name], weights=None)
     import transformers
 
     model, config, values = _TEXT[name]
@@ -90,21 +93,29 @@ def built(name: str) -> Callable[[], nn.Module]:
 
 def inputs(name: str, batch: int) -> Any:
     """What the row's training was fed: 86×86 pictures, or 128 tokens that are their own labels."""
-    if name in _VISION:
+    if name in VISION:
         return torch.empty(batch, 3, 86, 86, device="meta")
     tokens = torch.zeros(batch, 128, dtype=torch.int64)
     return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def compared(row: dict[str, str]) -> list[Any]:
-    """One line: what was measured, what we say, and the relative errors of all predictors."""
-    name, batch, measured = row["model"], int(row["batch"]), int(row["ground_nvml_delta_bytes"])
+def predicted(row: dict[str, str]) -> StepTrace:
+    """The row's training, on its GPU and with the PyTorch of the paper."""
+    name = row["model"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Weightless():
             model = built(name)()
         optimizer = {"SGD": "sgd"}.get(row["optimizer"], row["optimizer"].lower())
-        step = memsize.trace(model, inputs(name, batch), optimizer=optimizer, gpu=row["gpu"].split()[0], steps=2)
+        given = inputs(name, int(row["batch"]))
+        gpu = {"RTX": "rtx3060", "A100-SXM4-40GB": "a100"}[row["gpu"].split()[0]]
+        return memsize.trace(model, given, optimizer=optimizer, gpu=gpu, stack=STACK, steps=2)
+
+
+def compared(row: dict[str, str]) -> list[Any]:
+    """One line: what was measured, what we say, and the relative errors of all predictors."""
+    name, batch, measured = row["model"], int(row["batch"]), int(row["ground_nvml_delta_bytes"])
+    step = predicted(row)
     others = [row["xmem_pred_bytes"], row["dnnmem_pred_bytes"]]
     errors = [(int(said) - measured) / measured if said else None for said in others]
     peak = step.peak
@@ -127,7 +138,6 @@ def lines(path: Path) -> Iterator[list[Any]]:
     """The comparison of every row whose model can be built."""
     with path.open() as file:
         for row in csv.DictReader(file):
-            row["gpu"] = {"RTX": "rtx3060", "A100-SXM4-40GB": "a100"}.get(row["gpu"].split()[0], row["gpu"])
             try:
                 yield compared(row)
             except (ImportError, KeyError, memsize.MemsizeError, NotImplementedError) as error:

@@ -5,7 +5,7 @@
 The real step makes CUDA's decisions wherever the CPU has kernels for them: autocast's casts, dropout's boolean mask,
 attention by the mathematical path. What the CPU does otherwise by design is in `BY_DESIGN` with its reason; everything
 else is to agree byte for byte. It is no measurement of a GPU: cuBLAS's and cuDNN's workspaces, and what CUDA's kernels
-allocate inside, are not seen.
+allocate inside, are not seen; the products inside softmax's backward are left out of the prediction.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from memsize.cuda.autocast import autocast_region
 from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
 from memsize.cuda.region import cuda_semantics
+from memsize.cuda.registry import TEMPORARIES
 from memsize.loading.weightless import Weightless
 from memsize.model.inputs import inputs_from_specs
 from memsize.records.verification import Alignment, AllocationDifference
@@ -243,10 +244,21 @@ def _kernels_of_both(own: bool) -> Iterator[None]:
         torch._C._set_mkldnn_enabled(onednn)
 
 
+@contextmanager
+def _no_products() -> Iterator[None]:
+    """While open, softmax's backward takes nothing inside: a CPU's kernel forms its products one by one."""
+    op = torch.ops.aten._softmax_backward_data.default
+    products = TEMPORARIES.pop(op)
+    try:
+        yield
+    finally:
+        TEMPORARIES[op] = products
+
+
 def held(run: Run) -> Held:
     """The run's step, real on the CPU, beside its prediction for a GPU without workspaces."""
     case = run.make()
-    with _kernels_of_both(run.own), EvenChoices(), StandIn(NO_WORKSPACES) as memory:
+    with _kernels_of_both(run.own), _no_products(), EvenChoices(), StandIn(NO_WORKSPACES) as memory:
         said = predict(case.trace(NO_WORKSPACES, NoPlans(STACK.capability)), NO_WORKSPACES)
         plan = case.plan(memory.device, track=False)
         with cuda_semantics(stands_for=("cpu",)):

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import memsize
 from memsize.cuda.autocast import autocast_region
+from memsize.cuda.kernels import kernel_temporaries
 from memsize.cuda.norms import takes_cudnn
 from memsize.cuda.region import cuda_semantics
 from memsize.tracing.dispatch import MetaDispatchMode
@@ -285,6 +287,31 @@ def test_autocast_softmax_is_the_same_one(dtype: torch.dtype, copies: int) -> No
         assert meta(3, 7, dtype=dtype).softmax(-1).dtype is FP32
         assert meta(3, 7, dtype=dtype).log_softmax(-1).dtype is FP32
     assert log.ops.count("_to_copy") == 2 * copies
+
+
+@pytest.mark.parametrize(("function", "products"), [(F.softmax, 1), (F.log_softmax, 0)])
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+def test_softmax_multiplies_its_gradient_by_its_result(function: Any, products: int, dtype: torch.dtype) -> None:
+    """`Tensor tmp = grad * output` in `softmax_backward_cuda_out`, beside the gradient that the kernel writes."""
+    op = (
+        torch.ops.aten._softmax_backward_data.default if products else torch.ops.aten._log_softmax_backward_data.default
+    )
+    output = meta(3, 7, dtype=FP32)
+    taken = list(kernel_temporaries(op, (output, output, -1, dtype)))
+    assert [each.bytes for each in taken] == [3 * 7 * 4] * products
+
+    def loop(model: nn.Module) -> Callable[[Tensor], None]:
+        return lambda x: function(model(x), dim=-1, dtype=FP32).backward(meta(1024, 1024))
+
+    step = memsize.trace(
+        nn.Linear(1024, 1024, bias=False, device="meta", dtype=dtype),
+        torch.empty(1024, 1024, dtype=dtype, device="meta"),
+        step=loop,
+        steps=1,
+    )
+    made = [event.delta for event in step.trace.events if event.op == op._overloadpacket.__name__ and event.delta > 0]
+    # the gradient in the scores' dtype, then the products in float32
+    assert made == [2**20 * dtype.itemsize] + [2**20 * 4] * products
 
 
 # -- layer norm -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from memsize.checkpoint import gguf, safetensors, torch_files
 from memsize.checkpoint.record import Contents, Storage, Tensor
 from memsize.checkpoint.source import Source, opened, printable
 from memsize.errors import CheckpointError
+from memsize.printable import shortened
 
 LONGEST_INDEX = 64 * 2**20
 """Bytes of an index: that of 100,000 tensors has ten million."""
@@ -173,7 +174,7 @@ def _parsed(path: Path) -> Any:
     try:
         return files.parse_json(files.read(path, LONGEST_INDEX))
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path.name} is not JSON that can be read: {error}") from error
 

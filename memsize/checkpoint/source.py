@@ -14,6 +14,7 @@ from memsize import files
 from memsize.checkpoint.record import USES, Use
 from memsize.errors import CheckpointError
 from memsize.printable import printable as text_printable
+from memsize.printable import shortened
 
 LONGEST = 300
 """No name in a checkpoint is longer than this; what is longer is cut."""
@@ -84,7 +85,7 @@ def opened(path: Path) -> Iterator[Source]:
         try:
             file = stack.enter_context(files.opened(path))
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+            raise CheckpointError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from error
         yield Source(file, printable(path.name), os.fstat(file.fileno()).st_size)
 
 

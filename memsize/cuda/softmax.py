@@ -7,13 +7,13 @@ Source: aten/src/ATen/native/SoftMax.cpp, cuda/SoftMax.cu (`host_softmax`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memsize.cuda.registry import copies_of, copy_unless_contiguous, result_first
+from memsize.cuda.registry import Temporary, copies_of, copy_unless_contiguous, result_first, temporaries_of
 from memsize.cuda.semantics import current
 from memsize.internals.dispatch_key import Kernel, key_excluded, overload
 
@@ -21,6 +21,14 @@ _aten = torch.ops.aten
 
 copies_of(_aten._softmax.default, _aten._log_softmax.default)(copy_unless_contiguous)
 result_first(_aten._softmax.default, _aten._log_softmax.default)
+
+
+@temporaries_of(_aten._softmax_backward_data.default)
+def _products(grad: Tensor, *_: Any) -> Iterator[Temporary]:
+    """The gradient times the result, made before the kernel runs; the logarithm's kernel needs none.
+    Source: cuda/SoftMax.cu `softmax_backward_cuda_out`.
+    """
+    yield Temporary(tuple(grad.shape), grad.dtype)
 
 
 def kernels() -> Mapping[str, Kernel]:

@@ -1,0 +1,114 @@
+"""Folders with the exact releases that a measurement was made with, beside this machine's own PyTorch.
+
+Each is filled once, by pip, under a cache folder, and put in front of the installed packages of the process that
+predicts with it. Only what decides the figures is pinned; PyTorch itself is the one that memsize runs on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+
+class UnbuiltError(Exception):
+    """An environment cannot be built; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Requirements for pip, and a commit of a repository whose files are unpacked beside them."""
+
+    name: str
+    requirements: tuple[str, ...] = ()
+    repository: str | None = None
+    commit: str | None = None
+    dependencies: bool = True
+
+    @property
+    def path(self) -> Path:
+        """The folder that Python imports from."""
+        return cache() / self.name
+
+
+LITGPT: Final = "https://github.com/Lightning-AI/litgpt"
+"""Where LitGPT is cloned from; the variable `MEMSIZE_LITGPT` names a clone at hand instead."""
+_LIGHTNING: Final = (
+    "lightning==2.5.5",
+    "pytorch-lightning==2.5.5",
+    "lightning-utilities==0.15.2",
+    "torchmetrics==1.8.2",
+)
+"""What the package imports; the recipe does what Fabric 2.1 did to its outputs."""
+
+
+def _transformers(version: str) -> Environment:
+    return Environment(f"transformers-{version}", (f"transformers=={version}",))
+
+
+def _litgpt(commit: str) -> Environment:
+    return Environment(f"litgpt-{commit[:8]}", _LIGHTNING, LITGPT, commit, dependencies=False)
+
+
+ENVIRONMENTS: Final[Mapping[str, Environment]] = {
+    each.name: each
+    for each in (
+        _transformers("4.43.4"),
+        _transformers("4.46.3"),
+        _transformers("4.50.3"),
+        _litgpt("0cc02afa1dca7434418cf612690da13d38d294fd"),
+        _litgpt("e894d307aa4de0a0285adc2c7b8394c0d53f3e0b"),
+    )
+}
+
+
+def cache() -> Path:
+    """Where the folders are: `MEMSIZE_CACHE`, or memsize's part of the user's cache folder."""
+    given = os.environ.get("MEMSIZE_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memsize"
+
+
+def ready(environment: Environment) -> Path:
+    """The folder of `environment`, filled if it isn't yet. Raises `UnbuiltError`."""
+    path = environment.path
+    if (path / ".complete").exists():
+        return path
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    try:
+        _install(environment, path)
+        _unpack(environment, path)
+    except (OSError, subprocess.CalledProcessError) as error:
+        shutil.rmtree(path, ignore_errors=True)
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+        raise UnbuiltError(f"{environment.name} cannot be built: {' '.join(said)}") from error
+    (path / ".complete").touch()
+    return path
+
+
+def _install(environment: Environment, path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(path), *environment.requirements]
+    _run([*command, *([] if environment.dependencies else ["--no-deps"])])
+
+
+def _unpack(environment: Environment, path: Path) -> None:
+    """The files of a commit: from a clone at hand, or from one made for this."""
+    if environment.repository is None or environment.commit is None:
+        return
+    clone = os.environ.get("MEMSIZE_LITGPT")
+    if clone is None:
+        clone = str(path / ".clone")
+        _run(["git", "clone", "--quiet", "--bare", environment.repository, clone])
+    archive = path / ".files.tar"
+    _run(["git", "-C", clone, "archive", "--output", str(archive), environment.commit, "lit_gpt"])
+    shutil.unpack_archive(archive, path, filter="data")
+    archive.unlink()
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,0 +1,169 @@
+"""Two published data sets whose files are not part of the project, predicted where the files are at hand.
+
+`MEMSIZE_SHARED`, or a folder ``shared`` beside the checkout, holds ``truth/a100_mlp.csv`` and
+``truth/xmem_sample.csv``.
+What is kept here is each row's error.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+import memsize
+from benchmarks.accuracy import VISION, predicted
+from benchmarks.zoo.operators import declare
+from memsize.analysis.step import StepTrace
+from memsize.device.allocator import replay
+from memsize.device.workspace_bounds import variants
+from memsize.records.gpu import Interval
+from memsize.records.verification import off_by
+from memsize.units import MiB
+
+CONTEXT: Final = 1429
+"""MiB that the A100's figures hold beside the allocator's segments: the one fitted constant of these tables."""
+SAMPLES: Final = 4096
+"""Of the script that was measured, as are the loop and the summary before it: ``mlp.py`` of itu-rad/GPUMemNet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far the prediction of a row is off, as a share of what was measured: its figure, and its interval's end."""
+
+    source: str
+    row: int
+    kind: str
+    error: float
+    outside: float
+
+
+def folder() -> Path | None:
+    """Where the data sets are, None if nowhere."""
+    given = os.environ.get("MEMSIZE_SHARED")
+    found = Path(given) if given else Path(__file__).resolve().parents[3] / "shared"
+    return found / "truth" if (found / "truth").is_dir() else None
+
+
+def gaps() -> Iterator[Gap]:
+    """The errors of all rows of the data sets that are at hand."""
+    here = folder()
+    for name, compare in (("a100_mlp.csv", _perceptron_gap), ("xmem_sample.csv", _xmem_gap)):
+        if here is None or not (here / name).exists():
+            continue
+        with (here / name).open(newline="") as file:
+            for number, row in enumerate(csv.DictReader(file), 1):
+                found = compare(number, row)
+                if found is not None:
+                    yield found
+
+
+# -- 200 perceptrons on an A100 ----------------------------------------------------------------------------------------
+
+
+def perceptron(features: int, layers: str) -> nn.Module:
+    """The network that a row describes: ``linear 156 | ReLU | linear 78-nobias``."""
+    parts: list[nn.Module] = []
+    for part in layers.split(" | "):
+        kind, _, width = part.partition(" ")
+        if kind == "linear":
+            size = int(width.removesuffix("-nobias"))
+            parts.append(nn.Linear(features, size, bias=not width.endswith("-nobias"), device="meta"))
+            features = size
+        else:
+            parts.append(getattr(nn, kind)())
+    return nn.Sequential(*parts)
+
+
+def _passes(batch: int) -> list[int]:
+    """Batch sizes of two passes over the data: full ones, of which three tell all, then what is left over."""
+    full, rest = divmod(SAMPLES, batch)
+    return ([batch] * min(full, 3) + [rest] * (rest > 0)) * 2
+
+
+def _loop(sizes: list[int], features: int) -> Callable[[nn.Module], Callable[[Tensor], None]]:
+    """torchsummary runs the model once with two samples. In training, a batch is freed before the next one is copied
+    to the GPU; an output and a loss live until the next ones replace them.
+    """
+
+    def make(model: nn.Module) -> Callable[[Tensor], None]:
+        model(torch.empty(2, 1, features, device="meta"))
+        optimizer = torch.optim.Adam(model.parameters())
+        criterion = nn.CrossEntropyLoss()
+        pending = iter(sizes)
+        held: dict[str, Tensor] = {}
+
+        def body(_: Tensor) -> None:
+            batch = next(pending)
+            for name in "xy":
+                held.pop(name, None)
+            held["x"] = torch.empty(batch, features, device="meta")
+            held["y"] = torch.zeros(batch, dtype=torch.int64, device="meta")
+            optimizer.zero_grad()
+            held["output"] = model(held["x"])
+            held["loss"] = criterion(held["output"], held["y"])
+            held["loss"].backward()
+            optimizer.step()
+
+        return body
+
+    return make
+
+
+def perceptron_peak(row: dict[str, str]) -> float:
+    """MiB that the card would show: the context and the allocator's segments."""
+    features, sizes = int(row["input_features"]), _passes(int(row["batch_size"]))
+    step = memsize.trace(
+        perceptron(features, row["layers"]),
+        args=(torch.empty(1),),
+        step=_loop(sizes, features),
+        steps=len(sizes),
+        gpu="a100",
+        stack="torch=2.1,cuda=11.8",
+    )
+    return CONTEXT + step.peak.reserved / MiB
+
+
+def _perceptron_gap(number: int, row: dict[str, str]) -> Gap:
+    measured = float(row["device_mib"])
+    error = perceptron_peak(row) / measured - 1
+    return Gap("gpumemnet", number, "linear networks", error, error)
+
+
+# -- the xMem paper ----------------------------------------------------------------------------------------------------
+
+
+def _xmem_gap(number: int, row: dict[str, str]) -> Gap | None:
+    """`reserved` beside the paper's NVML delta, which leaves most of the context out; None where memory ran out."""
+    if row["real_oom"] == "true":
+        return None
+    try:
+        step = predicted(row)
+    except (ImportError, KeyError) as error:
+        print(f"left out: {row['model']}: {error}", file=sys.stderr)
+        return None
+    measured, said = int(row["ground_nvml_delta_bytes"]), step.peak.reserved
+    kind = "convolutional networks" if row["model"] in VISION else "transformers, training"
+    return Gap("xmem", number, kind, said / measured - 1, off_by(_reserved(step), measured) / measured)
+
+
+def _reserved(step: StepTrace) -> Interval:
+    """What the allocator reserves with the least and with the most that convolutions may take."""
+    found = [replay(each, step.config, streams=step.trace.streams).reserved.bytes for each in variants(step.trace)]
+    return Interval(min(*found, step.peak.reserved), max(*found, step.peak.reserved))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    declare()
+    for each in gaps():
+        print(json.dumps(asdict(each)), flush=True)

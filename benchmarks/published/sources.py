@@ -1,0 +1,234 @@
+"""Where the published figures come from, and what is known and inferred of their settings: one entry for each table.
+
+A row counts only when its setting can be rebuilt. `confidence` follows from what the source states:
+
+- *high*: the script is public, with all its settings, and so is the release it ran;
+- *medium*: one thing that moves the figure by a few percent is inferred, and `inferred` says what;
+- *low*: more than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Confidence = Literal["high", "medium", "low"]
+Kind = Literal[
+    "linear networks",
+    "transformers, training",
+    "transformers, inference",
+    "LoRA and adapters",
+    "vision transformers",
+    "convolutional networks",
+]
+
+MB: Final = 10**6
+GB: Final = 10**9
+_SDPA: Final = "https://huggingface.co/docs/transformers"
+_TRAIN: Final = "https://gist.github.com/fxmarty/7e75cc3942d6974e4849093ebea0a331"
+_INFER: Final = "https://gist.github.com/fxmarty/5113e4304fbdd38c9c3702ce44683f6a"
+_LITGPT: Final = "https://github.com/Lightning-AI/litgpt/blob/main/tutorials/resource-tables.md"
+_RASBT: Final = "https://github.com/rasbt/pytorch-memory-optim/blob/main/logs.md"
+_PREFLIGHT: Final = (
+    "https://github.com/highwaterlabs/torch-preflight, release 0.4.0, tests/calibration/measured_peaks.json"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A published table.
+
+    `gpu` and `stack` are what it was measured on, as `memsize.trace` takes them; `unit` is the bytes of the published
+    figures' unit; `environment` names the releases in `environments`, None for those that are installed here.
+    """
+
+    name: str
+    kind: Kind
+    title: str
+    where: str
+    gpu: str
+    stack: str
+    figure: Literal["allocated", "reserved"]
+    unit: int
+    confidence: Confidence
+    inferred: str
+    environment: str | None = None
+    script: str = ""
+
+
+def _table(
+    name: str,
+    title: str,
+    where: str,
+    gpu: str,
+    stack: str,
+    environment: str,
+    confidence: Confidence = "high",
+    inferred: str = "",
+) -> Source:
+    """A table of eager beside SDPA attention in half precision, as the documentation of transformers has them."""
+    training = "/train" in name
+    kind: Kind = "transformers, training" if training else "transformers, inference"
+    script = _TRAIN if training else _INFER
+    return Source(name, kind, title, where, gpu, stack, "allocated", MB, confidence, inferred, environment, script)
+
+
+_OPT: Final = f"{_SDPA}/v4.46.3/en/model_doc/opt, pull request 33298"
+_BERT: Final = f"{_SDPA}/v4.48.0/en/model_doc/bert, pull request 28802"
+_ALBERT: Final = f"{_SDPA}/v4.46.3/en/model_doc/albert, pull request 32092"
+_BIOGPT: Final = f"{_SDPA}/v4.48.0/en/model_doc/biogpt"
+_RELEASE: Final = "measured on the pull request; the first release that has it stands in"
+
+_ALL: Final = (
+    _table("opt-350m/train", "OPT-350m", _OPT, "L40S", "torch=2.4,cuda=12.4", "transformers-4.46.3", inferred=_RELEASE),
+    _table("bert-base/train", "BERT-base, LM head", _BERT, "A100 80GB", "torch=2.2,cuda=12.1", "transformers-4.43.4"),
+    _table(
+        "gpt2-large/train",
+        "GPT-2 large",
+        f"{_SDPA}/v4.46.3/en/model_doc/gpt2, pull request 31172",
+        "RTX 3080 Ti",
+        "torch=2.2,cuda=12.1",
+        "transformers-4.43.4",
+        inferred=_RELEASE,
+    ),
+    _table(
+        "pythia-410m/train",
+        "Pythia-410m (GPT-NeoX)",
+        f"{_SDPA}/v4.46.3/en/model_doc/gpt_neox, pull request 31031",
+        "RTX 3080 Ti",
+        "torch=2.2,cuda=12.1",
+        "transformers-4.43.4",
+        inferred=_RELEASE,
+    ),
+    _table("biogpt/train", "BioGPT", _BIOGPT, "RTX 2060 SUPER", "torch=2.3,cuda=12.1", "transformers-4.46.3"),
+    _table("biogpt/forward", "BioGPT", _BIOGPT, "RTX 2060 SUPER", "torch=2.3,cuda=12.1", "transformers-4.46.3"),
+    _table(
+        "distilbert/train",
+        "DistilBERT, masked LM",
+        f"{_SDPA}/v4.46.3/en/model_doc/distilbert",
+        "RTX 2060 SUPER",
+        "torch=2.3,cuda=12.1",
+        "transformers-4.46.3",
+    ),
+    _table(
+        "albert-base/train",
+        "ALBERT-base, classifier",
+        _ALBERT,
+        "RTX 2060 SUPER",
+        "torch=2.3,cuda=12.1",
+        "transformers-4.46.3",
+        "medium",
+        "the head is not stated: that of the pull request's script for inference",
+    ),
+    _table(
+        "albert-base/train-mlm",
+        "ALBERT-base, masked LM",
+        "https://github.com/huggingface/transformers/pull/32092, first comment",
+        "RTX 2060 SUPER",
+        "torch=2.3,cuda=12.1",
+        "transformers-4.46.3",
+    ),
+    _table(
+        "albert-base/forward",
+        "ALBERT-base, classifier",
+        _ALBERT,
+        "RTX 2060 SUPER",
+        "torch=2.3,cuda=12.1",
+        "transformers-4.46.3",
+    ),
+    *(
+        Source(
+            f"litgpt/{name}",
+            kind,
+            title,
+            _LITGPT,
+            "A100 40GB",
+            "torch=2.1,cuda=12.1",
+            "allocated",
+            GB,
+            confidence,
+            inferred,
+            f"litgpt-{commit}",
+        )
+        for name, kind, title, commit, confidence, inferred in (
+            ("lora", "LoRA and adapters", "LoRA of query and value, rank 8", "0cc02afa", "high", ""),
+            ("adapter", "LoRA and adapters", "LLaMA-Adapter", "e894d307", "high", ""),
+            ("adapter-v2", "LoRA and adapters", "LLaMA-Adapter v2", "e894d307", "high", ""),
+            ("generate", "transformers, inference", "50 new tokens", "0cc02afa", "high", ""),
+        )
+    ),
+    Source(
+        "vit-l/train",
+        "vision transformers",
+        "ViT-L/16",
+        _RASBT,
+        "A100 40GB",
+        "torch=2.1,cuda=11.8",
+        "reserved",
+        GB,
+        "medium",
+        "the GPU is not named; cuDNN's release is not, nor what it takes",
+    ),
+    *(
+        Source(
+            f"preflight/{name}",
+            kind,
+            "one training step with AdamW under autocast",
+            _PREFLIGHT,
+            "T4",
+            "torch=2.11,cuda=12.8",
+            "allocated",
+            1,
+            confidence,
+            inferred,
+        )
+        for name, kind, confidence, inferred in (
+            (
+                "transformers",
+                "transformers, training",
+                "medium",
+                "its release of transformers is not stated",
+            ),
+            ("convolutional", "convolutional networks", "high", ""),
+        )
+    ),
+)
+
+SOURCES: Final[Mapping[str, Source]] = {source.name: source for source in _ALL}
+
+NOT_COUNTED: Final = (
+    (
+        "OPT-350m, BERT-base, GPT-2 large and Pythia-410m, `generate`",
+        f"{_SDPA}, the models' pages",
+        "98 figures of branches that were not released: the loop that generates decides how many logits and caches "
+        "are alive at once, and it changed several times in those months",
+    ),
+    (
+        "OPT-350m, 4 × 2048 and 8 × 2048",
+        _OPT,
+        "the table repeats the figures of 1,024 tokens in the rows of 2,048",
+    ),
+    ("LitGPT on several GPUs", _LITGPT, "memsize does not predict one rank of FSDP yet"),
+    (
+        "Llama 3 with torchtitan",
+        "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
+        "the same, with up to 256 GPUs",
+    ),
+    (
+        "Llama-3.1-8B with torchao's generate.py",
+        "https://github.com/pytorch/ao/pull/738",
+        "measured with torch.compile, whose buffers memsize does not plan",
+    ),
+    (
+        "LitGPT with bitsandbytes",
+        _LITGPT,
+        "its kernels and their buffers need a GPU",
+    ),
+    (
+        "Optimizer in the backward pass",
+        "https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html",
+        "published to one digit",
+    ),
+)
+"""Published figures that are left out: what, where, and why."""

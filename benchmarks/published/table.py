@@ -1,0 +1,244 @@
+"""The tables of the README and of docs/accuracy.md, and the page with every row, from the stored predictions alone."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from benchmarks.published.rows import FOLDER, Compared, compared
+from benchmarks.published.shared import Gap
+from benchmarks.published.sources import NOT_COUNTED, SOURCES
+from memsize.units import MiB
+
+GAPS: Final = FOLDER / "gaps.csv"
+"""The errors of the rows whose figures are not part of the project."""
+LOW: Final = 0.01
+"""From this share on, a prediction below the measurement counts as too low."""
+
+_ORDER: Final = (
+    "linear networks",
+    "transformers, training",
+    "transformers, inference",
+    "LoRA and adapters",
+    "vision transformers",
+    "convolutional networks",
+)
+_ELSEWHERE: Final = {
+    "gpumemnet": ("200 perceptrons of the GPUMemNet data set", "device", "A100 40GB", "medium"),
+    "xmem": ("xMem's runs that did not run out of memory", "reserved", "RTX 3060 12GB, A100", "low"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """One row as the tables count it: signed shares of what was measured."""
+
+    kind: str
+    figure: str
+    source: str
+    error: float
+    outside: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What a line of a table says of its rows."""
+
+    count: int
+    sources: int
+    median: float
+    most: float
+    worst: float
+    low: int
+    uncovered: int
+
+    @classmethod
+    def of(cls, errors: Sequence[Error]) -> Group:
+        """The figures of some rows: `most` is the error that 95 % of them keep below, `uncovered` counts what is too
+        low even from the interval's upper end.
+        """
+        sizes = sorted(abs(each.error) for each in errors)
+        return cls(
+            len(errors),
+            len({each.source.partition("/")[0] for each in errors}),
+            median(sizes),
+            sizes[math.ceil(0.95 * len(sizes)) - 1],
+            max((each.error for each in errors), key=abs),
+            sum(each.error < -LOW for each in errors),
+            sum(each.outside < -LOW for each in errors),
+        )
+
+
+def errors() -> list[Error]:
+    """Every predicted row: those of the figures here, and those whose errors alone are kept."""
+    own = [
+        Error(each.row.source.kind, each.row.figure, each.row.source.name, each.error, each.outside)
+        for each in compared()
+    ]
+    return [*own, *(Error(gap.kind, _ELSEWHERE[gap.source][1], gap.source, gap.error, gap.outside) for gap in gaps())]
+
+
+def gaps() -> list[Gap]:
+    """The stored errors."""
+    with GAPS.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    return [Gap(e["source"], int(e["row"]), e["kind"], float(e["error"]), float(e["outside"])) for e in lines]
+
+
+def keep(found: Iterable[Gap]) -> None:
+    """Write the errors."""
+    with GAPS.open("w", newline="") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(("source", "row", "kind", "error", "outside"))
+        lines.writerows((e.source, e.row, e.kind, f"{e.error:.6f}", f"{e.outside:.6f}") for e in found)
+
+
+def grouped() -> dict[tuple[str, str], Group]:
+    """The lines of the first table by kind and figure."""
+    ordered = sorted(errors(), key=lambda each: (_ORDER.index(each.kind), each.figure))
+    return {key: Group.of(list(rows)) for key, rows in groupby(ordered, key=lambda each: (each.kind, each.figure))}
+
+
+def summary() -> str:
+    """A line for each kind of workload and figure."""
+    head = [
+        "workloads",
+        "figure",
+        "rows",
+        "sources",
+        "median error",
+        "95 % within",
+        "worst",
+        "too low by more than 1 %",
+    ]
+    lines = [
+        [kind, figure, str(g.count), str(g.sources), _share(g.median), _share(g.most), _signed(g.worst), _low(g)]
+        for (kind, figure), g in grouped().items()
+    ]
+    return _markdown(head, lines, "llrrrrrr")
+
+
+def by_source() -> str:
+    """A line for each table of figures."""
+    head = ["source", "measured on", "figure", "rows", "confidence", "median error", "worst"]
+    lines = []
+    ordered = sorted(errors(), key=lambda each: (_position(each.source), each.figure))
+    for (name, figure), found in groupby(ordered, key=lambda each: (each.source, each.figure)):
+        g = Group.of(list(found))
+        if name in SOURCES:
+            source = SOURCES[name]
+            stack = source.stack.replace("=", " ").replace(",", ", ").replace("cuda", "CUDA")
+            title, place, confidence = f"{name}: {source.title}", f"{source.gpu}, {stack}", source.confidence
+        else:
+            title, _, place, confidence = _ELSEWHERE[name]
+        lines.append([title, place, figure, str(g.count), confidence, _share(g.median), _signed(g.worst)])
+    return _markdown(head, lines, "lllrlrr")
+
+
+def _position(name: str) -> int:
+    return list(SOURCES).index(name) if name in SOURCES else len(SOURCES)
+
+
+def settings() -> str:
+    """What is known of each source, as a list."""
+    found = []
+    for source in SOURCES.values():
+        parts = [f"{source.where}" + (f"; script: {source.script}" if source.script else "")]
+        parts += [f"built from {source.environment}"] if source.environment else []
+        parts += [f"inferred: {source.inferred}"] if source.inferred else []
+        found.append(f"- **{source.name}** ({source.title}): {'; '.join(parts)}")
+    return "\n".join(found) + "\n"
+
+
+def left_out() -> str:
+    """Published figures that are not counted, and why."""
+    return _markdown(["figures", "where", "why they are left out"], [list(each) for each in NOT_COUNTED], "lll")
+
+
+def every_row() -> str:
+    """The figures with their predictions, source by source."""
+    parts = []
+    for name, found in groupby(compared(), key=lambda each: each.row.source.name):
+        source = SOURCES[name]
+        lines = [_line(each) for each in found]
+        head = ["setting", "figure", "measured MiB", "predicted MiB", "error"]
+        parts.append(f"## {name}\n\n{source.title}. {source.where}. Confidence: {source.confidence}.\n")
+        parts.append(_markdown(head, lines, "llrrr"))
+    return "\n".join(parts)
+
+
+def _line(each: Compared) -> list[str]:
+    words = each.row.setting.replace(f" figure={each.row.figure}", "").replace("=", " ").replace(" ", " ")
+    return [words, each.row.figure, _mib(each.row.measured), _mib(each.predicted), _signed(each.error)]
+
+
+def _mib(count: int) -> str:
+    return f"{count / MiB:,.1f}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.2%}".replace("%", " %")
+
+
+def _signed(value: float) -> str:
+    return (
+        f"{value:+.2%}".replace("%", " %").replace("-", "−").replace("+0.00 %", "0.00 %").replace("−0.00 %", "0.00 %")
+    )
+
+
+def _low(group: Group) -> str:
+    covered = group.low - group.uncovered
+    return f"{group.low}" + (f" ({covered} inside the interval)" if covered else "")
+
+
+def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]], sides: str) -> str:
+    marks = ["---:" if side == "r" else "---" for side in sides]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, marks, *lines]) + "\n"
+
+
+# -- the pages ---------------------------------------------------------------------------------------------------------
+
+_PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
+    "docs/accuracy.md": {
+        "published: summary": summary,
+        "published: sources": by_source,
+        "published: settings": settings,
+        "published: left out": left_out,
+    },
+    "docs/measurements.md": {"published: rows": every_row},
+}
+
+
+_TABLE: Final = re.compile(r"^\| workloads \|.*\n(?:\|.*\n)+", re.MULTILINE)
+"""The README's table, which stands without marks."""
+
+
+def written(root: Path) -> dict[Path, str]:
+    """Each page with its tables as the stored predictions have them."""
+    readme = root / "README.md"
+    found = {readme: _TABLE.sub(lambda _: summary(), readme.read_text(encoding="utf-8"))}
+    for name, parts in _PAGES.items():
+        text = (root / name).read_text(encoding="utf-8")
+        for mark, make in parts.items():
+            pattern = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
+            if not pattern.search(text):
+                raise ValueError(f"{name} has no place for {mark}")
+            made = make()
+            text = pattern.sub(lambda match, made=made: f"{match[1]}\n{made}\n{match[2]}", text)
+        found[root / name] = text
+    return found
+
+
+def update(root: Path) -> list[Path]:
+    """Write the pages that differ; their paths."""
+    changed = {path: text for path, text in written(root).items() if path.read_text(encoding="utf-8") != text}
+    for path, text in changed.items():
+        path.write_text(text, encoding="utf-8")
+    return list(changed)

@@ -1,0 +1,42 @@
+"""Predicts the rows that its arguments name and prints each as a line of JSON: one process for each environment."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import warnings
+
+from benchmarks.published.rows import Row, rows
+from benchmarks.zoo.operators import declare
+from memsize.device.allocator import replay
+from memsize.device.workspace_bounds import variants
+
+RECIPES = {"litgpt": "litgpt", "vit-l": "vision", "preflight": "preflight"}
+"""The recipe of sources by the first part of their name; the rest are the attention tables."""
+
+
+def predict(row: Row) -> tuple[int, int, int]:
+    """The row's figure in bytes: as predicted, and the least and the most that the workspaces of convolutions allow."""
+    family = row.source.name.partition("/")[0]
+    recipe = importlib.import_module(f"benchmarks.published.recipes.{RECIPES.get(family, 'attention_tables')}")
+    step = recipe.predict(row)
+    predicted: int = getattr(step.peak, row.figure)
+    possible = [replay(events, step.config, streams=step.trace.streams) for events in variants(step.trace)]
+    found = [predicted, *(getattr(each, row.figure).bytes for each in possible)]
+    return predicted, min(found), max(found)
+
+
+def main(names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    declare()
+    for row in rows(names):
+        try:
+            said: dict[str, object] = {"predicted": predict(row)}
+        except Exception as error:
+            said = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        print(json.dumps({"row": row.name, **said}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
