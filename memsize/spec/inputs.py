@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memsize.errors import InputError, UnknownInputError
+from memsize.errors import InputError, UnknownInputError, quoted
 
 _USUAL = (
     "float32",
@@ -141,7 +141,7 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
 
 def _parse_size(text: str) -> int:
     if not _WHOLE.fullmatch(text):
-        raise InputError(f"{text!r} is not a size: sizes are whole numbers above 0; {_EXAMPLES}")
+        raise InputError(f"{quoted(text)} is not a size: sizes are whole numbers above 0; {_EXAMPLES}")
     return int(text)
 
 

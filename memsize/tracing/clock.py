@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from memsize.errors import exits_caught
 from memsize.internals.ctrl_c import raise_waiting
 
 _graph_task = torch._C._current_graph_task_id
@@ -61,8 +60,7 @@ class Clock:
         self._settle()
         outer, self.phase = self.phase, self._index(name)
         try:
-            with exits_caught():
-                yield
+            yield
         except BaseException as error:
             if self.interrupted is None or self.interrupted.error != id(error):
                 self.interrupted = Interrupted(id(error), self.phases[self.phase].partition(" ")[0], self.layer)

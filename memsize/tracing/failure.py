@@ -22,7 +22,7 @@ def explain(error: Exception, calls: Calls, ledger: Ledger) -> tuple[str, Failur
     """
     running = calls.failed if calls.failed and calls.failed.error == id(error) else None
     interrupted = ledger.clock.interrupted
-    known = interrupted is not None and interrupted.error == id(error)
+    known = interrupted is not None and interrupted.error in (id(error), id(error.__cause__))
     phase, layer = (interrupted.phase, interrupted.layer) if known and interrupted else ("forward", ledger.clock.layer)
     phase = "forward" if running and phase not in _WITHOUT_LAYER else phase
     seen = calls.seen[running.layer if running else max(0, layer)]

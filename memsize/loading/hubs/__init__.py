@@ -72,9 +72,10 @@ def constructed(
     try:
         with _few_modules():
             module, note = build(factory, label, arguments, lambda _: False)
-    except _TooManyModulesError:
-        raise TargetError(f"{label} has more than {MOST_MODULES:,} modules, twice those of the largest model") from None
     except TargetError as error:
+        if isinstance(_origin(error), _TooManyModulesError):
+            most = f"{MOST_MODULES:,} modules, twice those of the largest model"
+            raise TargetError(f"{label} has more than {most}") from None
         if isinstance(error.__cause__, ImportError) and is_broken("torchvision"):
             raise TargetError(f"{error} (the installed torchvision cannot be imported)") from error
         raise
@@ -83,6 +84,13 @@ def constructed(
 
 class _TooManyModulesError(BaseException):
     """A model that would be built without end. No `Exception`, which constructors catch, and which is tried again."""
+
+
+def _origin(error: BaseException) -> BaseException:
+    """The first of the errors that led to `error`."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 @contextmanager
