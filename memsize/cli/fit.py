@@ -7,13 +7,14 @@ import sys
 
 import click
 
-from memsize.cli.options import allocator_option, output_options, scenarios_option
+from memsize.cli.options import allocator_option, jobs_option, output_options, scenarios_option
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import fit_subject_options, step_options
 from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
+from memsize.internals.workers import side_by_side
 from memsize.spec.scenario import select
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
@@ -52,6 +53,7 @@ from memsize.spec.vary import parse_vary
 )
 @click.option("--crossovers", is_flag=True, help="Report from which size autocast pays off, and where the peak moves.")
 @allocator_option
+@jobs_option
 @output_options
 def fit(
     subject: Subject,
@@ -64,6 +66,7 @@ def fit(
     remedies: bool | None,
     crossovers: bool,
     allocator: str | None,
+    jobs: int | None,
     output: Destination,
 ) -> None:
     """Find the largest batch of TARGET that fits on a GPU, scenario by scenario.
@@ -80,7 +83,7 @@ def fit(
         budgets(gpu, budget, margin)
 
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
-    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with Progress() as progress, contextlib.redirect_stdout(sys.stderr), side_by_side(jobs):
         from memsize import api
         from memsize.analysis.saved import load_kind
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import threading
@@ -11,6 +12,10 @@ from typing import TextIO
 
 _PATIENCE = 1.0
 _CLEAR = "\r\x1b[2K"
+_writing = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # A process that is forked while the timer's thread writes would wait for that thread, which it does not have.
+    os.register_at_fork(before=_writing.acquire, after_in_parent=_writing.release, after_in_child=_writing.release)
 
 
 class Progress:
@@ -21,7 +26,6 @@ class Progress:
         self._patience = patience
         self._text = ""
         self._shown = False
-        self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Progress:
@@ -38,7 +42,7 @@ class Progress:
         if self._timer is None:
             return
         self._timer.cancel()
-        with self._lock:
+        with _writing:
             self._timer = None
             if self._shown:
                 self._stream.write(_CLEAR)
@@ -50,7 +54,7 @@ class Progress:
             self._show()
 
     def _show(self) -> None:
-        with self._lock:
+        with _writing:
             if self._timer is None or not self._text:
                 return
             room = shutil.get_terminal_size().columns - 3

@@ -13,6 +13,7 @@ from memsize.cli.options import (
     depth_option,
     execute_option,
     gpu_option,
+    jobs_option,
     output_options,
     scenarios_option,
 )
@@ -24,6 +25,7 @@ from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.documents.report import COLUMNS
 from memsize.errors import ForwardError, OutputError, UnknownOutputError
+from memsize.internals.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report
 from memsize.records.trace import Failure
@@ -57,6 +59,7 @@ from memsize.spec.training import Training
 @allocator_option
 @execute_option
 @scenarios_option
+@jobs_option
 @depth_option
 @click.option("--columns", metavar="NAMES", help="Columns of the layer table, separated by commas.")
 @output_options
@@ -67,6 +70,7 @@ def report(
     allocator: str | None,
     execute: bool,
     scenarios: str | None,
+    jobs: int | None,
     depth: int | None,
     columns: str | None,
     output: Destination,
@@ -82,7 +86,7 @@ def report(
     chosen, config = _columns(columns), AllocatorConfig.parse(allocator) if allocator else None
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
-    with Progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with Progress() as progress, contextlib.redirect_stdout(sys.stderr), side_by_side(jobs):
         found, error = (
             _shown(subject.model)
             if is_saved(subject.model)
