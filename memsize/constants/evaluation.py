@@ -20,9 +20,8 @@ from memsize.constants.assumptions import (
     PADDING_COMPUTED,
     first_assumption,
 )
-from memsize.constants.data_dependent import data_dependent_ops
 from memsize.constants.op_traits import OpTraits
-from memsize.constants.propagation import assumption_of, draws_one_number, middle_of_range, propagate
+from memsize.constants.propagation import assumption_of, draws_one_number, middle_of_range
 from memsize.constants.values import constant_of, is_small, set_constant, state_of
 from memsize.errors import DataDependentError
 from memsize.internals.meta_memo import MetaMemo
@@ -41,18 +40,15 @@ class Evaluator:
     def __init__(self) -> None:
         self.assumptions: dict[str, None] = {}
         self.notes: dict[str, None] = {}
-        self._traits: dict[Any, OpTraits] = {}
-        self._data_dependent = data_dependent_ops()
 
-    def evaluate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def evaluate(self, op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result on `meta`, by PyTorch's own kernel or, where it has none, by one run on the CPU."""
-        special = _SPECIAL.get(func)
+        special = _SPECIAL.get(op.name)
         result = NotImplemented if special is None else special(self, *args, **kwargs)
         if result is not NotImplemented:
             return result
-        op = self._traits_of(func)
-        if op.name in self._data_dependent and args[0].is_meta:
-            result = self._data_dependent[op.name](self._rely_on, *args, **kwargs)
+        if op.data_dependent is not None and args[0].is_meta:
+            result = op.data_dependent(self._rely_on, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if op.quantizes:
@@ -67,16 +63,6 @@ class Evaluator:
             if not _mixes_devices(args, kwargs):
                 raise
             return self._with_host_tensors_moved(func, args, kwargs, error)
-
-    def propagate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Attach the constants of `result` where they follow from those of the arguments."""
-        propagate(self._traits_of(func), func, args, kwargs, result)
-
-    def _traits_of(self, func: Any) -> OpTraits:
-        found = self._traits.get(func)
-        if found is None:
-            found = self._traits[func] = OpTraits(func)
-        return found
 
     def _rely_on(self, assumption: str | None) -> None:
         """Note that a decision of the model rests on `assumption`."""
@@ -177,15 +163,15 @@ class Evaluator:
         return result
 
 
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    _aten._local_scalar_dense.default: Evaluator._item,
-    _aten._to_copy.default: Evaluator._to,
-    _aten.rand.default: Evaluator._draw,
-    _PACK: Evaluator._pack,
-    _aten._nested_tensor_from_mask_left_aligned.default: Evaluator._left_aligned,
-    **dict.fromkeys((_aten.equal.default, _aten.allclose.default), Evaluator._compare),
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "aten::_local_scalar_dense": Evaluator._item,
+    "aten::_to_copy": Evaluator._to,
+    "aten::rand": Evaluator._draw,
+    "aten::_pack_padded_sequence": Evaluator._pack,
+    "aten::_nested_tensor_from_mask_left_aligned": Evaluator._left_aligned,
+    **dict.fromkeys(("aten::equal", "aten::allclose"), Evaluator._compare),
 }
-"""Ops that ask for values, and the functions that evaluate them; NotImplemented leaves an op to PyTorch."""
+"""Ops that ask for values, by name, and the functions that evaluate them; NotImplemented leaves an op to PyTorch."""
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:

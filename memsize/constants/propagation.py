@@ -57,7 +57,8 @@ def propagate(op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if isinstance(lead, list) and lead:
         lead = lead[0]
     if isinstance(lead, torch.Tensor) and constant_of(lead) is None:  # as nearly always
-        _propagate_data(op, args, kwargs, result)
+        if not op.passive:
+            _propagate_data(op, args, kwargs, result)
     else:
         _propagate_constants(op, func, args, kwargs, result)
 

@@ -90,7 +90,8 @@ class Clock:
     def tick(self) -> None:
         """An op is about to run."""
         if _graph_task() == -1:
-            self._settle()
+            if self._outside is not None:
+                self._settle()
             return
         if self._outside is None:
             self._outside = (self.phase, self.layer, self._depth)
