@@ -354,9 +354,9 @@ class Answering:
 def test_the_library_is_asked_once() -> None:
     library = Answering()
     plans = Plans(A100, lambda: library)  # type: ignore[arg-type, return-value]
-    assert plans.source is None
+    assert plans.source(plans.answers) is None
     assert [plans.workspace(PLAIN) for _ in range(3)] == [700] * 3
-    assert library.asked == 1 and plans.source == "9.99.0" and not plans.estimated
+    assert library.asked == 1 and plans.source(plans.answers) == "9.99.0" and not plans.estimated
     assert plans.workspace(PLAIN._replace(dtype="float64")) == 0
 
 
@@ -370,8 +370,8 @@ def test_what_is_recorded_comes_first() -> None:
     assert plans.workspace(PLAIN) == 5
     assert plans.workspace(PLAIN._replace(operation="data")) == 700
     alone = Plans(A100, recorded={PLAIN: 5}, release="9.1.0")
-    assert alone.workspace(PLAIN) == 5 and alone.source == "9.1.0"
-    assert alone.workspace(PLAIN._replace(operation="data")) == OPERANDS and alone.source is None
+    assert alone.workspace(PLAIN) == 5 and alone.source(alone.answers) == "9.1.0"
+    assert alone.workspace(PLAIN._replace(operation="data")) == OPERANDS and alone.source(alone.answers) is None
 
 
 def test_an_unknown_card_is_estimated() -> None:
@@ -379,7 +379,7 @@ def test_an_unknown_card_is_estimated() -> None:
     plans = Plans((15, 0), lambda: library)  # type: ignore[arg-type, return-value]
     other = PLAIN._replace(operation="filter")
     assert plans.workspace(PLAIN) == plans.workspace(other) == OPERANDS
-    assert plans.estimated == {PLAIN, other} and plans.source is None
+    assert plans.estimated == {PLAIN, other} and plans.source(plans.answers) is None
     plans = Plans((15, 0), lambda: library)  # type: ignore[arg-type, return-value]
     plans.workspace(PLAIN), plans.workspace(PLAIN)
     assert library.asked == 3  # once each

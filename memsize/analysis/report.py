@@ -15,7 +15,7 @@ from memsize.analysis.findings.report import RULES
 from memsize.analysis.runner import Runner, is_float32
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.config import AllocatorConfig
-from memsize.device.gpu_estimate import estimate_gpu
+from memsize.device.gpu_estimate import Replays, estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
@@ -78,6 +78,7 @@ class ReportBuilder:
         self.config = config
         self.say = say
         self._traces: dict[str, Trace] = {}
+        self._replays, self._inferences = Replays(config), Replays()
         self._untrained: dict[str, str] = {}
         """By scenario: why its training steps fail although a forward runs."""
         self._readable: nn.Module | None = None
@@ -134,7 +135,7 @@ class ReportBuilder:
         except (ScenarioError, ForwardError) as error:
             return ScenarioResult(scenario.name, scenario.title, "unavailable", _one_line(error))
         trained = self.training and scenario.name not in self._untrained and not scenario.is_modelled
-        training = estimate_gpu(trace, config=self.config) if trained else None
+        training = estimate_gpu(trace, replays=self._replays) if trained else None
         trace, reason = modelled(trace, scenario)
         return ScenarioResult(
             scenario.name,
@@ -153,7 +154,7 @@ class ReportBuilder:
         if scenario.is_modelled:
             return None
         try:
-            return estimate_gpu(self.runner.run(Inference(), scenario))
+            return estimate_gpu(self.runner.run(Inference(), scenario), replays=self._inferences)
         except ForwardError:
             # A model may run with gradients only; what it stores and keeps is still reported.
             return None

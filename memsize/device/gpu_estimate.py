@@ -7,23 +7,44 @@ from collections.abc import Iterable, Mapping
 from memsize.device.allocator import Replay, replay
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context
-from memsize.device.workspace_bounds import requests, variants
+from memsize.device.workspace_bounds import Requests, requests, variants
 from memsize.records.aggregates import alive, split_phase
 from memsize.records.gpu import GpuEstimate, Interval, LiveStorage
 from memsize.records.roles import Role
 from memsize.records.trace import Storage, Trace
 
 
+class Replays:
+    """The replays with one setting of the allocator, each distinct list of events once."""
+
+    def __init__(self, config: AllocatorConfig | None = None) -> None:
+        self.config = config or AllocatorConfig()
+        self._made: dict[object, Replay] = {}
+
+    def of(self, events: Requests, streams: Mapping[int, int]) -> Replay:
+        """What the allocator holds while `events` happen."""
+        key = tuple(events), tuple(streams.items())
+        if key not in self._made:
+            self._made[key] = replay(events, self.config, streams=streams)
+        return self._made[key]
+
+
 def estimate_gpu(
-    trace: Trace, *, config: AllocatorConfig | None = None, cuda: str | None = None, largest: int = 20
+    trace: Trace,
+    *,
+    config: AllocatorConfig | None = None,
+    cuda: str | None = None,
+    largest: int = 20,
+    replays: Replays | None = None,
 ) -> GpuEstimate:
     """The memory that a GPU would report for `trace`, at its peak.
 
     `config` sets the caching allocator (None: PyTorch's defaults), `cuda` is the CUDA version that determines the size
     of the context (None: a current one), and `largest` is how many of the storages alive at the peak are listed.
+    `replays`, with settings of their own, are shared with other traces: float16 and bfloat16 often make equal events.
     """
-    settings = config or AllocatorConfig()
-    replayed = replay(requests(trace), settings, streams=trace.streams)
+    replays = replays or Replays(config)
+    replayed = replays.of(requests(trace), trace.streams)
     index = replayed.requested.event
     live = alive(trace, index)
     event = trace.events[index] if index >= 0 else None
@@ -32,7 +53,7 @@ def estimate_gpu(
         requested=replayed.requested.bytes,
         allocated=replayed.allocated.bytes,
         reserved=replayed.reserved.bytes,
-        device=_device(trace, replayed, settings, context(cuda)),
+        device=_device(trace, replayed, replays, context(cuda)),
         fragmentation=replayed.fragmentation,
         peak_phase=phase,
         peak_step=step,
@@ -43,11 +64,11 @@ def estimate_gpu(
     )
 
 
-def _device(trace: Trace, replayed: Replay, config: AllocatorConfig, outside: Interval) -> Interval:
+def _device(trace: Trace, replayed: Replay, replays: Replays, outside: Interval) -> Interval:
     """Reserved memory plus the CUDA context, with the smallest and the largest convolution workspaces that are
     possible.
     """
-    others = (replay(each, config, streams=trace.streams) for each in variants(trace)[1:])
+    others = (replays.of(each, trace.streams) for each in variants(trace)[1:])
     reserved = [each.reserved.bytes for each in (replayed, *others)]
     return Interval(min(reserved) + outside.low, max(reserved) + outside.high)
 
