@@ -86,7 +86,7 @@ def report(
     chosen, config = _columns(columns), AllocatorConfig.parse(allocator) if allocator else None
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
-    with Progress() as progress, contextlib.redirect_stdout(sys.stderr), side_by_side(jobs):
+    with Progress() as progress, contextlib.redirect_stdout(sys.stderr), side_by_side(1 if execute else jobs):
         found, error = (
             _shown(subject.model)
             if is_saved(subject.model)

@@ -54,7 +54,8 @@ class Evaluator:
         if op.quantizes:
             return self._on_cpu(func, op, args, kwargs)
         try:
-            return _MEMO.run(func, args, kwargs)
+            # Views and writes are nothing to remember.
+            return func(*args, **kwargs) if op.aliases or op.mutates else _MEMO.run(func, args, kwargs)
         except NotImplementedError:
             return self._on_cpu(func, op, args, kwargs)
         except RuntimeError as error:

@@ -59,8 +59,8 @@ def can_fork() -> bool:
 class Workers:
     """Processes that answer requests from their own copy of `subject`; none where no forking was asked for.
 
-    They are forked when there is work for more than one, and gone when this is closed. A worker that cannot run a
-    backward ends at once: PyTorch forbids it after a fork where the parent has run one and there is a GPU.
+    They are forked when there is work for more than one, and gone when this is closed. A worker in which PyTorch would
+    refuse to work ends at once: where there is a GPU, that is one whose parent has used it or has run a backward.
     """
 
     def __init__(self, subject: Any, say: Say) -> None:
@@ -196,7 +196,9 @@ class Workers:
         self._parent, self._workers = parent, {}
         # OpenMP's threads were not forked along; one core is what this process is for.
         torch.set_num_threads(1)
-        torch.zeros(1, requires_grad=True).sum().backward()
+        torch.zeros(1, requires_grad=True).sum().backward()  # raises where autograd has threads
+        if torch.cuda._is_in_bad_fork():
+            os._exit(0)
         warnings.showwarning = self._warn  # type: ignore[assignment]
 
     def _warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
