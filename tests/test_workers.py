@@ -234,3 +234,23 @@ def test_workers_end_with_a_parent_that_is_killed(folder: Path) -> None:
         process.kill()
         process.stderr.read()  # until no process holds it open
     assert running == ["running\n", "running\n"] and time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_what_computes_for_real_is_not_forked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: str
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(os, "fork", None)
+    assert run(["report", "model.py:Net", "--input", "3,8,8", "--execute", "--jobs", jobs]) == 0
+    assert "model.py:Net" in capsys.readouterr().out
+
+
+def test_a_saved_run_takes_any_number_of_jobs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert run(["report", "model.py:Net", "--input", "3,8,8", "--jobs", "2", "--save", "net.memsize"]) == 0
+    first = capsys.readouterr().out
+    assert run(["report", "net.memsize", "--jobs", "4"]) == 0
+    assert capsys.readouterr().out == first
