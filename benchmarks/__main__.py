@@ -14,7 +14,7 @@ from tabulate import tabulate
 from benchmarks.measure import Line
 from benchmarks.zoo.operators import declare
 
-NAMES = ("startup", "resnet", "llama", "step", "fit", "replay")
+NAMES = ("startup", "resnet", "llama", "step", "fit", "commands", "replay")
 PEERS = ("torch", "torchinfo", "torchsummary", "transformers")
 Lines = Callable[[bool], Iterator[Line]]
 

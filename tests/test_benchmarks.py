@@ -24,6 +24,7 @@ def test_the_resnet_is_the_known_one() -> None:
         pytest.param("llama", marks=pytest.mark.slow),
         pytest.param("step", marks=pytest.mark.slow),
         pytest.param("fit", marks=pytest.mark.slow),
+        pytest.param("commands", marks=pytest.mark.slow),
         "replay",
     ],
 )

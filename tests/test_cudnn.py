@@ -22,14 +22,18 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.library import OLDEST, Library, Plan, installed
 from memsize.cuda.cudnn.plans import Plans, estimate
 from memsize.device.allocator import replay
+from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.workspace_bounds import is_estimated, requests, variants
 from memsize.errors import InputError
 from memsize.loading.weightless import Weightless
+from memsize.model.inputs import inputs_from_data
 from memsize.records.trace import Event, Trace
+from memsize.spec.scenario import SCENARIOS
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import dotted_cudnn
+from memsize.workloads.forward import Forward
 
 A100, H100, T4, V100 = (8, 0), (9, 0), (7, 5), (7, 0)
 MIB = 2**20
@@ -383,9 +387,9 @@ class Answering:
 def test_the_library_is_asked_once() -> None:
     library = Answering()
     plans = Plans(A100, lambda: library)  # type: ignore[arg-type, return-value]
-    assert plans.source is None
+    assert plans.source(plans.answers) is None
     assert [plans.workspace(PLAIN) for _ in range(3)] == [700] * 3
-    assert library.asked == 1 and plans.source == "9.99.0" and not plans.estimated
+    assert library.asked == 1 and plans.source(plans.answers) == "9.99.0" and not plans.estimated
     assert plans.workspace(PLAIN._replace(dtype="float64")) == 0
 
 
@@ -399,8 +403,8 @@ def test_what_is_recorded_comes_first() -> None:
     assert plans.workspace(PLAIN) == 5
     assert plans.workspace(PLAIN._replace(operation="data")) == 700
     alone = Plans(A100, recorded={PLAIN: 5}, release="9.1.0")
-    assert alone.workspace(PLAIN) == 5 and alone.source == "9.1.0"
-    assert alone.workspace(PLAIN._replace(operation="data")) == OPERANDS and alone.source is None
+    assert alone.workspace(PLAIN) == 5 and alone.source(alone.answers) == "9.1.0"
+    assert alone.workspace(PLAIN._replace(operation="data")) == OPERANDS and alone.source(alone.answers) is None
 
 
 def test_an_unknown_card_is_estimated() -> None:
@@ -408,7 +412,7 @@ def test_an_unknown_card_is_estimated() -> None:
     plans = Plans((15, 0), lambda: library)  # type: ignore[arg-type, return-value]
     other = PLAIN._replace(operation="filter")
     assert plans.workspace(PLAIN) == plans.workspace(other) == OPERANDS
-    assert plans.estimated == {PLAIN, other} and plans.source is None
+    assert plans.estimated == {PLAIN, other} and plans.source(plans.answers) is None
     plans = Plans((15, 0), lambda: library)  # type: ignore[arg-type, return-value]
     plans.workspace(PLAIN), plans.workspace(PLAIN)
     assert library.asked == 3  # once each
@@ -525,3 +529,12 @@ def test_asking_takes_no_memory(cudnn: Library) -> None:
 def _resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
+
+
+def test_a_run_names_cudnn_for_its_own_convolutions_only() -> None:
+    """On a T4, bfloat16 convolutions do not run on cuDNN, whatever another scenario asked it."""
+    inputs = inputs_from_data(torch.zeros(1, 64, 32, 32))
+    runner = Runner("m", nn.Conv2d(64, 64, 3), inputs, True, gpu=card("t4"), plans=Plans((7, 5)))
+    fp16, bf16 = (runner.run(Forward(), SCENARIOS[name]) for name in ("fp16", "bf16"))
+    assert any("workspaces of convolutions" in note for note in fp16.notes)
+    assert bf16.notes == () and bf16.cudnn is None

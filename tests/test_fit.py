@@ -507,7 +507,7 @@ def test_a_search_begins_where_one_like_it_ended() -> None:
     first, like_it = row_of(fit, "fp16"), row_of(fit, "bf16")
     assert first.looked[0] == 13 and like_it.looked == (first.size, first.next_size)
     assert row_of(fit, "amp-bf16").looked[0] == row_of(fit, "amp-fp16").size
-    assert row_of(fit, "int8-weight").looked[0] == row_of(fit).size
+    assert row_of(fit, "int8-weight").looked[0] == row_of(fit).looked[0] == 13  # unlike each other: side by side
     alone = fit_of(Narrow(), "4000,64", budget=CONTEXT + 200 * MiB, scenarios="bf16")
     assert (row_of(alone, "bf16").size, row_of(alone, "bf16").peak) == (like_it.size, like_it.peak)
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimizations import OPTIMIZATIONS, RANK, accumulation, try_optimizations
+from memsize.analysis.fit.optimizations import OPTIMIZATIONS, RANK, Attempts, accumulation, try_optimizations
 from memsize.analysis.fit.optimized_models import Adam8bit, repeated_blocks
 from memsize.analysis.fit.trials import NotApplicable, RunVariant, Trials
 from memsize.device.cards import card
@@ -406,7 +406,7 @@ def test_two_remedies_rather_than_three() -> None:
     sizes |= {(ckpt, inplace): 56, (ckpt, expandable): 46, (inplace, expandable): 30}
     sizes |= {(ckpt, inplace, expandable): 28}
     run = made_up({frozenset(names): need for names, need in sizes.items()})
-    found = try_optimizations(run, BASE, 1, 40 * MiB, "a GPU", parts=False)
+    found = try_optimizations(Attempts(run, BASE, 40 * MiB), 1, "a GPU", parts=False)
     assert [row.name for row in found.rows if row.outcome == "saves"] == [ckpt, inplace, expandable]
     assert set(found.combination) == {inplace, expandable} and found.combined == 30 * MiB
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from memsize.analysis.crossover import Crossover, find_crossover
@@ -14,9 +15,10 @@ from memsize.analysis.findings.report import RULES
 from memsize.analysis.runner import Runner, is_float32
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.config import AllocatorConfig
-from memsize.device.gpu_estimate import estimate_gpu
+from memsize.device.gpu_estimate import Replays, estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
+from memsize.internals.workers import Workers
 from memsize.loading.signature import wanted_inputs
 from memsize.model.meta_copy import in_mode
 from memsize.precision.modelled import modelled
@@ -35,6 +37,24 @@ from memsize.workloads.forward import Forward, Inference
 from memsize.workloads.training import TrainingSteps
 
 _AMP = ("amp-fp16", "amp-bf16")
+_OWN, _FP32 = SCENARIOS["as-given"], SCENARIOS["fp32"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What the runs of a scenario showed; `left` are the layers that it left unquantized, as the `Runner` has them."""
+
+    results: tuple[ScenarioResult, ...]
+    left: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What the model as it is showed: the results that follow, its trace, and what torchinfo says of it."""
+
+    results: tuple[ScenarioResult, ...]
+    trace: Trace
+    readings: tuple[Reading, ...]
 
 
 class ReportBuilder:
@@ -59,36 +79,55 @@ class ReportBuilder:
         self.config = config
         self.say = say
         self._traces: dict[str, Trace] = {}
+        self._replays, self._inferences = Replays(config), Replays()
         self._untrained: dict[str, str] = {}
         """By scenario: why its training steps fail although a forward runs."""
         self._readable: nn.Module | None = None
 
     def build(self, asked: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
         """The report over the scenarios `asked`; `default` leaves out `as-given` where it is what fp32 is."""
-        with collector_paused():
-            return self._build(asked, default, notes)
+        with collector_paused(), Workers(self, self.say) as workers:
+            self.say = workers.say
+            return self._build(asked, default, notes, workers)
 
-    def _build(self, asked: Sequence[Scenario], default: bool, notes: Sequence[str]) -> Report:
-        given = self.trace(SCENARIOS["as-given"])
-        as_fp32 = is_float32(given)
-        if as_fp32:
-            self._traces["fp32"] = replace(given, scenario="fp32")
-            if not any(tensor.kind == "attribute" for tensor in given.tensors):  # a module may cast those itself
-                self.runner.same_stored(SCENARIOS["fp32"], SCENARIOS["as-given"])
-        shown = [s for s in asked if not (default and as_fp32 and s.name == "as-given")]
-        results = tuple(self.result(scenario) for scenario in shown)
-        baseline = self.result(SCENARIOS["fp32"])
+    def _build(self, asked: Sequence[Scenario], default: bool, notes: Sequence[str], workers: Workers) -> Report:
+        others = [("shown", scenario) for scenario in asked if scenario not in (_OWN, _FP32)]
+        # In float32, the model's own runs are those of fp32 too, and show both.
+        likely = floating_dtype(self.runner.model) in (torch.float32, None)
+        own, *rest = workers.each([("own", asked, default), *others, *([] if likely else [("shown", _FP32)])])
+        found = {result.name: result for shown in (*rest, own) for result in shown.results}
+        if "fp32" not in found:
+            found["fp32"] = self.result(_FP32)
+        results = tuple(found[scenario.name] for scenario in asked if scenario.name in found)
+        for shown in rest:
+            self.runner.left |= shown.left
         return Report(
             model=self.runner.name,
-            trace=given,
+            trace=own.trace,
             scenario_results=results,
-            findings=RULES.findings(self._evidence(given, (*results, baseline))),
+            findings=RULES.findings(self._evidence(own, (*results, found["fp32"]), workers)),
             notes=tuple(notes),
-            baseline=_as_float32(baseline.totals, given),
+            baseline=_as_float32(found["fp32"].totals, own.trace),
             gpu=self.runner.gpu.name if self.peaks else "",
             optimizer=self._optimizer(),
             allocator=json.dumps(plain(self.config)) if self.config else "",
         )
+
+    def own(self, asked: Sequence[Scenario], default: bool) -> _Own:
+        """What the model showed as it is, and for fp32 where that is the same. Raises what its run raises."""
+        trace = self.trace(_OWN)
+        as_fp32 = is_float32(trace)
+        if as_fp32:
+            self._traces["fp32"] = replace(trace, scenario="fp32")
+            if not any(tensor.kind == "attribute" for tensor in trace.tensors):  # a module may cast those itself
+                self.runner.same_stored(_FP32, _OWN)
+        wanted = [*([_OWN] if _OWN in asked and not (default and as_fp32) else []), *([_FP32] if as_fp32 else [])]
+        return _Own(tuple(map(self.result, wanted)), trace, self.readings())
+
+    def shown(self, scenario: Scenario) -> _Shown:
+        """What the runs of one scenario showed."""
+        result, left = self.result(scenario), self.runner.left.get(scenario.name)
+        return _Shown((result,), {} if left is None else {scenario.name: left})
 
     def result(self, scenario: Scenario) -> ScenarioResult:
         """The figures of one scenario, or why it does not apply."""
@@ -97,7 +136,7 @@ class ReportBuilder:
         except (ScenarioError, ForwardError) as error:
             return ScenarioResult(scenario.name, scenario.title, "unavailable", _one_line(error))
         trained = self.training and scenario.name not in self._untrained and not scenario.is_modelled
-        training = estimate_gpu(trace, self.runner.gpu, config=self.config) if trained else None
+        training = estimate_gpu(trace, self.runner.gpu, replays=self._replays) if trained else None
         trace, reason = modelled(trace, scenario)
         return ScenarioResult(
             scenario.name,
@@ -116,7 +155,7 @@ class ReportBuilder:
         if scenario.is_modelled:
             return None
         try:
-            return estimate_gpu(self.runner.run(Inference(), scenario), self.runner.gpu, config=self.config)
+            return estimate_gpu(self.runner.run(Inference(), scenario), self.runner.gpu, replays=self._replays)
         except ForwardError:
             # A model may run with gradients only; what it stores and keeps is still reported.
             return None
@@ -156,19 +195,19 @@ class ReportBuilder:
         is_simple = not grows and not self.runner.execute and calls.complete and counts_without_running(calls)
         self._readable = calls.seen[0].module if is_simple else None
 
-    def _evidence(self, given: Trace, results: Sequence[ScenarioResult]) -> Evidence:
+    def _evidence(self, own: _Own, results: Sequence[ScenarioResult], workers: Workers) -> Evidence:
         runs = {result.name: result.trace for result in results if result.trace}
         amp = next((name for name in _AMP if name in runs), None)
         return Evidence(
-            given=given,
+            given=own.trace,
             runs=runs,
             left={name: left for name, left in self.runner.left.items() if name in runs},
-            readings=self.readings(),
+            readings=own.readings,
             peaks={result.name: result.training for result in results if result.training},
             inference={result.name: result.inference for result in results if result.inference},
             gpu=self.runner.gpu.name,
             optimizer=self._optimizer(),
-            crossover=self._crossover(amp) if amp and "fp32" in runs else None,
+            crossover=self._crossover(runs, amp, workers) if amp and "fp32" in runs else None,
             amp=amp,
             buckets=bucket_bytes(self.runner.model),
         )
@@ -183,24 +222,27 @@ class ReportBuilder:
             reading = torchinfo_reading(copied, self.runner.inputs.call(floating=floating_dtype(copied)))
         return () if reading is None else (reading,)
 
-    def _crossover(self, amp: str) -> Crossover | None:
+    def _crossover(self, runs: Mapping[str, Trace], amp: str, workers: Workers) -> Crossover | None:
         """Where `amp` begins to keep less than fp32; None where the batch cannot be changed."""
-        if not self.runner.inputs.resizable:
-            return None
+        names = ("fp32", amp)
 
         def kept(batch_size: int) -> tuple[int, int]:
-            return self._kept(SCENARIOS["fp32"], batch_size), self._kept(SCENARIOS[amp], batch_size)
+            if batch_size == self.runner.inputs.batch_size:
+                fp32, lower = (totals(runs[name]).saved_bytes for name in names)
+            else:
+                fp32, lower = workers.each([("kept", SCENARIOS[name], batch_size) for name in names])
+            return fp32, lower
 
+        if not self.runner.inputs.resizable:
+            return None
         try:
             return find_crossover(kept, self.runner.inputs.batch_size)
         except ForwardError:
             # The model does not run at some batch size on the way.
             return None
 
-    def _kept(self, scenario: Scenario, batch_size: int) -> int:
+    def kept(self, scenario: Scenario, batch_size: int) -> int:
         """What a forward keeps for backward at a batch size."""
-        if batch_size == self.runner.inputs.batch_size:
-            return totals(self.trace(scenario)).saved_bytes
         self.say(f"{scenario.name}, batch {batch_size}")
         return self.runner.kept_for_backward(scenario, batch_size)
 

@@ -61,8 +61,9 @@ def memsize(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `memsize` with `arguments` (None: the process's own) and exit."""
-    # A collector that scans what importing torch makes costs a tenth of a short command; a rare one costs nothing.
-    gc.set_threshold(100_000, 20, 20)
+    # A collector that scans what importing torch makes, and every record of a run, costs a tenth of a short command.
+    # What it would free is little, and the process ends soon; forked ones would copy each page that it touches.
+    gc.disable()
     fill_closed_streams()
     status = run(sys.argv[1:] if arguments is None else arguments)
     if status != _PIPE_CLOSED:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
-from memsize.cli.options import allocator_option, output_options, scenarios_option, stack_option
+from memsize.cli.options import allocator_option, jobs_option, output_options, scenarios_option, stack_option
 from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import fit_subject_options, step_options
 from memsize.cli.working import working
 from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
+from memsize.internals.workers import side_by_side
 from memsize.spec.scenario import select
 from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
@@ -51,6 +52,7 @@ from memsize.spec.vary import parse_vary
 @click.option("--crossovers", is_flag=True, help="Report from which size autocast pays off, and where the peak moves.")
 @stack_option
 @allocator_option
+@jobs_option
 @output_options
 def fit(
     subject: Subject,
@@ -64,6 +66,7 @@ def fit(
     crossovers: bool,
     stack: str | None,
     allocator: str | None,
+    jobs: int | None,
     output: Destination,
 ) -> None:
     """Find the largest batch of TARGET that fits on a GPU, scenario by scenario.
@@ -81,7 +84,7 @@ def fit(
         budgets(gpu, budget, margin, software, config.memory_fraction)
 
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
-    with working() as progress:
+    with working() as progress, side_by_side(jobs):
         from memsize import api
         from memsize.analysis.saved import load_kind
 

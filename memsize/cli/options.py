@@ -91,6 +91,14 @@ allocator_option = click.option(
     help="Settings of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True …",
 )
 
+jobs_option = click.option(
+    "-j",
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes that run scenarios side by side. [default: one per core]",
+)
+
 execute_option = click.option(
     "--execute", is_flag=True, help="Compute for real, on the CPU: for models with data-dependent control flow."
 )

@@ -15,6 +15,10 @@ from memsize.printable import printable
 
 _PATIENCE = 1.0
 _CLEAR = "\r\x1b[2K"
+_writing = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # A process that is forked while the timer's thread writes would wait for that thread, which it does not have.
+    os.register_at_fork(before=_writing.acquire, after_in_parent=_writing.release, after_in_child=_writing.release)
 
 
 class Progress:
@@ -25,7 +29,6 @@ class Progress:
         self._patience = patience
         self._text = ""
         self._shown = False
-        self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Progress:
@@ -42,7 +45,7 @@ class Progress:
         if self._timer is None:
             return
         self._timer.cancel()
-        with self._lock:
+        with _writing:
             self._timer = None
             if self._shown:
                 self._stream.write(_CLEAR)
@@ -60,7 +63,7 @@ class Progress:
             self._show()
 
     def _show(self) -> None:
-        with self._lock:
+        with _writing:
             if self._timer is None or not self._text:
                 return
             room = shutil.get_terminal_size().columns - 3

@@ -11,6 +11,7 @@ from memsize.cli.options import (
     depth_option,
     execute_option,
     gpu_option,
+    jobs_option,
     output_options,
     scenarios_option,
     stack_option,
@@ -23,6 +24,7 @@ from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.documents.report import COLUMNS
 from memsize.errors import ForwardError, OutputError, UnknownOutputError
+from memsize.internals.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report
 from memsize.records.trace import Failure
@@ -58,6 +60,7 @@ from memsize.spec.training import Training
 @allocator_option
 @execute_option
 @scenarios_option
+@jobs_option
 @depth_option
 @click.option("--columns", metavar="NAMES", help="Columns of the layer table, separated by commas.")
 @output_options
@@ -69,6 +72,7 @@ def report(
     allocator: str | None,
     execute: bool,
     scenarios: str | None,
+    jobs: int | None,
     depth: int | None,
     columns: str | None,
     output: Destination,
@@ -85,7 +89,7 @@ def report(
     config = AllocatorConfig.parse(allocator, software.release) if allocator else None
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
-    with working() as progress:
+    with working() as progress, side_by_side(1 if execute else jobs):
         found, error = (
             _shown(subject.model)
             if is_saved(subject.model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ PyTorch.
 """
 
 
+@cache
 def data_dependent_ops() -> Mapping[str, DataDependentOp]:
     """The ops by the name of their overload: by name, since torchvision may not be installed."""
     return {

@@ -21,9 +21,8 @@ from memsize.constants.assumptions import (
     first_assumption,
     mixed_devices,
 )
-from memsize.constants.data_dependent import data_dependent_ops
 from memsize.constants.op_traits import OpTraits
-from memsize.constants.propagation import assumption_of, draws_one_number, middle_of_range, propagate
+from memsize.constants.propagation import assumption_of, draws_one_number, middle_of_range
 from memsize.constants.toeplitz import diagonals_of, filled
 from memsize.constants.values import constant_of, is_small, set_constant, state_of
 from memsize.errors import DataDependentError
@@ -49,24 +48,22 @@ class Evaluator:
         self.notes: dict[str, None] = {}
         self._reads: Counter[str] = Counter()
         """How often each line of the user's code has read an assumed number."""
-        self._traits: dict[Any, OpTraits] = {}
-        self._data_dependent = data_dependent_ops()
 
-    def evaluate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def evaluate(self, op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result on `meta`, by PyTorch's own kernel or, where it has none, by one run on the CPU."""
-        special = _SPECIAL.get(func)
+        special = _SPECIAL.get(op.name)
         result = NotImplemented if special is None else special(self, *args, **kwargs)
         if result is not NotImplemented:
             return result
-        op = self._traits_of(func)
-        if op.name in self._data_dependent and args[0].is_meta:
-            result = self._data_dependent[op.name](self._rely_on, *args, **kwargs)
+        if op.data_dependent is not None and args[0].is_meta:
+            result = op.data_dependent(self._rely_on, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if op.quantizes:
             return self._on_cpu(func, op, args, kwargs)
         try:
-            return _MEMO.run(func, args, kwargs)
+            # Views and writes are nothing to remember.
+            return func(*args, **kwargs) if op.aliases or op.mutates else _MEMO.run(func, args, kwargs)
         except NotImplementedError:
             return self._on_cpu(func, op, args, kwargs)
         except RuntimeError as error:
@@ -75,16 +72,6 @@ class Evaluator:
             if not _mixes_devices(args, kwargs):
                 raise
             return self._with_host_tensors_moved(func, args, kwargs, error)
-
-    def propagate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Attach the constants of `result` where they follow from those of the arguments."""
-        propagate(self._traits_of(func), func, args, kwargs, result)
-
-    def _traits_of(self, func: Any) -> OpTraits:
-        found = self._traits.get(func)
-        if found is None:
-            found = self._traits[func] = OpTraits(func)
-        return found
 
     def _rely_on(self, assumption: str | None) -> None:
         """Note that a decision of the model rests on `assumption`."""
@@ -213,15 +200,15 @@ class Evaluator:
         return result
 
 
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    _aten._local_scalar_dense.default: Evaluator._item,
-    _aten._to_copy.default: Evaluator._to,
-    _aten.rand.default: Evaluator._draw,
-    _PACK: Evaluator._pack,
-    _aten._nested_tensor_from_mask_left_aligned.default: Evaluator._left_aligned,
-    **dict.fromkeys((_aten.equal.default, _aten.allclose.default), Evaluator._compare),
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "aten::_local_scalar_dense": Evaluator._item,
+    "aten::_to_copy": Evaluator._to,
+    "aten::rand": Evaluator._draw,
+    "aten::_pack_padded_sequence": Evaluator._pack,
+    "aten::_nested_tensor_from_mask_left_aligned": Evaluator._left_aligned,
+    **dict.fromkeys(("aten::equal", "aten::allclose"), Evaluator._compare),
 }
-"""Ops that ask for values, and the functions that evaluate them; NotImplemented leaves an op to PyTorch."""
+"""Ops that ask for values, by name, and the functions that evaluate them; NotImplemented leaves an op to PyTorch."""
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:

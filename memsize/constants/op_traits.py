@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+
+from memsize.constants.data_dependent import DataDependentOp, data_dependent_ops
 
 _FILLS: dict[str, Any] = {
     **dict.fromkeys(("aten::zeros", "aten::zeros_like", "aten::new_zeros"), 0),
@@ -69,6 +72,7 @@ class OpTraits:
         "choice",
         "comparison",
         "counts",
+        "data_dependent",
         "dynamic",
         "empty",
         "fill",
@@ -77,6 +81,7 @@ class OpTraits:
         "joins",
         "mutates",
         "name",
+        "passive",
         "pointwise",
         "preserving",
         "quantizes",
@@ -109,6 +114,9 @@ class OpTraits:
         answers = (self.fill, self.finite, self.comparison, self.choice)
         self.informative = self.checks or self.counts or any(each is not None for each in answers)
         """Whether something can be known of the results although the first argument is data."""
+        self.passive = not (self.aliases or self.informative or self.preserving)
+        """Whether nothing is known of the results where the first argument is data."""
+        self.data_dependent: DataDependentOp | None = data_dependent_ops().get(self.name)
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call writes to."""
@@ -138,6 +146,12 @@ class OpTraits:
         if dim is None:
             return None, tensor.numel()
         return dim if several else None, tensor.shape[dim] if tensor.dim() else 1
+
+
+@cache
+def traits_of(func: Any) -> OpTraits:
+    """The traits of an overload."""
+    return OpTraits(func)
 
 
 def _is_written(argument: Any) -> bool:

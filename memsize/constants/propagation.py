@@ -59,7 +59,10 @@ def propagate(op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if isinstance(lead, list) and lead:
         lead = lead[0]
     if isinstance(lead, torch.Tensor) and constant_of(lead) is None:  # as nearly always
-        if diagonals_of(lead) is None or not follow(op, func, args, kwargs, result, _state_for(op, func, args, kwargs)):
+        state = None if diagonals_of(lead) is None else _state_for(op, func, args, kwargs)
+        if state is not None and follow(op, func, args, kwargs, result, state):
+            return
+        if not op.passive:
             _propagate_data(op, args, kwargs, result)
     else:
         _propagate_constants(op, func, args, kwargs, result)

@@ -47,22 +47,31 @@ class Operands(NamedTuple):
 
 
 class Convolutions(NamedTuple):
-    """Bytes that cuDNN, or PyTorch's own kernel, takes from the allocator during each convolution of a run."""
+    """Bytes that cuDNN, or PyTorch's own kernel, takes from the allocator during each convolution of a run.
+
+    Those of cuDNN are `met` on the way.
+    """
 
     kernels: Kernels
     plans: Plans
+    met: dict[Convolution, int]
 
     @classmethod
     def on(cls, plans: Plans) -> Convolutions:
         """The convolutions on the GPU of `plans`, under PyTorch's present settings."""
-        return cls(Kernels.of(plans.capability), plans)
+        return cls(Kernels.of(plans.capability), plans, {})
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the source of the workspaces; none where no workspace was taken."""
-        if not any(self.plans.answers.values()):
+        if not any(self.met.values()):
             return ()
-        return (_ESTIMATED if self.plans.source is None else _ASKED.format(self.plans.source),)
+        return (_ESTIMATED if self.source is None else _ASKED.format(self.source),)
+
+    @property
+    def source(self) -> str | None:
+        """The cuDNN release that gave the workspaces; None where any of them is an estimate, or there are none."""
+        return self.plans.source(self.met)
 
     def forward(self, args: Sequence[Any], output: torch.Tensor) -> int:
         """The bytes of the workspace of `aten::convolution`."""
@@ -83,7 +92,10 @@ class Convolutions(NamedTuple):
         return (columns if mask[0] else 0, columns if mask[1] else 0)
 
     def _workspace(self, convolution: Convolution | None) -> int:
-        return 0 if convolution is None else self.plans.workspace(convolution)
+        if convolution is None:
+            return 0
+        found = self.met[convolution] = self.plans.workspace(convolution)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from memsize.cuda import (
     rnn,
     softmax,
 )
-from memsize.cuda.registry import COPIES, SAME_DTYPE, TEMPORARIES, Copies, Temporary
+from memsize.cuda.registry import COPIES, TEMPORARIES, Copies, Temporary
 from memsize.internals.dispatch_key import Kernel
 from memsize.model.tensor_storage import dtype_name
 
@@ -60,15 +60,12 @@ def kernel_copies(func: Any, args: Any, kwargs: Any) -> Copies:
     return iter(()) if found is None else found(args, kwargs)
 
 
-def refuse_mixed(func: Any, args: tuple[Any, ...]) -> None:
-    """Raise the RuntimeError that the op's CUDA kernel raises when its operands' dtypes differ.
+def refuse_mixed(func: Any, operands: Sequence[Any]) -> None:
+    """Raise the RuntimeError that the op's CUDA kernel raises when the dtypes of its `operands` differ.
 
     Without this check, a model of which only a part was cast would seem to run.
     """
-    operands = SAME_DTYPE.get(func)
-    if operands is None:
-        return
-    dtypes = [operand.dtype for operand in args[operands] if isinstance(operand, torch.Tensor)]
+    dtypes = [operand.dtype for operand in operands if isinstance(operand, torch.Tensor)]
     if any(dtype is not dtypes[0] for dtype in dtypes):
         names = " and ".join(dict.fromkeys(map(dtype_name, dtypes)))
         raise RuntimeError(f"{func._overloadpacket.__name__}: its operands must have the same dtype, but got {names}")

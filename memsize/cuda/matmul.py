@@ -31,7 +31,7 @@ _ADDED = _overloads("addmm", "_addmm_activation", "baddbmm")
 _ADDED_IN_PLACE = _overloads("addmm_", "baddbmm_")
 _SUMMED = _overloads("addbmm", "addbmm_")
 _VECTORS = _overloads("mv", "addmv", "addmv_")
-_BIASED = frozenset(_overloads("addmm", "_addmm_activation"))
+BIASED = frozenset(_overloads("addmm", "_addmm_activation"))
 
 CUBLAS = frozenset((*_PRODUCTS, *_ADDED, *_ADDED_IN_PLACE, *_SUMMED, *_VECTORS, *_overloads("dot", "vdot")))
 """Ops that cuBLAS computes: a thread's first one makes a handle with a workspace."""
@@ -41,14 +41,12 @@ same_dtype(slice(0, 3), _aten.addmm.default, _aten.addmv.default, _aten.baddbmm.
 result_first(*_PRODUCTS, *_ADDED, *_VECTORS)
 
 
-def takes_cublaslt(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether cuBLASLt computes the product: it adds a bias, one number for each column, as it goes.
+def takes_cublaslt(args: Any, kwargs: Any) -> bool:
+    """Whether cuBLASLt computes an op of `BIASED`: it adds a bias, one number for each column, as it goes.
 
     Known limit: from PyTorch 2.10 on it is not asked where the first matrix has a single row or column either; by 2.12
     it no longer has a workspace of its own.
     """
-    if func not in _BIASED:
-        return False
     bias, other = args[0], args[2]
     is_bias = bias.dim() == 1 and bias.shape[0] == other.shape[1] and bias.is_contiguous() and not bias.is_complex()
     return is_bias and min(other.shape) > 1 and (kwargs or {}).get("beta", 1) == 1

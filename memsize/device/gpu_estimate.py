@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from memsize.device.allocator import Limited, Replay, replay, replay_within
 from memsize.device.config import AllocatorConfig
@@ -15,17 +15,47 @@ from memsize.records.trace import Storage, Trace
 from memsize.spec.stack import Stack
 
 
+class Replays:
+    """The replays with one setting of the allocator, each distinct list of events once."""
+
+    def __init__(self, config: AllocatorConfig | None = None, *, timeline: bool = False) -> None:
+        self.config = config or AllocatorConfig()
+        self._timeline = timeline
+        self._made: dict[object, Limited] = {}
+
+    def of(self, trace: Trace, events: Requests, where: Card | None) -> Limited:
+        """`events` of the trace, or of one like it, on a card (None: one whose memory never ends)."""
+        optional, card = dispensable(trace), None if where is None else (where.bytes, _context(trace, where))
+        key = tuple(events), tuple(trace.streams.items()), optional, card
+        if key not in self._made:
+            self._made[key] = self._replayed(trace.streams, events, optional, card)
+        return self._made[key]
+
+    def _replayed(
+        self, streams: Mapping[int, int], events: Requests, optional: Set[int], card: tuple[int, Interval] | None
+    ) -> Limited:
+        if card is None:
+            return Limited(replay(events, self.config, streams=streams, timeline=self._timeline))
+        return replay_within(events, self.config, *card, streams=streams, optional=optional, timeline=self._timeline)
+
+
 def estimate_gpu(
-    trace: Trace, where: Card | None = None, *, config: AllocatorConfig | None = None, largest: int = 20
+    trace: Trace,
+    where: Card | None = None,
+    *,
+    config: AllocatorConfig | None = None,
+    largest: int = 20,
+    replays: Replays | None = None,
 ) -> GpuEstimate:
     """The memory that a GPU would report for `trace`, at its peak.
 
     `where` is the card (None: one whose memory never ends), `config` sets the caching allocator (None: PyTorch's
     defaults), and `largest` is how many of the storages alive at the peak are listed. The size of the CUDA context is
-    that of the trace's stack.
+    that of the trace's stack. `replays`, with settings of their own, are shared with other traces: float16 and bfloat16
+    often make equal events.
     """
-    settings = config or AllocatorConfig()
-    replayed, shortage = replay_on(trace, where, settings)
+    replays = replays or Replays(config)
+    replayed, shortage = _on_card(trace, where, replays)
     index = replayed.requested.event
     live = {storage: size for storage, size in alive(trace, index).items() if storage not in replayed.skipped}
     event = trace.events[index] if index >= 0 else None
@@ -34,7 +64,7 @@ def estimate_gpu(
         requested=replayed.requested.bytes,
         allocated=replayed.allocated.bytes,
         reserved=replayed.reserved.bytes,
-        device=_device(trace, where, settings, replayed, bounded=not (shortage and shortage.certain)),
+        device=_device(trace, where, replays, replayed, bounded=not (shortage and shortage.certain)),
         fragmentation=replayed.fragmentation,
         peak_phase=phase,
         peak_step=step,
@@ -53,19 +83,12 @@ def replay_on(
 
     If it certainly does, the replay is that of a card whose memory never ends.
     """
-    found = _replay(trace, requests(trace), where, config, timeline=timeline)
+    return _on_card(trace, where, Replays(config, timeline=timeline))
+
+
+def _on_card(trace: Trace, where: Card | None, replays: Replays) -> tuple[Replay, Shortage | None]:
+    found = replays.of(trace, requests(trace), where)
     return found.replay, _shortage(trace, where, found) if where else None
-
-
-def _replay(
-    trace: Trace, events: Requests, where: Card | None, config: AllocatorConfig, *, timeline: bool = False
-) -> Limited:
-    """`events` of the trace, or of one like it, on a card."""
-    streams, optional = trace.streams, dispensable(trace)
-    if where is None:
-        return Limited(replay(events, config, streams=streams, timeline=timeline))
-    outside = _context(trace, where)
-    return replay_within(events, config, where.bytes, outside, streams=streams, optional=optional, timeline=timeline)
 
 
 def _context(trace: Trace, where: Card | None) -> Interval:
@@ -73,12 +96,12 @@ def _context(trace: Trace, where: Card | None) -> Interval:
     return context(cuda) if where is None else context_on(where, cuda)
 
 
-def _device(trace: Trace, where: Card | None, config: AllocatorConfig, replayed: Replay, *, bounded: bool) -> Interval:
+def _device(trace: Trace, where: Card | None, replays: Replays, replayed: Replay, *, bounded: bool) -> Interval:
     """Reserved memory plus the CUDA context, with the smallest and the largest convolution workspaces that are
     possible.
     """
     outside = _context(trace, where)
-    others = (_replay(trace, events, where, config).replay for events in variants(trace)[1:])
+    others = (replays.of(trace, events, where).replay for events in variants(trace)[1:])
     reserved = [each.reserved.bytes for each in (replayed, *others)]
     high = max(reserved) + outside.high
     return Interval(min(reserved) + outside.low, min(high, where.bytes) if where and bounded else high)

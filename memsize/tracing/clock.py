@@ -107,7 +107,8 @@ class Clock:
         """An op is about to run."""
         raise_waiting()
         if _graph_task() == -1:
-            self._settle()
+            if self._outside is not None:
+                self._settle()
             return
         if self._outside is None:
             self._outside = (self.phase, self.layer, self._depth)

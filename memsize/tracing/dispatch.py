@@ -14,13 +14,54 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.constants.evaluation import Evaluator
-from memsize.constants.propagation import carry_over
+from memsize.constants.op_traits import traits_of
+from memsize.constants.propagation import carry_over, propagate
+from memsize.cuda.convolution import BACKWARD, FORWARD
 from memsize.cuda.kernels import refuse_mixed
+from memsize.cuda.matmul import BIASED, CUBLAS
+from memsize.cuda.registry import COPIES, RESULT_FIRST, SAME_DTYPE, TEMPORARIES
 from memsize.meta_kernels import rules
 from memsize.tracing.overrides import overridden
 
 DETACH = torch.ops.aten.detach.default
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+class Op:
+    """What is known of one overload, collected once in a run: each look-up by an overload calls its hash, in Python."""
+
+    __slots__ = (
+        "biased",
+        "copies",
+        "is_backward",
+        "is_forward",
+        "multiplies",
+        "name",
+        "result_first",
+        "rule",
+        "same",
+        "temporaries",
+        "traits",
+    )
+
+    def __init__(self, func: Any) -> None:
+        self.name: str = func._overloadpacket.__name__
+        self.rule = rules()[func]
+        self.traits = traits_of(func)
+        self.same = SAME_DTYPE.get(func)
+        self.copies = COPIES.get(func)
+        self.temporaries = TEMPORARIES.get(func)
+        self.multiplies = func in CUBLAS
+        self.biased = func in BIASED
+        self.result_first = func in RESULT_FIRST
+        self.is_forward = func is FORWARD
+        self.is_backward = func is BACKWARD
+
+
+class _Ops(dict[Any, Op]):
+    def __missing__(self, func: Any) -> Op:
+        op = self[func] = Op(func)
+        return op
 
 
 class MetaDispatchMode(TorchDispatchMode):
@@ -36,7 +77,7 @@ class MetaDispatchMode(TorchDispatchMode):
         self.device = torch.device(device)
         self.evaluator = Evaluator()
         self._computes = device != "meta"
-        self._rules = rules()
+        self.known = _Ops()
         self._regions: list[ExitStack] = []
         """The contexts that each entry opened: a mode may be entered again while it is active."""
 
@@ -63,12 +104,13 @@ class MetaDispatchMode(TorchDispatchMode):
         """The result of `func`, with its constants beside it."""
         if self._computes:
             return func(*args, **kwargs)
-        refuse_mixed(func, args)
-        rule = self._rules[func]
-        result = NotImplemented if rule is None else rule(*args, **kwargs)
+        op = self.known[func]
+        if op.same is not None:
+            refuse_mixed(func, args[op.same])
+        result = NotImplemented if op.rule is None else op.rule(*args, **kwargs)
         if result is NotImplemented:
-            result = self.evaluator.evaluate(func, args, kwargs)
-        self.evaluator.propagate(func, args, kwargs, result)
+            result = self.evaluator.evaluate(op.traits, func, args, kwargs)
+        propagate(op.traits, func, args, kwargs, result)
         return result
 
 

@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 
 from memsize.constants.propagation import carry_over
-from memsize.cuda.convolution import BACKWARD, FORWARD, Convolutions
-from memsize.cuda.kernels import kernel_copies, kernel_temporaries
-from memsize.cuda.matmul import CUBLAS, takes_cublaslt
-from memsize.cuda.registry import RESULT_FIRST, Temporary
+from memsize.cuda.convolution import Convolutions
+from memsize.cuda.matmul import takes_cublaslt
+from memsize.cuda.registry import Temporary
 from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
 from memsize.tracing.clock import Clock
-from memsize.tracing.dispatch import DETACH, MetaDispatchMode, has_own_dispatch
+from memsize.tracing.dispatch import DETACH, MetaDispatchMode, Op, has_own_dispatch
 from memsize.tracing.functional import of_the_same_level
 
-_aten = torch.ops.aten
 _NOT_KEPT: frozenset[Role] = frozenset(("parameter", "buffer"))
 """What is there anyway does not count as kept for backward."""
+_new: Callable[..., Any] = tuple.__new__
+"""Makes a named tuple of its values in order: a third of what its constructor takes, which is a function in Python."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -107,27 +109,30 @@ class Ledger(MetaDispatchMode):
             return NotImplemented
         if func is DETACH:
             return carry_over(args[0], func(*args))
+        kwargs, op = kwargs or {}, self.known[func]
         self.clock.tick()
-        self.last_op = op = func._overloadpacket.__name__
-        if self.workspaces.blas and func in CUBLAS:
-            self._keep_workspace(self._handles, self.workspaces.blas, op)
+        self.last_op = name = op.name
+        if op.multiplies and self.workspaces.blas:
+            self._keep_workspace(self._handles, self.workspaces.blas, name)
         self._mark_read(args)
-        result = self.run_op(func, args, kwargs or {})
-        copied, late = kernel_copies(func, args, kwargs), func in RESULT_FIRST
-        copies = [] if late else self._begin_copies(copied, op)
-        if func is FORWARD or func is BACKWARD:
-            self._note_convolution(func, args, result, op)
+        result = self.run_op(func, args, kwargs)
+        copies: Sequence[tuple[int, int]] = ()
+        if op.copies is not None and not op.result_first:
+            copies = self._begin_copies(op.copies(args, kwargs), name)
+        if op.is_forward or op.is_backward:
+            self._note_convolution(op, args, result)
         elif isinstance(result, torch.Tensor):
-            self._note(result, op)
+            self._note(result, name)
         elif isinstance(result, (tuple, list)):
-            self._note_each(result, op)
-        if late:
-            copies = self._begin_copies(copied, op)
-        if self.workspaces.lt and takes_cublaslt(func, args, kwargs):
-            self._take_lt_workspace(op)
-        self._note_temporaries(kernel_temporaries(func, args), op)
+            self._note_each(result, name)
+        if op.copies is not None and op.result_first:
+            copies = self._begin_copies(op.copies(args, kwargs), name)
+        if op.biased and self.workspaces.lt and takes_cublaslt(args, kwargs):
+            self._take_lt_workspace(name)
+        if op.temporaries is not None:
+            self._note_temporaries(op.temporaries(*args), name)
         for index, size in copies:
-            self._end(index, size, op)
+            self._end(index, size, name)
         return result
 
     def _mark_read(self, args: Iterable[Any]) -> None:
@@ -146,7 +151,8 @@ class Ledger(MetaDispatchMode):
 
     def _note(self, tensor: torch.Tensor, op: str) -> None:
         # Quantized tensors are really there: `meta` has none.
-        if tensor.device == self.device or tensor.is_quantized:
+        here = tensor.device == self.device if self._computes else tensor.is_meta
+        if here or tensor.is_quantized:
             self.enter(tensor, "temporary", op)
 
     def _keep_workspace(self, threads: set[bool], size: int, op: str) -> None:
@@ -166,18 +172,18 @@ class Ledger(MetaDispatchMode):
         sizes = [(tensor, tensor.numel() * tensor.element_size()) for tensor, _ in copied if tensor.numel()]
         return [(self._open("temporary", size, op, tensor.dtype, _shape(tensor)), size) for tensor, size in sizes]
 
-    def _note_convolution(self, func: Any, args: Any, result: Any, op: str) -> None:
+    def _note_convolution(self, op: Op, args: Any, result: Any) -> None:
         """Each result is made, then its workspace is taken and given back."""
-        convolutions = self.workspaces.convolutions
-        if func is FORWARD:
-            self._note(result, op)
-            self._borrow(convolutions.forward(args, result) if convolutions else 0, op)
+        convolutions, name = self.workspaces.convolutions, op.name
+        if op.is_forward:
+            self._note(result, name)
+            self._borrow(convolutions.forward(args, result) if convolutions else 0, name)
             return
         sizes = convolutions.backward(args) if convolutions else (0, 0)
         for gradient, size in zip(result, (*sizes, 0), strict=True):
             if gradient is not None:
-                self._note(gradient, op)
-            self._borrow(size, op)
+                self._note(gradient, name)
+            self._borrow(size, name)
 
     def _note_temporaries(self, taken: Iterable[Temporary], op: str) -> None:
         """A kernel's own temporaries exist beside its result, and are gone at its end."""
@@ -191,7 +197,7 @@ class Ledger(MetaDispatchMode):
             self._end(self._open("workspace", size, op, torch.uint8, (size,)), size, op)
 
     def _end(self, index: int, size: int, op: str) -> None:
-        self.events.append(Event(index, -size, self.clock.phase, self.clock.layer, op))
+        self.events.append(_new(Event, (index, -size, self.clock.phase, self.clock.layer, op)))
 
     # -- calls from outside ------------------------------------------------------------------------------------------
 
@@ -225,14 +231,14 @@ class Ledger(MetaDispatchMode):
         self._shapes.append(shape)
         self._saved_by.append(-1)
         if size:
-            self.events.append(Event(index, size, clock.phase, clock.layer, op))
+            self.events.append(_new(Event, (index, size, clock.phase, clock.layer, op)))
         return index
 
     def _leave(self, reference: Any) -> None:
         del self.live[reference.address]
         size = self._held[reference.index]
         if size:
-            self.events.append(Event(reference.index, -size, self.clock.phase, self.clock.layer, self.last_op))
+            self.events.append(_new(Event, (reference.index, -size, self.clock.phase, self.clock.layer, self.last_op)))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """`storage` was resized in place, as sharded training does with gathered parameters."""
@@ -322,8 +328,8 @@ class Ledger(MetaDispatchMode):
         """Everything that appeared, in order; `saved_by` is set for those in `kept` only."""
         dtypes = map(dtype_name, self._dtypes)
         saved_by = [by if by < 0 or index in kept else -1 for index, by in enumerate(self._saved_by)]
-        columns = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes, saved_by)
-        return tuple(map(Storage, *columns))
+        columns = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes, saved_by, repeat(0))
+        return tuple(map(partial(_new, Storage), zip(*columns, strict=False)))
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -348,8 +354,11 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    storage = _storage(tensor)
-    return -1 if storage is None else storage._cdata
+    try:
+        address: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # as in `_storage`
+        return -1
+    return address
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -154,7 +154,7 @@ class Run:
             events=tuple(ledger.events),
             assumptions=tuple(ledger.evaluator.assumptions),
             notes=(*setup.notes, *self._notes, *ledger.evaluator.notes, *(convolutions.notes if convolutions else ())),
-            cudnn=convolutions.plans.source if convolutions else None,
+            cudnn=convolutions.source if convolutions else None,
             failure=failure,
             stack=str(setup.stack),
         )

@@ -9,16 +9,17 @@ from typing import NamedTuple
 from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.fit.crossovers import crossings, most_alive
 from memsize.analysis.fit.footprint import Footprint, bind, phase_name
-from memsize.analysis.fit.optimizations import try_optimizations
+from memsize.analysis.fit.optimizations import OPTIMIZATIONS, Attempts, try_optimizations
 from memsize.analysis.fit.search import Search, largest
-from memsize.analysis.fit.trials import RunVariant, Trials
+from memsize.analysis.fit.trials import Made, RunVariant, Trials
 from memsize.analysis.runner import is_float32
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
-from memsize.records.fit import Budget, Crossing, Fit, FitRow, Remedied, Status
+from memsize.internals.workers import Workers
+from memsize.records.fit import Budget, Crossing, Fit, FitRow, Remedied, RemedyRow, Status
 from memsize.records.roles import FIXED, Role
-from memsize.spec.scenario import SCENARIOS, Scenario
+from memsize.spec.scenario import Scenario
 from memsize.spec.training import Training
 from memsize.tracing.run import stored_only
 from memsize.units import format_bytes
@@ -55,9 +56,10 @@ def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> 
     if request.default and is_float32(stored_only(trials.name, trials.model)):
         request = replace(request, scenarios=[each for each in request.scenarios if each.name != "as-given"])
     budgets, vary = tuple(request.budgets), trials.vary.text
-    with collector_paused():
-        rows = _rows(trials, request)
-        remedied = _optimized(trials, request, rows)
+    with collector_paused(), Workers(_Work(trials, request), trials.say) as workers:
+        trials.say = workers.say
+        rows = _rows(trials, request, workers)
+        remedied = _optimized(trials, request, rows, workers)
         crossed: tuple[Crossing, ...] = ()
         if request.crossovers:
             crossed = tuple(crossings(trials, request.scenarios, request.variant(request.scenarios[0], budgets[0])))
@@ -87,39 +89,86 @@ def _optimizer(training: Training | None) -> str:
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _rows(trials: Trials, request: FitRequest) -> tuple[FitRow, ...]:
-    rows: list[FitRow] = []
-    failures: list[Exception] = []
-    for scenario in request.scenarios:
-        for budget in request.budgets:
-            row = FitRow(scenario.name, scenario.title, budget.name, budget.allocator, "unavailable")
-            variant = request.variant(scenario, budget)
-            try:
-                if scenario.is_modelled:
-                    row = replace(row, reason="what its modules pass on is modelled and cannot be run")
-                elif request.asked is not None or not trials.resizable:
-                    row = _asked_row(trials, variant, row, request.asked or trials.asked)
-                else:
-                    row = _searched_row(trials, variant, row, _likely(rows, scenario, budget))
-            except (ScenarioError, ForwardError, InputError) as error:
-                failures.append(error)
-                row = replace(row, reason=str(error))
-            rows.append(row)
-    if failures and all(row.status == "unavailable" for row in rows):
-        raise failures[0]
-    return tuple(rows)
+def _rows(trials: Trials, request: FitRequest, workers: Workers) -> tuple[FitRow, ...]:
+    found: dict[tuple[str, str], FitRow] = {}
+    for rows, made in workers.each([("rows", each) for each in _alike(request.scenarios)]):
+        found |= {(row.scenario, row.gpu): row for row in rows}
+        trials.adopt(made)
+    rows = tuple(found[scenario.name, budget.name] for scenario in request.scenarios for budget in request.budgets)
+    if all(row.status == "unavailable" for row in rows):
+        _fail(trials, request)
+    return rows
 
 
-def _likely(rows: Sequence[FitRow], scenario: Scenario, budget: Budget) -> int | None:
-    """The answer of an earlier scenario that computes in numbers of the same width: a good start for the search."""
-    alike = (row for row in reversed(rows) if row.gpu == budget.name and row.size and row.status == "found")
-    return next((row.size for row in alike if _width(SCENARIOS.get(row.scenario)) == _width(scenario)), None)
+def _fail(trials: Trials, request: FitRequest) -> None:
+    """Raise what the first scenario that could have been run failed with."""
+    own = _Work(trials, request)
+    own.rows(request.scenarios)
+    if own.failures:
+        raise own.failures[0]
 
 
-def _width(scenario: Scenario | None) -> tuple[bool, bool]:
-    """Whether a scenario casts during its forward, and whether to 16 bits."""
-    computed = scenario and (scenario.autocast or scenario.dtype)
-    return bool(scenario and scenario.autocast), computed in ("float16", "bfloat16")
+def _alike(scenarios: Sequence[Scenario]) -> list[tuple[Scenario, ...]]:
+    """The scenarios in groups, of which each member's answer is a good start for the search of the next."""
+    groups: dict[object, list[Scenario]] = {}
+    for scenario in scenarios:
+        groups.setdefault(_width(scenario), []).append(scenario)
+    return list(map(tuple, groups.values()))
+
+
+class _Work:
+    """What a fit consists of, piece by piece; `failures` are what scenarios failed with."""
+
+    def __init__(self, trials: Trials, request: FitRequest) -> None:
+        self.trials = trials
+        self.request = request
+        self.failures: list[Exception] = []
+
+    def rows(self, scenarios: Sequence[Scenario]) -> tuple[list[FitRow], Made]:
+        """The rows of some scenarios, one for each budget, and the runs that they took."""
+        rows: list[FitRow] = []
+        before = self.trials.made()
+        for scenario in scenarios:
+            for budget in self.request.budgets:
+                rows.append(self._row(scenario, budget, _likely(rows, budget)))
+        return rows, self.trials.made(before)
+
+    def alone(self, base: RunVariant, size: int, capacity: int, name: str) -> tuple[RemedyRow, Made]:
+        """What the optimization `name` does to a size of `base`, and the runs that it took."""
+        before = self.trials.made()
+        optimization = next(each for each in OPTIMIZATIONS if each.name == name)
+        attempts = Attempts(lambda variant: self.trials.run(variant, size), base, capacity)
+        return attempts.alone(optimization), self.trials.made(before)
+
+    def _row(self, scenario: Scenario, budget: Budget, likely: int | None) -> FitRow:
+        trials, request = self.trials, self.request
+        row = FitRow(scenario.name, scenario.title, budget.name, budget.allocator, "unavailable")
+        variant = request.variant(scenario, budget)
+        try:
+            if scenario.is_modelled:
+                return replace(row, reason="what its modules pass on is modelled and cannot be run")
+            if request.asked is not None or not trials.resizable:
+                return _asked_row(trials, variant, row, request.asked or trials.asked)
+            return _searched_row(trials, variant, row, likely)
+        except (ScenarioError, ForwardError, InputError) as error:
+            self.failures.append(error)
+            return replace(row, reason=str(error))
+
+
+def _likely(rows: Sequence[FitRow], budget: Budget) -> int | None:
+    """The last answer of a scenario like this one."""
+    return next((row.size for row in reversed(rows) if row.gpu == budget.name and row.status == "found"), None)
+
+
+def _width(scenario: Scenario) -> object:
+    """What a scenario shares with those that take about as much memory: how it casts, and to how many bits.
+
+    How wide a model is as it is, or once it is quantized, is not known beforehand.
+    """
+    if scenario.recipe in ("as-given", "quantized"):
+        return scenario.name
+    computed = scenario.autocast or scenario.dtype
+    return scenario.autocast is not None, computed in ("float16", "bfloat16"), scenario.master_weights
 
 
 def _asked_row(trials: Trials, variant: RunVariant, row: FitRow, size: int) -> FitRow:
@@ -233,7 +282,7 @@ def _standing(run: Footprint) -> dict[Role, int]:
 # -- optimizations and notes ------------------------------------------------------------------------------------------
 
 
-def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow]) -> Remedied | None:
+def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow], workers: Workers) -> Remedied | None:
     """Optimizations of the first row that does not fit what was asked, or of the first where they were asked for."""
     if request.remedies is False:
         return None
@@ -245,9 +294,12 @@ def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow]) -> R
     budget = next(budget for budget in request.budgets if budget.name == row.gpu)
     size = request.asked or (2 * row.size if row.size else row.next_size or trials.asked)
     base = request.variant(scenario, budget)
-    return try_optimizations(
-        lambda variant: trials.run(variant, size), base, size, budget.allocator, row.gpu, parts=trials.vary.batch
-    )
+    alone: list[RemedyRow] = []
+    for remedy, made in workers.each([("alone", base, size, budget.allocator, each.name) for each in OPTIMIZATIONS]):
+        alone.append(remedy)
+        trials.adopt(made)
+    attempts = Attempts(lambda variant: trials.run(variant, size), base, budget.allocator)
+    return try_optimizations(attempts, size, row.gpu, parts=trials.vary.batch, alone=alone)
 
 
 def _notes(trials: Trials, budgets: Sequence[Budget], rows: Sequence[FitRow]) -> Iterator[str]:

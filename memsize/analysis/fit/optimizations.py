@@ -5,7 +5,7 @@ Each is really run, alone and together with others: none is taken on trust.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -294,26 +294,28 @@ _GRAIN: Final = 2 << 20
 """An optimization that saves less than one segment saves nothing that shows on the GPU."""
 
 
-def try_optimizations(run: Run, base: RunVariant, size: int, capacity: int, gpu: str, *, parts: bool) -> Remedied:
-    """Every optimization at one size of `base`, most bytes saved first, and what fits together where none does alone.
+def try_optimizations(
+    attempts: Attempts, size: int, gpu: str, *, parts: bool, alone: Iterable[RemedyRow] | None = None
+) -> Remedied:
+    """Every optimization at one size, most bytes saved first, and what fits together where none does alone.
 
-    `parts` is whether the size is a batch that can be split.
+    `parts` is whether the size is a batch that can be split, `alone` what each optimization was found to do.
     """
-    attempts = _Attempts(run, base, capacity)
-    tried = list(map(attempts.alone, OPTIMIZATIONS))
+    base, capacity = attempts.base, attempts.capacity
+    rows = map(attempts.alone, OPTIMIZATIONS) if alone is None else alone
+    tried = list(zip(OPTIMIZATIONS, rows, strict=True))
     if parts and base.training is not None and size > 1:
         tried.append(attempts.split(size))
     tried.sort(key=lambda pair: -(pair[1].saved or 0))
-    rows = tuple(row for _, row in tried)
     together: tuple[tuple[str, ...], int | None] = (), None
-    enough = any(row.outcome == "fits" and row.changes != "training" for row in rows)
+    enough = any(row.outcome == "fits" and row.changes != "training" for _, row in tried)
     if attempts.peak > capacity and not enough:
         together = attempts.combined([pair for pair in tried if pair[1].outcome in ("fits", "saves")])
-    return Remedied(base.scenario.name, gpu, size, capacity, attempts.peak, rows, *together)
+    return Remedied(base.scenario.name, gpu, size, capacity, attempts.peak, tuple(row for _, row in tried), *together)
 
 
 @dataclass
-class _Attempts:
+class Attempts:
     """Optimizations of one variant at one size, with `capacity` bytes for the allocator."""
 
     run: Run
@@ -332,24 +334,26 @@ class _Attempts:
             variant = replace(each.apply(variant), applied=(*variant.applied, each.name))
         return self.run(variant).needs(self.capacity)
 
-    def alone(self, optimization: Optimization) -> Tried:
+    def alone(self, optimization: Optimization) -> RemedyRow:
+        """What an optimization does without others."""
         said = (optimization.name, optimization.title, optimization.cost, optimization.changes)
         peak = self.peak
         try:
             needs = self.needs([optimization])
         except (NotApplicable, ForwardError, ScenarioError, InputError) as error:
-            return optimization, RemedyRow(*said, "not here", reason=str(error))
+            return RemedyRow(*said, "not here", reason=str(error))
         fits = needs <= self.capacity < peak
         outcome = "fits" if fits else "saves" if peak - needs >= _GRAIN else "no help"
-        return optimization, RemedyRow(*said, outcome, needs, peak - needs)  # type: ignore[arg-type]
+        return RemedyRow(*said, outcome, needs, peak - needs)  # type: ignore[arg-type]
 
     def split(self, size: int) -> Tried:
         """The fewest parts, in powers of two, with which the batch fits; the last that were tried where it doesn't."""
         parts = 2
         while True:
-            tried = self.alone(accumulation(parts))
-            if tried[1].outcome == "fits" or self.peak <= self.capacity or 2 * parts > min(size, _MOST_PARTS):
-                return tried
+            split = accumulation(parts)
+            tried = self.alone(split)
+            if tried.outcome == "fits" or self.peak <= self.capacity or 2 * parts > min(size, _MOST_PARTS):
+                return split, tried
             parts *= 2
 
     def combined(self, helpful: Sequence[Tried]) -> tuple[tuple[str, ...], int | None]:

@@ -68,8 +68,15 @@ class RunVariant:
         return Events(self.scenario.name, self.card.kernels, self.training, self.edits, self.split)
 
 
+class Made(NamedTuple):
+    """Runs by variant and size, and what the model refused."""
+
+    traces: dict[tuple[Events, int], Trace]
+    refusals: dict[tuple[Events, int], ForwardError]
+
+
 class Trials:
-    """The runs of one model by variant and size. `count` is how many were made, refused ones too."""
+    """The runs of one model by variant and size."""
 
     def __init__(
         self,
@@ -88,7 +95,6 @@ class Trials:
         self.vary = vary
         self.say = say
         self.stack = stack
-        self.count = 0
         self.inputs: tuple[InputTensor, ...] = input_tensors(model_inputs.call())
         self._dimensions = vary.dimensions(self.inputs)
         self._traces: dict[tuple[Events, int], Trace] = {}
@@ -96,6 +102,11 @@ class Trials:
         self._footprints: dict[tuple[Events, int, AllocatorConfig], Footprint] = {}
         self._replays: dict[tuple[object, AllocatorConfig], Replays] = {}
         self._runners: dict[tuple[object, ...], Runner] = {}
+
+    @property
+    def count(self) -> int:
+        """How many runs were made, refused ones too."""
+        return len(self._traces) + len(self._refusals)
 
     @property
     def resizable(self) -> bool:
@@ -116,7 +127,6 @@ class Trials:
         if key in self._refusals:
             raise self._refusals[key]
         if key not in self._traces:
-            self.count += 1
             self.say(f"{', '.join((variant.scenario.name, *variant.applied))}, {self.vary.text} {size:,}")
             try:
                 self._traces[key] = self._trace(variant, size)
@@ -131,6 +141,19 @@ class Trials:
             replays = self._replays.setdefault((made, variant.config), run.replays)
             self._footprints[served] = run if replays is run.replays else replace(run, replays=replays)
         return self._footprints[served]
+
+    def made(self, but: Made | None = None) -> Made:
+        """The runs so far, for `adopt`; without those that were made before."""
+        traces, refusals = but or ({}, {})
+        return Made(
+            {key: run for key, run in self._traces.items() if key not in traces},
+            {key: error for key, error in self._refusals.items() if key not in refusals},
+        )
+
+    def adopt(self, made: Made) -> None:
+        """Take over runs that another process made."""
+        self._traces |= made.traces
+        self._refusals |= made.refusals
 
     def known(self, variant: RunVariant) -> dict[int, Footprint]:
         """The runs of a variant that were made before, on this card or one like it."""

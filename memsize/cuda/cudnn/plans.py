@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -47,10 +47,9 @@ class Plans:
             found = self.answers[convolution] = self._ask(convolution)
         return found
 
-    @property
-    def source(self) -> str | None:
-        """The cuDNN release that gave the answers; None where any of them is an estimate, or there are none."""
-        return self._release if self.answers and not self.estimated else None
+    def source(self, asked: Collection[Convolution]) -> str | None:
+        """The cuDNN release that gave the answers to `asked`; None where any is an estimate, or there are none."""
+        return self._release if asked and self.estimated.isdisjoint(asked) else None
 
     def _ask(self, convolution: Convolution) -> int:
         library = self._library()

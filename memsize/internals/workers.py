@@ -1,0 +1,220 @@
+"""Independent work side by side, in processes forked from this one.
+
+A forked process has the imports, the model and everything else that its parent had, and shares its memory until either
+writes. What it computes comes back pickled. Whatever goes wrong in it (an exception, a crash, an answer that cannot be
+pickled) makes the parent do that piece of work itself, so that an error is reported as if there were no workers.
+
+Only the command line forks (`side_by_side`): a process that holds threads, locks or a GPU must not be forked unasked.
+Windows cannot fork, and macOS's own libraries do not survive it: there everything runs in this process.
+
+Known limits: threads that a model's file starts on import are not there in a worker; what the model writes to stderr
+comes in the order in which the workers get to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+_jobs: ContextVar[int] = ContextVar("jobs", default=1)
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux's prctl (include/uapi/linux/prctl.h)."""
+
+Say = Callable[[str], None]
+Request = tuple[Any, ...]
+"""The name of a method of the subject, and its arguments."""
+
+
+@contextlib.contextmanager
+def side_by_side(jobs: int | None) -> Iterator[None]:
+    """While open, `Workers` fork up to `jobs` processes; None: one for each core that this process may use."""
+    outer = _jobs.set(_cores() if jobs is None else jobs)
+    try:
+        yield
+    finally:
+        _jobs.reset(outer)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def can_fork() -> bool:
+    """Whether this platform forks, and a forked process can go on."""
+    return hasattr(os, "fork") and sys.platform != "darwin"
+
+
+class Workers:
+    """Processes that answer requests from their own copy of `subject`; none where no forking was asked for.
+
+    They are forked when there is work for more than one, and gone when this is closed. A worker in which PyTorch would
+    refuse to work ends at once: where there is a GPU, that is one whose parent has used it or has run a backward.
+    """
+
+    def __init__(self, subject: Any, say: Say) -> None:
+        self._subject = subject
+        self._say = say
+        self._workers: dict[Connection, int] = {}
+        """The process at the other end of each connection."""
+        self._parent: Connection | None = None
+        self._warned: dict[Any, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._workers.values():
+            os.kill(process, signal.SIGKILL)
+        for connection in tuple(self._workers):
+            self._bury(connection)
+        self._subject = None
+
+    def say(self, text: str) -> None:
+        """Say what is being done, from whichever process."""
+        if self._parent is None:
+            self._say(text)
+        else:
+            self._parent.send(("said", text))
+
+    def each(self, requests: Sequence[Request]) -> list[Any]:
+        """What the subject returns for each request, in their order; raises what one of them raises."""
+        count = min(_jobs.get(), len(requests))
+        if count < 2 or not can_fork():
+            return list(map(self._answer, requests))
+        self._hire(count)
+        return self._shared_out(requests)
+
+    def _answer(self, request: Request) -> Any:
+        method, *arguments = request
+        return getattr(self._subject, method)(*arguments)
+
+    # -- in the parent ------------------------------------------------------------------------------------------------
+
+    def _hire(self, count: int) -> None:
+        """Fork until there are `count` workers."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Ctrl-C reaches every process of the group: it must not come before a worker has learnt to ignore it.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            while len(self._workers) < count:
+                self._fork(unblocked)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+    def _fork(self, signals: Any) -> None:
+        from multiprocessing import Pipe
+
+        here, there = Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of PyTorch are not needed
+            process = os.fork()
+        if not process:
+            for other in (here, *self._workers):
+                other.close()
+            self._serve(there, signals)
+        there.close()
+        self._workers[here] = process
+
+    def _bury(self, connection: Connection) -> None:
+        connection.close()
+        os.waitpid(self._workers.pop(connection), 0)
+
+    def _shared_out(self, requests: Sequence[Request]) -> list[Any]:
+        from multiprocessing.connection import wait
+
+        waiting, idle = deque(range(len(requests))), list(self._workers)
+        answers: dict[int, Any] = {}
+        busy: dict[Any, int] = {}
+        while waiting or busy:
+            while waiting and idle:
+                busy[connection := idle.pop()] = waiting.popleft()
+                with contextlib.suppress(OSError):  # a worker that is gone: `_heard` finds out
+                    connection.send(requests[busy[connection]])
+            if not busy:  # all are gone, and nothing will come
+                index = waiting.popleft()
+                answers[index] = self._answer(requests[index])
+                continue
+            ready: list[Any] = wait(list(busy))
+            for connection in ready:
+                kind, value = _heard(connection)
+                if kind in ("said", "warned"):
+                    self._relay(kind, value)
+                    continue
+                index = busy.pop(connection)
+                if kind == "gone":
+                    self._bury(connection)
+                else:
+                    idle.append(connection)
+                answers[index] = value if kind == "done" else self._answer(requests[index])
+        return [answers[index] for index in range(len(requests))]
+
+    def _relay(self, kind: str, value: Any) -> None:
+        if kind == "said":
+            self._say(value)
+        else:
+            message, category, filename, line = value
+            warnings.warn_explicit(message, category, filename, line, registry=self._warned)
+
+    # -- in a worker --------------------------------------------------------------------------------------------------
+
+    def _serve(self, parent: Connection, signals: Any) -> None:
+        """Answer the parent's requests until it is gone; never returns."""
+        try:
+            self._begin(parent)
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+            while True:
+                request = parent.recv()
+                try:
+                    parent.send(("done", self._answer(request)))
+                except BaseException:  # whatever it is: the parent meets it again
+                    parent.send(("failed", None))
+                sys.stdout.flush()
+                sys.stderr.flush()
+        finally:
+            os._exit(0)  # the parent is gone, or has no use for this process
+
+    def _begin(self, parent: Connection) -> None:
+        import torch
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.platform == "linux":  # elsewhere a worker notices when it answers
+            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        _jobs.set(1)
+        self._parent, self._workers = parent, {}
+        # OpenMP's threads were not forked along; one core is what this process is for.
+        torch.set_num_threads(1)
+        torch.zeros(1, requires_grad=True).sum().backward()  # raises where autograd has threads
+        if torch.cuda._is_in_bad_fork():
+            os._exit(0)
+        warnings.showwarning = self._warn  # type: ignore[assignment]
+
+    def _warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+        """A warning, shown by the parent: each worker meets the same ones."""
+        if self._parent is not None:
+            self._parent.send(("warned", (str(message), category, filename, lineno)))
+
+
+def _heard(connection: Any) -> tuple[str, Any]:
+    """The next message of a worker; ``gone`` where it has ended, killed for its memory perhaps."""
+    try:
+        message = connection.recv_bytes()
+    except (EOFError, OSError):
+        return "gone", None
+    try:
+        kind, value = pickle.loads(message)
+    except Exception:  # an exception, say, whose class wants other arguments than it keeps
+        return "failed", None
+    return kind, value
