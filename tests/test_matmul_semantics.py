@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memsize.cuda.kernels import kernel_copies
-from memsize.cuda.matmul import CUBLAS, takes_cublaslt
+from memsize.cuda.matmul import BIASED, CUBLAS, takes_cublaslt
 from memsize.cuda.region import cuda_semantics
 from memsize.tracing.ledger import Ledger, Workspaces
 
@@ -153,8 +153,8 @@ BIASES: dict[str, tuple[Tensor, Tensor, float, bool]] = {
 def test_which_products_take_cublaslts_workspace(name: str) -> None:
     bias, other, beta, takes = BIASES[name]
     args = (bias, meta((4, 6), dtype=bias.dtype), other)
-    assert takes_cublaslt(aten.addmm.default, args, {"beta": beta}) is takes
-    assert not takes_cublaslt(aten.mm.default, args[1:], {})
+    assert takes_cublaslt(args, {"beta": beta}) is takes
+    assert aten.addmm.default in BIASED and aten.mm.default not in BIASED
     ledger = Ledger(workspaces=Workspaces(blas=1024, lt=64))
     with ledger:
         torch.addmm(*args, beta=beta)

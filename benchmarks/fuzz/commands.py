@@ -46,12 +46,16 @@ _SOUND: Final = {
     "--arg": ("width=2",), "--loss": ("mean",), "--input": ("8", "x=8"),
 }  # fmt: skip
 """Values that an option takes."""
+_ALONE: Final = ("--jobs", "1")
+"""Processes that memsize starts would count among what a file or a model must not do."""
 _FLAGS: Final = ("--force", "--debug", "--ema", "--remedies", "--crossovers", "--help", "--version", "-")
 
 
 def option_trials(random: Random) -> Trial:
     """A command with a target and a few options, most of them wrong."""
     arguments = [random.choice(_COMMANDS), random.choice((*_TARGETS[:1] * 40, *_TARGETS))]
+    if arguments[0] in ("report", "fit"):
+        arguments += _ALONE
     if random.random() < 0.8:
         arguments += ["--input", "8"]
     for _ in range(random.choice((0, 1, 1, 2, 3))):
@@ -120,7 +124,13 @@ def model_trials(random: Random) -> Trial:
     name = random.choice(("Net", "Net", "Größe"))
     text = _MODEL.format(bad=HOSTILE, name=name, built=random.choice(_DEEDS), run=random.choice(_DEEDS))
     command = random.choice(
-        (["report"], ["report"], ["timeline", "--train", "sgd"], ["layout"], ["fit", "--gpu", "t4"])
+        (
+            ["report", *_ALONE],
+            ["report", *_ALONE],
+            ["timeline", "--train", "sgd"],
+            ["layout"],
+            ["fit", "--gpu", "t4", *_ALONE],
+        )
     )
     asked = random.choice(("text", "json", "html", "csv", "markdown"))
     arguments = (*command, f"model.py:{name}", "--input", "8", "-f", asked)

@@ -114,7 +114,7 @@ def parse_input(text: str) -> InputSpec:
         return InputSpec(name, _parse_sizes(sizes), _parse_dtype(dtype) if colon else None, limits)
     except InputError as error:
         # The same error goes on, so that an unknown dtype stays one.
-        error.args = (f"input {text!r}: {error}",)
+        error.args = (f"input {quoted(text)}: {error}",)
         raise
 
 
