@@ -20,8 +20,10 @@ from memsize.errors import MemsizeError
 _USER, _BUG, _INTERRUPTED, _PIPE_CLOSED = 2, 1, 130, 141
 
 
-_COMMANDS = ("report", "checkpoint", "timeline", "fit", "layout", "verify")
-"""The commands, each in a file of its name."""
+_COMMANDS = ("run", "report", "checkpoint", "timeline", "fit", "layout", "verify")
+"""The commands, each in a file of its name but for those of `_FILES`."""
+_FILES = {"run": "program"}
+"""`run` is what starts them all, below."""
 
 
 class _Commands(click.Group):
@@ -33,7 +35,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        found: click.Command = getattr(import_module(f"memsize.cli.{cmd_name}"), cmd_name)
+        found: click.Command = getattr(import_module(f"memsize.cli.{_FILES.get(cmd_name, cmd_name)}"), cmd_name)
         return found
 
 
