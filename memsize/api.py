@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
@@ -22,6 +22,7 @@ from memsize.spec.training import Training
 if TYPE_CHECKING:
     from torch import nn
 
+    from memsize.analysis.program import VirtualGpu
     from memsize.analysis.step import StepTrace
     from memsize.checkpoint.report import CheckpointReport
     from memsize.cuda.cudnn.plans import Plans
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from memsize.records.fit import Fit
     from memsize.records.gpu import Card
     from memsize.records.layout import LayoutReport
+    from memsize.records.program import ProgramRun
     from memsize.records.report import Report
     from memsize.records.verification import Verification
     from memsize.spec.request import InputMaker
@@ -138,7 +140,7 @@ def trace(
     subject = Subject.of(model_or_target, input_size, **given)
     where, asked = card(gpu or DEFAULT_GPU), scenario_named(scenario)
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
-    settings = AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
+    settings = _settings(config)
     with _opened(subject) as found:
         from memsize.analysis.runner import Runner
         from memsize.workloads.training import OwnLoop, step_workload
@@ -169,6 +171,73 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 @_asks_about_a_model
+def run(
+    script: str | os.PathLike[str],
+    arguments: Iterable[str] = (),
+    *,
+    gpu: str | None = None,
+    steps: int = 3,
+    module: bool = False,
+    config: AllocatorConfig | str | None = None,
+    allow_writes: bool = False,
+) -> ProgramRun:
+    """What a script that was written for a GPU would do to one, from a run of it on a GPU that isn't there.
+
+    `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
+    ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the GPU
+    has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone unless
+    `allow_writes` is set. `gpu` and `config` are as for `trace`.
+
+    Raises `InputError` where there is no such script, and `ForwardError` when the script itself fails.
+    """
+    from memsize.analysis.program import run_program
+    from memsize.device.cards import card
+    from memsize.errors import ForwardError
+    from memsize.records.gpu import DEFAULT_GPU
+
+    found, error = run_program(
+        os.fspath(script),
+        tuple(arguments),
+        card(gpu or DEFAULT_GPU),
+        _settings(config),
+        steps=steps,
+        module=module,
+        allow_writes=allow_writes,
+    )
+    if error is not None and not found.refused:
+        raise ForwardError(f"{script} failed: {type(error).__name__}: {error}", found.trace) from error
+    return found
+
+
+def virtual_gpu(
+    gpu: str | None = None,
+    *,
+    steps: int = 0,
+    config: AllocatorConfig | str | None = None,
+    allow_writes: bool = False,
+) -> AbstractContextManager[VirtualGpu]:
+    """Let the code in a ``with`` block have a GPU that isn't there, as `run` gives it to a script.
+
+        with memsize.virtual_gpu("t4") as gpu:
+            train(Net().cuda())
+        gpu.run, gpu.trace
+
+    The block ends after `steps` optimizer steps (0: at its own end). Raises `InputError` when one is open already.
+    """
+    from memsize.analysis import program
+    from memsize.device.cards import card
+    from memsize.records.gpu import DEFAULT_GPU
+
+    where = card(gpu or DEFAULT_GPU)
+    return program.virtual_gpu(where, _settings(config), steps=steps, allow_writes=allow_writes)
+
+
+def _settings(config: AllocatorConfig | str | None) -> AllocatorConfig:
+    from memsize.device.config import AllocatorConfig
+
+    return AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
+
+
 def fit(
     model_or_target: nn.Module | str | Subject,
     input_size: InputSize | Any = None,

@@ -438,3 +438,26 @@ def test_the_record_of_a_region() -> None:
         kept = torch.empty(2**20, dtype=torch.uint8, device="cuda")
     found = program_run(program, "cell", None)
     assert found.peak.requested == kept.nbytes == MiB
+
+
+def test_a_block_of_code_has_the_gpu_too() -> None:
+    with memsize.virtual_gpu("t4", steps=2) as block:
+        model = nn.Linear(512, 512).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        with pytest.raises(InputError, match="still in use"):
+            _ = block.run
+        while True:
+            model(torch.ones(4, 512, device="cuda")).sum().backward()
+            optimizer.step()
+    assert block.run.steps == 2 and block.run.stopped
+    assert block.trace.layers[0].parameter_bytes == (512 * 512 + 512) * 4
+
+
+def test_a_script_from_python(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys, torch\nx = torch.ones(int(sys.argv[1]), device='cuda')\n", encoding="utf-8")
+    assert memsize.run(script, ["1024"], gpu="t4").peak.requested == 4096
+    with pytest.raises(memsize.ForwardError, match="ValueError"):
+        memsize.run(script, ["many"])
+    with pytest.raises(InputError, match="no such script"):
+        memsize.run(tmp_path / "none.py")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.runner import workspaces
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
+from memsize.errors import InputError
 from memsize.records.aggregates import alive, live_bytes, split_phase
 from memsize.records.gpu import Card
 from memsize.records.program import LiveTensor, ProgramRun, Survivors
 from memsize.records.trace import Trace
 from memsize.virtual_gpu.files import Files
-from memsize.workloads.program import Program
+from memsize.workloads.program import Program, StopProgram
 
 LARGEST: Final = 15
 """How many of the storages alive at the peak are listed."""
@@ -36,8 +39,48 @@ def run_program(
 ) -> tuple[ProgramRun, BaseException | None]:
     """Run a script (or a module) with its own arguments; the error that it ended with, if any, comes with the run."""
     program = Program(path, card, workspaces(card), config, steps, Files(allow_writes))
+    if not module and not Path(path).is_file():
+        raise InputError(f"no such script: {path}")
     error = program.run(path, arguments, module)
     return program_run(program, " ".join((path, *arguments)), error), error
+
+
+class VirtualGpu:
+    """A region with a virtual GPU, for as long as it is open, and what it showed once it is over."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._run: ProgramRun | None = None
+
+    @property
+    def run(self) -> ProgramRun:
+        """What ran in the region; raises `InputError` while it is open."""
+        if self._run is None:
+            raise InputError("the virtual GPU is still in use: ask after the with block")
+        return self._run
+
+    @property
+    def trace(self) -> Trace:
+        """Every storage of the region."""
+        return self.run.trace
+
+
+@contextmanager
+def virtual_gpu(card: Card, config: AllocatorConfig, *, steps: int, allow_writes: bool) -> Iterator[VirtualGpu]:
+    """Let the block have a virtual GPU; it ends after `steps` optimizer steps (0: at its own end)."""
+    program = Program("this program", card, workspaces(card), config, steps, Files(allow_writes))
+    region = VirtualGpu(program)
+    error: BaseException | None = None
+    try:
+        with program.open():
+            yield region
+    except StopProgram:
+        pass
+    except BaseException as failed:
+        error = failed
+        raise
+    finally:
+        region._run = program_run(program, program.name, error)
 
 
 def program_run(program: Program, command: str, error: BaseException | None) -> ProgramRun:

@@ -26,6 +26,22 @@ _TYPE: Final = 1
 """The number of the device type in streams (c10/core/DeviceType.h)."""
 
 
+_MULTIPROCESSORS: Final = {
+    "P100": 56,
+    "V100": 80,
+    "T4": 40,
+    "A30": 56,
+    "A40": 84,
+    "L40": 142,
+    "H100": 132,
+    "H200": 132,
+    "B200": 148,
+    "RTX 3090": 82,
+    "RTX 4090": 128,
+    "RTX A6000": 84,
+}
+
+
 @dataclass(frozen=True)
 class Properties:
     """What `torch.cuda.get_device_properties` returns, as far as it is known of a card."""
@@ -43,6 +59,11 @@ class Properties:
     def max_threads_per_multi_processor(self) -> int:
         """By compute capability, from the table in the CUDA C++ Programming Guide."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get((self.major, self.minor), 2048)
+
+    @property
+    def multi_processor_count(self) -> int:
+        """As NVIDIA's data sheets have it; an A100's where it is not listed, since no memory depends on it here."""
+        return next((count for name, count in _MULTIPROCESSORS.items() if name in self.name), 108)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"memsize does not know the {name} of a {self.name}")

@@ -24,6 +24,7 @@ from memsize.virtual_gpu.tensors import Replacement
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
 _GONE: Final = {"os.remove": 0, "os.rmdir": 0, "os.truncate": 0, "os.rename": 0, "shutil.rmtree": 0, "shutil.move": 0}
 """Events after which a file is no longer what it was: the place of its path among their arguments."""
+_WATCHED: Final = frozenset({"open", "os.mkdir", *_GONE})
 _PASSING: Final = ("__pycache__", "/dev/", "/proc/")
 _current: list[Files] = []
 
@@ -65,6 +66,8 @@ class Files:
             path, _, flags = args
             if isinstance(path, (str, bytes, os.PathLike)) and (flags or 0) & _WRITING:
                 self._check(path, "write", lambda name: os.path.getsize(name) > 0)
+        elif event == "os.mkdir":
+            self._new.add(os.path.abspath(os.fsdecode(args[0])))
         elif event in _GONE:
             self._check(args[_GONE[event]], "move" if event.endswith(("rename", "move")) else "remove", os.path.lexists)
             if event == "os.rename":
@@ -154,5 +157,5 @@ _hooked: list[bool] = []
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if _current and (event == "open" or event in _GONE):
+    if _current and event in _WATCHED:
         _current[-1].check(event, args)

@@ -27,6 +27,7 @@ from memsize.virtual_gpu.tensors import Replacement
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
+_EAGER = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
 _open = threading.Lock()
 
 
@@ -52,6 +53,7 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
 
 
 def _replacements(driver: Driver, ledger: VirtualLedger) -> Iterator[Replacement]:
+    yield torch, "compile", _uncompiled(ledger)
     yield from tensors.replacements(lambda parameter: ledger.mark(parameter, "parameter"))
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
@@ -87,6 +89,16 @@ def _of_backends() -> Iterator[Replacement]:
     yield torch.backends.cuda, "is_built", lambda: True
     if torch.version.cuda is None:
         yield torch.version, "cuda", _CUDA
+
+
+def _uncompiled(ledger: VirtualLedger) -> Any:
+    """`torch.compile` that returns what it is given: the program runs eagerly."""
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        ledger.evaluator.notes[_EAGER] = None
+        return (lambda each: each) if model is None else model
+
+    return compile
 
 
 def _storage_to(original: Any) -> Any:
