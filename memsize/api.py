@@ -170,7 +170,6 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return register(*names)
 
 
-@_asks_about_a_model
 def run(
     script: str | os.PathLike[str],
     arguments: Iterable[str] = (),
@@ -238,6 +237,7 @@ def _settings(config: AllocatorConfig | str | None) -> AllocatorConfig:
     return AllocatorConfig.parse(config) if isinstance(config, str) else config or AllocatorConfig()
 
 
+@_asks_about_a_model
 def fit(
     model_or_target: nn.Module | str | Subject,
     input_size: InputSize | Any = None,
