@@ -134,7 +134,6 @@ def trace(
     """
     from memsize.analysis.step import StepTrace
     from memsize.device.cards import card
-    from memsize.device.config import AllocatorConfig
     from memsize.records.gpu import DEFAULT_GPU
 
     subject = Subject.of(model_or_target, input_size, **given)
@@ -183,9 +182,9 @@ def run(
     """What a script that was written for a GPU would do to one, from a run of it on a GPU that isn't there.
 
     `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
-    ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the GPU
-    has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone unless
-    `allow_writes` is set. `gpu` and `config` are as for `trace`.
+    ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the
+    GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone
+    unless `allow_writes` is set. `gpu` and `config` are as for `trace`.
 
     Raises `InputError` where there is no such script, and `ForwardError` when the script itself fails.
     """

@@ -18,7 +18,7 @@ from memsize.records.aggregates import alive, live_bytes, split_phase
 from memsize.records.gpu import Card
 from memsize.records.program import LiveTensor, ProgramRun, Survivors
 from memsize.records.trace import Trace
-from memsize.virtual_gpu.files import Files
+from memsize.virtual.files import Files
 from memsize.workloads.program import Program, StopProgram
 
 LARGEST: Final = 15

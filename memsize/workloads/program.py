@@ -24,12 +24,12 @@ from memsize.records.trace import Failure, Layer, StoredTensor, Trace
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import layer_rows
 from memsize.units import format_bytes
-from memsize.virtual_gpu.driver import Driver
-from memsize.virtual_gpu.files import Files
-from memsize.virtual_gpu.ledger import VirtualLedger
-from memsize.virtual_gpu.memory import DeviceMemory, OutOfDeviceMemoryError
-from memsize.virtual_gpu.modules import ProgramCalls
-from memsize.virtual_gpu.region import virtual_gpu
+from memsize.virtual.driver import Driver
+from memsize.virtual.files import Files
+from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.memory import DeviceMemory, OutOfDeviceMemoryError
+from memsize.virtual.modules import ProgramCalls
+from memsize.virtual.region import virtual_gpu
 from memsize.workloads.optimizers import steps_watched
 
 _LIBRARIES = tuple({str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), *sysconfig.get_paths().values()})

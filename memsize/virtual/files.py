@@ -19,7 +19,7 @@ import torch
 
 from memsize.internals.pytree import tensors_in
 from memsize.units import format_bytes
-from memsize.virtual_gpu.tensors import Replacement
+from memsize.virtual.tensors import Replacement
 
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
 _GONE: Final = {"os.remove": 0, "os.rmdir": 0, "os.truncate": 0, "os.rename": 0, "shutil.rmtree": 0, "shutil.move": 0}

@@ -19,7 +19,7 @@ from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.records.roles import Role
 from memsize.records.trace import InputTensor, StoredTensor
 from memsize.tracing.module_calls import Calls, Seen, module_type, version_of
-from memsize.virtual_gpu.ledger import VirtualLedger
+from memsize.virtual.ledger import VirtualLedger
 
 
 class Root:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from memsize.records.gpu import Card
-from memsize.virtual_gpu.memory import DeviceMemory
+from memsize.virtual.memory import DeviceMemory
 
 INDEX: Final = 0
 DEVICE: Final = torch.device("cuda", INDEX)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from memsize.constants.values import CONSTANT
-from memsize.virtual_gpu.driver import DEVICE, INDEX
-from memsize.virtual_gpu.ledger import below_autograd
+from memsize.virtual.driver import DEVICE, INDEX
+from memsize.virtual.ledger import below_autograd
 
 _TYPES = {
     f"{name}Tensor": getattr(torch, dtype)

@@ -19,10 +19,10 @@ import torch.utils.data
 from memsize.errors import InputError
 from memsize.tracing.ledger import resizes_seen
 from memsize.tracing.run import gpu_semantics
-from memsize.virtual_gpu import tensors
-from memsize.virtual_gpu.driver import Driver, Event, Stream
-from memsize.virtual_gpu.ledger import VirtualLedger
-from memsize.virtual_gpu.tensors import Replacement
+from memsize.virtual import tensors
+from memsize.virtual.driver import Driver, Event, Stream
+from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.tensors import Replacement
 
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
