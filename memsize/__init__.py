@@ -7,6 +7,7 @@
     step = memsize.trace(model, (3, 64, 64), optimizer="adamw")
     step.peak                                            # what a GPU would show at the peak of a training step
     memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
+    memsize.run("train.py", ["--epochs", "1"], gpu="t4")        # a script of yours, on a GPU that isn't there
     memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
     report.save("run.memsize"); memsize.load("run.memsize")     # the same answer later, without the model
     memsize.verify(model, (3, 64, 64), train="adamw")    # on a machine with a GPU: compare the prediction with it
@@ -24,7 +25,19 @@ if TYPE_CHECKING:
     from typing import Any
 
     from memsize.analysis.step import StepTrace
-    from memsize.api import audit_layout, compare, fit, load, read_checkpoint, report, shape_rule, trace, verify
+    from memsize.api import (
+        audit_layout,
+        compare,
+        fit,
+        load,
+        read_checkpoint,
+        report,
+        run,
+        shape_rule,
+        trace,
+        verify,
+        virtual_gpu,
+    )
     from memsize.errors import (
         CheckpointError,
         ForwardError,
@@ -38,6 +51,7 @@ if TYPE_CHECKING:
     from memsize.records.comparison import Comparison
     from memsize.records.fit import Fit
     from memsize.records.layout import LayoutReport
+    from memsize.records.program import ProgramRun
     from memsize.records.report import Report
     from memsize.records.verification import Verification
     from memsize.spec.stack import Stack
@@ -54,6 +68,7 @@ __all__ = [
     "LayoutReport",
     "MemsizeError",
     "OutputError",
+    "ProgramRun",
     "Report",
     "ScenarioError",
     "Stack",
@@ -68,9 +83,11 @@ __all__ = [
     "load",
     "read_checkpoint",
     "report",
+    "run",
     "shape_rule",
     "trace",
     "verify",
+    "virtual_gpu",
 ]
 
 _HOMES = {
@@ -81,11 +98,14 @@ _HOMES = {
         "load",
         "read_checkpoint",
         "report",
+        "run",
         "shape_rule",
         "trace",
         "verify",
+        "virtual_gpu",
     ),
     "memsize.records.comparison": ("Comparison",),
+    "memsize.records.program": ("ProgramRun",),
     "memsize.records.report": ("Report",),
     "memsize.errors": (
         "CheckpointError",

@@ -23,15 +23,15 @@ from memsize.spec.training import Training
 if TYPE_CHECKING:
     from torch import nn
 
+    from memsize.analysis.program import VirtualGpu
     from memsize.analysis.step import StepTrace
     from memsize.checkpoint.report import CheckpointReport
-    from memsize.cuda.cudnn.plans import Plans
     from memsize.device.config import AllocatorConfig
     from memsize.model.inputs import ModelInputs
     from memsize.records.comparison import Comparison
     from memsize.records.fit import Fit
-    from memsize.records.gpu import Card
     from memsize.records.layout import LayoutReport
+    from memsize.records.program import ProgramRun
     from memsize.records.report import Report
     from memsize.records.verification import Verification
     from memsize.spec.request import InputMaker
@@ -92,13 +92,13 @@ def report(
     asked, say, software = select(scenarios), progress or (lambda _: None), Stack.of(stack)
     with _loaded(subject, say) as loaded:
         from memsize.analysis.report import ReportBuilder, stored_report
-        from memsize.analysis.runner import Runner
+        from memsize.analysis.runner import Runner, plans_of
 
         if not (subject.has_input or loaded.maker or train or execute or scenarios is not None):
             return stored_report(loaded.name, loaded.model, loaded.notes)
         found = _with_inputs(subject, loaded)
         where, trained = card(gpu) if gpu else None, _training(train)
-        plans = _plans(where or card(DEFAULT_GPU)) if where or trained else None
+        plans = plans_of(where or card(DEFAULT_GPU)) if where or trained else None
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans, stack=software)
         builder = ReportBuilder(runner, trained, peaks=where is not None, config=config, say=say)
         return builder.build(asked, default=scenarios is None, notes=found.notes)
@@ -148,20 +148,12 @@ def trace(
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
     settings = AllocatorConfig.of(config, software.release)
     with _opened(subject) as found:
-        from memsize.analysis.runner import Runner
+        from memsize.analysis.runner import Runner, plans_of
         from memsize.workloads.training import OwnLoop, step_workload
 
-        runner = Runner(*found.run, gpu=where, execute=execute, plans=_plans(where), stack=software)
+        runner = Runner(*found.run, gpu=where, execute=execute, plans=plans_of(where), stack=software)
         workload = step_workload(training) if step is None else OwnLoop(step, steps)
         return StepTrace(runner.run(workload, asked), where.name, settings)
-
-
-def _plans(card: Card) -> Plans:
-    """What cuDNN takes on a card, by this machine's cuDNN where it has one."""
-    from memsize.cuda.cudnn.library import installed
-    from memsize.cuda.cudnn.plans import Plans
-
-    return Plans(card.capability, installed)
 
 
 def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -174,6 +166,71 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     from memsize.meta_kernels.registry import shape_rule as register
 
     return register(*names)
+
+
+def run(
+    script: str | os.PathLike[str],
+    arguments: Iterable[str] = (),
+    *,
+    gpu: str | None = None,
+    steps: int = 3,
+    module: bool = False,
+    config: AllocatorConfig | str | None = None,
+    allow_writes: bool = False,
+) -> ProgramRun:
+    """What a script that was written for a GPU would do to one, from a run of it on a GPU that isn't there.
+
+    `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
+    ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the
+    GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone
+    unless `allow_writes` is set. `gpu` and `config` are as for `trace`.
+
+    Raises `InputError` where there is no such script, and `ForwardError` when the script itself fails.
+    """
+    from memsize.analysis.program import run_program
+    from memsize.device.cards import card
+    from memsize.device.config import AllocatorConfig
+    from memsize.errors import ForwardError
+    from memsize.records.gpu import DEFAULT_GPU
+
+    where = card(gpu or DEFAULT_GPU)
+    found, error = run_program(
+        os.fspath(script),
+        tuple(arguments),
+        where,
+        AllocatorConfig.of(config),
+        steps=steps,
+        module=module,
+        allow_writes=allow_writes,
+    )
+    if error is not None and not found.refused:
+        raise ForwardError(f"{script} failed: {type(error).__name__}: {error}", found.trace) from error
+    return found
+
+
+def virtual_gpu(
+    gpu: str | None = None,
+    *,
+    steps: int = 0,
+    config: AllocatorConfig | str | None = None,
+    allow_writes: bool = False,
+) -> AbstractContextManager[VirtualGpu]:
+    """Let the code in a ``with`` block have a GPU that isn't there, as `run` gives it to a script.
+
+        with memsize.virtual_gpu("t4") as gpu:
+            train(Net().cuda())
+        gpu.run, gpu.trace
+
+    The block ends after `steps` optimizer steps (0: at its own end). Raises `InputError` when one is open already.
+    """
+    from memsize.analysis import program
+    from memsize.device.cards import card
+    from memsize.device.config import AllocatorConfig
+    from memsize.records.gpu import DEFAULT_GPU
+
+    where = card(gpu or DEFAULT_GPU)
+    settings = AllocatorConfig.of(config)
+    return program.virtual_gpu(where, settings, steps=steps, allow_writes=allow_writes)
 
 
 @_asks_about_a_model

@@ -31,7 +31,7 @@ import torch
 
 from memsize import cli
 from memsize.analysis import compare
-from memsize.analysis.findings import fit, layout, report
+from memsize.analysis.findings import fit, layout, program, report
 from memsize.checkpoint import findings as checkpoint
 from memsize.cli.session import Session
 from memsize.documents.report import COLUMNS, layer_table
@@ -81,8 +81,8 @@ def examples(page: Path) -> Iterator[Example]:
 
 def printed(page: Path, folder: Path) -> dict[Example, str]:
     """What each example of a page prints; the commands run first, because a script may read what a command wrote."""
-    for name in ("notebooks/model.py", "benchmarks/resnet.py"):
-        (folder / name).parent.mkdir()
+    for name in ("notebooks/model.py", "notebooks/train.py", "benchmarks/resnet.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     torch.save(Toy().half().state_dict(), folder / "last.pt")
     for kind, text in blocks(page):
@@ -253,12 +253,13 @@ def test_every_option_is_documented() -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "\n".join(lines))) <= known | OTHERS
 
 
-OTHERS = {"--index-url", "--page", "--resume"}
+OTHERS = {"--config", "--epochs", "--index-url", "--page", "--resume"}
 """Options of other programs on the same lines."""
 
 
 def test_every_finding_is_documented() -> None:
     assert set(quoted(rows("layout.md", "Findings"), 0)) == set(layout.RULES.codes)
+    assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes]
     page = text_of(DOCS / "findings.md")
     # A page that says "in this order" means it. What a comparison finds as a report does is told once.
     of_two = [code for code in compare.RULES.codes if code not in report.RULES.codes]

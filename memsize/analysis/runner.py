@@ -150,7 +150,7 @@ class Runner:
             call=call,
             training=self.training,
             batch_size=batch_size,
-            semantics=partial(gpu_semantics, capability=self.gpu.capability),
+            semantics=partial(gpu_semantics, capability=self.gpu.capability, release=self.stack.release),
             autocast=recipe.autocast,
             rewrite=recipe.rewrite,
             sizes=recipe.sizes,
@@ -196,6 +196,13 @@ class Runner:
         except ForwardError:
             return True
         return False
+
+
+def plans_of(card: Card) -> Plans:
+    """What cuDNN takes on a card, by this machine's cuDNN where it has one."""
+    from memsize.cuda.cudnn.library import installed
+
+    return Plans(card.capability, installed)
 
 
 def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) -> Workspaces:

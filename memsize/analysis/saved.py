@@ -18,6 +18,7 @@ from memsize.records.run_file import read_run
 KINDS = {
     "report": ("memsize.records.report", "Report"),
     "step": ("memsize.analysis.step", "StepTrace"),
+    "program": ("memsize.records.program", "ProgramRun"),
     "fit": ("memsize.records.fit", "Fit"),
     "layout": ("memsize.records.layout", "LayoutReport"),
     "checkpoint": ("memsize.checkpoint.report", "CheckpointReport"),
@@ -26,7 +27,7 @@ KINDS = {
 }
 """The record of each kind of saved run. It is imported when a file holds one."""
 
-COMMANDS = {"step": "timeline", "verification": "verify"}
+COMMANDS = {"step": "timeline", "program": "run", "verification": "verify"}
 """The commands that show a kind, where they have another name."""
 
 

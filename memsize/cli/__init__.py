@@ -26,8 +26,10 @@ from memsize.printable import LONGEST, shortened
 _USER, _BUG, _PIPE_CLOSED = 2, 1, 141
 
 
-_COMMANDS = ("report", "checkpoint", "timeline", "fit", "layout", "verify")
-"""The commands, each in a file of its name."""
+_COMMANDS = ("run", "report", "checkpoint", "timeline", "fit", "layout", "verify")
+"""The commands, each in a file of its name but for those of `_FILES`."""
+_FILES = {"run": "program"}
+"""`run` is what starts them all, below."""
 
 
 class _Commands(click.Group):
@@ -39,7 +41,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        found: click.Command = getattr(import_module(f"memsize.cli.{cmd_name}"), cmd_name)
+        found: click.Command = getattr(import_module(f"memsize.cli.{_FILES.get(cmd_name, cmd_name)}"), cmd_name)
         return found
 
 

@@ -23,7 +23,8 @@ MAX_ASSUMED_ELEMENTS = 2**22
 MAX_FLOAT_ELEMENTS = 2**10
 """Floating ones up to this many: scales, rotary frequencies, the boxes of a few images."""
 
-_ATTRIBUTE = "_memsize_constant"
+CONSTANT = "_memsize_constant"
+"""The attribute of a tensor that holds its constant."""
 UNREADABLE = frozenset(
     [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)]
     + [torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2, torch.float4_e2m1fn_x2]
@@ -76,7 +77,7 @@ def set_constant(tensor: torch.Tensor, value: Any, state: ConstantState | None =
 
     None says that `tensor` shares the memory of `state` and that its own values are not known.
     """
-    tensor.__dict__[_ATTRIBUTE] = (value, state or ConstantState())
+    tensor.__dict__[CONSTANT] = (value, state or ConstantState())
     return tensor
 
 
@@ -84,7 +85,7 @@ def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The real values of `tensor`: its own when it is on the CPU, those kept beside it, or None."""
     if not tensor.is_meta:
         return tensor
-    entry = tensor.__dict__.get(_ATTRIBUTE)
+    entry = tensor.__dict__.get(CONSTANT)
     if entry is None or not entry[1].valid:
         return None
     value = entry[0]
@@ -92,18 +93,18 @@ def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return None  # known in another form, or its data was replaced or resized
     if value.dtype is not tensor.dtype:  # the model was cast
         value = value.to(tensor.dtype)
-        tensor.__dict__[_ATTRIBUTE] = (value, entry[1])
+        tensor.__dict__[CONSTANT] = (value, entry[1])
     return value
 
 
 def entry_of(tensor: torch.Tensor) -> tuple[Any, ConstantState] | None:
     """What is kept beside a meta `tensor`: its values, in whatever form, and the state of its memory."""
-    return tensor.__dict__.get(_ATTRIBUTE)
+    return tensor.__dict__.get(CONSTANT)
 
 
 def state_of(tensor: torch.Tensor) -> ConstantState | None:
     """The state of `tensor`'s memory, if there ever was a constant in it."""
-    entry = tensor.__dict__.get(_ATTRIBUTE)
+    entry = tensor.__dict__.get(CONSTANT)
     return None if entry is None else entry[1]
 
 

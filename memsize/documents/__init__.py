@@ -50,6 +50,7 @@ _DOCUMENTS: Final = {
     "verification": "memsize.documents.verification:VerificationDocument",
     "checkpoint": "memsize.documents.checkpoint:CheckpointDocument",
     "timeline": "memsize.documents.timeline:TimelineDocument",
+    "program": "memsize.documents.program:ProgramDocument",
     "comparison": "memsize.documents.comparison:ComparisonDocument",
     "why": "memsize.documents.comparison:WhyDocument",
 }

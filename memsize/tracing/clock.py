@@ -58,7 +58,7 @@ class Clock:
     def during(self, name: str) -> Iterator[None]:
         """Open a phase of the current step, named as in the record (``"forward 2"``); the outer one resumes after."""
         self._settle()
-        outer, self.phase = self.phase, self._index(name)
+        outer, self.phase = self.phase, self.index(name)
         try:
             yield
         except BaseException as error:
@@ -69,7 +69,8 @@ class Clock:
             self._settle()
             self.phase = outer
 
-    def _index(self, name: str) -> int:
+    def index(self, name: str) -> int:
+        """The phase `name` of the current step."""
         label = f"{name} {self.step}" if self.step else name
         if label not in self.phases:
             self.phases.append(label)
@@ -112,7 +113,7 @@ class Clock:
             return
         if self._outside is None:
             self._outside = (self.phase, self.layer, self._depth)
-            self.phase = self._index("backward")
+            self.phase = self.index("backward")
         if self._depth == self._outside[2]:
             # A module that runs inside of where backward began is recomputed by a checkpoint.
             node = _node()

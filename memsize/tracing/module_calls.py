@@ -70,9 +70,9 @@ class Running:
 class Calls:
     """The modules of one model, and their calls as the ledger's clock sees them."""
 
-    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
+    def __init__(self, model: nn.Module | None, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.seen = _all_seen(model)
+        self.seen = [] if model is None else _all_seen(model)
         self.entered: list[tuple[int, int]] = []
         """For each call of the first forward, in order: the module that was running, and the one that was called."""
         self.failed: Running | None = None
@@ -104,7 +104,7 @@ class Calls:
             outer, start = clock.enter(index), self.ledger.count
             if not self.complete:
                 self.entered.append((outer, index))
-            given = [(tensor, _version(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
+            given = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
             try:
                 with exits_caught():
                     result = module._call_impl(*args, **kwargs)
@@ -166,8 +166,8 @@ def _shared(tensor: torch.Tensor, storage: int, start: int, given: list[tuple[to
     """How an output that brought no new memory relates to the tensors that were there before."""
     for argument, version in given:
         if argument is tensor:
-            return "passed" if _version(tensor) == version else "in place"
-    if any(_version(argument) != version and _same_memory(argument, tensor) for argument, version in given):
+            return "passed" if version_of(tensor) == version else "in place"
+    if any(version_of(argument) != version and _same_memory(argument, tensor) for argument, version in given):
         return "in place"
     return "view" if storage < start or tensor._is_view() else "passed"
 
@@ -179,7 +179,8 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor` was written in place, as autograd counts it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -200,10 +201,11 @@ def _all_seen(model: nn.Module) -> list[Seen]:
 
 def _seen(path: str, module: nn.Module, aliases: tuple[str, ...]) -> Seen:
     depth = path.count(".") + 1 if path else 0
-    return Seen(path, _type_name(module), depth, not any(True for _ in module.children()), module, aliases)
+    return Seen(path, module_type(module), depth, not any(True for _ in module.children()), module, aliases)
 
 
-def _type_name(module: nn.Module) -> str:
+def module_type(module: nn.Module) -> str:
+    """The name of the class of `module`; of a scripted one, of the class that it was made from."""
     original = getattr(module, "original_name", None)
     return (
         original if isinstance(original, str) and isinstance(module, torch.jit.ScriptModule) else type(module).__name__

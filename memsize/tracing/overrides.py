@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
-from torch.utils._device import _device_constructors
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 
 from memsize.constants.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
 from memsize.constants.values import ConstantState, constant_of, set_constant
@@ -126,7 +127,7 @@ def _from_numbers(original: Function) -> Function:
     """``torch.tensor`` and its like: made on the CPU, where numbers are real, and moved from there to `meta`."""
 
     def made(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(data, Tensor) or not _is_meta(kwargs.get("device")):
+        if isinstance(data, Tensor) or not _is_meta(kwargs.get("device") or _device_of_context()):
             return original(data, *args, **_on_meta(kwargs))
         return _moved_from_cpu(original, data, args, kwargs)
 
@@ -142,10 +143,16 @@ def _new_tensor(original: Function) -> Function:
     return made
 
 
+def _device_of_context() -> torch.device | None:
+    """The device that ``with torch.device(...)`` or `torch.set_default_device` names for tensors made without one."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
 def _moved_from_cpu(make: Function, data: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     wants = kwargs.get("requires_grad", False)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad")}
-    moved: Tensor = make(_numbers(data), *args, **kwargs).to(_META)
+    moved: Tensor = make(_numbers(data), *args, device="cpu", **kwargs).to(_META)
     return moved.requires_grad_() if wants else moved
 
 

@@ -147,7 +147,7 @@ class Run:
             batch_size=setup.batch_size,
             torch=str(torch.__version__),
             inputs=input_tensors(setup.call),
-            layers=_layers(self.calls.seen, tensors, storages, self.calls.kept),
+            layers=layer_rows(self.calls.seen, tensors, storages, self.calls.kept),
             tensors=tensors,
             phases=tuple(ledger.clock.phases),
             storages=storages,
@@ -225,9 +225,10 @@ def wants_shapes(model: nn.Module) -> bool:
     return False
 
 
-def _layers(
+def layer_rows(
     seen: list[Seen], tensors: Iterable[StoredTensor], storages: tuple[Storage, ...], kept: Set[int]
 ) -> tuple[Layer, ...]:
+    """One record per module of `seen`; `kept` are the storages that a forward leaves for backward."""
     saved, cast = [0] * (len(seen) + 1), [0] * (len(seen) + 1)
     for index in kept:
         storage = storages[index]

@@ -1,0 +1,110 @@
+"""What a program's run on a virtual GPU says: whether it fits, where it runs out, and what grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from memsize.records.finding import Finding, Rules
+from memsize.records.program import ProgramRun
+from memsize.records.roles import noun
+from memsize.units import Bytes
+
+RULES: Final = Rules[ProgramRun]()
+
+
+@RULES.rule("run-out-of-memory")
+def _refused(run: ProgramRun) -> Iterator[Finding]:
+    if not run.refused:
+        return
+    first = run.refused[0]
+    template = (
+        "{card} is too small: at {line}, in {phase}, {op} asks for {bytes} where {free} are left; PyTorch raises "
+        "OutOfMemoryError"
+    )
+    if len(run.refused) > 1:
+        template += ", the first of {count} times"
+    if run.failure is None:
+        template += ". The program goes on"
+    values = {
+        "card": run.card.name,
+        "line": first.line or "a line of PyTorch's own",
+        "phase": first.phase,
+        "op": first.op,
+        "bytes": Bytes(first.bytes),
+        "free": Bytes(first.free),
+        "count": len(run.refused),
+    }
+    yield Finding("run-out-of-memory", first.bytes, _layers(first.layer), template + ".", values)
+
+
+@RULES.rule("run-nothing-on-gpu")
+def _nothing(run: ProgramRun) -> Iterator[Finding]:
+    if not run.trace.events:
+        template = (
+            "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda or "
+            "--accel."
+        )
+        yield Finding("run-nothing-on-gpu", None, (), template)
+
+
+@RULES.rule("run-fits")
+def _fits(run: ProgramRun) -> Iterator[Finding]:
+    if run.refused or not run.trace.events:
+        return
+    peak = run.peak
+    template = "It fits on {card}: {low} to {high} of {total} at the peak, in {phase}" + (
+        " of {layer}" if peak.peak_layer else ""
+    )
+    template += ", which holds {requested} of tensors."
+    largest = next((tensor for tensor in run.tensors if tensor.line and tensor.role != "workspace"), None)
+    if largest is not None:
+        template += " The largest, {bytes} of {role}, is made at {line}."
+    values = {
+        "card": run.card.name,
+        "low": Bytes(peak.device.low),
+        "high": Bytes(peak.device.high),
+        "total": Bytes(run.card.bytes),
+        "phase": f"{peak.peak_phase} {peak.peak_step}" if peak.peak_step else peak.peak_phase,
+        "layer": peak.peak_layer,
+        "requested": Bytes(peak.requested),
+    }
+    if largest is not None:
+        values |= {"bytes": Bytes(largest.bytes), "role": noun(largest.role), "line": largest.line}
+    yield Finding("run-fits", peak.device.high, _layers(peak.peak_layer), template, values)
+
+
+@RULES.rule("run-no-step")
+def _no_step(run: ProgramRun) -> Iterator[Finding]:
+    if run.trace.events and not run.steps and not run.refused and run.failure is None:
+        template = "No optimizer made a step: this is the program's whole run, as inference."
+        yield Finding("run-no-step", None, (), template)
+
+
+@RULES.rule("run-grows")
+def _grows(run: ProgramRun) -> Iterator[Finding]:
+    early = [each for each in run.survivors if each.step < run.steps]
+    if run.steps < 3 or len(early) < run.steps - 1:
+        return
+    template = (
+        "Every step leaves memory behind: {bytes} of step {step} are still alive at the end, most of it made at "
+        "{line}. "
+        "A list of losses keeps their graphs: append loss.item() or loss.detach()."
+    )
+    most = max(early, key=lambda each: each.bytes)
+    values = {"bytes": Bytes(most.bytes), "step": most.step, "line": most.line or "a line of PyTorch's own"}
+    yield Finding("run-grows", most.bytes, (), template, values)
+
+
+@RULES.rule("run-gradients-kept")
+def _gradients(run: ProgramRun) -> Iterator[Finding]:
+    if run.kept_gradients:
+        template = (
+            "{bytes} of gradients are alive while the next forward runs: zero_grad(set_to_none=True), the default, "
+            "would free them for activations."
+        )
+        yield Finding("run-gradients-kept", run.kept_gradients, (), template, {"bytes": Bytes(run.kept_gradients)})
+
+
+def _layers(path: str | None) -> tuple[str, ...]:
+    return (path,) if path else ()

@@ -1,0 +1,114 @@
+"""`memsize run`: a script that was written for a GPU, unchanged, on a GPU that isn't there."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from pathlib import Path
+
+import click
+
+from memsize.cli.messages import say
+from memsize.cli.options import allocator_option, gpu_option, output_options
+from memsize.cli.output import Destination
+from memsize.device.cards import card
+from memsize.device.config import AllocatorConfig
+from memsize.errors import InputError
+from memsize.records.gpu import DEFAULT_GPU
+from memsize.records.program import ProgramRun
+from memsize.records.run_file import is_run_file
+
+_STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
+
+
+@click.command(
+    short_help="Run your own script on a GPU you don't have.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="""\b
+    Examples:
+      memsize run train.py --epochs 1 --batch-size 64
+      memsize run --gpu t4 --steps 5 train.py --batch-size 64
+      memsize run --gpu h100 -o step.html -m mypackage.train --config c.yaml
+
+    \b
+    Options of memsize come before the script, the script's own after it.
+    """,
+)
+@gpu_option
+@allocator_option
+@click.option(
+    "--steps",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Stop after N optimizer steps; 0 runs the program to its end.",
+)
+@click.option("-m", "module", is_flag=True, help="PROGRAM is a module, as for python -m.")
+@click.option("--allow-writes", is_flag=True, help="Let the program write to files that were there before.")
+@output_options
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    gpu: str | None,
+    allocator: str | None,
+    steps: int,
+    module: bool,
+    allow_writes: bool,
+    program: str,
+    arguments: tuple[str, ...],
+    output: Destination,
+) -> int:
+    """Run PROGRAM, a Python script that trains or runs a model on a GPU, as on a machine that has one.
+
+    Its tensors on the GPU take their place in a simulated memory and hold no values; everything else is the program's
+    own. It is stopped after a few optimizer steps. PROGRAM may also be a saved run.
+    """
+    where, config = card(gpu or DEFAULT_GPU), AllocatorConfig.parse(allocator or "")
+    if not module and is_run_file(program):
+        from memsize.analysis.saved import load_kind
+
+        output.write(output.drawn(load_kind(program, ProgramRun.kind)))
+        return 0
+    if not module and not Path(program).is_file():
+        raise InputError(f"no such script: {program} (-m runs a module)")
+    say(_STAND_INS)
+
+    # stdout is the program's, unless figures for a machine are to come out of it.
+    own = contextlib.nullcontext() if output.file or output.format == "text" else contextlib.redirect_stdout(sys.stderr)
+    with own:
+        from memsize.analysis.program import run_program
+
+        found, error = run_program(
+            program,
+            arguments,
+            where,
+            config,
+            steps=steps,
+            module=module,
+            allow_writes=allow_writes,
+        )
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, SystemExit) and not found.trace.events:
+        return error.code if isinstance(error.code, int) else 1
+    if error is not None:
+        _show(error)
+    output.keep(found)
+    output.write(output.drawn(found))
+    return 0 if error is None else 1
+
+
+def _show(error: BaseException) -> None:
+    """The program's own traceback, from its first line on."""
+    if isinstance(error, SystemExit):
+        return
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(str(Path(__file__).parents[1])) or filename.startswith("<frozen runpy")

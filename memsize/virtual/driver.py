@@ -1,0 +1,218 @@
+"""What `torch.cuda` asks of its part in C++, answered for a GPU that isn't there.
+
+The Python side of `torch.cuda`, `torch.accelerator` and `torch.backends` stays PyTorch's own: streams, events, device
+guards, memory statistics and random generators all go through a few functions of `torch._C`, which CPU builds lack and
+CUDA builds answer only with a driver. Those are what is replaced here.
+
+Source: torch/cuda/__init__.py, memory.py, streams.py and random.py, torch/accelerator (2.11 to 2.14).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from memsize.records.gpu import Card
+from memsize.virtual.memory import DeviceMemory
+
+INDEX: Final = 0
+DEVICE: Final = torch.device("cuda", INDEX)
+_TYPE: Final = 1
+"""The number of the device type in streams (c10/core/DeviceType.h)."""
+
+
+_MULTIPROCESSORS: Final = {
+    "P100": 56,
+    "V100": 80,
+    "T4": 40,
+    "A30": 56,
+    "A40": 84,
+    "L40": 142,
+    "H100": 132,
+    "H200": 132,
+    "B200": 148,
+    "RTX 3090": 82,
+    "RTX 4090": 128,
+    "RTX A6000": 84,
+}
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What `torch.cuda.get_device_properties` returns, as far as it is known of a card."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+
+    @property
+    def max_threads_per_multi_processor(self) -> int:
+        """By compute capability, from the table in the CUDA C++ Programming Guide."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get((self.major, self.minor), 2048)
+
+    @property
+    def multi_processor_count(self) -> int:
+        """As NVIDIA's data sheets have it; an A100's where it is not listed, since no memory depends on it here."""
+        return next((count for name, count in _MULTIPROCESSORS.items() if name in self.name), 108)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"memsize does not know the {name} of a {self.name}")
+
+
+class Stream:
+    """A CUDA stream: a number to compare by. Work is never queued, so there is nothing to wait for."""
+
+    _numbers: Iterator[int] = itertools.count(1)
+
+    def __init__(self, device: Any = None, priority: int = 0, **known: Any) -> None:
+        self.device = DEVICE
+        self.device_index, self.device_type = INDEX, _TYPE
+        self.priority = priority
+        self.stream_id: int = known["stream_id"] if "stream_id" in known else next(self._numbers)
+        self.cuda_stream = self.native_handle = self.stream_id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return hash((DEVICE, self.stream_id))
+
+    def __enter__(self) -> Stream:
+        self._outer = torch.cuda.current_stream()
+        torch.cuda.set_stream(self)  # type: ignore[arg-type]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._outer)
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or Event()
+        event.record(self)
+        return event
+
+
+class Event:
+    """A CUDA event: the time on the host when it was recorded."""
+
+    def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.device = DEVICE
+        self.cuda_event = self.event_id = 0
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._time - self._time) * 1000
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+
+@dataclass
+class Driver:
+    """The GPU `card` with its `memory`, as PyTorch's functions in C++ would answer for it."""
+
+    card: Card
+    memory: DeviceMemory
+    stream: int = 0
+    seed: torch.Generator = field(default_factory=torch.Generator)
+
+    @property
+    def properties(self) -> Properties:
+        """The card's."""
+        return Properties(self.card.name, *self.card.capability, self.memory.total)
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions of `torch._C` by name."""
+        memory = self.memory
+        arch = " ".join(f"sm_{major}{minor}" for major, minor in [self.card.capability])
+        return {
+            "_cuda_getDeviceCount": _returning(1),
+            "_cuda_getDevice": _returning(INDEX),
+            "_cuda_setDevice": _checked,
+            "_cuda_exchangeDevice": _exchanged,
+            "_cuda_maybeExchangeDevice": _exchanged,
+            "_cuda_isInBadFork": _returning(False),
+            "_cuda_init": _returning(None),
+            "_cuda_synchronize": _returning(None),
+            "_cuda_ipc_collect": _returning(None),
+            "_cuda_sleep": _returning(None),
+            "_cuda_getArchFlags": _returning(arch),
+            "_cuda_canDeviceAccessPeer": _returning(False),
+            "_cuda_getCurrentBlasHandle": _returning(0),
+            "_cuda_isCurrentStreamCapturing": _returning(False),
+            "_cuda_get_sync_debug_mode": _returning(0),
+            "_cuda_set_sync_debug_mode": _returning(None),
+            "_cuda_getCurrentStream": lambda device: (self.stream, INDEX, _TYPE),
+            "_cuda_getDefaultStream": lambda device: (0, INDEX, _TYPE),
+            "_cuda_getCurrentRawStream": lambda device: self.stream,
+            "_cuda_setStream": self._set_stream,
+            "_cuda_memoryStats": lambda device: memory.stats(),
+            "_cuda_resetPeakMemoryStats": lambda device: memory.reset_peaks(),
+            "_cuda_resetAccumulatedMemoryStats": lambda device: memory.reset_accumulated(),
+            "_cuda_emptyCache": lambda *pool: memory.empty_cache(),
+            "_cuda_getMemoryFraction": _returning(1.0),
+            "_cuda_setMemoryFraction": _returning(None),
+            "_cuda_getAllocatorBackend": _returning("native"),
+            "_cuda_hostMemoryStats": _returning({}),
+            "_scatter": lambda tensor, *rest: (tensor.to(DEVICE),),
+            "_accelerator_getAccelerator": _returning(torch.device("cuda")),
+            "_accelerator_getDeviceIndex": _returning(INDEX),
+            "_accelerator_setDeviceIndex": _checked,
+            "_accelerator_exchangeDevice": _exchanged,
+            "_accelerator_maybeExchangeDevice": _exchanged,
+            "_accelerator_getStream": lambda device: Stream(stream_id=self.stream),
+            "_accelerator_setStream": lambda stream: self._set_stream(stream.stream_id),
+            "_accelerator_synchronizeDevice": _returning(None),
+            "_accelerator_emptyCache": lambda *device: memory.empty_cache(),
+            "_accelerator_getDeviceStats": lambda device: memory.stats(),
+            "_accelerator_getMemoryInfo": lambda device: (memory.free, memory.total),
+            "_accelerator_isAllocatorInitialized": _returning(True),
+            "_accelerator_resetPeakStats": lambda device: memory.reset_peaks(),
+            "_accelerator_resetAccumulatedStats": lambda device: memory.reset_accumulated(),
+        }
+
+    def _set_stream(self, stream_id: int, device_index: int = INDEX, device_type: int = _TYPE) -> None:
+        self.stream = stream_id
+
+
+def _returning(answer: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+def _checked(device: int) -> None:
+    """PyTorch's error for a device that isn't there (c10/cuda/CUDAFunctions.cpp)."""
+    if device > INDEX:
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+
+
+def _exchanged(device: int) -> int:
+    _checked(device)
+    return INDEX if device >= 0 else -1

@@ -1,0 +1,161 @@
+"""The user's files while a program runs: nothing that was there before is written, and stand-ins are not saved.
+
+Python announces what it does with files to audit hooks; one that raises prevents it. A hook cannot be removed, so there
+is one for the process, which does nothing while no program runs.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from memsize.internals.pytree import tensors_in
+from memsize.units import format_bytes
+from memsize.virtual.tensors import Replacement
+
+_WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
+_GONE: Final = {"os.remove": 0, "os.rmdir": 0, "os.truncate": 0, "os.rename": 0, "shutil.rmtree": 0, "shutil.move": 0}
+"""Events after which a file is no longer what it was: the place of its path among their arguments."""
+_WATCHED: Final = frozenset({"open", "os.mkdir", *_GONE})
+_PASSING: Final = ("__pycache__", "/dev/", "/proc/")
+_current: list[Files] = []
+
+
+class Files:
+    """What the program may do with files, and what it was kept from. `allowed` lets it write wherever it likes."""
+
+    def __init__(self, allowed: bool = False) -> None:
+        self.allowed = allowed
+        self.refused: dict[str, None] = {}
+        self.saved: dict[str, int] = {}
+        """Bytes of stand-ins that would have been written, by path."""
+        self._new: set[str] = set()
+        self._kept: dict[str, bytes] = {}
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """One line for each thing that was not written."""
+        saved = (f"{format_bytes(size)} to {path}" for path, size in self.saved.items())
+        return (*saved, *self.refused)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """While open, files that were there before are left as they are."""
+        if not _hooked:
+            sys.addaudithook(_audit)
+            _hooked.append(True)
+        _current.append(self)
+        try:
+            yield
+        finally:
+            _current.remove(self)
+
+    def check(self, event: str, args: tuple[Any, ...]) -> None:
+        """Raise PermissionError for an event that would change a file that was there before."""
+        if self.allowed:
+            return
+        if event == "open":
+            path, _, flags = args
+            if isinstance(path, (str, bytes, os.PathLike)) and (flags or 0) & _WRITING:
+                self._check(path, "write", lambda name: os.path.getsize(name) > 0)
+        elif event == "os.mkdir":
+            self._new.add(os.path.abspath(os.fsdecode(args[0])))
+        elif event in _GONE:
+            self._check(args[_GONE[event]], "move" if event.endswith(("rename", "move")) else "remove", os.path.lexists)
+            if event == "os.rename":
+                self._check(args[1], "replace", lambda name: os.path.isfile(name) and os.path.getsize(name) > 0)
+                self._renamed(args[0], args[1])
+
+    def _check(self, path: Any, what: str, matters: Callable[[str], bool]) -> None:
+        name = os.path.abspath(os.fsdecode(path))
+        if name in self._new or any(part in name for part in _PASSING):
+            return
+        if not os.path.lexists(name):
+            self._new.add(name)
+        elif matters(name) and not any(name.startswith(f"{new}{os.sep}") for new in self._new):
+            self.refused[f"{what} {_shown(name)}: it was there before (--allow-writes lets the program)"] = None
+            raise PermissionError(13, "memsize run leaves files that were there before as they are", name)
+
+    def _renamed(self, old: Any, new: Any) -> None:
+        if os.path.abspath(os.fsdecode(old)) in self._new:
+            self._new.add(os.path.abspath(os.fsdecode(new)))
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def replacements(self) -> Iterator[Replacement]:
+        """`torch.save` and its like: stand-ins are kept in memory, from where the program may load them again."""
+        yield torch, "save", self._saving(torch.save)
+        yield torch, "load", self._loading(torch.load)
+        if find_spec("safetensors"):
+            import safetensors.torch
+
+            yield safetensors.torch, "save_file", self._saving_named(safetensors.torch.save_file)
+
+    def _saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            size = _stand_in_bytes(obj)
+            if not size or not isinstance(f, (str, os.PathLike)):
+                if isinstance(f, (str, os.PathLike)):
+                    self.check("open", (f, "wb", os.O_WRONLY))  # C++ opens it, without an audit event
+                return original(obj, f, *args, **kwargs)
+            buffer = io.BytesIO()
+            original(obj, buffer, *args, **kwargs)
+            self._kept[os.path.abspath(f)] = buffer.getvalue()
+            self.saved[_shown(f)] = size
+            return None
+
+        return save
+
+    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            kept = self._kept.get(os.path.abspath(f)) if isinstance(f, (str, os.PathLike)) else None
+            if kept is None:
+                return original(f, *args, **kwargs)
+            kwargs.pop("mmap", None)
+            return original(io.BytesIO(kept), *args, **kwargs)
+
+        return load
+
+    def _saving_named(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+            size = _stand_in_bytes(tensors)
+            if not size:
+                self.check("open", (filename, "wb", os.O_WRONLY))  # Rust opens it
+                return original(tensors, filename, *args, **kwargs)
+            self.saved[_shown(filename)] = size
+            return None
+
+        return save_file
+
+
+def _stand_in_bytes(value: Any) -> int:
+    if isinstance(value, torch.nn.Module):
+        value = value.state_dict()
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for tensor in tensors_in(value)
+        if tensor.is_meta and tensor.layout is torch.strided
+    }
+    return sum(storages.values())
+
+
+def _shown(path: Any) -> str:
+    name = Path(os.fsdecode(path)).absolute()
+    here = Path.cwd()
+    return str(name.relative_to(here)) if name.is_relative_to(here) else str(name)
+
+
+_hooked: list[bool] = []
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if _current and event in _WATCHED:
+        _current[-1].check(event, args)

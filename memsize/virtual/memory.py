@@ -1,0 +1,182 @@
+"""The caching allocator of a virtual GPU while a program runs: what `torch.cuda.memory_stats` and its like answer.
+
+The blocks and segments are those of `memsize.device.allocator`; here they are followed event by event, and counted as
+PyTorch counts them (c10/core/CachingDeviceAllocator.h, DeviceStats).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from memsize.device.allocator import Allocator
+from memsize.device.config import BLOCK, SMALL, AllocatorConfig
+from memsize.device.pools import SHIFT, Pool
+from memsize.records.trace import Event
+
+_BLOCKS: Final = ("allocation", "active", "allocated_bytes", "active_bytes", "requested_bytes")
+_SEGMENTS: Final = ("segment", "reserved_bytes")
+_SPLIT: Final = ("inactive_split", "inactive_split_bytes")
+_SINGLE: Final = ("oversize_allocations", "oversize_segments")
+_POOLS: Final = ("all", "small_pool", "large_pool")
+_ZEROS: Final = ("num_sync_all_streams", "num_device_alloc", "num_device_free")
+
+
+class OutOfDeviceMemoryError(Exception):
+    """The card cannot hold `request` more bytes for `storage`."""
+
+    def __init__(self, storage: int, request: int) -> None:
+        super().__init__(storage, request)
+        self.storage = storage
+        self.request = request
+
+
+class _Stat:
+    """One figure as PyTorch keeps it: now, at most, and all that was ever added and taken away."""
+
+    __slots__ = ("allocated", "current", "freed", "peak")
+
+    def __init__(self) -> None:
+        self.current = self.peak = self.allocated = self.freed = 0
+
+    def add(self, amount: int) -> None:
+        self.current += amount
+        if amount > 0:
+            self.allocated += amount
+            self.peak = max(self.peak, self.current)
+        else:
+            self.freed -= amount
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("current", "peak", "allocated", "freed")}
+
+
+class DeviceMemory:
+    """What the allocator of one process holds on a card of `total` bytes, of which `outside` are not PyTorch's own.
+
+    `events` is the list of all events, which grows while the program runs.
+    """
+
+    def __init__(self, total: int, outside: int, config: AllocatorConfig, events: Sequence[Event]) -> None:
+        self.total = total
+        self.outside = outside
+        self._events = events
+        self._failures = self._retries = 0
+        self._config = config
+        self._allocator = Allocator(config, total - outside, config.allowed(total))
+        self._live: dict[int, tuple[int, int, Pool]] = {}
+        self._stats = {(name, pool): _Stat() for name in (*_BLOCKS, *_SEGMENTS) for pool in _POOLS}
+        self._done = 0
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all segments."""
+        self.follow()
+        return self._allocator.memory.reserved * BLOCK
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all blocks in use."""
+        self.follow()
+        return self._stats["allocated_bytes", "all"].current
+
+    @property
+    def free(self) -> int:
+        """Bytes of the card that are not taken."""
+        return self.total - self.outside - self.reserved
+
+    def follow(self) -> None:
+        """Do what the events say, from where the last call left off.
+
+        Raises `OutOfDeviceMemoryError` at an event that the card has no memory for; the caller has to remove it.
+        """
+        while self._done < len(self._events):
+            event = self._events[self._done]
+            self._follow(event.storage, event.delta)
+            self._done += 1
+
+    def _follow(self, storage: int, delta: int) -> None:
+        held = self._live.get(storage)
+        size = delta if held is None else held[0] + delta
+        if size > 0:
+            self._allocate(storage, size)
+        elif held is not None:
+            del self._live[storage]
+        if held is not None:
+            self._give(held)
+
+    def _allocate(self, storage: int, request: int) -> None:
+        size = self._config.block_size(request) // BLOCK
+        pool = self._allocator.pool(0, size * BLOCK <= SMALL)
+        block = pool.take(size)
+        if not block:
+            block = self._allocator.grow(pool, size)
+            self._retries += self._count_segments()
+            if not block:
+                self._failures += 1
+                raise OutOfDeviceMemoryError(storage, request)
+        self._live[storage] = (request, block, pool)
+        self._count_block(pool, 1, request, (block >> SHIFT) * BLOCK)
+
+    def _give(self, held: tuple[int, int, Pool]) -> None:
+        request, block, pool = held
+        pool.give(block)
+        self._count_block(pool, -1, -request, -(block >> SHIFT) * BLOCK)
+
+    def _count_block(self, pool: Pool, one: int, request: int, size: int) -> None:
+        for place in ("all", self._name(pool)):
+            for name, amount in zip(_BLOCKS, (one, one, size, size, request), strict=True):
+                self._stats[name, place].add(amount)
+
+    def _count_segments(self) -> bool:
+        """Bring the figures of segments up to date; whether some were given back."""
+        shrunk = False
+        for pool in self._allocator.pools.values():
+            name = self._name(pool)
+            segments = pool.ranges()
+            now = len(segments), sum(end - start for start, end in segments) * BLOCK
+            for kind, amount in zip(_SEGMENTS, now, strict=True):
+                change = amount - self._stats[kind, name].current
+                shrunk = shrunk or change < 0
+                self._stats[kind, name].add(change)
+                self._stats[kind, "all"].add(change)
+        return shrunk
+
+    def _name(self, pool: Pool) -> str:
+        return next(
+            "small_pool" if small else "large_pool"
+            for (_, small), each in self._allocator.pools.items()
+            if each is pool
+        )
+
+    def empty_cache(self) -> None:
+        """Give back every segment that no block uses."""
+        self.follow()
+        for pool in self._allocator.pools.values():
+            pool.release()
+        self._count_segments()
+
+    def reset_peaks(self) -> None:
+        """Let every peak be the present figure."""
+        self.follow()
+        for stat in self._stats.values():
+            stat.peak = stat.current
+
+    def reset_accumulated(self) -> None:
+        """Forget what was ever allocated and freed."""
+        self.follow()
+        for stat in self._stats.values():
+            stat.allocated = stat.freed = 0
+
+    def stats(self) -> dict[str, Any]:
+        """The nested dictionary that `torch.cuda.memory_stats_as_nested_dict` returns."""
+        self.follow()
+        nothing = _Stat().as_dict()
+        found: dict[str, Any] = {
+            name: {pool: self._stats[name, pool].as_dict() for pool in _POOLS} for name in (*_BLOCKS, *_SEGMENTS)
+        }
+        found |= {name: {pool: dict(nothing) for pool in _POOLS} for name in _SPLIT}
+        found |= {name: dict(nothing) for name in _SINGLE}
+        split = -1 if self._config.max_split_size is None else self._config.max_split_size
+        counts = {"num_ooms": self._failures, "num_alloc_retries": self._retries, "max_split_size": split}
+        return found | dict.fromkeys(_ZEROS, 0) | counts

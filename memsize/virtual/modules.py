@@ -1,0 +1,157 @@
+"""The modules of a program, as they are called: its models are not known before.
+
+A module that is called while none is running is a root, and its modules are the next layers. Every call passes through
+`nn.Module.__call__`, which is replaced for the class: the instances are the program's own, and may be copied or saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memsize.internals.pytree import arguments_in, tensors_in
+from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import plain_tensors, spec_of
+from memsize.records.roles import Role
+from memsize.records.trace import InputTensor, StoredTensor
+from memsize.tracing.module_calls import Calls, Seen, module_type, version_of
+from memsize.virtual.ledger import VirtualLedger
+
+
+class Root:
+    """A module that the program calls itself, and which of all layers are its own."""
+
+    def __init__(self, name: str, module: nn.Module, first: int) -> None:
+        self.name = name
+        self.first = first
+        self.tensors: tuple[StoredTensor, ...] = stored_tensors(module)
+        """What it stored when it was first called."""
+        self.has_weights = any(True for _ in module.parameters())
+        self.inputs: tuple[InputTensor, ...] = ()
+        self.trained = False
+        """Whether its first forward in gradient mode is over: tables show that one."""
+        self.called = False
+
+
+class ProgramCalls(Calls):
+    """The calls of every module that works on the GPU; `before_forward` is called before each one of a root."""
+
+    def __init__(self, ledger: VirtualLedger, before_forward: Callable[[], None]) -> None:
+        super().__init__(None, ledger)
+        self.roots: list[Root] = []
+        self.root_of: list[int] = []
+        self._ledger = ledger
+        self._before_forward = before_forward
+        self._known: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+
+    def replacement(self) -> tuple[Any, str, Any]:
+        """What takes the place of `nn.Module.__call__`."""
+        original = nn.Module.__call__
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            index = self._index(module)
+            if index < 0:
+                if not _works_on_gpu(module, args, kwargs):
+                    return original(module, *args, **kwargs)
+                index = self._add(module)
+            if self.ledger.clock.layer < 0 and not self.ledger.clock.backward:
+                return self._call_root(module, index, args, kwargs)
+            return self._call_module(module, index, args, kwargs)
+
+        return nn.Module, "__call__", called
+
+    def _index(self, module: nn.Module) -> int:
+        known = self._known.get(id(module))
+        return known[1] if known is not None and known[0]() is module else -1
+
+    # -- roots --------------------------------------------------------------------------------------------------------
+
+    def _add(self, module: nn.Module) -> int:
+        """Let `module` be a root; returns its layer. Modules that were called on their own before keep their layer."""
+        first, root = len(self.seen), Root(self._name(module_type(module)), module, len(self.seen))
+        for path, each in module.named_modules():
+            if self._index(each) < 0:
+                self._known[id(each)] = weakref.ref(each), len(self.seen)
+                self._own(each, len(self.seen))
+                depth = path.count(".") + 1 if path else 0
+                leaf = not any(True for _ in each.children())
+                held: Any = weakref.proxy(each)
+                self.seen.append(Seen(path, module_type(each), depth, leaf, held))
+                self.root_of.append(len(self.roots))
+        self.roots.append(root)
+        return first
+
+    def _name(self, kind: str) -> str:
+        taken = sum(root.name.partition("#")[0] == kind for root in self.roots)
+        return f"{kind}#{taken + 1}" if taken else kind
+
+    def _own(self, module: nn.Module, index: int) -> None:
+        roles: tuple[tuple[Role, Any], ...] = (("parameter", module._parameters), ("buffer", module._buffers))
+        for role, held in roles:
+            for tensor in held.values():
+                for piece in () if tensor is None else plain_tensors(tensor):
+                    self._ledger.place(piece, role, index)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _call_root(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> Any:
+        root = self.roots[self.root_of[index]]
+        if not root.has_weights:
+            return self._call_module(module, index, args, kwargs)
+        self._before_forward()
+        for tensor in arguments_in((args, kwargs)):
+            self.ledger.mark(tensor, "input")
+        grad = torch.is_grad_enabled()
+        if grad and root.called and not root.trained:
+            self._forget(root)
+        with self.ledger.clock.during("forward" if grad else "evaluation"):
+            result = self._call_module(module, index, args, kwargs)
+            if not root.trained:
+                self.ledger.forget_released()
+            for tensor in tensors_in(result):
+                for piece in plain_tensors(tensor):
+                    self.ledger.mark(piece, "output")
+        if not root.trained:
+            self.kept = self.kept | {reference.index for reference in self.ledger.live.values()} if grad else self.kept
+            root.inputs = root.inputs or _inputs(args, kwargs)
+            root.called, root.trained = True, grad
+        return result
+
+    def _forget(self, root: Root) -> None:
+        """What a forward without gradients showed of `root`."""
+        for index, seen in enumerate(self.seen):
+            if self.roots[self.root_of[index]] is root:
+                seen.calls, seen.outputs = 0, []
+
+    def _call_module(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> Any:
+        clock = self.ledger.clock
+        self._compiler.forget()
+        outer, start = clock.enter(index), self.ledger.count
+        is_open = not self.roots[self.root_of[index]].trained
+        given = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs))] if is_open else []
+        try:
+            result = module._call_impl(*args, **kwargs)
+        finally:
+            clock.leave(outer)
+        if is_open:
+            self._returned(index, result, start, given)
+        return result
+
+
+def _works_on_gpu(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    return any(tensor.is_meta for tensor in arguments_in((args, kwargs))) or any(
+        parameter.is_meta for parameter in module.parameters()
+    )
+
+
+def _inputs(args: Any, kwargs: Any) -> tuple[InputTensor, ...]:
+    named = [*((str(place), value) for place, value in enumerate(args)), *kwargs.items()]
+    return tuple(
+        InputTensor(name, spec_of(value), value.numel() * value.element_size())
+        for name, value in named
+        if isinstance(value, torch.Tensor)
+    )

@@ -1,0 +1,120 @@
+"""Stand-ins that say they are on the GPU: what the user's code reads of a tensor on a virtual GPU.
+
+A stand-in is a `meta` tensor. Above autograd its Python attributes answer as a CUDA tensor's; inside an op, where
+PyTorch's own kernels in Python read them, they answer what is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memsize.constants.values import CONSTANT
+from memsize.virtual.driver import DEVICE, INDEX
+from memsize.virtual.ledger import below_autograd
+
+_TYPES = {
+    f"{name}Tensor": getattr(torch, dtype)
+    for name, dtype in (
+        pair.split(":")
+        for pair in (
+            "Float:float32 Double:float64 Half:float16 BFloat16:bfloat16 Byte:uint8 Char:int8 Short:int16 Int:int32 "
+            "Long:int64 Bool:bool"
+        ).split()
+    )
+}
+"""The old names of tensor types on a GPU."""
+
+Replacement = tuple[Any, str, Any]
+"""What is replaced: its owner, its name there, and what takes its place."""
+
+_base = torch._C.TensorBase
+_device: Any = vars(_base)["device"]
+_is_cuda: Any = vars(_base)["is_cuda"]
+_data: Any = vars(_base)["data"]
+
+
+def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
+    """What `Tensor` has to answer; `moved` is called with each parameter whose data went to the GPU."""
+    original_type = Tensor.type
+    yield Tensor, "device", property(lambda t: DEVICE if is_stand_in(t) else _device.__get__(t))
+    yield Tensor, "is_cuda", property(lambda t: is_stand_in(t) or _is_cuda.__get__(t))
+    yield Tensor, "data", property(_data.__get__, _setter(moved))
+    yield Tensor, "get_device", lambda t: INDEX if is_stand_in(t) else _base.get_device(t)
+    yield Tensor, "pin_memory", lambda t, *device: t
+    yield Tensor, "is_pinned", lambda t, *device: False
+    yield Tensor, "record_stream", lambda t, stream: None
+    yield Tensor, "type", _type(original_type)
+    yield torch, "_has_compatible_shallow_copy_type", _compatible(torch._has_compatible_shallow_copy_type)
+    yield torch, "Generator", Generator
+    yield torch._utils, "_get_obj_state", _state_to_pickle(torch._utils._get_obj_state)
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether the user's code is to see `tensor` on the GPU."""
+    return tensor.is_meta and not below_autograd()
+
+
+def _setter(moved: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """``p.data = p.data.cuda()`` keeps the object on CUDA, and so all that optimizers hold of it. PyTorch takes tensors
+    of the CPU and of CUDA for the same type, but not those of `meta`: here the two exchange what they are made of.
+    """
+
+    def assign(tensor: Tensor, value: Tensor) -> None:
+        if tensor.is_meta == value.is_meta:
+            _data.__set__(tensor, value)
+            return
+        fresh = value.detach().requires_grad_(tensor.requires_grad)
+        torch._C._swap_tensor_impl(tensor, fresh)
+        if tensor.is_meta and isinstance(tensor, nn.Parameter):
+            moved(tensor)
+
+    return assign
+
+
+def _compatible(original: Callable[[Tensor, Tensor], bool]) -> Callable[[Tensor, Tensor], bool]:
+    return lambda old, new: old.is_meta != new.is_meta or original(old, new)
+
+
+def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``x.type()`` names the type, ``x.type(torch.cuda.FloatTensor)`` converts to one of the GPU."""
+
+    def answer(tensor: Tensor, dtype: Any = None, **options: Any) -> Any:
+        if dtype is None:
+            name: str = original(tensor)
+            return name.replace("torch.meta.", "torch.cuda.") if is_stand_in(tensor) else name
+        module, _, kind = str(dtype if isinstance(dtype, str) else torch.typename(dtype)).rpartition(".")
+        if module == "torch.cuda" and kind in _TYPES:
+            return tensor.to(DEVICE, _TYPES[kind])
+        return original(tensor, dtype, **options)
+
+    return answer
+
+
+def _state_to_pickle(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What is known of a stand-in's values stays here when the program saves it."""
+
+    def state(value: Any) -> Any:
+        held = original(value)
+        return {name: each for name, each in held.items() if name != CONSTANT} if isinstance(held, dict) else held
+
+    return state
+
+
+class Generator(torch._C.Generator):
+    """A generator of random numbers that says it is the GPU's, where one was asked for; it counts on the CPU."""
+
+    _on_gpu = False
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        made: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        made._on_gpu = torch.device(device).type == "cuda"
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where its numbers are drawn."""
+        return DEVICE if self._on_gpu else torch.device("cpu")

@@ -1,0 +1,138 @@
+"""What `memsize run` shows, from records built by hand: findings against arithmetic, then golden files.
+
+`MEMSIZE_GOLDEN=write pytest tests/test_program_document.py` writes the golden files anew; read the difference before
+keeping it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memsize.analysis.findings.program import RULES
+from memsize.device.cards import card
+from memsize.records.gpu import GpuEstimate, Interval
+from memsize.records.program import Assumed, LiveTensor, ProgramRun, Refused, Survivors
+from memsize.records.trace import Event, Storage, Trace
+from memsize.render import render
+from tests import records
+
+GOLDEN = Path(__file__).parent / "golden"
+MiB = 2**20
+
+
+def program() -> ProgramRun:
+    """3 MiB of weights from the setup, 8 MiB of activations in the forward, 3 MiB of gradients in backward: 14 MiB.
+
+    The activations end first, so that the peak is the first event of backward.
+    """
+    trace = Trace(
+        model="train.py",
+        scenario="as-given",
+        training=True,
+        batch_size=None,
+        torch="2.13.0",
+        inputs=(),
+        layers=(records.layer("", "Net", leaf=False), records.layer("body", "Linear")),
+        tensors=(),
+        phases=("setup", "step 1", "forward 1", "backward 1"),
+        storages=(
+            Storage(3 * MiB, "parameter", 1, "_to_copy", "float32", (3, 262144), -1),
+            Storage(8 * MiB, "activation", 1, "relu", "float32", (8, 262144), 1),
+            Storage(3 * MiB, "gradient", 1, "mm", "float32", (3, 262144), -1),
+        ),
+        events=(
+            Event(0, 3 * MiB, 0, -1, "_to_copy"),
+            Event(1, 8 * MiB, 2, 1, "relu"),
+            Event(2, 3 * MiB, 3, 1, "mm"),
+            Event(1, -8 * MiB, 3, 1, "mm"),
+        ),
+    )
+    peak = GpuEstimate(
+        requested=14 * MiB,
+        allocated=14 * MiB,
+        reserved=40 * MiB,
+        device=Interval(340 * MiB, 690 * MiB),
+        fragmentation=26 / 40,
+        peak_phase="backward",
+        peak_step=1,
+        peak_layer="body",
+        peak_op="mm",
+        roles={"activation": 8 * MiB, "parameter": 3 * MiB, "gradient": 3 * MiB},
+        storages=(),
+    )
+    tensors = (
+        LiveTensor(8 * MiB, "activation", "float32", (8, 262144), "body", "relu", "forward 1", "net.py:12"),
+        LiveTensor(3 * MiB, "parameter", "float32", (3, 262144), "body", "_to_copy", "setup", "train.py:7"),
+        LiveTensor(3 * MiB, "gradient", "float32", (3, 262144), "body", "mm", "backward 1", None),
+    )
+    found = ProgramRun(
+        program="train.py --lr 1",
+        trace=trace,
+        card=card("t4"),
+        capacity=14000 * MiB,
+        peak=peak,
+        steps=3,
+        stopped=True,
+        tensors=tensors,
+        assumed=(Assumed("a number read out of an activation (.item()) is taken to be 1.0", "train.py:20"),),
+        unwritten=("3.00 MiB to last.pt",),
+    )
+    return replace(found, findings=RULES.findings(found))
+
+
+def codes(run: ProgramRun) -> list[str]:
+    return [finding.code for finding in RULES.findings(run)]
+
+
+def test_what_fits_is_said_with_its_largest_tensor() -> None:
+    text = program().findings[0].text()
+    assert (
+        "340.00 MiB to 690.00 MiB of 14,909.44 MiB" in text and "8.00 MiB of activations, is made at net.py:12" in text
+    )
+
+
+def test_what_does_not_fit_is_said_with_its_line() -> None:
+    refused = Refused(20 * MiB, 5 * MiB, 100 * MiB, "relu", "body", "forward 2", "net.py:12")
+    run = replace(program(), refused=(refused, refused))
+    assert codes(run) == ["run-out-of-memory"]
+    text = RULES.findings(run)[0].text()
+    assert "at net.py:12, in forward 2, relu asks for 20.00 MiB where 5.00 MiB are left" in text and "2 times" in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "survivors", "grows"),
+    [
+        (3, (1, 2, 3), True),
+        (3, (3,), False),
+        (3, (1, 3), False),  # what the first step sets up
+        (2, (1, 2), False),  # too few to tell
+    ],
+)
+def test_memory_grows_where_every_step_leaves_some(steps: int, survivors: tuple[int, ...], grows: bool) -> None:
+    left = tuple(Survivors(step, MiB, "train.py:9") for step in survivors)
+    assert ("run-grows" in codes(replace(program(), steps=steps, survivors=left))) is grows
+
+
+def golden(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("MEMSIZE_GOLDEN") == "write":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("format", "suffix"), [("text", "txt"), ("json", "json"), ("csv", "csv"), ("markdown", "md")])
+def test_golden(format: str, suffix: str) -> None:
+    golden(f"run.{suffix}", render(program(), format))
+
+
+def test_golden_at_a_terminals_width() -> None:
+    golden("run.80.txt", render(program(), "text", width=80))
+
+
+def test_the_page_holds_every_line_and_tensor() -> None:
+    page = render(program(), "html")
+    assert "net.py:12" in page and "train.py:20" in page and "last.pt" in page

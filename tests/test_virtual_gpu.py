@@ -1,0 +1,463 @@
+"""Programs on a GPU that isn't there: what PyTorch answers, what is recorded, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memsize
+from memsize.analysis.program import program_run, run_program
+from memsize.cli import run as command
+from memsize.device.cards import card
+from memsize.device.config import AllocatorConfig
+from memsize.errors import InputError
+from memsize.records.aggregates import split_phase
+from memsize.records.program import ProgramRun
+from memsize.records.trace import Trace
+from memsize.tracing.ledger import Workspaces
+from memsize.workloads.program import Program
+from tests.models import Small
+
+MiB = 2**20
+
+
+@contextmanager
+def gpu(name: str = "t4", steps: int = 0) -> Iterator[Program]:
+    """A virtual GPU without library workspaces: what is allocated is what the test allocates."""
+    program = Program("test", card(name), Workspaces(), AllocatorConfig(), steps)
+    with program.open():
+        yield program
+
+
+def ran(tmp_path: Path, text: str, *arguments: str, **options: Any) -> tuple[ProgramRun, BaseException | None]:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(text), encoding="utf-8")
+    options = {"steps": 3, "module": False} | options
+    return run_program(str(script), arguments, card("t4"), AllocatorConfig(), **options)
+
+
+# -- what PyTorch answers ---------------------------------------------------------------------------------------------
+
+
+def test_the_machine_has_one_gpu_of_that_name() -> None:
+    with gpu("t4"):
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+        assert torch.cuda.get_device_name() == "Tesla T4"
+        assert torch.cuda.get_device_capability() == (7, 5)
+        assert torch.cuda.get_device_properties(0).total_memory == card("t4").bytes
+        assert torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device("cuda")
+        assert torch.backends.cudnn.is_available() and torch.version.cuda
+    assert not torch.accelerator.is_available()
+
+
+def test_tensors_on_the_gpu_say_so_and_those_on_the_cpu_keep_their_values() -> None:
+    with gpu():
+        there, here = torch.ones(2, 3, device="cuda"), torch.tensor([1.0, 2.0])
+        assert there.device == torch.device("cuda", 0) and there.is_cuda and there.get_device() == 0
+        assert there.type() == "torch.cuda.FloatTensor"
+        assert (here * 2).tolist() == [2.0, 4.0] and not here.is_cuda
+        assert here.cuda().device == here.to("cuda:0", non_blocking=True).device == torch.device("cuda", 0)
+        assert here.type(torch.cuda.FloatTensor).is_cuda
+        assert here.cuda().cpu().device == torch.device("cpu")
+        assert "cuda:0" in repr(there)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(3, device="cuda"),
+        lambda: torch.tensor([1, 2, 3], device="cuda:0"),
+        lambda: torch.arange(3).cuda(),
+        lambda: torch.empty_strided((3,), (1,), device=torch.device("cuda")),
+        lambda: torch.randn(3, device="cuda", generator=torch.Generator(device="cuda").manual_seed(1)),
+    ],
+)
+def test_every_way_to_make_a_tensor_on_the_gpu(make: Callable[[], torch.Tensor]) -> None:
+    with gpu():
+        assert make().device == torch.device("cuda", 0)
+
+
+def test_a_default_device_reaches_what_names_none() -> None:
+    with gpu():
+        with torch.device("cuda"):
+            assert torch.ones(2).is_cuda and torch.tensor([1, 2]).is_cuda and nn.Linear(2, 2).weight.is_cuda
+        torch.set_default_device("cuda")
+        try:
+            assert torch.ones(2).is_cuda
+        finally:
+            torch.set_default_device(None)
+        assert not torch.ones(2).is_cuda
+
+
+def test_parameters_stay_the_same_objects_when_their_module_moves() -> None:
+    """An optimizer that was made before goes on updating them, as on CUDA."""
+    with gpu():
+        model = nn.Linear(4, 4)
+        before, optimizer = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+        model.cuda()
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True)) and model.weight.is_cuda
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+        assert optimizer.param_groups[0]["params"][0].grad.is_cuda
+
+
+def test_streams_events_and_random_state() -> None:
+    with gpu():
+        stream, start, end = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            start.record()
+            assert torch.cuda.current_stream() == stream != torch.cuda.default_stream()
+        torch.cuda.current_stream().wait_stream(stream)
+        end.record()
+        torch.cuda.synchronize()
+        assert start.elapsed_time(end) >= 0
+        torch.manual_seed(1)
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+        with torch.cuda.device(0), pytest.raises(torch.AcceleratorError, match="invalid device ordinal"):
+            torch.cuda.set_device(1)
+
+
+def test_values_that_nobody_knows_are_stand_ins() -> None:
+    with gpu() as program:
+        data = torch.empty(64, 64, device="cuda")
+        assert data.mean().item() == 1.0 and data.long().max().item() == 0 and bool((data > 0).any())
+        assert data.cpu().shape == (64, 64)
+        assert {assumed.line for assumed in program.assumed} == {f"{Path(__file__).name}:{_line_of('data.mean()')}"}
+
+
+def _line_of(text: str) -> int:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+# -- the allocator ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_statistics_are_those_of_the_simulated_allocator() -> None:
+    with gpu("t4"):
+        assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
+        kept = torch.empty(1000, device="cuda")  # 4,000 B: a block of 4,096 in a segment of 2 MiB
+        assert torch.cuda.memory_allocated() == 4096 and torch.cuda.memory_reserved() == 2 * MiB
+        large = torch.empty(3 * MiB, dtype=torch.uint8, device="cuda")  # a segment of 20 MiB
+        assert torch.cuda.memory_allocated() == 4096 + 3 * MiB and torch.cuda.memory_reserved() == 22 * MiB
+        del large
+        assert torch.cuda.memory_allocated() == 4096 and torch.cuda.max_memory_allocated() == 4096 + 3 * MiB
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == 2 * MiB and torch.cuda.max_memory_reserved() == 22 * MiB
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == 4096
+        stats = torch.cuda.memory_stats()
+        assert stats["allocation.all.allocated"] == 2 and stats["allocation.all.freed"] == 1
+        assert stats["requested_bytes.all.current"] == 4000 and stats["segment.small_pool.current"] == 1
+        assert "Allocated memory" in torch.cuda.memory_summary()
+        free, total = torch.cuda.mem_get_info()
+        assert total == card("t4").bytes and free < total - 2 * MiB
+        del kept
+
+
+def test_what_exceeds_the_card_raises_pytorchs_error_and_takes_nothing() -> None:
+    with gpu("t4") as program:
+        kept = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        with pytest.raises(
+            torch.cuda.OutOfMemoryError, match=r"Tried to allocate 20,480\.00 MiB.* 1,024\.00 MiB is alloc"
+        ):
+            torch.empty(20 * 2**30, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_allocated() == kept.nbytes
+        assert torch.empty(2**30, dtype=torch.uint8, device="cuda").is_cuda
+        assert [(refused.bytes, refused.op) for refused in program.refused] == [(20 * 2**30, "empty")]
+
+
+def test_code_that_halves_the_batch_until_it_fits_finds_the_batch() -> None:
+    """4 GiB a sample: 14.56 GiB less the context hold three, so 16 → 8 → 4 → 2."""
+    with gpu("t4"):
+        batch = 16
+        while True:
+            try:
+                torch.empty(batch, 2**32, dtype=torch.uint8, device="cuda")
+                break
+            except torch.OutOfMemoryError:
+                batch //= 2
+        assert batch == 2
+
+
+# -- what is recorded -------------------------------------------------------------------------------------------------
+
+
+def _allocated(trace: Trace, *phases: str) -> Counter[tuple[str, int]]:
+    """How often each number of bytes appears, by phase, in the last of three steps."""
+    names = [split_phase(name) for name in trace.phases]
+    return Counter(
+        (names[event.phase][0], event.delta)
+        for event in trace.events
+        if event.delta > 0 and names[event.phase][0] in phases and names[event.phase][1] == 3
+    )
+
+
+def test_a_script_allocates_what_the_traced_loop_does(tmp_path: Path) -> None:
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        from torch.nn import functional as F
+        from tests.models import Small
+        model = Small().cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(5):
+            x, y = torch.randn(4, 3, 32, 32).cuda(), torch.randint(10, (4,)).cuda()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """,
+    )
+    assert error is None and found.stopped and found.steps == 3
+
+    def make(model: nn.Module) -> Callable[..., None]:
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def body(x: torch.Tensor) -> None:
+            y = torch.zeros(4, dtype=torch.int64, device=x.device)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        return body
+
+    traced = memsize.trace(Small(), torch.randn(4, 3, 32, 32), step=make, gpu="t4")
+    phases = ("forward", "backward", "optimizer")
+    assert _allocated(found.trace, *phases) == _allocated(traced.trace, *phases)
+    assert [layer.path for layer in found.trace.layers][1:3] == ["conv", "norm"]
+    assert found.peak.roles["parameter"] == sum(p.nbytes for p in Small().parameters())
+
+
+def test_evaluation_is_told_apart_and_every_root_has_its_name(tmp_path: Path) -> None:
+    found, _ = ran(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        a, b = nn.Linear(8, 8).cuda(), nn.Sequential(nn.Linear(8, 8), nn.ReLU()).cuda()
+        optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=1)
+        x = torch.ones(2, 8, device="cuda")
+        with torch.no_grad():
+            a(x)
+        b(a(x)).sum().backward()
+        optimizer.step()
+        """,
+    )
+    assert found.trace.roots == ("Linear", "Sequential")
+    assert [layer.path for layer in found.trace.layers] == ["Linear", "Sequential", "Sequential.0", "Sequential.1"]
+    assert {split_phase(name)[0] for name in found.trace.phases} >= {"evaluation", "forward", "backward", "optimizer"}
+    assert found.steps == 1 and not found.stopped
+
+
+def test_a_list_of_losses_is_named_as_what_grows(tmp_path: Path) -> None:
+    text = """
+        import torch
+        from torch import nn
+        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU()).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        losses = []
+        for _ in range(9):
+            x = torch.ones(256, 512, device="cuda")
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            losses.append(loss{})
+        """
+    leaks, _ = ran(tmp_path, text.format(""), steps=4)
+    sound, _ = ran(tmp_path, text.format(".item()"), steps=4)
+    assert "run-grows" in [finding.code for finding in leaks.findings]
+    assert "run-grows" not in [finding.code for finding in sound.findings]
+
+
+def test_gradients_that_stay_are_told(tmp_path: Path) -> None:
+    """Two parameters of 512 × 512 and 512 floats: 1,050,624 B of gradients stay."""
+    text = """
+        import torch
+        model = torch.nn.Linear(512, 512).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        for _ in range(9):
+            optimizer.zero_grad(set_to_none={})
+            model(torch.ones(4, 512, device="cuda")).sum().backward()
+            optimizer.step()
+        """
+    kept, _ = ran(tmp_path, text.format(False))
+    freed, _ = ran(tmp_path, text.format(True))
+    assert kept.kept_gradients == (512 * 512 + 512) * 4 and freed.kept_gradients == 0
+    assert "run-gradients-kept" in [finding.code for finding in kept.findings]
+
+
+# -- how it ends ------------------------------------------------------------------------------------------------------
+
+
+def test_it_stops_through_the_programs_own_finally(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, error = ran(
+        tmp_path,
+        """
+        import sys, torch
+        model = torch.nn.Linear(4, 4).to("cuda")
+        optimizer = torch.optim.Adam(model.parameters())
+        try:
+            for step in range(100):
+                model(torch.ones(1, 4, device="cuda")).sum().backward()
+                optimizer.step()
+        finally:
+            print("last", step, sys.argv[1:])
+        """,
+        "--lr",
+        "3",
+        steps=2,
+    )
+    assert capsys.readouterr().out == "last 2 ['--lr', '3']\n"
+    assert error is None and found.stopped and found.steps == 2
+
+
+def test_an_error_of_the_program_is_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import torch\nx = torch.ones(3, device='cuda')\nraise KeyError('mine')\n", encoding="utf-8")
+    assert command(["run", str(script)]) == 1
+    written = capsys.readouterr()
+    assert "KeyError: 'mine'" in written.err and "broken.py" in written.err and "memsize/" not in written.err
+    assert "broken.py" in written.out
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("import torch\ntorch.ones(3)\n", "run-nothing-on-gpu"),
+        ("import torch\ntorch.nn.Linear(3, 3).cuda()(torch.ones(1, 3).cuda())\n", "run-no-step"),
+        ("import torch\ntorch.empty(2**40, device='cuda')\n", "run-out-of-memory"),
+    ],
+)
+def test_programs_that_do_not_train_are_answered_too(tmp_path: Path, text: str, code: str) -> None:
+    found, _ = ran(tmp_path, text)
+    assert code in [finding.code for finding in found.findings]
+
+
+def test_the_exit_status_of_a_program_that_refuses_its_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "args.py"
+    script.write_text("import sys\nsys.exit(3)\n", encoding="utf-8")
+    assert command(["run", str(script)]) == 3
+    assert command(["run", str(tmp_path / "none.py")]) == 2
+
+
+# -- the user's files -------------------------------------------------------------------------------------------------
+
+
+def test_files_that_were_there_are_left_alone_and_weights_are_not_written(tmp_path: Path) -> None:
+    (tmp_path / "old.txt").write_text("mine", encoding="utf-8")
+    (tmp_path / "old.pt").write_bytes(b"weights")
+    found, error = ran(
+        tmp_path,
+        """
+        import os, pathlib, torch
+        here = pathlib.Path(__file__).parent
+        model = torch.nn.Linear(512, 512).cuda()
+        for change in (
+            lambda: open(here / "old.txt", "w"),
+            lambda: os.remove(here / "old.txt"),
+            lambda: os.replace(here / "old.txt", here / "moved.txt"),
+            lambda: torch.save([1], here / "old.pt"),
+        ):
+            try:
+                change()
+                raise SystemExit("it was let through")
+            except PermissionError:
+                pass
+        (here / "new.txt").write_text("1")
+        (here / "new.txt").write_text("2")
+        os.replace(here / "new.txt", here / "newer.txt")
+        torch.save(model.state_dict(), here / "old.pt")
+        assert torch.load(here / "old.pt")["weight"].is_cuda
+        """,
+    )
+    assert error is None, error
+    assert (tmp_path / "old.txt").read_text(encoding="utf-8") == "mine"
+    assert (tmp_path / "old.pt").read_bytes() == b"weights"
+    assert (tmp_path / "newer.txt").read_text(encoding="utf-8") == "2"
+    assert any(line.startswith("1.00 MiB to") for line in found.unwritten)
+    (tmp_path / "old.txt").write_text("still mine to write", encoding="utf-8")
+
+
+# -- outside ----------------------------------------------------------------------------------------------------------
+
+
+def _state() -> tuple[Any, ...]:
+    owners: tuple[Any, ...] = (torch, torch._C, torch.cuda, torch.Tensor, nn.Module, torch.accelerator, torch.storage)
+    held = [
+        {name: id(value) for name, value in vars(owner).items() if name != "__warningregistry__"} for owner in owners
+    ]
+    return *held, list(sys.argv), list(sys.path), torch.version.cuda
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_stays_patched(tmp_path: Path, fails: bool) -> None:
+    ran(tmp_path, "import torch")  # PyTorch's own lazy imports
+    before = _state()
+    ran(tmp_path, "import torch\nx = torch.ones(3).cuda()\n" + "raise ValueError" * fails)
+    assert _state() == before
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.ones(3, device="cuda")
+
+
+def test_one_region_at_a_time() -> None:
+    with gpu(), pytest.raises(InputError, match="has a virtual GPU already"), gpu():
+        pass
+    with gpu():
+        pass
+
+
+def test_the_command_writes_json_and_saves_a_run_that_shows_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "infer.py"
+    script.write_text("import torch\nprint('hello')\nx = torch.ones(2**20, device='cuda')\n", encoding="utf-8")
+    saved = tmp_path / "run.memsize"
+    assert command(["run", "--format", "json", "--save", str(saved), str(script)]) == 0
+    written = capsys.readouterr()
+    data = json.loads(written.out)
+    assert data["peak"]["requested"] == 4 * MiB and data["tensors"][0]["line"] == "infer.py:3"
+    assert "hello" in written.err
+    assert command(["run", "--format", "json", str(saved)]) == 0
+    assert json.loads(capsys.readouterr().out) == data
+
+
+def test_the_record_of_a_region() -> None:
+    with gpu() as program:
+        kept = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+    found = program_run(program, "cell", None)
+    assert found.peak.requested == kept.nbytes == MiB
+
+
+def test_a_block_of_code_has_the_gpu_too() -> None:
+    with memsize.virtual_gpu("t4", steps=2) as block:
+        model = nn.Linear(512, 512).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        with pytest.raises(InputError, match="still in use"):
+            _ = block.run
+        while True:
+            model(torch.ones(4, 512, device="cuda")).sum().backward()
+            optimizer.step()
+    assert block.run.steps == 2 and block.run.stopped
+    assert block.trace.layers[0].parameter_bytes == (512 * 512 + 512) * 4
+
+
+def test_a_script_from_python(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys, torch\nx = torch.ones(int(sys.argv[1]), device='cuda')\n", encoding="utf-8")
+    assert memsize.run(script, ["1024"], gpu="t4").peak.requested == 4096
+    with pytest.raises(memsize.ForwardError, match="ValueError"):
+        memsize.run(script, ["many"])
+    with pytest.raises(InputError, match="no such script"):
+        memsize.run(tmp_path / "none.py")
