@@ -228,3 +228,26 @@ def test_a_stack_alone_asks_a_report_for_peaks(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(["report", "net.py:net", "--input", "64", "--scenario", "fp32", "--stack", "torch=2.6"]) == 0
     assert "Peaks on an A100 40GB with torch=2.6" in capsys.readouterr().out
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return attended
+
+
+def test_flash_attention_lays_its_result_out_as_in_the_release() -> None:
+    """Its first version packs the sequences of a batch, so that nn.MultiheadAttention keeps a copy of the result: of 2
+    sequences of 8 places with 64 half-precision numbers, 2,048 B.
+    """
+    model, x = SelfAttention().half(), torch.randn(2, 8, 64).half()
+    kept = {
+        release: memsize.report(model, input_data=x, scenarios="as-given", stack=release).totals.saved_bytes
+        for release in ("torch=2.1", "torch=2.2", None)
+    }
+    assert kept["torch=2.1"] == kept["torch=2.2"] + 2 * 8 * 64 * 2
+    assert kept["torch=2.2"] == kept[None]
