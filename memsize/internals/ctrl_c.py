@@ -8,15 +8,13 @@ the user's own code, and otherwise at the next op, module call or run. A second 
 from __future__ import annotations
 
 import signal
-import sysconfig
 import threading
-from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from memsize.internals.user_code import is_library
+
 _OURS: Final = __name__.partition(".")[0]
-_LIBRARIES: Final = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen ")
 
 
 class _Waiting:
@@ -61,12 +59,7 @@ class deferred:  # noqa: N801 - reads as the context manager that it is
 def _interrupted(_: int, frame: FrameType | None) -> None:
     raise_waiting()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] != _OURS:
-        if not _is_library(frame.f_code.co_filename):
+        if not is_library(frame.f_code.co_filename):
             raise KeyboardInterrupt
         frame = frame.f_back
     _waiting.now = True
-
-
-@cache
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)

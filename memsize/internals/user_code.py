@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
+_INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen ")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -16,14 +19,21 @@ def is_outside(file: str) -> bool:
     return not file.startswith((*_LIBRARIES, "<"))
 
 
-def running_line(until: CodeType | None = None) -> str:
-    """The innermost line outside of torch and memsize, as ``"model.py:12"``.
+@cache
+def is_library(file: str) -> bool:
+    """Whether the source `file` is Python's own or an installed package's."""
+    return file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def running_line(until: CodeType | None = None, libraries: bool = True) -> str:
+    """The innermost line outside of torch and memsize, as ``"model.py:12"``; without `libraries`, outside of those too.
 
     The search ends at a call of `until`; the line is empty where there is none before it.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not until:
-        if is_outside(frame.f_code.co_filename):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        if is_outside(file) and (libraries or not is_library(file)):
+            return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

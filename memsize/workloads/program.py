@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import runpy
 import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context
 from memsize.errors import first_line
+from memsize.internals.user_code import running_line
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
 from memsize.records.trace import Failure, Layer, StoredTensor, Trace
@@ -32,7 +31,6 @@ from memsize.virtual.modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
 from memsize.workloads.optimizers import steps_watched
 
-_LIBRARIES = tuple({str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), *sysconfig.get_paths().values()})
 _LINE_FROM = 64 * 1024
 """The user's line is looked up for storages of this many bytes and more."""
 
@@ -109,9 +107,11 @@ class Program:
         events, assumptions = self.ledger.events, self.ledger.evaluator.assumptions
         for event in events[self._seen :]:
             if event.delta >= _LINE_FROM:
-                self.lines[event.storage] = _line()
+                self.lines[event.storage] = running_line(libraries=False)
         if len(assumptions) > len(self.assumed):
-            self.assumed += [Assumed(text, _line() or None) for text in list(assumptions)[len(self.assumed) :]]
+            self.assumed += [
+                Assumed(text, running_line(libraries=False) or None) for text in list(assumptions)[len(self.assumed) :]
+            ]
         try:
             self.memory.follow()
         except OutOfDeviceMemoryError as error:
@@ -124,7 +124,7 @@ class Program:
         """The error in PyTorch's words (c10/cuda/CUDACachingAllocator.cpp)."""
         memory, clock = self.memory, self.ledger.clock
         layer = self.calls.seen[clock.layer].path if clock.layer >= 0 else None
-        where = (self.ledger.last_op, layer, clock.phases[clock.phase], _line() or None)
+        where = (self.ledger.last_op, layer, clock.phases[clock.phase], running_line(libraries=False) or None)
         self.refused.append(Refused(request, memory.free, memory.reserved, *where))
         idle = format_bytes(memory.reserved - memory.allocated)
         return torch.OutOfMemoryError(
@@ -227,17 +227,6 @@ def _failure(error: BaseException | None, ledger: VirtualLedger, seen: Sequence[
     where = seen[ledger.clock.layer] if ledger.clock.layer >= 0 else None
     path, kind = (where.path, where.type) if where else ("", "")
     return Failure(path, kind, ledger.last_op or None, (), f"{type(error).__name__}: {first_line(error)}")
-
-
-def _line() -> str:
-    """The innermost line of the program's own code."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARIES) and name[:1] != "<":
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 @contextmanager
