@@ -635,3 +635,48 @@ def test_inputs_are_cast_only_where_a_model_as_it_is_does_not_run_on_them() -> N
     assert any("the floating inputs were cast to bfloat16" in note for note in step.trace.notes)
     given = memsize.trace(model, torch.zeros(4, 8, dtype=torch.bfloat16), optimizer=None)
     assert given.trace.inputs == step.trace.inputs and not any("cast to" in note for note in given.trace.notes)
+
+
+class Guarded(nn.Module):
+    """A forward that opens a region without gradients, as `generate` of transformers does, and decides by values."""
+
+    def __init__(self, region: Callable[[], Any]) -> None:
+        super().__init__()
+        self.region = region
+        self.body = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.region():
+            for _ in range(int((torch.arange(3, device=x.device).max() + 1).item())):
+                x = nn.functional.scaled_dot_product_attention(*(self.body(x)[None, None] for _ in range(3)))[0, 0]
+        return x
+
+
+def test_inference_mode_is_followed_like_no_grad() -> None:
+    """Under it PyTorch hands composite ops over whole: a linear layer on three dimensions, and attention."""
+    x = torch.randn(8, 16)
+    found = [
+        memsize.trace(Guarded(region), input_data=x, optimizer=None).trace.events
+        for region in (torch.inference_mode, torch.no_grad)
+    ]
+    assert found[0] == found[1] and len(found[0]) > 20
+
+
+def test_a_whole_step_in_inference_mode_is_followed_too() -> None:
+    def make(region: Callable[[], Any]) -> Callable[[nn.Module], Callable[[Tensor], Tensor]]:
+        def step(model: nn.Module) -> Callable[[Tensor], Tensor]:
+            @region()
+            def body(x: Tensor) -> Tensor:
+                result: Tensor = model(x)
+                return result
+
+            return body
+
+        return step
+
+    model, x = models.Attention(), torch.randn(2, 7, 64)
+    found = [
+        memsize.trace(model, x, step=make(region)).trace.events for region in (torch.inference_mode, torch.no_grad)
+    ]
+    assert found[0] == found[1]
+    assert not torch.is_inference_mode_enabled()

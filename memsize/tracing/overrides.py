@@ -103,6 +103,7 @@ def _patches_of_torch() -> tuple[Patch, ...]:
         Patch(Tensor, "cuda", _moved_to_cuda),
         *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT.split()),
         Patch(OpOverloadPacket, "__call__", _given_numbers),
+        Patch(torch._C, "_InferenceMode", lambda _: _without_gradients),
         Patch(torch.autocast, "__enter__", _casting_on_the_cpu),
         Patch(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
         Patch(torch.cuda, "current_device", lambda _: lambda: 0),
@@ -231,6 +232,13 @@ def _formatted(original: Function) -> Function:
         return text
 
     return formatted
+
+
+def _without_gradients(mode: bool) -> torch.set_grad_enabled:
+    """`torch.no_grad` stands in for `torch.inference_mode`, which takes as much memory: that one skips autograd
+    altogether, and with it the step that takes composite ops apart, so that a dispatch mode would get them whole.
+    """
+    return torch.set_grad_enabled(not mode)
 
 
 # -- devices by name --------------------------------------------------------------------------------------------------
