@@ -77,7 +77,7 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-no-step")
 def _no_step(run: ProgramRun) -> Iterator[Finding]:
     if run.trace.events and not run.steps and not run.refused and run.failure is None:
-        template = "No optimizer made a step: this is the program's whole run, as inference."
+        template = "No optimizer made a step, so the program ran to its end."
         yield Finding("run-no-step", None, (), template)
 
 
