@@ -221,15 +221,20 @@ PYTHON_STARTS = (b"Fatal Python error: init_import_site", b"Could not import run
 """What Python itself says before it runs anything of ours."""
 
 
+def lasting(arguments: list[str], folder: Path) -> float:
+    """How many seconds a command takes when nothing interrupts it."""
+    begun = time.monotonic()
+    started(arguments, folder).communicate(timeout=300)
+    return time.monotonic() - begun
+
+
 @pytest.mark.slow
 def test_at_a_hundred_random_moments(toy_target: str, tmp_path: Path) -> None:
     """Before Python has a handler of its own, and when it has put that away, the signal itself ends the process: shells
     call that 130 too.
     """
     arguments = command("report", toy_target, "--input", "3,64,64", "--train", "adamw", "-o", "report.html", "--force")
-    begun = time.monotonic()
-    started(arguments, tmp_path).communicate(timeout=300)
-    lasts, chosen = time.monotonic() - begun, random.Random(0)
+    lasts, chosen = min(lasting(arguments, tmp_path) for _ in range(3)), random.Random(0)
     endings = []
     for _ in range(100):
         process = started(arguments, tmp_path)
