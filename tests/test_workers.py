@@ -116,6 +116,18 @@ def test_the_work_of_a_killed_process_is_done_here() -> None:
     assert asked("vanish", 5, jobs=5) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("gpus", "forked"), [(-1, True), (0, True), (1, False)])
+def test_a_gpu_that_was_asked_for_is_lost_in_a_fork_only_where_there_is_one(
+    gpus: int, forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many models ask torch.cuda.is_available() while they are imported; -1 says that there is no driver."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: gpus)
+    assert (os.getpid() not in asked("process")) is forked
+
+
 def test_where_pytorch_forbids_a_backward_after_a_fork_everything_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -197,7 +197,8 @@ class Workers:
         # OpenMP's threads were not forked along; one core is what this process is for.
         torch.set_num_threads(1)
         torch.zeros(1, requires_grad=True).sum().backward()  # raises where autograd has threads
-        if torch.cuda._is_in_bad_fork():
+        # Who asked whether there is a GPU may not ask again in a fork; where there is none, that is no loss.
+        if torch.cuda._is_in_bad_fork() and torch.cuda._device_count_nvml() > 0:
             os._exit(0)
         warnings.showwarning = self._warn  # type: ignore[assignment]
 
