@@ -176,8 +176,12 @@ def test_the_installed_stack_is_the_default():
 
 def test_what_cannot_be_switched_is_said():
     (note,) = memsize.trace(net(), (64,), stack="torch=2.6,cuda=12.4").trace.notes[:1]
-    assert note.startswith("cuBLAS's workspaces, the caching allocator's settings and the CUDA context are those of ")
-    assert "torch=2.6,cuda=12.4; the kernels, autocast's policy" in note and torch.__version__ in note
+    assert note.startswith(
+        "cuBLAS's workspaces, the layout of flash attention's result, the caching allocator's settings"
+    )
+    assert (
+        "are those of torch=2.6,cuda=12.4; the other kernels, autocast's policy" in note and torch.__version__ in note
+    )
 
 
 def test_every_answer_says_its_stack(tmp_path):

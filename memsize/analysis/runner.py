@@ -40,8 +40,9 @@ _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stan
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
 _STACK = (
-    "cuBLAS's workspaces, the caching allocator's settings and the CUDA context are those of {}; the kernels, "
-    "autocast's policy, the optimizers and cuDNN are those of the PyTorch {} that is installed here"
+    "cuBLAS's workspaces, the layout of flash attention's result, the caching allocator's settings and the CUDA "
+    "context are those of {}; the other kernels, autocast's policy, the optimizers and cuDNN are those of the "
+    "PyTorch {} that is installed here"
 )
 
 _HeldAs = tuple[str | None, bool]
