@@ -1,0 +1,19 @@
+"""The composition: from a model, a program or a file to an answer. The command line and notebooks call these."""
+
+from memsize.api.files import compare, load, read_checkpoint
+from memsize.api.models import audit_layout, fit, report, shape_rule, trace, verify
+from memsize.api.programs import run, virtual_gpu
+
+__all__ = [
+    "audit_layout",
+    "compare",
+    "fit",
+    "load",
+    "read_checkpoint",
+    "report",
+    "run",
+    "shape_rule",
+    "trace",
+    "verify",
+    "virtual_gpu",
+]

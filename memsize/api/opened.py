@@ -1,0 +1,108 @@
+"""A subject opened: its model loaded or built, its inputs made, and the process kept as it was around its code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from memsize.errors import ExitError, MemsizeError, exits_caught
+from memsize.spec.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memsize.model.inputs import ModelInputs
+    from memsize.spec.request import InputMaker
+
+
+class Opened(NamedTuple):
+    """A subject as something to run: its name, the model, its inputs and its training flag; and the notes on it."""
+
+    run: tuple[str, nn.Module, ModelInputs, bool]
+    notes: tuple[str, ...]
+
+
+class Loaded(NamedTuple):
+    """A subject's model: its name, what is to be said of it, and what makes its inputs."""
+
+    name: str
+    model: nn.Module
+    notes: tuple[str, ...]
+    maker: InputMaker | None
+
+
+@contextmanager
+def opened(subject: Subject, say: Callable[[str], None] = lambda _: None) -> Iterator[Opened]:
+    """The subject with its model built; while open, a target's own imports work as it expects."""
+    with model_of(subject, say) as loaded:
+        yield with_inputs(subject, loaded)
+
+
+def with_inputs(subject: Subject, loaded: Loaded) -> Opened:
+    from memsize.model.inputs import inputs_for
+
+    training = subject.mode != "eval"
+    inputs = inputs_for(subject, loaded.model, loaded.maker, training)
+    run = (loaded.name, loaded.model, inputs, training)
+    return Opened(run, (*loaded.notes, *filter(None, [inputs.note])))
+
+
+@contextmanager
+def model_of(subject: Subject, say: Callable[[str], None] = lambda _: None) -> Iterator[Loaded]:
+    """The subject's model. While open, a target's own imports work as it expects.
+
+    The user's code runs only in here: one thread at a time, and the process is as it was afterwards.
+    """
+    if isinstance(subject.model, str):
+        from memsize.loading import load, parse_target
+
+        target = parse_target(subject.model)  # what cannot be one shows before torch is loaded
+        say(f"loading {subject.model}")
+        with _users_code_runs():
+            loaded = load(target, subject.arguments)
+            with loaded.importable(), _told(loaded.module), _untouched(loaded.module):
+                yield Loaded(loaded.name, loaded.module, loaded.notes, loaded.inputs)
+        return
+    from torch import nn
+
+    model: object = subject.model
+    if not isinstance(model, nn.Module):
+        got = type(model).__name__
+        raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
+    with _users_code_runs(), _told(model), _untouched(model):
+        yield Loaded(type(model).__name__, model, (), None)
+
+
+def _untouched(model: nn.Module) -> AbstractContextManager[None]:
+    """The globals of the model's code are kept; raises `MemsizeError` for a model that must not even be copied."""
+    from memsize.model.globals_kept import globals_kept
+    from memsize.model.traced import refuse_traced_model
+
+    refuse_traced_model(model)
+    return globals_kept(model)
+
+
+@contextmanager
+def _users_code_runs() -> Iterator[None]:
+    from memsize.internals.isolation import isolated
+
+    try:
+        with exits_caught(), isolated():
+            yield
+    except ExitError as error:
+        from memsize.loading.building import user_traceback
+        from memsize.loading.scope import is_users
+
+        raise MemsizeError(f"the model ended the program {user_traceback(error, is_users)}") from error
+
+
+@contextmanager
+def _told(model: nn.Module) -> Iterator[None]:
+    """While open, what the user's own code raises is an error that says where; a model without end is refused."""
+    from memsize.loading.building import users_failures_told
+    from memsize.model.structure import refuse_endless
+
+    with users_failures_told():
+        refuse_endless(model)
+        yield

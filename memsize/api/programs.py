@@ -1,0 +1,78 @@
+"""Questions about a program: a script, or the code of a ``with`` block, on a GPU that isn't there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memsize.analysis.program import VirtualGpu
+    from memsize.device.config import AllocatorConfig
+    from memsize.records.program import ProgramRun
+
+
+def run(
+    script: str | os.PathLike[str],
+    arguments: Iterable[str] = (),
+    *,
+    gpu: str | None = None,
+    steps: int = 3,
+    module: bool = False,
+    config: AllocatorConfig | str | None = None,
+    allow_writes: bool = False,
+) -> ProgramRun:
+    """What a script that was written for a GPU would do to one, from a run of it on a GPU that isn't there.
+
+    `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
+    ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the
+    GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone
+    unless `allow_writes` is set. `gpu` and `config` are as for `trace`.
+
+    Raises `InputError` where there is no such script, and `ForwardError` when the script itself fails.
+    """
+    from memsize.analysis.program import run_program
+    from memsize.device.cards import card
+    from memsize.device.config import AllocatorConfig
+    from memsize.errors import ForwardError
+    from memsize.records.gpu import DEFAULT_GPU
+
+    where = card(gpu or DEFAULT_GPU)
+    found, error = run_program(
+        os.fspath(script),
+        tuple(arguments),
+        where,
+        AllocatorConfig.of(config),
+        steps=steps,
+        module=module,
+        allow_writes=allow_writes,
+    )
+    if error is not None and not found.refused:
+        raise ForwardError(f"{script} failed: {type(error).__name__}: {error}", found.trace) from error
+    return found
+
+
+def virtual_gpu(
+    gpu: str | None = None,
+    *,
+    steps: int = 0,
+    config: AllocatorConfig | str | None = None,
+    allow_writes: bool = False,
+) -> AbstractContextManager[VirtualGpu]:
+    """Let the code in a ``with`` block have a GPU that isn't there, as `run` gives it to a script.
+
+        with memsize.virtual_gpu("t4") as gpu:
+            train(Net().cuda())
+        gpu.run, gpu.trace
+
+    The block ends after `steps` optimizer steps (0: at its own end). Raises `InputError` when one is open already.
+    """
+    from memsize.analysis import program
+    from memsize.device.cards import card
+    from memsize.device.config import AllocatorConfig
+    from memsize.records.gpu import DEFAULT_GPU
+
+    where = card(gpu or DEFAULT_GPU)
+    settings = AllocatorConfig.of(config)
+    return program.virtual_gpu(where, settings, steps=steps, allow_writes=allow_writes)
