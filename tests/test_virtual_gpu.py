@@ -87,6 +87,21 @@ def test_every_way_to_make_a_tensor_on_the_gpu(make: Callable[[], torch.Tensor])
         assert make().device == torch.device("cuda", 0)
 
 
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+def test_old_types_make_tensors_and_know_them() -> None:
+    with gpu():
+        x = torch.cuda.FloatTensor(2, 3).fill_(1.0)
+        assert x.is_cuda and x.shape == (2, 3) and isinstance(x, torch.cuda.FloatTensor)
+        assert torch.cuda.LongTensor([1, 2, 3]).tolist() == [1, 2, 3]
+        assert not isinstance(torch.ones(1), torch.cuda.FloatTensor) and not isinstance(x, torch.cuda.HalfTensor)
+        torch.set_default_tensor_type(torch.cuda.HalfTensor)
+        try:
+            assert torch.ones(2).type() == "torch.cuda.HalfTensor"
+        finally:
+            torch.set_default_tensor_type(torch.FloatTensor)
+        assert torch.ones(2).type() == "torch.FloatTensor"
+
+
 def test_a_default_device_reaches_what_names_none() -> None:
     with gpu():
         with torch.device("cuda"):

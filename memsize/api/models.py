@@ -81,7 +81,7 @@ def report(
 
     subject = Subject.of(model_or_target, input_size, **given)
     asked, say, software = select(scenarios), progress or (lambda _: None), Stack.of(stack)
-    with model_of(subject, say) as loaded:
+    with model_of(subject, say, gpu) as loaded:
         from memsize.analysis.report import ReportBuilder, stored_report
         from memsize.analysis.runner import Runner, plans_of
 
@@ -138,7 +138,7 @@ def trace(
     where, asked, software = card(gpu or DEFAULT_GPU), scenario_named(scenario), Stack.of(stack)
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
     settings = AllocatorConfig.of(config, software.release)
-    with opened(subject) as found:
+    with opened(subject, gpu=where.name) as found:
         from memsize.analysis.runner import Runner, plans_of
         from memsize.workloads.training import OwnLoop, step_workload
 
@@ -188,7 +188,8 @@ def fit(
     settings = AllocatorConfig.of(config, software.release)
     capacities = budgets(gpu, budget, margin, software, settings.memory_fraction)
     trained, say = _training(train), progress or (lambda _: None)
-    with opened(replace(subject, mode=subject.mode or ("train" if trained else "eval")), say) as found:
+    run_as = replace(subject, mode=subject.mode or ("train" if trained else "eval"))
+    with opened(run_as, say, capacities[0].card.name) as found:
         from memsize.analysis.fit.fit import FitRequest, find_fit
         from memsize.analysis.fit.trials import Trials
 

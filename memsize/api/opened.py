@@ -12,6 +12,7 @@ from memsize.spec.subject import Subject
 if TYPE_CHECKING:
     from torch import nn
 
+    from memsize.loading import Machine
     from memsize.model.inputs import ModelInputs
     from memsize.spec.request import InputMaker
 
@@ -24,18 +25,21 @@ class Opened(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A subject's model: its name, what is to be said of it, and what makes its inputs."""
+    """A subject's model: its name, what is to be said of it, what makes its inputs, and the GPU for code that wants
+    one.
+    """
 
     name: str
     model: nn.Module
     notes: tuple[str, ...]
     maker: InputMaker | None
+    machine: Machine
 
 
 @contextmanager
-def opened(subject: Subject, say: Callable[[str], None] = lambda _: None) -> Iterator[Opened]:
+def opened(subject: Subject, say: Callable[[str], None] = lambda _: None, gpu: str | None = None) -> Iterator[Opened]:
     """The subject with its model built; while open, a target's own imports work as it expects."""
-    with model_of(subject, say) as loaded:
+    with model_of(subject, say, gpu) as loaded:
         yield with_inputs(subject, loaded)
 
 
@@ -43,26 +47,35 @@ def with_inputs(subject: Subject, loaded: Loaded) -> Opened:
     from memsize.model.inputs import inputs_for
 
     training = subject.mode != "eval"
-    inputs = inputs_for(subject, loaded.model, loaded.maker, training)
+    inputs = inputs_for(subject, loaded.model, loaded.maker, training, loaded.machine)
     run = (loaded.name, loaded.model, inputs, training)
     return Opened(run, (*loaded.notes, *filter(None, [inputs.note])))
 
 
 @contextmanager
-def model_of(subject: Subject, say: Callable[[str], None] = lambda _: None) -> Iterator[Loaded]:
+def model_of(subject: Subject, say: Callable[[str], None] = lambda _: None, gpu: str | None = None) -> Iterator[Loaded]:
     """The subject's model. While open, a target's own imports work as it expects.
 
-    The user's code runs only in here: one thread at a time, and the process is as it was afterwards.
+    The user's code runs only in here: one thread at a time, and the process is as it was afterwards. Where it wants a
+    GPU and there is none, it has that of the name `gpu`.
     """
+
+    def machine() -> AbstractContextManager[None]:
+        from memsize.device.cards import card
+        from memsize.records.gpu import DEFAULT_GPU
+        from memsize.virtual.machine import machine_with
+
+        return machine_with(card(gpu or DEFAULT_GPU))
+
     if isinstance(subject.model, str):
         from memsize.loading import load, parse_target
 
         target = parse_target(subject.model)  # what cannot be one shows before torch is loaded
         say(f"loading {subject.model}")
         with _users_code_runs():
-            loaded = load(target, subject.arguments)
+            loaded = load(target, subject.arguments, machine)
             with loaded.importable(), _told(loaded.module), _untouched(loaded.module):
-                yield Loaded(loaded.name, loaded.module, loaded.notes, loaded.inputs)
+                yield Loaded(loaded.name, loaded.module, loaded.notes, loaded.inputs, machine)
         return
     from torch import nn
 
@@ -71,7 +84,7 @@ def model_of(subject: Subject, say: Callable[[str], None] = lambda _: None) -> I
         got = type(model).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
     with _users_code_runs(), _told(model), _untouched(model):
-        yield Loaded(type(model).__name__, model, (), None)
+        yield Loaded(type(model).__name__, model, (), None, machine)
 
 
 def _untouched(model: nn.Module) -> AbstractContextManager[None]:

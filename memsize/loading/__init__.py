@@ -11,16 +11,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from memsize.errors import ExitError, TargetError, UnknownTargetError, exits_caught, quoted
-from memsize.loading.building import build, gpu_advice, random_numbers_kept, user_traceback
+from memsize.errors import ExitError, InputError, TargetError, UnknownTargetError, exits_caught, quoted
+from memsize.loading.building import build, gpu_advice, lacks_gpu, random_numbers_kept, user_traceback
 from memsize.loading.inputs import input_maker
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import Target, parse_target
@@ -29,7 +29,21 @@ from memsize.spec.request import InputMaker, Request
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["InputMaker", "LoadedModel", "Request", "Target", "input_maker", "load", "load_inputs", "parse_target"]
+Machine = Callable[[], AbstractContextManager[Any]]
+"""Opens a region in which this process has a GPU."""
+_Found = TypeVar("_Found")
+
+__all__ = [
+    "InputMaker",
+    "LoadedModel",
+    "Machine",
+    "Request",
+    "Target",
+    "input_maker",
+    "load",
+    "load_inputs",
+    "parse_target",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +68,14 @@ class LoadedModel:
         return self.scope.entered()
 
 
-def load(target: str | Target, arguments: Mapping[str, object] | None = None) -> LoadedModel:
+def load(
+    target: str | Target, arguments: Mapping[str, object] | None = None, machine: Machine = nullcontext
+) -> LoadedModel:
     """The model that `target` names, built with `arguments` where it is a class or a function.
 
-    The global random generators, ``sys.path`` and the names in ``sys.modules`` are afterwards as they were. Raises
-    `TargetError` saying what is wrong with the target, or which line of the user's failed.
+    What fails on this machine, which has no GPU, is loaded once more on `machine`, which has one. The global random
+    generators, ``sys.path`` and the names in ``sys.modules`` are afterwards as they were. Raises `TargetError` saying
+    what is wrong with the target, or which line of the user's failed.
     """
     target = parse_target(target) if isinstance(target, str) else target
     if target.library is not None:
@@ -66,40 +83,76 @@ def load(target: str | Target, arguments: Mapping[str, object] | None = None) ->
 
         found = named(target, arguments or {})
         return LoadedModel(found.module, found.name, found.notes, inputs=found.inputs)
-    from memsize.loading.torchvision_ops import torchvision_importable
 
-    scope, module_name = _scope(target)
-    with random_numbers_kept(), scope.entered(), torchvision_importable():
-        module = _imported(target, scope, module_name)
-        name = target.name or _only_class(module, target)
-        label = f"{target.place}:{name}"
-        built, note = build(_looked_up(module, name, target), label, arguments or {}, scope.owns)
-    return LoadedModel(built, label, (note,) if note else (), scope)
+    def loaded() -> LoadedModel:
+        scope, module_name = _scope(target)
+        with _loading(scope):
+            module = _imported(target, scope, module_name)
+            name = target.name or _only_class(module, target)
+            label = f"{target.place}:{name}"
+            built, note = build(_looked_up(module, name, target), label, arguments or {}, scope.owns)
+        return LoadedModel(built, label, (note,) if note else (), scope)
+
+    return _with_gpu_where_wanted(loaded, machine)
 
 
-def load_inputs(text: str) -> InputMaker:
+def load_inputs(text: str, machine: Machine = nullcontext) -> InputMaker:
     """The function that ``file.py:make_inputs`` or ``package.module:make_inputs`` names, as a maker of inputs.
 
-    Raises `TargetError` where there is no such function, `InputError` where it asks for more than it is given.
+    What fails on this machine is done once more on `machine`, as for `load`. Raises `TargetError` where there is no
+    such function, `InputError` where it asks for more than it is given.
     """
-    from memsize.loading.torchvision_ops import torchvision_importable
-
     target = parse_target(text)
     if target.library is not None or target.name is None:
         raise TargetError(f"{text!r} names no function that makes inputs: write it like inputs.py:make_inputs")
-    scope, module_name = _scope(target)
-    with random_numbers_kept(), scope.entered(), torchvision_importable():
-        function = _looked_up(_imported(target, scope, module_name), target.name, target)
     label = f"{target.place}:{target.name}"
+
+    def loaded() -> tuple[ImportScope, Any]:
+        scope, module_name = _scope(target)
+        with _loading(scope):
+            return scope, _looked_up(_imported(target, scope, module_name), str(target.name), target)
+
+    scope, function = _with_gpu_where_wanted(loaded, machine)
     if not callable(function):
         raise TargetError(f"{label} is no function: --inputs wants one that returns the model's inputs")
     maker = input_maker(function, label, scope)
 
     def make(request: Request) -> Any:
         with scope.entered():
-            return maker.make(request)
+            return _with_gpu_where_wanted(lambda: maker.make(request), machine)
 
     return replace(maker, make=make)
+
+
+@contextmanager
+def _loading(scope: ImportScope) -> Iterator[None]:
+    from memsize.loading.torchvision_ops import torchvision_importable
+
+    with random_numbers_kept(), scope.entered(), torchvision_importable():
+        yield
+
+
+def _with_gpu_where_wanted(attempt: Callable[[], _Found], machine: Machine) -> _Found:
+    """What `attempt` returns: on this machine where it runs here, else on `machine`.
+
+    Code looks for a GPU in more ways than one can list (``assert torch.cuda.is_available()``), so whatever fails here
+    is tried there; what fails there too is told as it failed here, unless that was for want of a GPU.
+    """
+    import torch
+
+    try:
+        return attempt()
+    except (TargetError, InputError) as error:
+        if error.__cause__ is None or torch.cuda.is_available():
+            raise
+        first = error
+    try:
+        with machine():
+            return attempt()
+    except (TargetError, InputError):
+        if lacks_gpu(first.__cause__):
+            raise
+        raise first from first.__cause__
 
 
 def _scope(target: Target) -> tuple[ImportScope, str]:

@@ -177,9 +177,14 @@ def user_traceback(error: BaseException, is_theirs: Callable[[str], bool]) -> st
 _WANTS_GPU = re.compile("not compiled with CUDA|NVIDIA driver|No CUDA GPUs|has no attribute '_cuda_|CUDA driver")
 
 
+def lacks_gpu(error: BaseException | None) -> bool:
+    """Whether PyTorch raised `error` because the user's code asked for a GPU that this machine has not."""
+    return error is not None and _WANTS_GPU.search(message_of(error)) is not None
+
+
 def gpu_advice(error: BaseException) -> str:
-    """What to do where the user's code asked for a GPU that this machine has not; empty for any other error."""
-    if not _WANTS_GPU.search(message_of(error)):
+    """What to do about an error that `lacks_gpu`; empty for any other error."""
+    if not lacks_gpu(error):
         return ""
     return (
         "; memsize needs no GPU, and neither may building the model: leave it on the CPU, and keep .cuda() and "

@@ -16,7 +16,7 @@ from memsize.constants.toeplitz import cast
 from memsize.constants.values import UNREADABLE, constant_of, is_small, set_constant, set_uniform
 from memsize.errors import InputError, first_line
 from memsize.internals.pytree import map_tensors, objects_in, tensors_in
-from memsize.loading import load_inputs
+from memsize.loading import Machine, load_inputs
 from memsize.loading.inputs import input_maker
 from memsize.loading.signature import wanted_inputs
 from memsize.model.meta_copy import meta_copy
@@ -66,25 +66,28 @@ class ModelInputs:
         return self.typed is None or key in self.typed
 
 
-def inputs_for(subject: Subject, model: nn.Module, maker: InputMaker | None, training: bool) -> ModelInputs:
+def inputs_for(
+    subject: Subject, model: nn.Module, maker: InputMaker | None, training: bool, machine: Machine
+) -> ModelInputs:
     """The inputs that `subject` specifies for its `model`, or else those that `maker`, a library's own example, makes.
 
+    A function that wants a GPU to make them has that of `machine`.
     Raises `InputError` where there is neither.
     """
     if subject.call is not None:
         return inputs_from_call(subject.call)
     if subject.specs:
         return inputs_from_specs(subject.specs, subject.batch_size or 1)
-    maker = _own_maker(subject.source) or maker
+    maker = _own_maker(subject.source, machine) or maker
     if maker is None:
         raise InputError(f"the model needs an input: {wanted_inputs(model)}")
     return inputs_from_maker(maker, Request(subject.batch_size or 1, subject.seq_len, training))
 
 
-def _own_maker(source: Callable[..., Any] | str | None) -> InputMaker | None:
+def _own_maker(source: Callable[..., Any] | str | None, machine: Machine) -> InputMaker | None:
     """The function that makes the inputs, where the user gave or named one."""
     if isinstance(source, str):
-        return load_inputs(source)
+        return load_inputs(source, machine)
     return source and input_maker(source, getattr(source, "__name__", type(source).__name__))
 
 

@@ -54,16 +54,20 @@ class _Stat:
 class DeviceMemory:
     """What the allocator of one process holds on a card of `total` bytes, of which `outside` are not PyTorch's own.
 
-    `events` is the list of all events, which grows while the program runs.
+    `events` is the list of all events, which grows while the program runs. Where it is not `bounded`, nothing is
+    too large for the card.
     """
 
-    def __init__(self, total: int, outside: int, config: AllocatorConfig, events: Sequence[Event]) -> None:
+    def __init__(
+        self, total: int, outside: int, config: AllocatorConfig, events: Sequence[Event], bounded: bool = True
+    ) -> None:
         self.total = total
         self.outside = outside
         self._events = events
         self._failures = self._retries = 0
         self._config = config
-        self._allocator = Allocator(config, total - outside, config.allowed(total))
+        limits = (total - outside, config.allowed(total)) if bounded else (None, None)
+        self._allocator = Allocator(config, *limits)
         self._live: dict[int, tuple[int, int, Pool]] = {}
         self._stats = {(name, pool): _Stat() for name in (*_BLOCKS, *_SEGMENTS) for pool in _POOLS}
         self._done = 0
@@ -83,7 +87,7 @@ class DeviceMemory:
     @property
     def free(self) -> int:
         """Bytes of the card that are not taken."""
-        return self.total - self.outside - self.reserved
+        return max(self.total - self.outside - self.reserved, 0)
 
     def follow(self) -> None:
         """Do what the events say, from where the last call left off.

@@ -5,12 +5,14 @@ It is process-wide, as a GPU is: threads that the program starts see it too. One
 
 from __future__ import annotations
 
-import importlib
+import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from operator import attrgetter
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _EAGER = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
+_COMPILER = "torch._dynamo"
 _open = threading.Lock()
 
 
@@ -40,8 +43,6 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
 
     Raises `InputError` when a region is open already.
     """
-    # It makes tables of PyTorch's functions when it is imported, as the first optimizer does.
-    importlib.import_module("torch._dynamo")
     if not _open.acquire(blocking=False):
         raise InputError("this process has a virtual GPU already")
     with ExitStack() as regions:
@@ -123,18 +124,70 @@ class _Silent:
 
 @contextmanager
 def _replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
-    before: list[Replacement] = []
+    held = _Held(replacements)
+    finder = _CompilerFinder(held)
+    sys.meta_path.insert(0, finder)
     try:
-        for owner, name, value in replacements:
-            before.append((owner, name, vars(owner).get(name, _NOTHING)))
-            setattr(owner, name, value)
+        held.put()
         yield
     finally:
-        for owner, name, value in reversed(before):
+        sys.meta_path.remove(finder)
+        held.put_back()
+
+
+class _Held:
+    """What is replaced, and what was there before."""
+
+    def __init__(self, replacements: Iterable[Replacement]) -> None:
+        self._wanted = tuple(replacements)
+        self._before: list[Replacement] = []
+
+    def put(self) -> None:
+        for owner, name, value in self._wanted:
+            self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
+            setattr(owner, name, value)
+
+    def put_back(self) -> None:
+        while self._before:
+            owner, name, value = self._before.pop()
             if value is _NOTHING:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While open, the originals are there."""
+        self.put_back()
+        try:
+            yield
+        finally:
+            self.put()
+
+
+class _CompilerFinder(MetaPathFinder):
+    """Lets PyTorch's compiler be imported among the originals, of which it then makes tables: the first optimizer of a
+    process imports it, and so do some libraries. Importing it ahead would cost each region a second.
+    """
+
+    def __init__(self, held: _Held) -> None:
+        self._held = held
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == _COMPILER else None
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Apart(spec.loader.name, spec.loader.path, self._held.suspended())
+        return spec
+
+
+class _Apart(SourceFileLoader):
+    def __init__(self, name: str, path: str, region: AbstractContextManager[None]) -> None:
+        super().__init__(name, path)
+        self._region = region
+
+    def exec_module(self, module: ModuleType) -> None:
+        with self._region:
+            super().exec_module(module)
 
 
 _NOTHING = object()

@@ -26,7 +26,7 @@ _TYPES = {
         ).split()
     )
 }
-"""The old names of tensor types on a GPU."""
+"""The old names of tensor types on a GPU, and their dtypes."""
 
 Replacement = tuple[Any, str, Any]
 """What is replaced: its owner, its name there, and what takes its place."""
@@ -50,6 +50,8 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     yield Tensor, "type", _type(original_type)
     yield torch, "_has_compatible_shallow_copy_type", _compatible(torch._has_compatible_shallow_copy_type)
     yield torch, "Generator", Generator
+    yield from ((torch.cuda, name, _OldType(name, (), {"dtype": dtype})) for name, dtype in _TYPES.items())
+    yield torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type)
     yield torch._utils, "_get_obj_state", _state_to_pickle(torch._utils._get_obj_state)
 
 
@@ -86,12 +88,47 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
         if dtype is None:
             name: str = original(tensor)
             return name.replace("torch.meta.", "torch.cuda.") if is_stand_in(tensor) else name
-        module, _, kind = str(dtype if isinstance(dtype, str) else torch.typename(dtype)).rpartition(".")
-        if module == "torch.cuda" and kind in _TYPES:
-            return tensor.to(DEVICE, _TYPES[kind])
-        return original(tensor, dtype, **options)
+        kind = _old_type(dtype)
+        return original(tensor, dtype, **options) if kind is None else tensor.to(DEVICE, kind)
 
     return answer
+
+
+class _OldType(type):
+    """``torch.cuda.FloatTensor``: makes tensors, and tells whether something is one of its own."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any) -> Tensor:
+        sizes = len(args) == 1 and isinstance(args[0], torch.Size)
+        if sizes or all(isinstance(size, int) for size in args):
+            return torch.empty(*args or (0,), dtype=cls.dtype, device=DEVICE)
+        return torch.as_tensor(args[0], dtype=cls.dtype).to(DEVICE)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_cuda and value.dtype is cls.dtype
+
+
+def _old_type(named: Any) -> torch.dtype | None:
+    """The dtype of one of the old types on a GPU, by itself or by its name; None for anything else."""
+    if isinstance(named, _OldType):
+        return named.dtype
+    module, _, kind = str(named).rpartition(".")
+    return _TYPES.get(kind) if module == "torch.cuda" else None
+
+
+def _default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """An old type of a GPU is a default device and a default dtype."""
+
+    def choose(named: Any) -> None:
+        kind = _old_type(named)
+        torch.set_default_device(None if kind is None else DEVICE)
+        if kind is None:
+            original(named)
+        elif kind.is_floating_point:
+            torch.set_default_dtype(kind)
+
+    return choose
 
 
 def _state_to_pickle(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
