@@ -1,14 +1,17 @@
-"""Two models side by side: what changed in what they store, what did not, and why."""
+"""Two models side by side: what changed in what they store and need, what did not, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from memsize.analysis.differences import figure_changes, layer_changes, living_changes, new_findings, paired_tensors
 from memsize.analysis.findings.evidence import Evidence, layers_of
 from memsize.analysis.findings.precision import mixed_dtypes, wrappers_that_misreport
+from memsize.analysis.matching import matched
+from memsize.analysis.sides import Side
 from memsize.records.aggregates import stored_dtypes, totals
-from memsize.records.comparison import Change, Comparison, stored_as
+from memsize.records.comparison import Change, Comparison, FigureChange, stored_as
 from memsize.records.finding import Finding, Rules
 from memsize.records.trace import Trace
 from memsize.units import Bytes
@@ -17,22 +20,54 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
 class Models(NamedTuple):
-    """What the rules look at: the traces of two models, and their tensors side by side."""
+    """What the rules look at: the traces of two models, their tensors side by side, and their figures.
+
+    `converted` says that the second has the layers of the first: what differs is how they are stored.
+    """
 
     before: Trace
     after: Trace
     pairs: tuple[Change, ...]
+    figures: tuple[FigureChange, ...] = ()
+    converted: bool = True
 
 
 RULES = Rules[Models]()
 
 
 def compare_traces(before: Trace, after: Trace) -> Comparison:
-    """The comparison of two traces of models with the same tensor names, or some of them."""
-    first, second = ({tensor.name: tensor for tensor in trace.tensors} for trace in (before, after))
-    # A packed module holds its weight under another name than the module it was converted from.
-    pairs = tuple(Change(name, first.get(name), second.get(name)) for name in dict.fromkeys([*first, *second]))
-    return Comparison(before, after, pairs, RULES.findings(Models(before, after, pairs)))
+    """The comparison of two traces."""
+    return compare_sides(Side(before), Side(after))
+
+
+def compare_sides(before: Side, after: Side) -> Comparison:
+    """The comparison of all that is known of two models or files. Layers are paired by `memsize.analysis.matching`."""
+    layers = matched(before.trace, after.trace)
+    pairs = paired_tensors(before.trace, after.trace, layers)
+    changes, figures = layer_changes(layers), figure_changes(before, after)
+    peak, living = living_changes(before, after, layers)
+    converted = not (before.file or after.file or any(_is_structural(each.how) for each in changes))
+    appeared, gone = new_findings(before.findings, after.findings, layers)
+    return Comparison(
+        before.trace,
+        after.trace,
+        pairs,
+        RULES.findings(Models(before.trace, after.trace, pairs, figures, converted)),
+        (before.name, after.name),
+        changes,
+        figures,
+        peak,
+        living,
+        appeared,
+        gone,
+        after.gpu or before.gpu,
+        after.optimizer or before.optimizer,
+        tuple(dict.fromkeys((*before.notes, *after.notes))),
+    )
+
+
+def _is_structural(how: tuple[str, ...]) -> bool:
+    return not {"added", "removed", "resized"}.isdisjoint(how)
 
 
 @RULES.rule("stored-changed", "stored-unchanged")
@@ -72,12 +107,53 @@ def what_is_kept(models: Models) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("peak-changed")
+def peaks(models: Models) -> Iterator[Finding]:
+    """The largest change of what the allocator needs at the peak: of training where there is one, else of inference."""
+    found = [each for each in models.figures if each.name == "allocated" and each.before and each.after]
+    of = "training peak" if any(each.of == "training peak" for each in found) else "inference peak"
+    moved = [(each.after - each.before, each) for each in found if each.of == of and each.before and each.after]
+    change, figure = max(moved, key=lambda each: abs(each[0]), default=(0, None))
+    if figure is not None and change:
+        yield Finding(
+            "peak-changed",
+            change,
+            (),
+            f"The {of} of {{scenario}} went from {{before}} to {{after}} ({{share}}).",
+            {
+                "scenario": figure.scenario,
+                "before": Bytes(figure.before or 0),
+                "after": Bytes(figure.after or 0),
+                "share": f"{change / (figure.before or 1):+.1%}".replace("-", "−"),
+            },
+        )
+
+
+@RULES.rule("tensors-resized")
+def resized(models: Models) -> Iterator[Finding]:
+    """Tensors that have another shape in the second model."""
+    members = [pair for pair in models.pairs if pair.resized]
+    if members:
+        yield Finding(
+            "tensors-resized",
+            sum(pair.bytes for pair in members),
+            _layers(members),
+            "{count} of the tensors changed shape, {before} → {after}: {layers}.",
+            {
+                "count": len(members),
+                "before": Bytes(sum(pair.before.bytes for pair in members if pair.before)),
+                "after": Bytes(sum(pair.after.bytes for pair in members if pair.after)),
+                "layers": _layers(members),
+            },
+        )
+
+
 @RULES.rule("tensors-changed")
 def changed(models: Models) -> Iterator[Finding]:
     """Tensors that the second model stores differently, grouped by how they were and are stored."""
     groups: dict[tuple[str, str], list[Change]] = {}
     for pair in models.pairs:
-        if pair.before and pair.after and not pair.same:
+        if pair.before and pair.after and not (pair.same or pair.resized):
             groups.setdefault((stored_as(pair.before), stored_as(pair.after)), []).append(pair)
     for (old, new), members in groups.items():
         yield Finding(
@@ -98,9 +174,9 @@ def changed(models: Models) -> Iterator[Finding]:
 
 @RULES.rule("tensors-unchanged")
 def unchanged(models: Models) -> Iterator[Finding]:
-    """Tensors that both models store alike, grouped by the likely cause."""
+    """Tensors that a conversion left as they were, grouped by the likely cause."""
     groups: dict[str, list[Change]] = {}
-    for pair in models.pairs:
+    for pair in models.pairs if models.converted else ():
         if pair.same and pair.before and pair.before.bytes:
             groups.setdefault(_cause(pair), []).append(pair)
     for cause, members in groups.items():
@@ -142,10 +218,11 @@ def in_one_only(models: Models) -> Iterator[Finding]:
 
 @RULES.rule("mixed-dtypes", "batch-norm-kept-fp32", "wrapper-misreports")
 def odd_afterwards(models: Models) -> Iterator[Finding]:
-    """What a report would say of the second model's dtypes."""
-    evidence = Evidence(given=models.after)
-    yield from mixed_dtypes(evidence)
-    yield from wrappers_that_misreport(evidence)
+    """What a report would say of the dtypes of a model that was converted."""
+    if models.converted:
+        evidence = Evidence(given=models.after)
+        yield from mixed_dtypes(evidence)
+        yield from wrappers_that_misreport(evidence)
 
 
 def _layers(pairs: list[Change]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Questions about files and earlier answers: checkpoints, saved runs, and two of anything compared."""
+"""Questions about files: checkpoints and saved runs."""
 
 from __future__ import annotations
 
@@ -6,29 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from memsize.api.models import report
 from memsize.api.opened import model_of
-from memsize.records.trace import Trace
-from memsize.spec.subject import InputOptions, InputSize, Subject
+from memsize.spec.subject import Subject
 
 if TYPE_CHECKING:
     from torch import nn
 
     from memsize.checkpoint.report import CheckpointReport
-    from memsize.records.comparison import Comparison
-
-
-def compare(before: Any, after: Any, input_size: InputSize | Any = None, **options: Any) -> Comparison:
-    """What changed from one model to another, what did not, and why: before and after `.half()`, `quantize_`, pruning.
-
-    `before` and `after` are modules, targets, traces, steps, reports or saved runs. Modules and targets are run when an
-    input is given (`input_size` and `options` as in `report`); without one only what they store is compared.
-
-    Raises `MemsizeError` for anything else, and what `report` raises.
-    """
-    from memsize.analysis.compare import compare_traces
-
-    return compare_traces(_as_trace(before, input_size, options), _as_trace(after, input_size, options))
 
 
 def read_checkpoint(
@@ -65,23 +49,3 @@ def load(path: str | os.PathLike[str]) -> Any:
     from memsize.analysis.saved import load as loaded
 
     return loaded(path)
-
-
-def _as_trace(subject: Any, input_size: Any, options: dict[str, Any]) -> Trace:
-    from memsize.analysis.step import StepTrace
-    from memsize.records.report import Report
-    from memsize.records.run_file import is_run_file
-
-    if isinstance(subject, (str, os.PathLike)) and is_run_file(subject):
-        subject = load(subject)
-    if isinstance(subject, Trace):
-        return subject
-    if isinstance(subject, (Report, StepTrace)):
-        return subject.trace
-    asked = Subject.of(subject, input_size, **{k: v for k, v in options.items() if k in InputOptions.__annotations__})
-    if asked.has_input:
-        return report(subject, input_size, **({"scenarios": "as-given"} | options)).trace
-    with model_of(asked) as (name, model, *_):
-        from memsize.tracing.run import stored_only
-
-        return stored_only(name, model)

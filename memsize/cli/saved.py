@@ -19,12 +19,15 @@ def is_saved(target: object, *also: str) -> bool:
     """
     if not isinstance(target, str) or not is_run_file(target):
         return False
+    refuse_options(f"{target} is a saved run", *also)
+    return True
+
+
+def refuse_options(why: str, *also: str) -> None:
+    """Raise `InputError`, which begins with `why`, where an option was given that asks for a run, other than `also`."""
     context = click.get_current_context()
     for option in (each for each in context.command.params if isinstance(each, click.Option)):
         name = str(option.name)
         given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         if given and name not in _SHOWS and name not in also:
-            raise InputError(
-                f"{target} is a saved run: {max(option.opts, key=len)} would need the model to be run again"
-            )
-    return True
+            raise InputError(f"{why}: {max(option.opts, key=len)} would need the model to be run again")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -20,8 +22,13 @@ from memsize.spec.subject import Mode, Subject
 from memsize.spec.training import LOSSES, Training
 
 
-def _subject(
-    target: str,
+def _subject(target: str, maker: str | None, **given: Any) -> Subject:
+    if not is_run_file(target):
+        parse_target(target)
+    return replace(_question(maker=maker, **given), model=target)
+
+
+def _question(
     inputs: tuple[str, ...],
     maker: str | None,
     seq_len: int | None,
@@ -29,14 +36,12 @@ def _subject(
     batch_size: int | None,
     mode: Mode | None,
 ) -> Subject:
-    if not is_run_file(target):
-        parse_target(target)
     if maker is not None:
         if inputs:
             raise InputError("give the inputs with --input or with --inputs, not with both")
         parse_target(maker)
     specs, built_with = parse_inputs(inputs), parse_arguments(arguments)
-    return Subject(target, specs, None, maker, batch_size, seq_len, built_with, mode)
+    return Subject("", specs, None, maker, batch_size, seq_len, built_with, mode)
 
 
 def parse_arguments(texts: Iterable[str]) -> dict[str, object]:
@@ -146,6 +151,9 @@ _STEP = (
 
 subject_options = grouped("subject", (_TARGET, *_INPUTS, _BATCH, _ARGUMENTS, _MODE), _subject)
 """The parameter `subject`: a `Subject` with the size of its batch and its mode."""
+
+several_subjects_options = grouped("subject", (*_INPUTS, _BATCH, _ARGUMENTS, _MODE), _question)
+"""The same for a command that names its targets itself: a `Subject` of the model ``""``."""
 
 fit_subject_options = grouped("subject", (_TARGET, *_INPUTS, _FIT_BATCH, _ARGUMENTS, _FIT_MODE), _subject)
 """The same where a batch is asked about only if one is given, and the mode follows the training."""

@@ -7,6 +7,7 @@ import ast
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from memsize.errors import TargetError, quoted
 
@@ -102,7 +103,16 @@ def _is_path(place: str) -> bool:
     return place.endswith(".py") or any(separator in place for separator in separators) or path.is_file() or folder
 
 
-_CHECKPOINTS = frozenset({".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt"})
+CHECKPOINTS: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
+"""The suffixes of files that hold tensors."""
+
+
+def is_checkpoint(text: str) -> bool:
+    """Whether `text` names a file or a folder that holds tensors, and no code."""
+    path = Path(text)
+    if path.is_dir():
+        return not (path / "__init__.py").is_file()
+    return path.is_file() and path.suffix != ".py"
 
 
 def _existing_file(path: Path) -> Path:
@@ -112,7 +122,7 @@ def _existing_file(path: Path) -> Path:
         hint = ""
         if path.suffix == ".json":
             hint = f": for the transformers model of a config write hf:{path}"
-        elif path.suffix in _CHECKPOINTS:
+        elif path.suffix in CHECKPOINTS:
             hint = f": memsize checkpoint {path} shows what it holds"
         raise TargetError(f"{path} is no Python file{hint}")
     if (path / "config.json").is_file():

@@ -27,7 +27,6 @@ from memsize.virtual import tensors
 from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.tensors import Replacement
-from memsize.virtual.threads import Threads
 
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
@@ -49,11 +48,10 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
     with ExitStack() as regions:
         regions.callback(_open.release)
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
-        for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
+        semantics = gpu_semantics(ledger, capability=driver.card.capability)
+        for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger, semantics):
             regions.enter_context(region)
-        semantics = regions.enter_context(gpu_semantics(ledger, capability=driver.card.capability))
-        threads = regions.enter_context(Threads(ledger, semantics))
-        regions.enter_context(_replaced((threads.replacement(), *_replacements(driver, ledger), *more)))
+        regions.enter_context(_replaced((*_replacements(driver, ledger), *more)))
         yield
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -93,11 +92,10 @@ class Program:
     def open(self) -> Iterator[None]:
         """The region in which this process has the GPU."""
         driver = Driver(self.card, self.memory)
-        shown = threading, "excepthook", _unless_stopped(threading.excepthook)
-        more = (self.calls.replacement(), shown, *self.files.replacements())
+        more = (self.calls.replacement(), *self.files.replacements())
         with (
             virtual_gpu(driver, self.ledger, more),
-            steps_watched(self.ledger, everywhere=True),
+            steps_watched(self.ledger),
             self._steps_counted(),
             self.files.guarded(),
         ):
@@ -145,7 +143,12 @@ class Program:
     def _before_forward(self) -> None:
         self._stop_after_steps()
         if self.ledger.clock.step == 0:
-            self.ledger.begin_step(1)
+            self._begin_step(1)
+
+    def _begin_step(self, number: int) -> None:
+        clock = self.ledger.clock
+        clock.step = number
+        clock.phase = clock.index("step")
 
     @contextmanager
     def _steps_counted(self) -> Iterator[None]:
@@ -161,7 +164,7 @@ class Program:
                 self._leader = id(optimizer)
             if self._leader == id(optimizer):
                 self.done += 1
-                self.ledger.begin_step(self.done + 1)
+                self._begin_step(self.done + 1)
 
         handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
         try:
@@ -224,16 +227,6 @@ def _failure(error: BaseException | None, ledger: VirtualLedger, seen: Sequence[
     where = seen[ledger.clock.layer] if ledger.clock.layer >= 0 else None
     path, kind = (where.path, where.type) if where else ("", "")
     return Failure(path, kind, ledger.last_op or None, (), f"{type(error).__name__}: {first_line(error)}")
-
-
-def _unless_stopped(show: Callable[[Any], object]) -> Callable[[Any], None]:
-    """A thread in which the program was stopped ends without a word."""
-
-    def shown(args: Any) -> None:
-        if not issubclass(args.exc_type, StopProgram):
-            show(args)
-
-    return shown
 
 
 @contextmanager

@@ -1,0 +1,218 @@
+"""What differs between two sides: tensors, layers, figures, what is alive at a peak, and findings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Final
+
+from memsize.analysis.matching import Node, Pair, local_name
+from memsize.analysis.sides import Side
+from memsize.records.aggregates import COUNTED, split_phase, totals
+from memsize.records.comparison import Change, FigureChange, FigureOf, How, LayerChange, LayerSizes, LivingChange
+from memsize.records.finding import Finding
+from memsize.records.gpu import LiveStorage
+from memsize.records.report import FIGURES
+from memsize.records.roles import in_order
+from memsize.records.trace import Trace
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple[Change, ...]:
+    """Every tensor of both models once: those of layers that are the same, by their names there; others by their own.
+
+    A packed module holds its weight under another name than the module it was converted from.
+    """
+    held = {tensor.name: tensor for tensor in after.tensors}
+    renamed = dict(_renamed_tensors(layers))
+    moved = set(renamed.values())
+    pairs = []
+    for tensor in before.tensors:
+        name = renamed.get(tensor.name) or (tensor.name if tensor.name not in moved else None)
+        other = held.pop(name, None) if name else None
+        pairs.append(Change(other.name if other else tensor.name, tensor, other))
+    return (*pairs, *(Change(name, None, tensor) for name, tensor in held.items()))
+
+
+def _renamed_tensors(layers: Iterable[Pair]) -> Iterator[tuple[str, str]]:
+    for old, new in layers:
+        if old and new:
+            names = {local_name(tensor): tensor.name for tensor in new.tensors}
+            for tensor in old.tensors:
+                if (name := names.get(local_name(tensor))) is not None:
+                    yield tensor.name, name
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def layer_changes(layers: Sequence[Pair]) -> tuple[LayerChange, ...]:
+    """The layers that changed, in the order of the second model.
+
+    What is below a layer that was added, removed or renamed as a whole is counted with it, so that the rows and the
+    layers that did not change add up to the model.
+    """
+    parents = {child: node for pair in layers for node in pair if node for child in node.children}
+    partners = {old: new for old, new in layers if old and new}
+    groups: dict[Pair, list[Pair]] = {}
+    heads: dict[Node | None, tuple[Pair, tuple[How, ...]]] = {}
+    for pair in layers:
+        how = tuple(_how(pair, parents, partners))
+        node = pair.after or pair.before
+        head, whole = heads.get(parents.get(node) if node else None, (pair, ()))
+        follows = not how if "renamed" in whole else how == whole != ()
+        if how or follows:
+            heads[node] = head, how = (head, whole) if follows else (pair, how)
+            groups.setdefault(head, []).append(pair)
+    return tuple(_change(head, heads[head.after or head.before][1], members) for head, members in groups.items())
+
+
+def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]) -> Iterator[How]:
+    old, new = pair.before, pair.after
+    if old is None or new is None:
+        yield "added" if old is None else "removed"
+        return
+    above = parents.get(old)
+    if old.name != new.name or (above and partners.get(above)) != parents.get(new):
+        yield "renamed"
+    shapes, stored = ([_stored(node, exact) for node in (old, new)] for exact in (False, True))
+    if shapes[0] != shapes[1]:
+        yield "resized"
+    if old.layer.type != new.layer.type and old.layer.type and new.layer.type:
+        yield "replaced"
+    elif stored[0] != stored[1] and shapes[0] == shapes[1]:
+        yield "stored differently"
+    elif stored[0] == stored[1] and _sizes([old])[2:] != _sizes([new])[2:]:
+        yield "runs differently"
+
+
+def _stored(node: Node, exact: bool) -> set[object]:
+    """What a layer stores itself: the shapes of its tensors, or all that says how they are stored."""
+    return {
+        (local_name(tensor), tensor.spec.shape, *((tensor.spec.dtype, tensor.bytes, tensor.parts) if exact else ()))
+        for tensor in node.tensors
+    }
+
+
+def _change(head: Pair, how: tuple[How, ...], members: Sequence[Pair]) -> LayerChange:
+    before, after = ([node for pair in members if (node := pair[side])] for side in (0, 1))
+    (old, old_type), (new, new_type) = ((node.layer.path, node.layer.type) if node else (None, None) for node in head)
+    return LayerChange(old, new, (old_type, new_type), how, (_sizes(before), _sizes(after)), len(members))
+
+
+def _sizes(nodes: Iterable[Node]) -> LayerSizes:
+    nodes = tuple(nodes)
+    tensors = [tensor for node in nodes for tensor in node.tensors]
+    return LayerSizes(
+        sum(tensor.elements for tensor in tensors if tensor.kind in COUNTED and not tensor.tied_to),
+        sum(tensor.bytes for tensor in tensors if tensor.kind != "master"),
+        sum(node.layer.output_bytes for node in nodes),
+        sum(node.layer.saved_bytes for node in nodes),
+    )
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+_OF_STORED: Final = ("parameter_bytes", "buffer_bytes", "attribute_bytes")
+_OF_PEAKS: Final = ("requested", "allocated", "reserved")
+_Place = tuple[str, FigureOf]
+
+
+def figure_changes(before: Side, after: Side) -> tuple[FigureChange, ...]:
+    """Every figure of every scenario of either side, and what is alive at each peak by role.
+
+    Where each side has one scenario, these are compared, whatever they are called.
+    """
+    found = [dict(_figures(side)) for side in (before, after)]
+    names = [list(dict.fromkeys(scenario for scenario, _ in each)) for each in found]
+    if [len(each) for each in names] == [1, 1] and names[0] != names[1]:
+        both = f"{names[0][0]} → {names[1][0]}"
+        found = [{(both, of): figures for (_, of), figures in each.items()} for each in found]
+    places = list(dict.fromkeys(place for each in found for place in each))
+    order = {scenario: number for number, scenario in enumerate(dict.fromkeys(scenario for scenario, _ in places))}
+    return tuple(
+        FigureChange(*place, name, *(_figure(each, place, name) for each in found))
+        for place in sorted(places, key=lambda place: order[place[0]])
+        for name in dict.fromkeys(name for each in found for name in each.get(place, ()))
+    )
+
+
+def _figure(found: Mapping[_Place, Mapping[str, int]], place: _Place, name: str) -> int | None:
+    figures = found.get(place)
+    if figures is None:
+        return None
+    return figures.get(name, None if name in FIGURES else 0)
+
+
+def _figures(side: Side) -> Iterator[tuple[_Place, Mapping[str, int]]]:
+    if side.file is not None:
+        yield (side.trace.scenario, "file"), side.file
+        return
+    for scenario, trace in side.runs or ((side.trace.scenario, side.trace),):
+        found = totals(trace)
+        yield (scenario, "run"), {name: getattr(found, name) for name in (FIGURES if trace.ran else _OF_STORED)}
+    for scenario, of, peak in side.peaks:
+        sizes = {name: getattr(peak, name) for name in _OF_PEAKS} | {"device": peak.device.high}
+        yield (scenario, of), sizes | {role: peak.roles[role] for role in in_order(peak.roles)}
+
+
+# -- what is alive at a peak -------------------------------------------------------------------------------------------
+
+
+def living_changes(before: Side, after: Side, layers: Iterable[Pair]) -> tuple[str, tuple[LivingChange, ...]]:
+    """The first peak that both sides have, of training where there is one, and which of its largest storages changed.
+
+    Of a storage that only one of them lists, the other has none like it, or one that is smaller than all that it lists.
+    """
+    shared = [
+        (of, scenario, peak, other)
+        for scenario, of, peak in before.peaks
+        for name, kind, other in after.peaks
+        if (scenario, of) == (name, kind) or len(before.peaks) == len(after.peaks) == 1
+    ]
+    if not shared:
+        return "", ()
+    of, scenario, first, second = max(shared, key=lambda each: each[0] == "training peak")
+    now = {old.layer.path: new.layer.path for old, new in layers if old and new}
+    return f"{of} of {scenario}", tuple(_living(first.storages, second.storages, now))
+
+
+def _living(
+    before: Sequence[LiveStorage], after: Sequence[LiveStorage], now: Mapping[str, str]
+) -> Iterator[LivingChange]:
+    least = [min((living.bytes for living in each), default=0) for each in (before, after)]
+    groups: dict[tuple[object, ...], tuple[list[LiveStorage], list[LiveStorage]]] = defaultdict(lambda: ([], []))
+    for place, storages in enumerate((before, after)):
+        for living in storages:
+            path = now.get(living.layer, living.layer) if place == 0 and living.layer is not None else living.layer
+            groups[living.role, path, living.op, split_phase(living.phase)[0]][place].append(living)
+    for olds, news in groups.values():
+        for old, new in zip_longest(olds, news):
+            if old is None or new is None:
+                if (old or new).bytes > least[old is not None]:
+                    yield LivingChange(old, new)
+            elif old.bytes != new.bytes:
+                yield LivingChange(old, new)
+
+
+# -- findings ----------------------------------------------------------------------------------------------------------
+
+
+def new_findings(
+    before: Iterable[Finding], after: Iterable[Finding], layers: Iterable[Pair]
+) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """The findings about the second side alone, and about the first alone: their code is new, or a layer they name."""
+    now = {old.layer.path: new.layer.path for old, new in layers if old and new}
+    first, second = tuple(before), tuple(after)
+    was = {key for finding in first for key in _keys(finding, now)}
+    is_now = {key for finding in second for key in _keys(finding, {})}
+    return (
+        tuple(finding for finding in second if not _keys(finding, {}) <= was),
+        tuple(finding for finding in first if not _keys(finding, now) <= is_now),
+    )
+
+
+def _keys(finding: Finding, now: Mapping[str, str]) -> set[tuple[str, str]]:
+    return {(finding.code, now.get(layer, layer)) for layer in finding.layers or ("",)}
