@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -311,6 +312,79 @@ def test_gradients_that_stay_are_told(tmp_path: Path) -> None:
     freed, _ = ran(tmp_path, text.format(True))
     assert kept.kept_gradients == (512 * 512 + 512) * 4 and freed.kept_gradients == 0
     assert "run-gradients-kept" in [finding.code for finding in kept.findings]
+
+
+def test_a_thread_that_copies_ahead_is_recorded(tmp_path: Path) -> None:
+    """Two batches of 1 MiB wait in the queue, one is being put there, and one is in use."""
+    found, error = ran(
+        tmp_path,
+        """
+        import queue, threading, torch
+        model = torch.nn.Linear(512, 512).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        ready = queue.Queue(2)
+
+        class Ahead(threading.Thread):
+            def run(self):
+                stream = torch.cuda.Stream()
+                for _ in range(9):
+                    with torch.cuda.stream(stream):
+                        batch = torch.ones(512, 512).pin_memory().to("cuda", non_blocking=True)
+                    assert batch.is_cuda and torch.cuda.memory_allocated() >= batch.nbytes
+                    ready.put(batch)
+
+        ahead = Ahead(daemon=True)
+        ahead.start()
+        while True:
+            batch = ready.get(timeout=60)
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+        """,
+    )
+    assert error is None and found.steps == 3
+    copied = [s for s in found.trace.storages if s.shape == (512, 512) and s.op == "_to_copy"]
+    assert len(copied) >= 4 and all(s.layer == -1 for s in copied[1:])
+
+
+def test_a_program_may_train_in_a_thread_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found, error = ran(
+        tmp_path,
+        """
+        import threading, torch
+        model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU()).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        def train():
+            while True:
+                model(torch.ones(4, 512, device="cuda")).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join(60)
+        print(thread.is_alive())
+        """,
+    )
+    assert error is None and found.steps == 3 and found.stopped
+    assert {split_phase(name) for name in found.trace.phases} >= {("forward", 3), ("backward", 3), ("optimizer", 3)}
+    assert [layer.calls for layer in found.trace.layers] == [1, 1, 1]  # of its first forward
+    written = capfd.readouterr()
+    assert "False" in written.out and "StopProgram" not in written.err
+
+
+def test_a_thread_that_outlives_the_region_is_left_with_pytorch_as_it_is() -> None:
+    go, answers = threading.Event(), []
+
+    def late() -> None:
+        go.wait(60)
+        answers.extend([torch.ones(2).tolist(), torch.empty(2, device="meta").device.type])
+
+    with gpu() as program:
+        thread = threading.Thread(target=late)
+        thread.start()
+    go.set()
+    thread.join(60)
+    assert answers == [[1.0, 1.0], "meta"] and not program.ledger.events
 
 
 # -- how it ends ------------------------------------------------------------------------------------------------------

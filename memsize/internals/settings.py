@@ -27,18 +27,28 @@ from torch.optim import optimizer as torch_optimizer
 @contextmanager
 def settings_kept() -> Iterator[None]:
     """Afterwards the process's settings and random generators are as they were, also after an error."""
-    before = [_read(setting) for setting in _SETTINGS]
-    generators = _random_states()
+    put_back = settings_read()
     try:
         with warnings.catch_warnings():
             yield
     finally:
+        put_back()
+
+
+def settings_read() -> Callable[[], None]:
+    """Read the process's settings and random generators; what is returned puts them back."""
+    before = [_read(setting) for setting in _SETTINGS]
+    generators = _random_states()
+
+    def put_back() -> None:
         for setting, value in zip(_SETTINGS, before, strict=True):
             if value is not _UNREADABLE and _read(setting) != value:
                 with suppress(Exception):  # such as a signal handler outside of the main thread
                     setting.write(value)
         for write, state in generators:
             write(state)
+
+    return put_back
 
 
 class _Setting(NamedTuple):
@@ -114,6 +124,11 @@ def _handler(number: int) -> _Setting:
     return _Setting(lambda: signal.getsignal(number), lambda handler: signal.signal(number, handler))
 
 
+def _set_default_type(device: str) -> None:
+    """``torch.set_default_tensor_type(torch.cuda.FloatTensor)`` sets a device too, below that of `torch.device`."""
+    torch._C._set_default_tensor_type(torch.FloatTensor if device == "cpu" else getattr(torch, device).FloatTensor)
+
+
 def _set_numpy_options(options: tuple[Any, Any]) -> None:
     numpy = sys.modules["numpy"]
     numpy.set_printoptions(**options[0])
@@ -131,6 +146,7 @@ _torch: Any = torch._C
 
 _OF_PYTORCH: Final = (
     _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    _Setting(torch._C._get_default_device, _set_default_type),
     _Setting(torch.get_default_dtype, torch.set_default_dtype),
     _Setting(
         lambda: getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),

@@ -140,12 +140,16 @@ def _with_gpu_where_wanted(attempt: Callable[[], _Found], machine: Machine) -> _
     """
     import torch
 
+    from memsize.internals.settings import settings_read
+
+    put_back = settings_read()
     try:
         return attempt()
     except (TargetError, InputError) as error:
         if error.__cause__ is None or torch.cuda.is_available():
             raise
         first = error
+    put_back()
     try:
         with machine():
             return attempt()

@@ -53,12 +53,18 @@ _thread = _Thread()
 @contextmanager
 def overridden(notes: dict[str, None]) -> Iterator[None]:
     """While open, a run is under way in this thread; remarks for the reader are added to `notes`."""
-    with _overrides.active(), _uncompiled():
-        _thread.notes.append(notes)
-        try:
-            yield
-        finally:
-            _thread.notes.pop()
+    with _overrides.active(), _uncompiled(), overridden_here(notes):
+        yield
+
+
+@contextmanager
+def overridden_here(notes: dict[str, None]) -> Iterator[None]:
+    """While open, this thread takes part in a run that is under way in another."""
+    _thread.notes.append(notes)
+    try:
+        yield
+    finally:
+        _thread.notes.pop()
 
 
 @contextmanager

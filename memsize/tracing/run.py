@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memsize.cuda.region import cuda_semantics
-from memsize.cuda.semantics import CUDNN
+from memsize.cuda.semantics import CUDNN, Semantics
 from memsize.errors import ForwardError, MemsizeError, exits_caught
 from memsize.internals.isolation import undisturbed
 from memsize.internals.pytree import tensors_in
@@ -35,7 +35,7 @@ from memsize.tracing.module_calls import Calls, Seen
 @contextmanager
 def gpu_semantics(
     ledger: Ledger, capability: tuple[int, int] = (8, 0), cudnn: int = CUDNN, release: tuple[int, int] | None = None
-) -> Iterator[None]:
+) -> Iterator[Semantics]:
     """While open, PyTorch behaves as it would for tensors on a GPU, and autocast's copies are marked in the ledger.
 
     `release` is the PyTorch to simulate where it is another than the installed one.
@@ -48,8 +48,8 @@ def gpu_semantics(
     region = cuda_semantics(
         stands_for=stand_in, capability=capability, cudnn=cudnn, release=release, autocast_observer=copied
     )
-    with region:
-        yield
+    with region as semantics:
+        yield semantics
 
 
 @dataclass(frozen=True)

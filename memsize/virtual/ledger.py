@@ -7,34 +7,71 @@ imported with ``from torch import zeros``) is answered here, where its op is dis
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from memsize.records.roles import Role
+from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
 
 _META = torch.device("meta")
 
 
-class _Depth(threading.local):
-    value = 0
+class _Thread(threading.local):
+    depth = 0
+    clock: Clock | None = None
 
 
-_depth = _Depth()
+_thread = _Thread()
 
 
 def below_autograd() -> bool:
     """Whether this thread is inside an op: PyTorch's own kernels in Python must see the real device of a tensor."""
-    return _depth.value > 0
+    return _thread.depth > 0
+
+
+class _ClockBeside(Clock):
+    """The clock of one more thread: it is in the step and phase that the `main` one shows, unless it opens its own."""
+
+    def __init__(self, main: Clock) -> None:
+        self._main, step = main, main.step
+        super().__init__()
+        self.phases, self.step = main.phases, step
+        self._opened = 0
+
+    @property
+    def step(self) -> int:
+        return self._main.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._main.step = number
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        self._opened += 1
+        try:
+            with super().during(name):
+                yield
+        finally:
+            self._opened -= 1
+
+    def tick(self) -> None:
+        if not self._opened and self._outside is None:
+            self.phase = self._main.phase
+        super().tick()
 
 
 class VirtualLedger(Ledger):
     """Records the ops on stand-ins; `observer` is called after each, when its events are there."""
 
     def __init__(self, workspaces: Workspaces, observer: Callable[[], None]) -> None:
+        self._turn = threading.RLock()
+        """One op at a time is recorded, whichever thread runs it."""
         super().__init__("meta", workspaces)
         self.evaluator.lenient = True
         self._observer = observer
@@ -47,12 +84,37 @@ class VirtualLedger(Ledger):
             kwargs = {**kwargs, "device": _META}
         elif not (device is not None and device.type == "meta") and not _on_gpu(args):
             return func(*args, **(kwargs or {}))
-        _depth.value += 1
+        with self._turn:
+            _thread.depth += 1
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                _thread.depth -= 1
+                self._observer()
+
+    @property
+    def clock(self) -> Clock:
+        """Where this thread is in the run."""
+        return _thread.clock or self._clock
+
+    @clock.setter
+    def clock(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def begin_step(self, number: int) -> None:
+        """What follows, in the main thread too, belongs to the step of that number."""
+        for clock in {self._clock, self.clock}:
+            clock.step = number
+            clock.phase = clock.index("step")
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """While open, this thread, which the program started, calls modules and runs backwards of its own."""
+        _thread.clock = _ClockBeside(self._clock)
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            yield
         finally:
-            _depth.value -= 1
-            self._observer()
+            _thread.clock = None
 
     def place(self, tensor: torch.Tensor, role: Role, layer: int) -> None:
         """Give the storage of `tensor` a role and a layer that were not known when it was made."""

@@ -27,6 +27,7 @@ from memsize.virtual import tensors
 from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.tensors import Replacement
+from memsize.virtual.threads import Threads
 
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
@@ -48,10 +49,11 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
     with ExitStack() as regions:
         regions.callback(_open.release)
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
-        semantics = gpu_semantics(ledger, capability=driver.card.capability)
-        for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger, semantics):
+        for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
             regions.enter_context(region)
-        regions.enter_context(_replaced((*_replacements(driver, ledger), *more)))
+        semantics = regions.enter_context(gpu_semantics(ledger, capability=driver.card.capability))
+        threads = regions.enter_context(Threads(ledger, semantics))
+        regions.enter_context(_replaced((threads.replacement(), *_replacements(driver, ledger), *more)))
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -58,20 +59,24 @@ def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
 
 @contextmanager
-def steps_watched(ledger: Ledger) -> Iterator[None]:
-    """While open, every optimizer's `step` in this thread is its own phase, and the state that it makes is marked."""
-    phases: list[Any] = []
+def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
+    """While open, every optimizer's `step` in this thread, or `everywhere`, is its own phase, and the state that it
+    makes is marked.
+    """
+    phases: defaultdict[int, list[Any]] = defaultdict(list)
     thread = threading.get_ident()
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() == thread:
-            phases.append(ledger.clock.during("optimizer"))
-            phases[-1].__enter__()
+        here = threading.get_ident()
+        if everywhere or here == thread:
+            phases[here].append(ledger.clock.during("optimizer"))
+            phases[here][-1].__enter__()
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != thread:
+        here = threading.get_ident()
+        if not (everywhere or here == thread):
             return
-        phases.pop().__exit__(None, None, None)
+        phases[here].pop().__exit__(None, None, None)
         for tensor in tensors_in(list(optimizer.state.values())):
             ledger.mark(tensor, "optimizer state")
 

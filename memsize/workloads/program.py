@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -92,10 +93,11 @@ class Program:
     def open(self) -> Iterator[None]:
         """The region in which this process has the GPU."""
         driver = Driver(self.card, self.memory)
-        more = (self.calls.replacement(), *self.files.replacements())
+        shown = threading, "excepthook", _unless_stopped(threading.excepthook)
+        more = (self.calls.replacement(), shown, *self.files.replacements())
         with (
             virtual_gpu(driver, self.ledger, more),
-            steps_watched(self.ledger),
+            steps_watched(self.ledger, everywhere=True),
             self._steps_counted(),
             self.files.guarded(),
         ):
@@ -143,12 +145,7 @@ class Program:
     def _before_forward(self) -> None:
         self._stop_after_steps()
         if self.ledger.clock.step == 0:
-            self._begin_step(1)
-
-    def _begin_step(self, number: int) -> None:
-        clock = self.ledger.clock
-        clock.step = number
-        clock.phase = clock.index("step")
+            self.ledger.begin_step(1)
 
     @contextmanager
     def _steps_counted(self) -> Iterator[None]:
@@ -164,7 +161,7 @@ class Program:
                 self._leader = id(optimizer)
             if self._leader == id(optimizer):
                 self.done += 1
-                self._begin_step(self.done + 1)
+                self.ledger.begin_step(self.done + 1)
 
         handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
         try:
@@ -227,6 +224,16 @@ def _failure(error: BaseException | None, ledger: VirtualLedger, seen: Sequence[
     where = seen[ledger.clock.layer] if ledger.clock.layer >= 0 else None
     path, kind = (where.path, where.type) if where else ("", "")
     return Failure(path, kind, ledger.last_op or None, (), f"{type(error).__name__}: {first_line(error)}")
+
+
+def _unless_stopped(show: Callable[[Any], object]) -> Callable[[Any], None]:
+    """A thread in which the program was stopped ends without a word."""
+
+    def shown(args: Any) -> None:
+        if not issubclass(args.exc_type, StopProgram):
+            show(args)
+
+    return shown
 
 
 @contextmanager

@@ -1,0 +1,89 @@
+"""Threads that a program starts, to fetch data ahead or to serve requests: what they do on the GPU is recorded too.
+
+PyTorch's dispatch modes, its hooks for saved tensors and the dispatch key of CUDA's semantics belong to one thread. A
+thread that outlives the region is left with a mode that does nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memsize.cuda.semantics import Semantics, switched_on
+from memsize.tracing.overrides import overridden_here
+from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.tensors import Replacement
+
+
+class Threads:
+    """The threads that are started while this is open. They follow the `semantics` of the thread that opened it."""
+
+    def __init__(self, ledger: VirtualLedger, semantics: Semantics) -> None:
+        self.ledger = ledger
+        self.is_open = False
+        self._semantics = semantics
+
+    def __enter__(self) -> Self:
+        self.is_open = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_open = False
+
+    def replacement(self) -> Replacement:
+        """What takes the place of `threading.Thread.start`."""
+        original: Any = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            thread.run = self._followed_run(thread)  # type: ignore[method-assign]
+            original(thread)
+
+        return threading.Thread, "start", start
+
+    def _followed_run(self, thread: threading.Thread) -> Callable[[], None]:
+        run = thread.run
+
+        def followed() -> None:
+            try:
+                with self._followed():
+                    run()
+            except BaseException:
+                if self.is_open:
+                    raise  # else the program is over, and its GPU is gone
+            finally:
+                del thread.run  # a cycle, which would keep what the thread holds
+
+        return followed
+
+    @contextmanager
+    def _followed(self) -> Iterator[None]:
+        ledger = self.ledger
+        hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
+        here = overridden_here(ledger.evaluator.notes)
+        with ledger.in_thread(), here, hooks, _InThread(self), switched_on(self._semantics):
+            yield
+
+
+class _InThread(TorchDispatchMode):
+    """The ledger as the mode of one more thread."""
+
+    def __init__(self, threads: Threads) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._threads = threads
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `MetaDispatchMode`
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._threads.is_open:
+            return self._threads.ledger.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
