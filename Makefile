@@ -1,4 +1,4 @@
-# make demo | test | bench: each sets up its own virtual environment first, and again when the requirements change.
+# make demo | test | bench | page-libraries: each sets up its own virtual environment first, and again when the requirements change.
 #
 # PYTHON=…          the interpreter to build it with (the first of the list below that is 3.11 or newer)
 # TORCH_INDEX=…     the index to get PyTorch and torchvision from: that of their small CPU builds, say
@@ -19,7 +19,7 @@ BUILDS := $(shell grep -E '^(torch|torchvision)==' constraints.txt)
 # pip shows how far it is; its warnings and errors are shown where it fails.
 OR_EXPLAIN = 2>$(LOG) || { cat $(LOG) >&2; exit 1; }
 
-.PHONY: demo test bench format clean
+.PHONY: demo test bench format page-libraries clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -38,6 +38,18 @@ bench: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The libraries that pages inline, in the versions that package.json names, with their licences. It needs npm.
+LIBRARIES := memsize/render/page/vendor
+FETCHED := build/page-libraries
+
+page-libraries:
+	rm -rf $(FETCHED) && mkdir -p $(FETCHED)
+	cp $(LIBRARIES)/package.json $(FETCHED)
+	npm install --prefix $(FETCHED) --no-audit --no-fund --omit=dev
+	cp $(FETCHED)/node_modules/d3-*/dist/*.min.js $(LIBRARIES)
+	cd $(FETCHED)/node_modules && for name in d3-*; do printf '%s\n\n' "$$name:"; cat $$name/LICENSE; echo; done \
+		> $(CURDIR)/$(LIBRARIES)/LICENSE
 
 # torch and torchvision come first and in one step, since only builds of one index match; once they are there, nothing
 # that depends on torch asks for another. An index without that torchvision leaves it to the next step: memsize runs the

@@ -32,7 +32,7 @@ from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, render
 from memsize.units import Bytes
 from tests.checkpoints import gguf_bytes
-from tests.test_render import check
+from tests.pages import check_golden as check
 
 
 def tensor(name: str, shape: tuple[int, ...] = (4,), dtype: str = "float32", **facts: Any) -> Tensor:

@@ -19,7 +19,7 @@ from memsize.records.finding import Finding, Rules
 from memsize.render import render
 from memsize.units import Bytes
 from tests import models, records
-from tests.test_render import check
+from tests.pages import check_golden as check
 
 
 def found(model: nn.Module, size: object, **options: object) -> dict[str, Finding]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,9 +46,9 @@ from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
+from tests.pages import check_golden as check
 
 MiB = 1 << 20
-GOLDEN = Path(__file__).parent / "golden"
 CONTEXT = 650 * MiB
 """What the CUDA context may take."""
 
@@ -910,13 +909,6 @@ def made_by_hand() -> Fit:
         notes=("a note",),
         runs=9,
     )
-
-
-def check(name: str, text: str) -> None:
-    path = GOLDEN / name
-    if os.environ.get("MEMSIZE_GOLDEN") == "write":
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("format", "suffix"), [("text", "txt"), ("markdown", "md"), ("csv", "csv"), ("html", "html")])

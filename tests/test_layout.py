@@ -23,7 +23,7 @@ from memsize.errors import ForwardError, OutputError
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, LayoutReport, Loss, Run
 from memsize.records.trace import InputTensor, TensorSpec
 from memsize.render import FORMATS, render
-from tests.test_render import check
+from tests.pages import check_golden as check
 
 Write = Callable[[str, str], Path]
 

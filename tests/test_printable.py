@@ -32,6 +32,7 @@ from memsize.render import FORMATS, render
 from memsize.render.csv import draw as draw_csv
 from tests import records
 from tests.checkpoints import text, write_zip
+from tests.pages import content
 
 # ESC starts a sequence (here a window's title), CSI and OSC do so in one character, BEL ends one; NUL, backspace,
 # carriage return and tab; what turns the direction of text; a line separator; and a half of a character.
@@ -150,10 +151,12 @@ def test_a_cell_that_begins_like_a_formula_is_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["toy", "timeline"])
-def test_a_page_may_run_and_fetch_nothing(name: str) -> None:
-    page = render(ANSWERS[name](), "html")
+def test_a_page_may_run_its_own_script_and_fetch_nothing(name: str) -> None:
+    page = content(render(ANSWERS[name](), "html"))
     policy = page[page.index("Content-Security-Policy") :].split('"')[2]
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    assert policy == (
+        "default-src 'none'; script-src 'sha256-…'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    )
     # It governs what comes after it.
     assert page.index("Content-Security-Policy") < min(page.index("<title>"), page.index("<style>"))
 

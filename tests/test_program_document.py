@@ -6,9 +6,7 @@ keeping it.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +17,8 @@ from memsize.records.program import Assumed, LiveTensor, ProgramRun, Refused, Su
 from memsize.records.trace import Event, Storage, Trace
 from memsize.render import render
 from tests import records
+from tests.pages import check_golden as check
 
-GOLDEN = Path(__file__).parent / "golden"
 MiB = 2**20
 
 
@@ -117,20 +115,13 @@ def test_memory_grows_where_every_step_leaves_some(steps: int, survivors: tuple[
     assert ("run-grows" in codes(replace(program(), steps=steps, survivors=left))) is grows
 
 
-def golden(name: str, text: str) -> None:
-    path = GOLDEN / name
-    if os.environ.get("MEMSIZE_GOLDEN") == "write":
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(("format", "suffix"), [("text", "txt"), ("json", "json"), ("csv", "csv"), ("markdown", "md")])
 def test_golden(format: str, suffix: str) -> None:
-    golden(f"run.{suffix}", render(program(), format))
+    check(f"run.{suffix}", render(program(), format))
 
 
 def test_golden_at_a_terminals_width() -> None:
-    golden("run.80.txt", render(program(), "text", width=80))
+    check("run.80.txt", render(program(), "text", width=80))
 
 
 def test_the_page_holds_every_line_and_tensor() -> None:

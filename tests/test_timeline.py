@@ -9,11 +9,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Callable
-from html.parser import HTMLParser
+from itertools import combinations, pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,8 +32,9 @@ from memsize.records.timeline import Phase, Stretch, Timeline, courses, from_dat
 from memsize.records.trace import Event, Storage, Trace
 from memsize.render import FORMATS, plot, render
 from tests import records
+from tests.pages import Tags, check_page
+from tests.pages import check_golden as check
 
-GOLDEN = Path(__file__).parent / "golden"
 MiB = 2**20
 
 
@@ -135,13 +136,6 @@ def empty() -> Trace:
 TRACES: dict[str, Callable[[], Trace]] = {"steps": two_steps, "inference": inference, "empty": empty}
 
 
-def check(name: str, text: str) -> None:
-    path = GOLDEN / name
-    if os.environ.get("MEMSIZE_GOLDEN") == "write":
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
-
-
 def test_the_peak_of_a_step() -> None:
     found = timeline(two_steps())
     peak = found.peak
@@ -194,6 +188,29 @@ def test_a_run_may_end_outside_every_phase() -> None:
     script.during("setup")
     script.free("y", "mm")
     assert timeline(script.trace()).phases == (Phase("forward", 0, 0, 1), Phase("setup", 0, 1, 2))
+
+
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("expandable", [False, True])
+def test_live_blocks_lie_apart_in_what_is_reserved(name: str, expandable: bool) -> None:
+    trace = TRACES[name]()
+    found = timeline(trace, AllocatorConfig(expandable_segments=expandable))
+    assert found.storages == trace.storages
+    live: dict[int, tuple[int, int]] = {}
+    for event, (storage, change) in enumerate(zip(found.storage, found.delta, strict=True)):
+        live[storage] = (found.address[event], live.get(storage, (0, 0))[1] + change)
+        live = {index: held for index, held in live.items() if held[1]}
+        assert sum(size for _, size in live.values()) == found.total[event]
+        blocks = sorted((start, start + size) for start, size in live.values())
+        assert all(end <= start for (_, end), (start, _) in pairwise(blocks))
+        assert sum(segment.bytes for segment in found.segments if segment.event <= event) == found.reserved[event]
+
+
+def test_a_timeline_without_storages_is_still_read() -> None:
+    data = to_data(timeline(two_steps()))
+    assert from_data(json.loads(json.dumps(data))) == timeline(two_steps())
+    old = {name: value for name, value in data.items() if name not in ("storage", "address", "storages", "segments")}
+    assert from_data(old).storages == () and from_data(old).total == timeline(two_steps()).total
 
 
 def test_steps_that_run_alike_are_told_once() -> None:
@@ -249,9 +266,36 @@ def test_a_release_between_two_children_belongs_to_the_first() -> None:
     assert found == (Stretch("body.0", 0, 1), Stretch("body.1", 1, 3), Stretch("head", 3, 5), Stretch("", 5, 6))
 
 
-def test_every_role_has_a_title_and_colours_of_its_own() -> None:
-    looks = [look for title in TITLES.values() for look in (title.noun, *title.colours)]
-    assert len(looks) == len(set(looks)) == 3 * len(ROLES)
+def test_every_role_has_a_title_and_a_colour_of_its_own() -> None:
+    looks = [look for title in TITLES.values() for look in (title.noun, title.colour)]
+    assert len(looks) == len(set(looks)) == 2 * len(ROLES)
+
+
+# Full loss of one kind of cone: Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color
+# Vision Deficiency" (2009), table 1.
+SIGHTS = {
+    "all three": np.eye(3),
+    "no red": np.array([[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.052]]),
+    "no green": np.array([[0.3673, 0.8606, -0.228], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]]),
+    "no blue": np.array([[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]]),
+}
+# Björn Ottosson, "A perceptual color space for image processing" (2020).
+CONES = np.array([[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.63]])
+OKLAB = np.array([[0.2105, 0.7936, -0.0041], [1.978, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]])
+
+
+def seen(colour: str, sight: np.ndarray) -> np.ndarray:
+    """`colour` in Oklab, where distances are what people see: 1 is that of black and white."""
+    parts = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    light = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return OKLAB @ np.cbrt(CONES @ np.clip(sight @ light, 0, 1))
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_no_two_roles_look_alike_to_anyone(sight: str) -> None:
+    looks = {role: seen(title.colour, SIGHTS[sight]) for role, title in TITLES.items()}
+    for one, other in combinations(looks, 2):
+        assert np.linalg.norm(looks[one] - looks[other]) > 0.08, (one, other)
 
 
 def test_a_role_that_is_not_in_the_table_is_never_left_out() -> None:
@@ -325,47 +369,15 @@ def test_sizes_follow_the_unit(unit: str) -> None:
     assert shown in render(found, "html", unit=unit)
 
 
-class _Tags(HTMLParser):
-    """Checks that tags nest, and keeps their names and the texts of titles."""
-
-    VOID = ("meta", "br")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.titles: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "title":
-            self.titles.append(data)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 @pytest.mark.parametrize("name", TRACES)
 def test_html_is_whole_and_fetches_nothing(name: str) -> None:
     found = timeline(TRACES[name]())
-    for page in (render(found, "html"), found._repr_html_(), StepTrace(TRACES[name]())._repr_html_()):
-        tags = _Tags()
-        tags.feed(page)
-        assert tags.open == []
-        assert not {"script", "link", "img", "iframe"} & set(tags.seen)
-        assert "://" not in page and "url(" not in page
+    check_page(render(found, "html"), found._repr_html_())
+    check_page(render(found, "html"), StepTrace(TRACES[name]())._repr_html_())
 
 
 def test_the_picture_says_what_it_shows() -> None:
-    tags = _Tags()
-    tags.feed(render(timeline(two_steps()), "html"))
+    tags = Tags(render(timeline(two_steps()), "html"))
     assert "activations: at most 4.00 MiB" in tags.titles
     assert "backward 2: at most 16.00 MiB, events 15 to 20" in tags.titles
     assert any(title.startswith("head in backward 1: at most 13.00 MiB\nparameters 6.00 MiB") for title in tags.titles)

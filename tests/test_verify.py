@@ -68,8 +68,8 @@ from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training
 from tests import records
+from tests.pages import check_golden as check
 from tests.standin import CONTEXT, STACK, StandIn
-from tests.test_render import check
 from tests.test_step import Checkpointed, without_onednn
 
 __all__ = ["without_onednn"]  # a fixture of every test here: oneDNN's kernels are the CPU's affair

@@ -17,7 +17,7 @@ from memsize.device.gpu_estimate import replay_on
 from memsize.records.aggregates import split_phase
 from memsize.records.gpu import Card
 from memsize.records.roles import Role, in_order
-from memsize.records.timeline import Phase, Timeline
+from memsize.records.timeline import Phase, Segment, Timeline
 from memsize.records.trace import Trace
 
 
@@ -45,6 +45,10 @@ def timeline(trace: Trace, config: AllocatorConfig | None = None, where: Card | 
         assumptions=trace.assumptions,
         notes=(*trace.notes, *([out_of_memory(shortage, "the run", where.name).text()] if shortage and where else [])),
         stack=trace.stack,
+        storage=tuple(event.storage for event in events),
+        address=tuple(levels.address.tolist()),
+        storages=storages,
+        segments=tuple(Segment(*segment) for segment in levels.segments),
     )
 
 

@@ -68,12 +68,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """The levels after each event, and the address of the block that the event allocated or freed (int64 arrays)."""
+    """The levels after each event, and the address of the block that the event allocated or freed (int64 arrays).
+
+    `segments` are the stretches of memory that CUDA gave (bytes > 0) or got back: (event, address, bytes).
+    """
 
     requested: np.ndarray[tuple[int], np.dtype[np.int64]]
     allocated: np.ndarray[tuple[int], np.dtype[np.int64]]
     reserved: np.ndarray[tuple[int], np.dtype[np.int64]]
     address: np.ndarray[tuple[int], np.dtype[np.int64]]
+    segments: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +290,7 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
     plain = max(allocator.config.roundup_divisions) < 2
     live: dict[int, _Held] = {}
     rows: list[tuple[int, int, int, int, int]] | None = [] if timeline else None
+    segments: list[tuple[int, int, int]] = []
     requested = allocated = reserved = most_requested = most_allocated = most_reserved = idle = 0
     at_requested = at_allocated = at_reserved = event = -1
     failure: OutOfMemory | None = None
@@ -310,6 +315,8 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
         if not block:
             block = allocator.grow(pool, size)
             reserved = memory.reserved
+            segments += ((event, start * BLOCK, size * BLOCK) for start, size in memory.changes)
+            memory.changes.clear()
             if not block and held is None and allocator.skips(storage):
                 continue
             if not block:
@@ -331,6 +338,7 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
             held[2].give(held[1])
         if rows is not None:
             rows.append((event, requested, allocated, reserved, block & ADDRESS))
+    ends = failure.event if failure else max(allocator.seen, len(rows or ()))
     return Replay(
         Peak(most_requested, at_requested),
         Peak(most_allocated * BLOCK, at_allocated),
@@ -339,7 +347,7 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
         Levels(requested, allocated * BLOCK, reserved * BLOCK),
         allocator.segments(live),
         failure,
-        None if rows is None else _timeline(rows, failure.event if failure else max(allocator.seen, len(rows))),
+        None if rows is None else _timeline(rows, segments, ends),
         frozenset(allocator.skipped),
     )
 
@@ -355,7 +363,9 @@ def _tiles(
         start += size
 
 
-def _timeline(rows: list[tuple[int, int, int, int, int]], events: int) -> Timeline:
+def _timeline(
+    rows: list[tuple[int, int, int, int, int]], segments: list[tuple[int, int, int]], events: int
+) -> Timeline:
     """The levels after each of so many events; after one that has no row they are those of the row before."""
     import numpy as np
 
@@ -363,4 +373,4 @@ def _timeline(rows: list[tuple[int, int, int, int, int]], events: int) -> Timeli
     table = table[np.searchsorted(table[:, 0], np.arange(events), side="right") - 1]
     table[:, 2:] *= BLOCK
     _, requested, allocated, reserved, address = table.T.copy()
-    return Timeline(requested, allocated, reserved, address)
+    return Timeline(requested, allocated, reserved, address, tuple(segments))

@@ -27,14 +27,16 @@ class Memory:
     """The memory that CUDA can give: how much is handed out, how much there is, and which address comes next.
 
     Addresses only grow and are never reused. The real ones depend on the driver; only their order within a pool
-    matters, and only between free blocks of one size.
+    matters, and only between free blocks of one size. `changes` are the stretches that were mapped since somebody
+    looked: where each starts, and its size, negative where it was given back.
     """
 
-    __slots__ = ("_next", "capacity", "reserved")
+    __slots__ = ("_next", "capacity", "changes", "reserved")
 
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
         self.reserved = 0
+        self.changes: list[tuple[int, int]] = []
         self._next = GAP
 
     def obtain(self, size: int) -> bool:
@@ -121,6 +123,7 @@ class Pool:
             return 0
         start = self.memory.place(segment)
         self.segments[start] = segment
+        self.memory.changes.append((start, segment))
         block = segment << SHIFT | start
         self.starts[start] = self.ends[start + segment] = block
         return self.cut(block, size)
@@ -138,6 +141,7 @@ class Pool:
         """Give back the segment that the free `block` makes up."""
         self.withdraw(block)
         del self.segments[block & ADDRESS]
+        self.memory.changes.append((block & ADDRESS, -(block >> SHIFT)))
         self.memory.give_back(block >> SHIFT)
 
     def withdraw(self, block: int) -> None:
@@ -302,6 +306,7 @@ class ExpandablePool(Pool):
         mapped = -(-min(size, end - hole) // self.grain) * self.grain
         if not self.memory.obtain(mapped):
             return False
+        self.memory.changes.append((hole, mapped))
         del self.holes[hole]
         if hole + mapped < end:
             self.holes[hole + mapped] = end
@@ -309,6 +314,7 @@ class ExpandablePool(Pool):
         return True
 
     def _unmap(self, first: int, last: int) -> None:
+        self.memory.changes.append((first, first - last))
         self.memory.give_back(last - first)
         before = next((start for start, end in self.holes.items() if end == first), first)
         self.holes[before] = self.holes.pop(last, last)

@@ -48,12 +48,16 @@ _LAYER_COLUMNS: Final = (
     Column("calls", "calls", "count", 20, "how often it was called"),
     Column("parameters", "parameters", "count", 80, "elements of its own parameters, tied ones once"),
     Column("dtype", "stored as", "words", 50, "the dtypes in which its parameters are stored"),
-    Column("stored", "stored", "bytes", 95, "bytes of its own parameters"),
-    Column("buffers", "buffers", "bytes", 62, "bytes of its own buffers"),
+    Column("stored", "stored", "bytes", 95, "bytes of its own parameters", "parameter"),
+    Column("buffers", "buffers", "bytes", 62, "bytes of its own buffers", "buffer"),
     Column("unregistered", "not registered", "bytes", 88, "bytes of tensors that it holds as plain attributes"),
-    Column("cast", "cast copies", "bytes", 65, "copies of parameters in another dtype, made while it runs"),
-    Column("new", "new output", "bytes", 85, "new memory that its outputs take; views and in-place results: 0"),
-    Column("saved", "kept for backward", "bytes", 90, "what its ops keep for backward, parameters apart"),
+    Column(
+        "cast", "cast copies", "bytes", 65, "copies of parameters in another dtype, made while it runs", "cast copy"
+    ),
+    Column(
+        "new", "new output", "bytes", 85, "new memory that its outputs take; views and in-place results: 0", "output"
+    ),
+    Column("saved", "kept for backward", "bytes", 90, "what its ops keep for backward, parameters apart", "activation"),
     Column("notes", "notes", "words", 92, "other paths, ties, views, calls, what was never called or used"),
 )
 
@@ -257,14 +261,29 @@ def _total_cells(totals: Totals, label: str) -> tuple[Cell, ...]:
 _INFERENCE = "the model, its input, cast copies and all outputs; the peak is smaller, as outputs are freed"
 _TRAINING = "the model, its input, cast copies and what is kept for backward: without gradients and optimizer state"
 _SCENARIO_COLUMNS: Final = (
-    (Column("stored", "parameters", "bytes", 95, "bytes of stored parameters"), 85),
-    (Column("buffers", "buffers", "bytes", 42, "bytes of registered buffers"), 0),
+    (Column("stored", "parameters", "bytes", 95, "bytes of stored parameters", "parameter"), 85),
+    (Column("buffers", "buffers", "bytes", 42, "bytes of registered buffers", "buffer"), 0),
     (Column("unregistered", "not registered", "bytes", 43, "bytes of tensors held as plain attributes"), 0),
-    (Column("master", "master weights", "bytes", 44, "float32 copies of parameters that the optimizer keeps"), 0),
-    (Column("cast", "cast copies", "bytes", 75, "copies of parameters in another dtype, made while it runs"), 0),
-    (Column("new", "outputs", "bytes", 60, "new memory that layers' outputs take"), 35),
-    (Column("saved", "kept for backward", "bytes", 80, "what backward needs, parameters apart"), 45),
-    (Column("input", "input", "bytes", 30, "bytes of the model's input"), 0),
+    (
+        Column(
+            "master",
+            "master weights",
+            "bytes",
+            44,
+            "float32 copies of parameters that the optimizer keeps",
+            "master weight",
+        ),
+        0,
+    ),
+    (
+        Column(
+            "cast", "cast copies", "bytes", 75, "copies of parameters in another dtype, made while it runs", "cast copy"
+        ),
+        0,
+    ),
+    (Column("new", "outputs", "bytes", 60, "new memory that layers' outputs take", "output"), 35),
+    (Column("saved", "kept for backward", "bytes", 80, "what backward needs, parameters apart", "activation"), 45),
+    (Column("input", "input", "bytes", 30, "bytes of the model's input", "input"), 0),
     (Column("inference", "inference total", "bytes", 70, _INFERENCE), 50),
     (Column("training", "training up to backward", "bytes", 90, _TRAINING), 55),
 )

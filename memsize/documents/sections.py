@@ -74,19 +74,23 @@ Kind = Literal["name", "text", "specs", "count", "bytes", "share", "words"]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its stable `key`, its title, what its cells are, and how much it matters where room is short."""
+    """One column: its stable `key`, its title, what its cells are, and how much it matters where room is short.
+
+    Its bytes are those of `role`, if they are of one.
+    """
 
     key: str
     title: str
     kind: Kind
     weight: int
     help: str = ""
+    role: Role | None = None
 
 
 def role_column(role: Role, meaning: str = "") -> Column:
     """The column of the bytes that have a role."""
     title = TITLES[role]
-    return Column(role, title.noun, "bytes", title.weight, f"{title.noun}{meaning}" if meaning else "")
+    return Column(role, title.noun, "bytes", title.weight, f"{title.noun}{meaning}" if meaning else "", role)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,28 +12,30 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 class RoleTitle(NamedTuple):
     """How a role is shown: what its bytes are called together, how much a table wants to show them (the most: 60), and
-    their colour on a light page and on a dark one. `size` says what decides how many bytes there are: the parameters
+    their colour, on light pages and on dark ones. `size` says what decides how many bytes there are: the parameters
     (one copy of them, or several), the model alone, or also its input.
+
+    No two colours look alike to people who don't see red, green or blue: a test simulates them.
     """
 
     noun: str
     weight: int
-    colours: tuple[str, str]
+    colour: str
     size: Literal["parameters", "model", "input"] = "input"
 
 
 TITLES: Final[dict[str, RoleTitle]] = {
-    "parameter": RoleTitle("parameters", 60, ("#4a78b0", "#5b8cc8"), "parameters"),
-    "buffer": RoleTitle("buffers", 35, ("#9cc0e0", "#86a9c9"), "model"),
-    "master weight": RoleTitle("master weights", 54, ("#2c4a73", "#3c639a"), "parameters"),
-    "optimizer state": RoleTitle("optimizer state", 56, ("#5aa6a0", "#4f9a94"), "parameters"),
-    "workspace": RoleTitle("workspaces", 40, ("#b4b4ac", "#6f7376"), "model"),
-    "gradient": RoleTitle("gradients", 58, ("#d9605a", "#cf5f5a"), "parameters"),
-    "input": RoleTitle("inputs", 20, ("#8d6e63", "#9d8276")),
-    "activation": RoleTitle("activations", 59, ("#f0a848", "#dd9538")),
-    "cast copy": RoleTitle("cast copies", 50, ("#e9d25b", "#cdb845")),
-    "output": RoleTitle("outputs", 30, ("#a678b8", "#9a70ab")),
-    "temporary": RoleTitle("temporaries", 57, ("#7cb564", "#6aa353")),
+    "parameter": RoleTitle("parameters", 60, "#1f7fe8", "parameters"),
+    "buffer": RoleTitle("buffers", 35, "#4d7695", "model"),
+    "master weight": RoleTitle("master weights", 54, "#3e4d9a", "parameters"),
+    "optimizer state": RoleTitle("optimizer state", 56, "#52bca4", "parameters"),
+    "workspace": RoleTitle("workspaces", 40, "#cfd2d6", "model"),
+    "gradient": RoleTitle("gradients", 58, "#b02319", "parameters"),
+    "input": RoleTitle("inputs", 20, "#a57155"),
+    "activation": RoleTitle("activations", 59, "#e08b2e"),
+    "cast copy": RoleTitle("cast copies", 50, "#e4bf21"),
+    "output": RoleTitle("outputs", 30, "#c38de6"),
+    "temporary": RoleTitle("temporaries", 57, "#8fd48a"),
 }
 
 ROLES: Final = tuple(TITLES)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from memsize.errors import InputError
 from memsize.records.answer import Drawable, FlatTable
 from memsize.records.roles import ROLES, Role
+from memsize.records.trace import Storage
 
 SCHEMA: Final = "memsize.timeline/1"
 
@@ -33,6 +34,14 @@ class Stretch(NamedTuple):
     layer: str | None
     start: int
     stop: int
+
+
+class Segment(NamedTuple):
+    """After `event`, CUDA has given (bytes > 0) or got back a stretch of memory that starts at `address`."""
+
+    event: int
+    address: int
+    bytes: int
 
 
 class Summit(NamedTuple):
@@ -70,6 +79,13 @@ class Timeline(Drawable):
     """What was taken for granted, and how the run was made: as the trace says."""
     stack: str = ""
     """The PyTorch and CUDA on the GPU; empty for the installed ones."""
+    storage: tuple[int, ...] = ()
+    """Which of `storages` each event makes, resizes or frees."""
+    address: tuple[int, ...] = ()
+    """Where the allocator's block of that storage begins, by the addresses of a simulated GPU."""
+    storages: tuple[Storage, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    """The stretches of memory that the allocator got from CUDA and gave back, in order."""
 
     def __len__(self) -> int:
         return len(self.delta)
@@ -208,7 +224,8 @@ def to_data(found: Timeline) -> dict[str, Any]:
     """
     columns = {field.name: getattr(found, field.name) for field in fields(found)}
     peak = found.peak._asdict() | {"phase": str(found.phase_at(found.peak.event)) if len(found) else None}
-    return {"schema": SCHEMA, "peak": peak, **columns, "phases": [phase._asdict() for phase in found.phases]}
+    parts = {name: [part._asdict() for part in columns[name]] for name in ("phases", "storages", "segments")}
+    return {"schema": SCHEMA, "peak": peak, **columns, **parts}
 
 
 def from_data(data: object) -> Timeline:
@@ -217,7 +234,8 @@ def from_data(data: object) -> Timeline:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise InputError(f"not a memsize timeline: expected schema {SCHEMA!r}, found {found!r}")
     try:
-        return Timeline(**{name: _READERS[name](data[name]) for name in _READERS})
+        wanted = _READERS.keys() - (_NEW - data.keys())
+        return Timeline(**{name: _READERS[name](data[name]) for name in wanted})
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"not a memsize timeline: {error!r}") from error
 
@@ -240,4 +258,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "assumptions": tuple,
     "notes": tuple,
     "stack": str,
+    "storage": _numbers,
+    "address": _numbers,
+    "storages": lambda items: tuple(Storage(**item | {"shape": tuple(item["shape"])}) for item in items),
+    "segments": lambda items: tuple(Segment(**item) for item in items),
 }
+_NEW: Final = frozenset(("storage", "address", "storages", "segments"))
+"""What the first files of this version lack."""

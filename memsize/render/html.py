@@ -1,17 +1,28 @@
-"""An answer as a web page, or as a part of one for a notebook: one template, no scripts, nothing fetched."""
+"""An answer as a web page that one can touch, or as a still part of one for a notebook. Nothing is fetched.
+
+Everything is drawn here, so that a page reads well without scripts; those in `page/` sort, fold, zoom and follow what
+is already there. A timeline travels with its picture as the JSON that `memsize timeline` writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+import gzip
+from collections.abc import Iterator
 from functools import cache
+from json import dumps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memsize.documents import Document
-from memsize.documents.sections import Cell, Chart, Column, Label, Missing, Section, Signed, Table, Title
-from memsize.render import plot
+from memsize.documents.sections import Cell, Chart, Column, Label, Missing, Path, Signed, Table, Title
+from memsize.printable import printable, printable_lines
+from memsize.records.roles import TITLES, Role
+from memsize.records.timeline import Timeline, to_data
+from memsize.render import markdown, plot
+from memsize.render.assets import hashed, script, style
 from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_phrases
 from memsize.render.text import LEFT
-from memsize.units import Bytes
+from memsize.units import DECIMAL, UNITS, Bytes
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -19,12 +30,42 @@ if TYPE_CHECKING:
 
 def page(document: Document[Any], unit: str, width: int | None = None) -> str:
     """`document` as a page that stands on its own."""
-    return _template().render(_context(document, unit), standalone=True) + "\n"
+    return _drawn(document, unit, standalone=True) + "\n"
 
 
 def fragment(document: Document[Any], unit: str, width: int | None = None) -> str:
-    """`document` as a part of a page."""
-    return _template().render(_context(document, unit), standalone=False)
+    """`document` as a part of a page, without scripts."""
+    return _drawn(document, unit, standalone=False)
+
+
+def _drawn(document: Document[Any], unit: str, *, standalone: bool) -> str:
+    sections = document.sections()
+    first = sections[0]
+    shared = {
+        "parts": [(type(section).__name__, section) for section in sections],
+        "name": first.name if isinstance(first, Title) else "",
+        "is_timeline": any(isinstance(section, Chart) for section in sections),
+        "unit": unit,
+        "role_titles": {role: {"noun": title.noun, "colour": title.colour} for role, title in TITLES.items()},
+        "phrases": draw_phrases,
+        "picture": plot.picture,
+        "stop": draw_failure,
+        "modelled": MODELLED,
+        "body": _body,
+        "total": _total,
+        "side": lambda column: "text" if column.kind in LEFT else "number",
+        "packed": lambda found: _packed(_timeline_json(found)),
+        "standalone": standalone,
+        "style": style("base", "page") if standalone else style("base"),
+    }
+    if standalone:
+        shared |= {
+            "script": script(),
+            "script_hash": hashed(script()),
+            "markdown": _packed(markdown.draw(document, unit)),
+            "unit_bytes": (UNITS | DECIMAL)[unit],
+        }
+    return _template().render(shared)
 
 
 @cache
@@ -32,7 +73,7 @@ def _template() -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("memsize.render", "."),
+        loader=PackageLoader("memsize.render", "page"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -41,43 +82,30 @@ def _template() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def _context(document: Document[Any], unit: str) -> dict[str, object]:
-    """What the template needs to draw a document."""
-    sections = document.sections()
-    first = sections[0]
-    chart = next((section for section in sections if isinstance(section, Chart)), None)
-    return {
-        "divisions": list(_divisions(sections)),
-        "name": first.name if isinstance(first, Title) else "",
-        "picture": chart and plot.picture(chart.timeline, unit),
-        "unit": unit,
-        "phrases": draw_phrases,
-        "stop": draw_failure,
-        "modelled": MODELLED,
-        "body": _body,
-        "total": _total,
-        "side": lambda column: "text" if column.kind in LEFT else "number",
-    }
+def _timeline_json(found: Timeline) -> str:
+    return dumps(to_data(found))
 
 
-def _divisions(sections: Sequence[Section]) -> Iterator[list[tuple[str, Section]]]:
-    """The sections with the names of their types. A chart ends a division: its colours are for that alone."""
-    division: list[tuple[str, Section]] = []
-    for section in sections:
-        division.append((type(section).__name__, section))
-        if isinstance(section, Chart):
-            yield division
-            division = []
-    yield division
+def _packed(text: str) -> str:
+    """`text`, compressed, in the letters of base64: short, and nothing in it can end the element that holds it."""
+    return base64.b64encode(gzip.compress(printable_lines(text).encode(), mtime=0)).decode()
 
 
 class _Cell(NamedTuple):
-    """A drawn cell: its text, its class, a hint, and how long its bar is in percent of the column's largest."""
+    """A drawn cell: its text, its class, a hint, and how long its bar is in percent of the column's largest.
+
+    `value` is what sorts and adds up, None for words. `path` is the module's that the cell names; `above` is the part
+    of the text that names the modules around it.
+    """
 
     text: str
     kind: str
     hint: str
     bar: float
+    value: float | None
+    path: str | None
+    above: str
+    role: Role | None
 
 
 def _body(table: Table, unit: str) -> Iterator[list[_Cell]]:
@@ -96,7 +124,11 @@ def _largest(table: Table, place: int) -> int:
 
 def _cell(cell: Cell, column: Column, unit: str, largest: int) -> _Cell:
     bar = 100 * cell / largest if isinstance(cell, Bytes) and largest else 0
-    return _Cell(draw_cell(cell, unit), column.kind, _hint(cell), round(bar, 1))
+    text = draw_cell(cell, unit)
+    path = printable(cell) if isinstance(cell, Path) else None
+    above = text[: text.rfind(".") + 1] if path else ""
+    value = cell if isinstance(cell, int | float) else None
+    return _Cell(text.removeprefix(above), column.kind, _hint(cell), round(bar, 1), value, path, above, column.role)
 
 
 def _hint(cell: Cell) -> str:

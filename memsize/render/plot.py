@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from memsize.records.roles import TITLES, Role, noun
+from memsize.records.roles import Role, noun
 from memsize.records.timeline import Timeline
 from memsize.render.cells import MODEL, draw_bytes, shorten_path
 from memsize.units import DECIMAL, UNITS, format_bytes
@@ -56,7 +56,6 @@ def picture(found: Timeline, unit: str) -> dict[str, Any]:
     lines = {"allocated": found.allocated, "reserved": found.reserved}
     return {
         "frame": frame,
-        "colours": {role: TITLES[role].colours for role in found.live},
         "areas": list(_areas(found, frame, moments, edges, unit)),
         "lines": {name: _points(_outline(edges, _drawn(column, moments, frame))) for name, column in lines.items()},
         "ticks": [(frame.y(size), draw_bytes(size, unit)) for size in _ticks(frame.most, unit)],

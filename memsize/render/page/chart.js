@@ -1,0 +1,219 @@
+// The run as areas stacked by role, which one can zoom, pan and point into.
+
+const EDGES = { left: 76, right: 12, top: 46, bottom: 30 };
+const PLOT = 320;
+const MODULES = 90;
+
+/** The picture of `run`; `choose` is told the event that is looked at. */
+function touchableChart(run, choose) {
+  const chart = { run, choose, width: 0, from: 0, to: run.events, event: summit(run), most: Math.max(1, ...run.reserved) };
+  chart.svg = draw("svg", {
+    class: "chart", tabindex: 0, role: "slider", "aria-label": "Moment of the run", "aria-valuemin": 0,
+    "aria-valuemax": run.events - 1, onkeydown: (event) => moveByKey(chart, event),
+    onpointermove: (event) => point(chart, event), onpointerleave: () => hint.hide(),
+    onclick: (event) => chooseEvent(chart, eventAt(chart, event)),
+  });
+  chart.zoom = d3.zoom()
+    // A wheel that only scrolls the page leaves the picture alone.
+    .filter((event) => !event.button && (event.type !== "wheel" || event.ctrlKey || event.metaKey))
+    .on("zoom", ({ transform }) => follow(chart, transform));
+  const zoomBy = (factor) => () => d3.select(chart.svg).call(chart.zoom.scaleBy, factor);
+  chart.tools = make("div", { class: "tools" },
+    make("button", { type: "button", onclick: () => showPeak(chart) }, "Peak"),
+    make("button", { type: "button", "aria-label": "Zoom in", onclick: zoomBy(2) }, "+"),
+    make("button", { type: "button", "aria-label": "Zoom out", onclick: zoomBy(0.5) }, "−"),
+    make("button", { type: "button", onclick: () => showAll(chart) }, "Whole run"),
+    make("span", { class: "remark" }, "Press a moment to see what is alive then. Drag to pan, Ctrl and scroll to zoom; ← → move by one event, Page Up and Page Down by a phase."));
+  chart.element = make("div", { class: "timeline" }, chart.tools, chart.svg);
+  const redrawn = oncePerFrame(() => redrawChart(chart));
+  chart.redraw = redrawn;
+  new ResizeObserver(([entry]) => resize(chart, entry.contentRect.width)).observe(chart.element);
+  d3.select(chart.svg).call(chart.zoom).on("dblclick.zoom", null);
+  chart.svg.addEventListener("dblclick", () => zoomBy(3)());
+  return chart;
+}
+
+function resize(chart, width) {
+  if (Math.abs(width - chart.width) < 1) return;
+  chart.width = width;
+  const height = EDGES.top + PLOT + EDGES.bottom;
+  chart.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  chart.svg.setAttribute("height", height);
+  const extent = [[EDGES.left, 0], [width - EDGES.right, height]];
+  chart.zoom.extent(extent).translateExtent(extent).scaleExtent([1, Math.max(1, chart.run.events / 8)]);
+  showAll(chart);
+  redrawChart(chart);
+}
+
+/** The events that the zoomed picture shows. */
+function follow(chart, transform) {
+  const { left, right } = sides(chart);
+  const at = (x) => (transform.invertX(x) - left) / (right - left) * chart.run.events;
+  [chart.from, chart.to] = [at(left), at(right)];
+  chart.redraw();
+}
+
+function sides(chart) {
+  return { left: EDGES.left, right: chart.width - EDGES.right };
+}
+
+function xOf(chart, event) {
+  const { left, right } = sides(chart);
+  return left + (right - left) * (event - chart.from) / (chart.to - chart.from);
+}
+
+function yOf(chart, bytes) {
+  return EDGES.top + PLOT * (1 - bytes / chart.most);
+}
+
+function eventAt(chart, pointer) {
+  const { left, right } = sides(chart);
+  const x = pointer.clientX - chart.svg.getBoundingClientRect().left;
+  const event = Math.floor(chart.from + (chart.to - chart.from) * (x - left) / (right - left));
+  return Math.min(Math.max(event, 0), chart.run.events - 1);
+}
+
+// Moving
+
+function showAll(chart) {
+  d3.select(chart.svg).call(chart.zoom.transform, d3.zoomIdentity);
+}
+
+function showPeak(chart) {
+  chooseEvent(chart, summit(chart.run));
+  keepInSight(chart);
+}
+
+function chooseEvent(chart, event) {
+  const { run } = chart;
+  chart.event = event;
+  chart.svg.setAttribute("aria-valuenow", event);
+  chart.svg.setAttribute("aria-valuetext", `event ${count(event)}, ${placeOf(run, event)}, live ${size(run.total[event])}`);
+  chart.redraw();
+  chart.choose(event);
+}
+
+/** Pans to the moment that is looked at where the zoomed picture does not show it. */
+function keepInSight(chart) {
+  if (chart.event >= chart.from && chart.event < chart.to) return;
+  const { left, right } = sides(chart);
+  const x = left + (right - left) * (chart.event + 0.5) / chart.run.events;
+  d3.select(chart.svg).call(chart.zoom.translateTo, x, 0);
+}
+
+function moveByKey(chart, key) {
+  const { run, event } = chart;
+  const phase = run.phaseAt[event];
+  const far = Math.max(1, Math.round((chart.to - chart.from) / 50));
+  const zooms = { "+": 2, "=": 2, "-": 0.5 };
+  const target = {
+    ArrowLeft: event - (key.shiftKey ? far : 1), ArrowRight: event + (key.shiftKey ? far : 1), Home: 0, End: run.events - 1,
+    PageUp: run.phases[Math.max(phase - 1, 0)].start, PageDown: run.phases[Math.min(phase + 1, run.phases.length - 1)].start,
+    p: summit(run),
+  }[key.key];
+  if (target === undefined && !zooms[key.key] && key.key !== "0") return;
+  key.preventDefault();
+  if (zooms[key.key]) d3.select(chart.svg).call(chart.zoom.scaleBy, zooms[key.key]);
+  else if (key.key === "0") showAll(chart);
+  else {
+    chooseEvent(chart, Math.min(Math.max(target, 0), run.events - 1));
+    keepInSight(chart);
+  }
+}
+
+function point(chart, pointer) {
+  if (pointer.buttons) return hint.hide();
+  const { run } = chart, event = eventAt(chart, pointer);
+  const roles = run.roles.filter((role) => run.live[role][event]).map((role) => `${role}: ${size(run.live[role][event])}`);
+  hint.show([placeOf(run, event), `live ${size(run.total[event])} · allocated ${size(run.allocated[event])} · reserved ${size(run.reserved[event])}`, ...roles], pointer.clientX, pointer.clientY);
+}
+
+// Drawing
+
+function redrawChart(chart) {
+  if (!chart.width) return;
+  const { run } = chart;
+  const start = Math.max(0, Math.floor(chart.from)), stop = Math.min(run.events, Math.ceil(chart.to));
+  const columns = standIns(run, start, stop, Math.max(1, Math.round(chart.width - EDGES.left - EDGES.right)));
+  columns.push({ from: stop, event: null });
+  const { left, right } = sides(chart);
+  const clip = draw("svg", { x: left, y: 0, width: right - left, height: EDGES.top + PLOT + EDGES.bottom, viewBox: `${left} 0 ${right - left} ${EDGES.top + PLOT + EDGES.bottom}` },
+    ...bands(chart, start, stop), ...areas(chart, columns),
+    levelLine(chart, columns, run.allocated, "allocated"), levelLine(chart, columns, run.reserved, "reserved"), ...marks(chart));
+  chart.svg.replaceChildren(...axis(chart), clip);
+}
+
+function axis(chart) {
+  const { left, right } = sides(chart);
+  return [
+    draw("text", { class: "soft", x: left - 8, y: EDGES.top - 12, "text-anchor": "end" }, unit.name),
+    ...ticks(chart.most).flatMap((bytes) => [
+      draw("line", { class: "rule", x1: left, x2: right, y1: yOf(chart, bytes), y2: yOf(chart, bytes) }),
+      draw("text", { class: "soft", x: left - 8, y: yOf(chart, bytes) + 4, "text-anchor": "end" }, amount(bytes)),
+    ]),
+    draw("text", { class: "soft", x: left - 8, y: EDGES.top + PLOT + 20, "text-anchor": "end" }, "module"),
+  ];
+}
+
+/** Each role's area on top of those before it. */
+function areas(chart, columns) {
+  const { run } = chart;
+  const below = new Float64Array(columns.length);
+  return run.roles.map((role) => {
+    const upper = [], lower = [];
+    columns.slice(0, -1).forEach(({ from, event }, place) => {
+      const x0 = xOf(chart, from).toFixed(1), x1 = xOf(chart, columns[place + 1].from).toFixed(1);
+      const low = yOf(chart, below[place]).toFixed(1);
+      below[place] += run.live[role][event];
+      const high = yOf(chart, below[place]).toFixed(1);
+      upper.push(`${x0},${high}L${x1},${high}`);
+      lower.push(`${x1},${low}L${x0},${low}`);
+    });
+    return draw("path", { class: "role", "data-role": role, d: `M${upper.join("L")}L${lower.reverse().join("L")}Z`, fill: roleColour(role) });
+  });
+}
+
+function levelLine(chart, columns, levels, name) {
+  const points = columns.slice(0, -1).map(({ from, event }, place) => {
+    const y = yOf(chart, levels[event]).toFixed(1);
+    return `${xOf(chart, from).toFixed(1)},${y}L${xOf(chart, columns[place + 1].from).toFixed(1)},${y}`;
+  });
+  return draw("path", { class: `level ${name}`, d: `M${points.join("L")}` });
+}
+
+/** Steps and phases above the areas, modules below them. */
+function bands(chart, start, stop) {
+  const { run } = chart;
+  const steps = [];
+  for (const phase of run.phases) {
+    if (steps.at(-1)?.step === phase.step) steps.at(-1).stop = phase.stop;
+    else if (phase.step) steps.push({ ...phase });
+  }
+  const shown = ({ start: first, stop: last }) => last > start && first < stop;
+  return [
+    ...steps.filter(shown).map((step) => band(chart, step, 3, `step ${step.step}`)),
+    ...run.phases.filter(shown).map((phase) => band(chart, phase, 22, phaseName(phase))),
+    ...moduleStretches(run, start, stop, MODULES).map((each) => band(chart, each, EDGES.top + PLOT + 6, each.path || "(model)")),
+  ];
+}
+
+function band(chart, { start, stop }, y, name) {
+  const x0 = Math.max(xOf(chart, start), EDGES.left), x1 = Math.min(xOf(chart, stop), chart.width - EDGES.right);
+  const text = fittingText(name, x1 - x0 - 6);
+  return draw("g", {}, draw("title", {}, name), draw("rect", { class: "band", x: x0, y, width: Math.max(x1 - x0, 0), height: 17 }),
+    text ? draw("text", { x: x0 + 4, y: y + 12 }, text) : null);
+}
+
+/** The peak, and the moment that is looked at. */
+function marks(chart) {
+  const { run } = chart, top = summit(run);
+  const mark = (event, kind, text) => {
+    const x = xOf(chart, event + 0.5), y = yOf(chart, run.total[event]);
+    const isLeft = x > (EDGES.left + chart.width) / 2;
+    return draw("g", { class: kind },
+      draw("line", { x1: x, x2: x, y1: kind === "cursor" ? EDGES.top : y, y2: EDGES.top + PLOT }),
+      draw("circle", { cx: x, cy: y, r: 3.5 }),
+      text ? draw("text", { x: x + (isLeft ? -8 : 8), y: Math.max(y - 6, EDGES.top + 10), "text-anchor": isLeft ? "end" : "start" }, text) : null);
+  };
+  return [mark(top, "summit", `peak ${size(run.total[top])}`), mark(chart.event, "cursor", "")];
+}

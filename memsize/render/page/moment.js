@@ -1,0 +1,130 @@
+// What is alive at one moment of a run: by role, by module, tensor by tensor, and where the allocator put it.
+
+const LISTED = 14;
+const BLOCK_ROWS = 12;
+const ROW_HEIGHT = 17;
+
+/** The panel below a run's picture; `choose` is told the module that is pressed in it. */
+function momentPanel(run, choose) {
+  const panel = { run, choose, element: make("section", { class: "moment", "aria-label": "What is alive at the chosen moment" }) };
+  panel.head = make("h3", { "aria-live": "polite" });
+  panel.facts = make("p", { class: "facts" });
+  panel.roles = make("div", { class: "roles" });
+  panel.list = make("div", { class: "scroll" });
+  panel.treemap = touchableTreemap(() => [{ title: "Alive", leaves: panel.leaves ?? [] }], choose);
+  panel.blocks = make("div", { class: "blocks" });
+  panel.element.append(panel.head, panel.facts, panel.roles, panel.list,
+    make("h3", {}, "Alive by module"), panel.treemap.element, make("h3", {}, "The allocator’s segments"), panel.blocks);
+  panel.show = (event) => showMoment(panel, event);
+  return panel;
+}
+
+function showMoment(panel, event) {
+  const { run } = panel;
+  const alive = aliveAfter(run, event);
+  panel.head.textContent = `After event ${count(event)}: ${placeOf(run, event)}`;
+  panel.facts.replaceChildren(...[`live ${size(run.total[event])}`, `allocated ${size(run.allocated[event])}`, `reserved ${size(run.reserved[event])}`].map((text) => make("span", {}, text)));
+  panel.roles.replaceChildren(...roleBar(run, event));
+  panel.list.replaceChildren(storageTable(panel, alive));
+  panel.leaves = aliveLeaves(run, alive);
+  panel.treemap.update();
+  panel.blocks.replaceChildren(...blockMap(run, event, alive));
+}
+
+/** A bar whose parts are roles, and each role's name and bytes. */
+function roleBar(run, event) {
+  const parts = run.roles.filter((role) => run.live[role][event] > 0);
+  return [
+    make("div", { class: "bar", "aria-hidden": "true" }, ...parts.map((role) => make("i", { style: `background:${roleColour(role)};flex-grow:${run.live[role][event]}` }))),
+    make("ul", { class: "keys" }, ...parts.map((role) => make("li", { "data-role": role, "data-value": run.live[role][event] }, swatch(role), `${roleNoun(role)} ${size(run.live[role][event])}`))),
+  ];
+}
+
+function tensorText(storage) {
+  return `${storage.dtype}[${storage.shape.join(",")}]`;
+}
+
+/** The largest storages, and what the others hold together. */
+function storageTable(panel, alive) {
+  const { run } = panel;
+  const rows = alive.slice(0, panel.isWhole ? alive.length : LISTED).map((entry) => storageRow(panel, entry));
+  const rest = alive.slice(rows.length);
+  const more = rest.length
+    ? make("button", { type: "button", onclick: () => { panel.isWhole = true; panel.list.replaceChildren(storageTable(panel, alive)); } },
+      `and ${count(rest.length)} more, ${size(rest.reduce((sum, entry) => sum + entry.bytes, 0))}`)
+    : null;
+  const heads = [["number", `bytes`], ["text", "role"], ["text", "tensor"], ["text", "made by"], ["text", "in"], ["text", "during"], ...(run.lines ? [["text", "line"]] : [])];
+  return make("div", {}, make("table", { class: "living" },
+    make("thead", {}, make("tr", {}, ...heads.map(([side, title]) => make("th", { class: side, scope: "col" }, title, title === "bytes" ? make("small", {}, unit.name) : null)))),
+    make("tbody", {}, ...rows)), more);
+}
+
+function storageRow(panel, { storage: index, bytes, born }) {
+  const { run } = panel, storage = run.storages[index], path = storage.layer < 0 ? null : run.layers[storage.layer];
+  const module = path === null ? "" : make("button", { type: "button", class: "link", onclick: () => panel.choose(path) }, path || "(model)");
+  return make("tr", { "data-storage": index },
+    make("td", { class: "bytes", "data-value": bytes, title: `${count(bytes)} B` }, amount(bytes)),
+    make("td", {}, swatch(storage.role), ` ${storage.role}`), make("td", { class: "name" }, tensorText(storage)),
+    make("td", {}, storage.op), make("td", { class: "name" }, module), make("td", { class: "text" }, phaseName(run.phases[run.phaseAt[born]])),
+    run.lines ? make("td", { class: "name" }, run.lines[index] ?? "") : null);
+}
+
+/** The bytes alive, module by module and role by role; what belongs to no module stands beside them. */
+function aliveLeaves(run, alive) {
+  const sums = new Map();
+  for (const { storage: index, bytes } of alive) {
+    const storage = run.storages[index], path = storage.layer < 0 ? "(outside the model)" : run.layers[storage.layer];
+    const key = `${storage.role} ${path}`;
+    const leaf = sums.get(key) ?? { path, role: storage.role, value: 0, tensors: 0 };
+    leaf.value += bytes;
+    leaf.tensors += 1;
+    sums.set(key, leaf);
+  }
+  return [...sums.values()].map((leaf) => ({ ...leaf, lines: [`${leaf.tensors} × ${leaf.role}`] }));
+}
+
+/** The allocator's memory as lines of blocks, free stretches between them: one can see how it is broken up. */
+function blockMap(run, event, alive) {
+  const stretches = mappedAfter(run, event);
+  const whole = stretches.reduce((sum, { start, end }) => sum + end - start, 0);
+  if (!whole) return [make("p", { class: "remark" }, "The allocator holds nothing yet.")];
+  const width = 1200, perRow = whole / BLOCK_ROWS, scale = width / perRow;
+  const blocks = [...alive].sort((a, b) => a.address - b.address);
+  const picture = draw("svg", { viewBox: `0 0 ${width} ${BLOCK_ROWS * ROW_HEIGHT}`, role: "img", class: "map" });
+  let offset = 0, next = 0, largestFree = 0;
+  for (const { start, end } of stretches) {
+    rectangles(offset, offset + end - start, perRow, scale).forEach((box) => picture.append(draw("rect", { class: "free", ...box })));
+    let position = start;
+    while (next < blocks.length && blocks[next].address < end) {
+      const block = blocks[next++], stop = Math.min(block.address + block.bytes, end);
+      largestFree = Math.max(largestFree, block.address - position);
+      position = stop;
+      addBlock(picture, run, block, rectangles(offset + block.address - start, offset + stop - start, perRow, scale));
+    }
+    largestFree = Math.max(largestFree, end - position);
+    offset += end - start;
+  }
+  const free = whole - run.allocated[event];
+  const text = `${size(whole)} in ${count(stretches.length)} segments · ${size(free)} of it free (${share(free, whole)}) · the largest free stretch is ${size(largestFree)}`;
+  picture.setAttribute("aria-label", text);
+  return [make("p", { class: "facts" }, text), picture];
+}
+
+function addBlock(picture, run, block, boxes) {
+  const storage = run.storages[block.storage];
+  const lines = [`${size(block.bytes)} · ${storage.role}`, tensorText(storage), [storage.op, layerName(run, storage.layer)].filter(Boolean).join(" · ")];
+  for (const box of boxes) {
+    if (box.width < 0.25) continue;
+    picture.append(draw("rect", { class: "block", ...box, fill: roleColour(storage.role), onpointermove: (event) => hint.show(lines, event.clientX, event.clientY), onpointerleave: () => hint.hide() }));
+  }
+}
+
+/** The bytes from `start` to `end` of all that is mapped, as boxes on the lines that they fall on. */
+function rectangles(start, end, perRow, scale) {
+  const boxes = [];
+  for (let row = Math.floor(start / perRow); row * perRow < end && row < BLOCK_ROWS; row++) {
+    const from = Math.max(start, row * perRow), to = Math.min(end, (row + 1) * perRow);
+    boxes.push({ x: (from - row * perRow) * scale, y: row * ROW_HEIGHT, width: (to - from) * scale, height: ROW_HEIGHT - 3 });
+  }
+  return boxes;
+}

@@ -1,0 +1,40 @@
+// Bytes as text, just as the figures in the page's tables are drawn: in the page's unit, two decimals.
+
+const unit = { name: document.body.dataset.unit, bytes: Number(document.body.dataset.unitBytes) };
+
+/** `bytes` without the unit's name: `35.19`. Exactly nothing is `0`, and what is too small to show is `<0.01`. */
+function amount(bytes) {
+  if (!bytes) return "0";
+  if (unit.bytes === 1) return count(bytes);
+  const size = bytes / unit.bytes;
+  if (size > 0 && size < 0.005) return "<0.01";
+  const [whole, decimals] = twoDecimals(size).split(".");
+  return `${count(Number(whole))}.${decimals}`;
+}
+
+/** Python rounds what lies just between two figures to the even one (0.125 to 0.12), `toFixed` up (to 0.13). */
+function twoDecimals(number) {
+  const isRoundedUp = (number * 8) % 4 === 1;
+  return (isRoundedUp ? number - 0.005 : number).toFixed(2);
+}
+
+function size(bytes) {
+  return `${amount(bytes)} ${unit.name}`;
+}
+
+function count(number) {
+  return number.toLocaleString("en-US");
+}
+
+function share(part, whole) {
+  return whole ? `${(100 * part / whole).toFixed(part && part < whole / 100 ? 2 : 0)} %` : "";
+}
+
+/** Four to nine round sizes from nothing to `most` bytes. */
+function ticks(most) {
+  const whole = most / unit.bytes;
+  if (!(whole > 0)) return [0];
+  const power = 10 ** Math.floor(Math.log10(whole));
+  const step = [power, power / 2, power / 5, power / 10].find((each) => whole / each >= 4);
+  return Array.from({ length: Math.floor(whole / step) + 1 }, (_, place) => place * step * unit.bytes);
+}

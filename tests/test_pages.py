@@ -1,0 +1,303 @@
+"""Pages in a real browser: what they show is what JSON holds, and all that can be touched works, offline."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memsize.analysis.timeline import timeline
+from memsize.records.answer import Drawable
+from memsize.records.report import Report
+from memsize.render import render
+from memsize.render.assets import LIBRARIES, SCRIPTS, script
+from memsize.units import UNITS, format_bytes
+from tests import records
+from tests.browser import Opened, browser
+from tests.test_program_document import program
+from tests.test_timeline import two_steps
+
+PAGES: dict[str, Callable[[], Drawable]] = {
+    "toy": records.toy_report,
+    "structures": records.structures_report,
+    "failing": records.failing_report,
+    "deep": records.deep_report,
+    "timeline": lambda: timeline(two_steps()),
+    "program": program,
+}
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as launched:
+        yield launched
+
+
+def opened(chromium: Any, folder: Path, answer: Drawable, unit: str = "MiB", **how: Any) -> Opened:
+    """The page of `answer`, opened from disk."""
+    path = folder / "page.html"
+    path.write_text(render(answer, "html", unit=unit), encoding="utf-8")
+    return Opened(chromium, path, **how)
+
+
+def wide_report(count: int, name: str = "block.{}.linear") -> Report:
+    """A model of so many layers, of 1 KiB, 2 KiB, … of parameters."""
+    names = [name.format(place) for place in range(count)]
+    tensors = tuple(records.stored(f"{path}.weight", "float32", 256 * (place + 1)) for place, path in enumerate(names))
+    layers = tuple(records.layer(path, "Linear", saved_bytes=1024) for path in names)
+    trace = records.toy()
+    return Report(
+        model="wide",
+        trace=type(trace)(
+            model="wide",
+            scenario="as-given",
+            training=True,
+            batch_size=1,
+            torch="2.13.0",
+            inputs=(),
+            layers=(records.layer("", "Net", leaf=False), *layers),
+            tensors=tensors,
+        ),
+    )
+
+
+def test_the_libraries_are_the_versions_that_are_said() -> None:
+    folder = files("memsize.render").joinpath("page", "vendor")
+    said = json.loads(folder.joinpath("package.json").read_text())["dependencies"]
+    assert set(said) == {f"d3-{name}" for name in LIBRARIES}
+    for name, version in said.items():
+        banner = folder.joinpath(f"{name}.min.js").read_text().splitlines()[0]
+        assert f"{name}/ v{version} Copyright" in banner
+        assert f"{name}:" in folder.joinpath("LICENSE").read_text()
+
+
+def test_every_script_is_on_the_page() -> None:
+    own = {path.name for path in files("memsize.render").joinpath("page").iterdir() if path.name.endswith(".js")}
+    assert own == {f"{name}.js" for name in SCRIPTS}
+    assert "</" not in script()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_opens_offline_and_nothing_is_cut_off(name: str, chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, PAGES[name]()) as page:
+        assert page.locator("h1").count() == 1
+        for width in (400, 1000, 1800):
+            page.set_viewport_size({"width": width, "height": 900})
+            # Whatever is wider than the window scrolls inside a box of its own.
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_without_scripts_the_page_says_the_same(name: str, chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, PAGES[name](), scripts=False) as page:
+        still = page.locator("main td[data-value]").count()
+        text = page.locator("main").inner_text()
+    assert "total" in text or still >= 0
+    with opened(chromium, tmp_path, PAGES[name]()) as page:
+        assert page.locator("main section.table > .scroll td[data-value]").count() == still
+
+
+def test_the_figures_are_those_of_json(chromium: Any, tmp_path: Path) -> None:
+    report = records.structures_report()
+    data = json.loads(render(report, "json"))
+    with opened(chromium, tmp_path, report) as page:
+        page.get_by_role("button", name="Unfold all").click()
+        rows = page.evaluate(
+            """() => [...document.querySelectorAll("#layers tbody tr:not(.group)")].map((row) => Object.fromEntries(
+              [...row.cells].map((cell, place) => [row.closest("table").tHead.rows[0].cells[place].dataset.key,
+                cell.dataset.value ?? cell.dataset.path])))"""
+        )
+        total = page.locator("#layers tfoot td[data-value]").evaluate_all("cells => cells.map(c => +c.dataset.value)")
+    names = {"stored": "parameter_bytes", "buffers": "buffer_bytes", "new": "output_bytes", "saved": "saved_bytes"}
+    for column, field in names.items():
+        shown = sum(int(row[column]) for row in rows)
+        assert shown == sum(layer[field] for layer in data["layers"]) == data["totals"][field]
+        assert data["totals"][field] in total
+
+
+@pytest.mark.parametrize("unit", ["B", "KiB", "MiB", "MB"])
+def test_sums_that_scripts_draw_read_like_all_others(unit: str, chromium: Any, tmp_path: Path) -> None:
+    sizes = [0, 1, 5242, 5243, 2**17, 3 * 2**17, 5 * 2**17, 7 * 2**17, 2**20 + 1, 1_005_000, 1_015_000, 123_456_789_012]
+    report = wide_report(20)
+    with opened(chromium, tmp_path, report, unit=unit) as page:
+        group, total = page.locator("tr.group td.bytes").first, page.locator("#layers tfoot td.bytes").first
+        assert int(group.get_attribute("data-sum")) == 210 * 1024 == int(total.get_attribute("data-value"))
+        assert group.inner_text() == total.inner_text() == format_bytes(210 * 1024, unit).rpartition(" ")[0]
+    source = files("memsize.render").joinpath("page", "size.js").read_text()
+    blank = chromium.new_page()
+    blank.set_content(f"<body data-unit='{unit}' data-unit-bytes='{UNITS.get(unit, 10**6)}'></body>")
+    drawn = blank.evaluate(f"sizes => {{ {source}; return sizes.map(size); }}", sizes)
+    blank.close()
+    assert drawn == [format_bytes(each, unit) if each else f"0 {unit}" for each in sizes]
+
+
+def column(page: Any, place: int, rows: str = "#layers tbody tr") -> list[str]:
+    """The texts of a column, as they are shown now."""
+    found: list[str] = page.locator(f"{rows} td:nth-child({place})").all_inner_texts()
+    return found
+
+
+def test_rows_sort_both_ways_and_back(chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, wide_report(20, "layer{}")) as page:
+        title = page.get_by_role("button", name="parameters")
+        before = column(page, 1)
+        title.click()
+        assert column(page, 4) == [f"{256 * place:,}" for place in range(20, 0, -1)]
+        assert page.locator("#layers th[data-key=parameters]").get_attribute("aria-sort") == "descending"
+        title.press("Enter")
+        assert column(page, 4) == [f"{256 * place:,}" for place in range(1, 21)]
+        title.press("Space")
+        assert column(page, 1) == before
+
+
+def test_a_search_shows_what_it_finds_and_its_sum(chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, wide_report(20)) as page:
+        page.get_by_role("searchbox").fill("block.1")
+        page.wait_for_function("document.querySelectorAll('#layers tbody tr:not(.group)').length === 11")
+        # block.1 and block.10 to block.19: 2 KiB and 11 KiB to 20 KiB.
+        assert "11 of 20 rows" in page.locator("#layers output").inner_text()
+        assert f"stored {(2 + sum(range(11, 21))) / 1024:.2f} MiB" in page.locator("#layers output").inner_text()
+        page.get_by_role("searchbox").fill("")
+        page.wait_for_function("document.querySelectorAll('#layers tbody tr:not(.group)').length === 20")
+
+
+def test_modules_fold_and_add_up(chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, records.structures_report()) as page:
+        page.get_by_role("button", name="Unfold all").click()
+        whole = page.locator("#layers tbody tr:not(.group)").count()
+        page.get_by_role("button", name="Fold all", exact=True).click()
+        toggles = page.locator("#layers button.fold")
+        assert page.locator("#layers tbody tr:not(.group)").count() < whole
+        assert toggles.first.get_attribute("aria-expanded") == "false"
+        toggles.first.press("ArrowRight")
+        assert toggles.first.get_attribute("aria-expanded") == "true"
+        page.get_by_role("button", name="List").click()
+        assert page.locator("#layers tbody tr.group").count() == 0
+        assert page.locator("#layers tbody tr").count() == whole
+
+
+def test_columns_can_be_left_out(chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, records.toy_report()) as page:
+        menu = page.locator("#layers details.menu")
+        menu.locator("summary").click()
+        menu.get_by_label("output", exact=True).uncheck()
+        assert not page.locator("#layers th[data-key=output]").is_visible()
+        assert not page.locator("#layers td.specs").first.is_visible()
+
+
+def test_the_treemap_zooms_and_leads_to_the_rows(chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, records.toy_report()) as page:
+        view = page.locator("#layers .treemap")
+        leaves = view.locator("g.leaf").evaluate_all("all => all.map(each => [each.dataset.path, +each.dataset.value])")
+        # 8,400, 1,350,500, 4,501,000 and 3,364,001 parameters of 4 bytes; the first is too small to be seen.
+        assert dict(leaves).items() <= {
+            "conv.0": 33600, "conv.1": 5402000, "conv.2": 18004000, "fc": 13456004
+        }.items()  # fmt: skip
+        assert {"conv.1", "conv.2", "fc"} <= {path for path, _ in leaves}
+        view.locator("g.module[data-path=conv]").press("Enter")
+        assert "conv 22.35 MiB" in view.locator(".trail").inner_text().replace("\n", " ")
+        assert {"fc"}.isdisjoint(view.locator("g.leaf").evaluate_all("all => all.map(each => each.dataset.path)"))
+        view.get_by_role("button", name="Icicle").click()
+        view.locator("g.leaf[data-path='conv.2']").press("Enter")
+        assert page.locator("#layers tr.found td").first.inner_text() == "2"
+        view.get_by_role("button", name="(model)").click()
+        view.get_by_role("button", name="kept for backward").click()
+        whole = sum(view.locator("g.leaf").evaluate_all("all => all.map(each => +each.dataset.value)"))
+        assert whole <= 25_317_952
+
+
+def test_a_timeline_can_be_pointed_into(chromium: Any, tmp_path: Path) -> None:
+    found = timeline(two_steps())
+    with opened(chromium, tmp_path, found) as page:
+        chart = page.get_by_role("slider")
+        assert int(chart.get_attribute("aria-valuenow")) == found.peak.event
+        for event in (0, 8, len(found) - 1):
+            chart.press("Home")
+            for _ in range(event):
+                chart.press("ArrowRight")
+            shown = page.locator(".moment .roles li").evaluate_all(
+                "all => all.map(e => [e.dataset.role, +e.dataset.value])"
+            )
+            assert dict(shown) == dict(found.moment(event).roles)
+            bytes_alive = page.locator(".moment .living td.bytes").evaluate_all("all => all.map(e => +e.dataset.value)")
+            assert sum(bytes_alive) == found.total[event]
+            reserved = page.locator(".moment .blocks .facts").inner_text()
+            assert reserved.startswith(format_bytes(found.reserved[event]))
+        chart.press("p")
+        assert int(chart.get_attribute("aria-valuenow")) == found.peak.event
+        chart.press("PageDown")
+        assert f"event {found.phases[3].start}," in chart.get_attribute("aria-valuetext")
+
+
+def test_a_timeline_zooms_and_pans(chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, timeline(two_steps())) as page:
+        whole = page.locator("svg.chart g title").count()
+        page.get_by_role("button", name="Zoom in").click()
+        page.wait_for_function(f"document.querySelectorAll('svg.chart g title').length < {whole}")
+        page.get_by_role("button", name="Whole run").click()
+        page.wait_for_function(f"document.querySelectorAll('svg.chart g title').length === {whole}")
+        box = page.locator("svg.chart").bounding_box()
+        page.mouse.move(box["x"] + 200, box["y"] + 200)
+        assert "live" in page.locator(".hint").inner_text()
+        page.mouse.click(box["x"] + 90, box["y"] + 200)
+        assert page.locator("svg.chart").get_attribute("aria-valuenow") in ("0", "1")
+
+
+def test_the_theme_can_be_chosen(chromium: Any, tmp_path: Path) -> None:
+    paper = "getComputedStyle(document.querySelector('main')).backgroundColor"
+    with opened(chromium, tmp_path, records.toy_report()) as page:
+        light = page.evaluate(paper)
+        page.get_by_role("button", name="Light or dark").click()
+        dark = page.evaluate(paper)
+    assert (light, dark) == ("rgb(255, 255, 255)", "rgb(20, 24, 29)")
+    with opened(chromium, tmp_path, records.toy_report(), dark=True) as page:
+        assert page.evaluate(paper) == dark
+        page.get_by_role("button", name="Light or dark").click()
+        assert page.evaluate(paper) == light
+
+
+def test_a_page_prints_in_light_without_its_buttons(chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, records.toy_report(), dark=True) as page:
+        page.emulate_media(media="print")
+        assert page.evaluate("getComputedStyle(document.querySelector('main')).backgroundColor") == "rgb(255, 255, 255)"
+        assert not page.get_by_role("button", name="Copy as markdown").is_visible()
+        assert page.pdf().startswith(b"%PDF")
+
+
+def test_the_page_is_copied_as_markdown(chromium: Any, tmp_path: Path) -> None:
+    report = records.toy_report()
+    with opened(chromium, tmp_path, report) as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.get_by_role("button", name="Copy as markdown").click()
+        page.get_by_role("button", name="Copied").wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == render(report, "markdown")
+        page.locator("#layers").get_by_role("button", name="Copy table").click()
+        page.locator("#layers").get_by_role("button", name="Copied").wait_for()
+        table = page.evaluate("navigator.clipboard.readText()")
+    assert "| conv.0 | Conv2d | float32\\[1,300,62,62\\] | 8,400 | 0.03 | 4.40 | 0.05 |" in table
+
+
+def test_names_cannot_leave_their_place(chromium: Any, tmp_path: Path) -> None:
+    bad = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
+    report = wide_report(3, f"a.{bad.replace('.', '_')}" + ".{}\x1b[2J")
+    with opened(chromium, tmp_path, report) as page:
+        assert page.title() == "memsize: wide"
+        page.locator("#layers .treemap g.leaf").first.hover()
+        assert page.locator("img").count() == 0
+        assert "</script>" in page.locator("#layers tbody").inner_text()
+
+
+@pytest.mark.slow
+def test_two_thousand_layers_stay_small_and_quick(chromium: Any, tmp_path: Path) -> None:
+    report = wide_report(2000, "model.layers.{}.self_attention.query_key_value_projection")
+    assert len(render(report, "html").encode()) < 8 * 2**20
+    with opened(chromium, tmp_path, report) as page:
+        assert page.locator("#layers tbody tr").count() <= 60
+        page.get_by_role("button", name="Unfold all").click()
+        assert page.locator("#layers tbody tr:not(.group)").count() == 2000
+        assert re.match(r"\d", page.locator("#layers tfoot td.bytes").first.inner_text())
