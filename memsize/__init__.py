@@ -11,6 +11,7 @@
     memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
     report.save("run.memsize"); memsize.load("run.memsize")     # the same answer later, without the model
     memsize.verify(model, (3, 64, 64), train="adamw")    # on a machine with a GPU: compare the prediction with it
+    memsize.explain("snapshot.pickle")                   # what was alive on that GPU, from a memory snapshot
 
 Importing memsize does not import torch; the first report does.
 """
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from memsize.api import (
         audit_layout,
         compare,
+        explain,
         fit,
         load,
         read_checkpoint,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
         UnknownValueError,
     )
     from memsize.records.comparison import Comparison
+    from memsize.records.explanation import Explanation
     from memsize.records.fit import Fit
     from memsize.records.layout import LayoutReport
     from memsize.records.program import ProgramRun
@@ -62,6 +65,7 @@ __version__ = VERSION
 __all__ = [
     "CheckpointError",
     "Comparison",
+    "Explanation",
     "Fit",
     "ForwardError",
     "InputError",
@@ -79,6 +83,7 @@ __all__ = [
     "Verification",
     "audit_layout",
     "compare",
+    "explain",
     "fit",
     "load",
     "read_checkpoint",
@@ -94,6 +99,7 @@ _HOMES = {
     "memsize.api": (
         "audit_layout",
         "compare",
+        "explain",
         "fit",
         "load",
         "read_checkpoint",
@@ -105,6 +111,7 @@ _HOMES = {
         "virtual_gpu",
     ),
     "memsize.records.comparison": ("Comparison",),
+    "memsize.records.explanation": ("Explanation",),
     "memsize.records.program": ("ProgramRun",),
     "memsize.records.report": ("Report",),
     "memsize.errors": (

@@ -31,7 +31,7 @@ import torch
 
 from memsize import cli
 from memsize.analysis import compare
-from memsize.analysis.findings import fit, layout, program, report
+from memsize.analysis.findings import fit, layout, program, report, snapshot
 from memsize.checkpoint import findings as checkpoint
 from memsize.cli.session import Session
 from memsize.documents.report import COLUMNS, layer_table
@@ -260,6 +260,7 @@ OTHERS = {"--config", "--epochs", "--index-url", "--page", "--resume"}
 def test_every_finding_is_documented() -> None:
     assert set(quoted(rows("layout.md", "Findings"), 0)) == set(layout.RULES.codes)
     assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes]
+    assert quoted(rows("explain.md", "Findings"), 0) == [*snapshot.RULES.codes]
     page = text_of(DOCS / "findings.md")
     # A page that says "in this order" means it. What a comparison finds as a report does is told once.
     of_two = [code for code in compare.RULES.codes if code not in report.RULES.codes]

@@ -24,10 +24,11 @@ KINDS = {
     "checkpoint": ("memsize.checkpoint.report", "CheckpointReport"),
     "verification": ("memsize.records.verification", "Verification"),
     "comparison": ("memsize.records.comparison", "Comparison"),
+    "explanation": ("memsize.records.explanation", "Explanation"),
 }
 """The record of each kind of saved run. It is imported when a file holds one."""
 
-COMMANDS = {"step": "timeline", "program": "run", "verification": "verify"}
+COMMANDS = {"step": "timeline", "program": "run", "verification": "verify", "explanation": "explain"}
 """The commands that show a kind, where they have another name."""
 
 

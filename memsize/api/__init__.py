@@ -1,13 +1,14 @@
 """The composition: from a model, a program or a file to an answer. The command line and notebooks call these."""
 
 from memsize.api.comparing import compare
-from memsize.api.files import load, read_checkpoint
+from memsize.api.files import explain, load, read_checkpoint
 from memsize.api.models import audit_layout, fit, report, shape_rule, trace, verify
 from memsize.api.programs import run, virtual_gpu
 
 __all__ = [
     "audit_layout",
     "compare",
+    "explain",
     "fit",
     "load",
     "read_checkpoint",

@@ -1,4 +1,4 @@
-"""Questions about files: checkpoints and saved runs."""
+"""Questions about files: checkpoints, memory snapshots and saved runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memsize.checkpoint.report import CheckpointReport
+    from memsize.records.explanation import Explanation
 
 
 def read_checkpoint(
@@ -40,9 +41,23 @@ def read_checkpoint(
         return CheckpointReport(found.contents, compared(found.breakdown, expected_from(model), name))
 
 
+def explain(snapshot: str | os.PathLike[str], *, beside: Any = None, device: int | None = None) -> Explanation:
+    """What was alive in a memory snapshot of a real GPU, where it was made, and whether fragmentation is to blame.
+
+    `snapshot` is a file that `torch.cuda.memory._dump_snapshot` wrote. It is explained at the moment when memory ran
+    out, else at the peak of its history. `beside` is a prediction to compare with: a saved run, or the answer of `run`,
+    `trace` or `report(train=…)`. `device` is the GPU, by default the one that ran out or holds most.
+
+    Raises `InputError` for a file that is no snapshot or is damaged, and for a saved run that predicts no peak.
+    """
+    from memsize.analysis.explain.explanation import explain as explained
+
+    return explained(snapshot, load(beside) if isinstance(beside, (str, os.PathLike)) else beside, device)
+
+
 def load(path: str | os.PathLike[str]) -> Any:
     """What `save` or ``--save`` wrote: a `Report`, `StepTrace`, `Fit`, `LayoutReport`, `CheckpointReport`,
-    `Verification` or `Comparison`, equal to the one that was saved. torch is not imported.
+    `Verification`, `Comparison` or `Explanation`, equal to the one that was saved. torch is not imported.
 
     Raises `InputError` for a file that is no saved run, that is damaged, or that a newer memsize wrote.
     """

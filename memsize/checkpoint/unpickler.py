@@ -155,7 +155,11 @@ class Unpickler(pickle._Unpickler):
                 raise self.damaged("it ends too early")
             self._left -= costs[code[0]]
             dispatch[code[0]](self)
-        raise self.damaged("it builds more objects than memsize reads in a file of this size")
+        raise self.exhausted()
+
+    def exhausted(self) -> CheckpointError:
+        """The error of a pickle that goes on when the budget is used up."""
+        return self.damaged("it builds more objects than memsize reads in a file of this size")
 
     def damaged(self, why: str) -> CheckpointError:
         """The error of a pickle that no program writes."""

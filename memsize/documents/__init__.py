@@ -52,6 +52,7 @@ _DOCUMENTS: Final = {
     "timeline": "memsize.documents.timeline:TimelineDocument",
     "program": "memsize.documents.program:ProgramDocument",
     "comparison": "memsize.documents.comparison:ComparisonDocument",
+    "explanation": "memsize.documents.explanation:ExplanationDocument",
     "why": "memsize.documents.comparison:WhyDocument",
 }
 """The document of each kind of answer, imported when it is asked for: drawing one answer costs no other's code."""

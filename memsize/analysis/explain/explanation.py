@@ -1,0 +1,210 @@
+"""A snapshot explained: which moment matters, what was alive then, where it was made, and what the allocator held."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from memsize.analysis.explain.categories import Category, categories
+from memsize.analysis.explain.history import History, Life
+from memsize.analysis.explain.reading import Segment, Snapshot, read_snapshot
+from memsize.analysis.explain.stacks import python_calls
+from memsize.analysis.findings.snapshot import RULES
+from memsize.analysis.step import StepTrace
+from memsize.errors import InputError
+from memsize.records.explanation import UNKNOWN, Alive, Explanation, FailedRequest, How, Moment, Place, Predicted
+from memsize.records.explanation import Reserved as ReservedBytes
+from memsize.records.gpu import GpuEstimate
+from memsize.records.program import ProgramRun
+from memsize.records.report import Report
+from memsize.records.roles import ROLES
+
+_MOST_CALLS: Final = 24
+"""Calls of a stack that are kept; those around them start the program."""
+
+
+def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None = None) -> Explanation:
+    """The explanation of the snapshot at `path`, beside the prediction that is a saved run's answer.
+
+    Of several GPUs it is the one that ran out of memory, else the one that holds most, unless `device` is given.
+    """
+    prediction = None if beside is None else predicted(beside)
+    snapshot = read_snapshot(path)
+    number = _chosen(snapshot) if device is None else device
+    history = _history(snapshot, number)
+    if not history.segments and not history.entries:
+        raise InputError(f"{snapshot.name} has nothing on GPU {number}")
+    found = _explained(snapshot, number, history, prediction)
+    return replace(found, findings=RULES.findings(found))
+
+
+def _history(snapshot: Snapshot, device: int) -> History:
+    entries = snapshot.histories[device] if 0 <= device < len(snapshot.histories) else ()
+    return History(entries, tuple(segment for segment in snapshot.segments if segment.device == device))
+
+
+def _chosen(snapshot: Snapshot) -> int:
+    """The GPU to explain."""
+    for number, entries in enumerate(snapshot.histories):
+        if any(entry.action == "oom" for entry in entries):
+            return number
+    held: dict[int, int] = {0: 0}
+    for segment in snapshot.segments:
+        held[segment.device] = held.get(segment.device, 0) + segment.size
+    return max(held, key=held.__getitem__)
+
+
+class _Moment(NamedTuple):
+    name: Moment
+    entry: int
+    """The last entry that counts: what is alive after it is explained."""
+
+
+def _moment(history: History) -> _Moment:
+    if history.failures:
+        return _Moment("out of memory", history.failures[-1])
+    levels, end = history.requested, max(len(history.entries) - 1, 0)
+    highest = max(range(len(levels)), key=levels.__getitem__)
+    return _Moment("end", end) if levels[highest] == levels[end] else _Moment("peak", highest)
+
+
+def _explained(snapshot: Snapshot, number: int, history: History, prediction: _Prediction | None) -> Explanation:
+    moment = _moment(history)
+    live = [
+        (life, category)
+        for life, category in zip(history.lives, categories(history), strict=True)
+        if life.alive_at(moment.entry)
+    ]
+    estimate = prediction.estimate if prediction else None
+    return Explanation(
+        snapshot=snapshot.name,
+        device=number,
+        moment=moment.name,
+        requested=sum(life.bytes for life, _ in live),
+        reserved_then=history.reserved_at(moment.entry),
+        line=_line_at(history, moment.entry) if moment.name != "end" else None,
+        alive=tuple(_alive(live, estimate)),
+        places=tuple(_places(history, live)),
+        reserved=_reserved(history.segments),
+        failed=_failed(history),
+        entries=len(history.entries),
+        predicted=prediction.named if prediction else None,
+        notes=tuple(_notes(snapshot, number, history)),
+    )
+
+
+def _line_at(history: History, entry: int) -> str | None:
+    return history.told(history.entries[entry].stack).line
+
+
+def _failed(history: History) -> FailedRequest | None:
+    if not history.failures:
+        return None
+    last = history.entries[history.failures[-1]]
+    # PyTorch records the request as it was rounded up, and writes what is free where an address stands otherwise.
+    free = last.free or last.address
+    found = history.told(last.stack)
+    return FailedRequest(last.size, free, found.line, found.function, history.stage(last.stack), len(history.failures))
+
+
+def _alive(live: Iterable[tuple[Life, Category]], estimate: GpuEstimate | None) -> list[Alive]:
+    """The categories, roles in their order and what is unknown after them."""
+    found: dict[str, Alive] = {}
+    for life, (name, how) in live:
+        known = found.get(name, Alive(name, 0, 0, how))
+        weakest = max(known.how, how, key=_CERTAINTY.index)
+        found[name] = known._replace(bytes=known.bytes + life.bytes, blocks=known.blocks + 1, how=weakest)
+    if estimate is not None:
+        for role, size in estimate.roles.items():
+            found[role] = found.get(role, Alive(role, 0, 0, "unknown"))._replace(predicted=size)
+    return [found[name] for name in (*ROLES, *UNKNOWN) if name in found]
+
+
+_CERTAINTY: Final[tuple[How, ...]] = ("recorded", "stack", "lifetime", "size", "unknown")
+
+
+def _places(history: History, live: Iterable[tuple[Life, Category]]) -> list[Place]:
+    """The blocks by category and stack, the largest first."""
+    groups: dict[tuple[str, int], list[Life]] = {}
+    for life, category in live:
+        groups.setdefault((category.name, id(life.stack) if life.stack else 0), []).append(life)
+    found: dict[tuple[str, str, tuple[str, ...]], Place] = {}
+    for (name, _), lives in groups.items():
+        told = history.told(lives[0].stack)
+        calls = tuple(map(str, python_calls(lives[0].stack)[:_MOST_CALLS]))
+        sizes = [life.bytes for life in lives]
+        here = Place(sum(sizes), len(sizes), max(sizes), name, told.line, told.function, told.called_from, calls)
+        key = (name, here.function, calls)
+        found[key] = _joined(found.get(key), here)
+    return sorted(found.values(), key=lambda place: -place.bytes)
+
+
+def _joined(known: Place | None, more: Place) -> Place:
+    """Blocks whose stacks differ in C++ alone are one place."""
+    if known is None:
+        return more
+    return more._replace(
+        bytes=known.bytes + more.bytes, blocks=known.blocks + more.blocks, largest=max(known.largest, more.largest)
+    )
+
+
+def _reserved(segments: Iterable[Segment]) -> ReservedBytes:
+    requested = rounding = waiting = pieces = cached = largest = 0
+    for segment in segments:
+        free = [block.size for block in segment.blocks if block.state == "inactive"]
+        used = [block for block in segment.blocks if block.state == "active_allocated"]
+        requested += sum(block.requested for block in used)
+        rounding += sum(block.size - block.requested for block in used)
+        held = segment.size - sum(free) - sum(block.size for block in used)
+        waiting += held
+        if used or held:
+            pieces += sum(free)
+        else:
+            cached += sum(free)
+        largest = max([largest, *free])
+    return ReservedBytes(requested, rounding, waiting, pieces, cached, largest)
+
+
+def _notes(snapshot: Snapshot, number: int, history: History) -> Iterable[str]:
+    others = sorted({segment.device for segment in snapshot.segments} - {number})
+    if others:
+        yield f"the snapshot also has GPU {', '.join(map(str, others))}: --device shows another"
+    if not snapshot.whole:
+        yield (
+            "its history is longer than memsize reads, so this is the end alone, and neither the peak nor a request "
+            "that failed; torch.cuda.memory._record_memory_history(max_entries=100000) keeps the history short"
+        )
+    elif not any(entry.action == "alloc" for entry in history.entries):
+        yield (
+            "no history was recorded: call torch.cuda.memory._record_memory_history() before the model is made, and "
+            "the snapshot also tells the peak and what each block is for"
+        )
+
+
+class _Prediction(NamedTuple):
+    named: Predicted
+    estimate: GpuEstimate
+
+
+def predicted(found: Any) -> _Prediction:
+    """The peak that a saved run predicts; raises `InputError` for a run that predicts none."""
+    match found:
+        case StepTrace():
+            return _prediction(found.trace.model, found.trace.scenario, found.peak)
+        case ProgramRun():
+            return _prediction(found.program, "as-given", found.peak)
+        case Report():
+            for result in found.scenario_results:
+                estimate = result.training or result.inference
+                if estimate is not None:
+                    return _prediction(found.model, result.name, estimate)
+    raise InputError(
+        f"this saved {getattr(found, 'kind', 'run')} predicts no peak: save memsize run, memsize timeline, or "
+        "memsize report --train"
+    )
+
+
+def _prediction(model: str, scenario: str, estimate: GpuEstimate) -> _Prediction:
+    return _Prediction(Predicted(model, scenario, estimate.requested, estimate.reserved), estimate)

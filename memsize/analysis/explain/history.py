@@ -1,0 +1,137 @@
+"""The blocks of a snapshot over its history: when each was made and freed, and how much was alive at every moment.
+
+The history may begin in the middle of a run, so that a block may be older than it; and the allocator keeps only the
+last entries where a number of them was asked for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+from memsize.analysis.explain.reading import Block, Entry, Segment, Stack
+from memsize.analysis.explain.stacks import Stage, Told, told
+
+EARLIER: Final = -1
+"""When a block was made that is older than the history."""
+_ALIVE, _WAITING = ("active_allocated", "active_awaiting_free")
+
+
+class Life(NamedTuple):
+    """A block that a tensor has or had: its bytes, and the entries in which it was made and given up (None: never)."""
+
+    bytes: int
+    born: int
+    died: int | None
+    stack: Stack
+    category: str
+
+    def alive_at(self, entry: int) -> bool:
+        """Whether it is alive after that entry."""
+        return self.born <= entry and (self.died is None or self.died > entry)
+
+
+@dataclass(frozen=True)
+class History:
+    """What happened on one device: the allocator's entries, and its segments at the end."""
+
+    entries: tuple[Entry, ...]
+    segments: tuple[Segment, ...]
+    _told: dict[int, Told] = field(default_factory=dict)
+
+    def told(self, stack: Stack) -> Told:
+        """What a stack tells; many blocks have the same."""
+        found = self._told.get(id(stack))
+        if found is None:
+            found = self._told[id(stack)] = told(stack)
+        return found
+
+    @cached_property
+    def lives(self) -> tuple[Life, ...]:
+        """All blocks that the snapshot knows of."""
+        opened: dict[int, int] = {}
+        deaths: dict[int, int] = {}
+        older: list[Life] = []
+        for index, entry in enumerate(self.entries):
+            if entry.action == "alloc":
+                opened[entry.address] = index
+            elif entry.action == "free_requested" and entry.address in opened:
+                deaths[opened.pop(entry.address)] = index
+            elif entry.action == "free_requested":
+                older.append(Life(entry.size, EARLIER, index, (), ""))
+        left = {block.address: block for block in self._blocks() if block.state == _ALIVE}
+        lasting = {index for address, index in opened.items() if address in left}
+        made = [
+            Life(entry.size, index, deaths.get(index), entry.stack, entry.category)
+            for index, entry in enumerate(self.entries)
+            if entry.action == "alloc" and (index in deaths or index in lasting)
+        ]
+        kept = [Life(b.requested, EARLIER, None, b.stack, "") for a, b in left.items() if a not in opened]
+        return (*older, *kept, *made)
+
+    def _blocks(self) -> Iterable[Block]:
+        return (block for segment in self.segments for block in segment.blocks)
+
+    @cached_property
+    def requested(self) -> tuple[int, ...]:
+        """Live bytes after each entry."""
+        change = [0] * (len(self.entries) + 1)
+        for life in self.lives:
+            change[max(life.born, 0)] += life.bytes
+            if life.died is not None:
+                change[life.died] -= life.bytes
+        return tuple(accumulate(change[: max(len(self.entries), 1)]))
+
+    def reserved_at(self, entry: int) -> int:
+        """The bytes of all segments after an entry: those at the end, and what happened to them since."""
+        later = self.entries[entry + 1 :]
+        taken = sum(each.size for each in later if each.action in ("segment_alloc", "segment_map"))
+        given = sum(each.size for each in later if each.action in ("segment_free", "segment_unmap"))
+        return sum(segment.size for segment in self.segments) - taken + given
+
+    @property
+    def waiting(self) -> int:
+        """Bytes at the end that tensors gave up and another stream may still use."""
+        return sum(block.size for block in self._blocks() if block.state == _WAITING)
+
+    @cached_property
+    def _starts(self) -> dict[Stage, list[int]]:
+        """The entries in which blocks are made at each stage."""
+        starts: dict[Stage, list[int]] = {}
+        for index, entry in enumerate(self.entries):
+            if entry.action == "alloc":
+                starts.setdefault(self.stage(entry.stack), []).append(index)
+        return starts
+
+    @cached_property
+    def _python_only(self) -> bool:
+        """Whether stacks were recorded, and those of Python alone: then the thread of backward has none."""
+        stacks = [entry.stack for entry in self.entries if entry.action == "alloc" and entry.stack]
+        return bool(stacks) and all(frame.filename.endswith(".py") for stack in stacks for frame in stack[:1])
+
+    def stage(self, stack: Stack) -> Stage:
+        """At which stage of the run a stack of the history is."""
+        stage = self.told(stack).stage
+        return "backward" if stage == "unrecorded" and self._python_only else stage
+
+    @cached_property
+    def failures(self) -> list[int]:
+        """The entries of requests that failed."""
+        return [index for index, entry in enumerate(self.entries) if entry.action == "oom"]
+
+    def next_failure(self, entry: int) -> int | None:
+        """The first request after `entry` that failed."""
+        return next(iter(self.failures[bisect_right(self.failures, entry) :]), None)
+
+    def next_of(self, stages: Sequence[Stage], entry: int) -> int | None:
+        """The first entry after `entry` in which a block is made at one of `stages`."""
+        found = []
+        for stage in stages:
+            starts = self._starts.get(stage, [])
+            place = bisect_right(starts, entry)
+            found += starts[place : place + 1]
+        return min(found, default=None)

@@ -1,0 +1,231 @@
+"""A memory snapshot from its file: what `torch.cuda.memory._dump_snapshot` writes, as plain records.
+
+The file is a pickle of dictionaries, lists, texts and numbers. It is read by the bounded reader of checkpoints, which
+runs nothing, and one that names a class or a function is no snapshot. Sources: PyTorch's
+torch/csrc/cuda/memory_snapshot.cpp for the fields, torch/cuda/memory.py for what they mean.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from memsize.checkpoint.pickle_values import Blob, Dict
+from memsize.checkpoint.source import Source, opened
+from memsize.checkpoint.unpickler import Unpickler
+from memsize.errors import CheckpointError, InputError
+from memsize.printable import printable
+
+MOST_RECORDS: Final = 500_000
+"""Blocks and entries of a small file that are read; a larger file may have more in proportion."""
+_DEEPEST: Final = 512
+"""Frames of a stack that are read, from the innermost on."""
+_LONGEST: Final = 300
+_LARGEST: Final = 1 << 62
+
+
+class Frame(NamedTuple):
+    """One call of a stack. A call of C++ has a `filename` that is empty, ``??``, or no Python file."""
+
+    filename: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.filename}:{self.line} {self.name}"
+
+
+Stack = tuple[Frame, ...]
+"""The calls that led to an allocation, innermost first; empty where none were recorded."""
+
+
+class Block(NamedTuple):
+    """A piece of a segment. `requested` is what a tensor asked for, of `size` bytes."""
+
+    address: int
+    size: int
+    requested: int
+    state: str
+    stack: Stack
+
+
+class Segment(NamedTuple):
+    """Memory that the allocator has taken from CUDA."""
+
+    device: int
+    address: int
+    size: int
+    blocks: tuple[Block, ...]
+
+
+class Entry(NamedTuple):
+    """One thing that the allocator did. An ``oom`` has the bytes that CUDA had `free`, and no address."""
+
+    action: str
+    address: int
+    size: int
+    stack: Stack
+    category: str
+    free: int
+
+
+class Snapshot(NamedTuple):
+    """A file's content: the segments when it was written, and what led to them, device by device.
+
+    `whole` is false where the history is longer than memsize reads; it is left out then.
+    """
+
+    name: str
+    segments: tuple[Segment, ...]
+    histories: tuple[tuple[Entry, ...], ...]
+    whole: bool
+
+
+def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
+    """The snapshot at `path`; raises `InputError` for a file that is none, is damaged, or names code."""
+    try:
+        with opened(Path(os.path.expanduser(path))) as source:
+            return _read(source)
+    except CheckpointError as error:
+        raise InputError(str(error)) from None
+
+
+def _read(source: Source) -> Snapshot:
+    start = source.read(0, min(source.size, 2), "its first bytes")
+    if start[:1] != b"\x80":
+        raise _no_snapshot(source.name, "it is not a pickle")
+    source.file.seek(0)
+    unpickler = _Unpickler(source, source.size)
+    root = unpickler.load()
+    if isinstance(root, list):  # torch.cuda.memory_snapshot()
+        root = Dict(["segments", root])
+    if not isinstance(root, Dict):
+        raise _no_snapshot(source.name, f"it holds a {type(root).__name__.lower()}")
+    return _Reader(source).snapshot(_fields(root), whole=not unpickler.cut)
+
+
+def _no_snapshot(name: str, why: str) -> InputError:
+    return InputError(f"{name} is not a memory snapshot of torch.cuda.memory._dump_snapshot: {why}")
+
+
+class _Unpickler(Unpickler):
+    """Reads plain values alone. Of a history that is too long it keeps the segments, which stand before it."""
+
+    cut = False
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse the file: a snapshot has plain values alone."""
+        raise _no_snapshot(self._name, f"its pickle names {printable(f'{module}.{name}', 80)}. Nothing was run")
+
+    def exhausted(self) -> CheckpointError:
+        """Stop with the segments where they are complete."""
+        match self.metastack[1:2]:
+            case [["segments", list(segments), "device_traces", *_]]:
+                self.cut = True
+                raise pickle._Stop(Dict(["segments", segments]))  # type: ignore[attr-defined]
+        return super().exhausted()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """A dictionary's values by their names. Only texts are hashed, whose hashes no file can foresee."""
+    if not isinstance(value, Dict):
+        raise ValueError(f"a {type(value).__name__.lower()} where a dictionary should be")
+    return {key: item for key, item in value.pairs if type(key) is str}
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not -_LARGEST < value < _LARGEST:
+        raise ValueError("a size or an address that is none")
+    return value
+
+
+def _text(value: Any) -> str:
+    return printable(value, _LONGEST) if type(value) is str else "…" if isinstance(value, Blob) else ""
+
+
+def _items(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"a {type(value).__name__.lower()} where a list should be")
+    return value
+
+
+class _Reader:
+    """Makes the records of one file. What the pickle shares, the records share too."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._left = int(MOST_RECORDS * source.scale)
+        self._frames: dict[int, Frame] = {}
+        self._stacks: dict[int, Stack] = {}
+        self._texts: dict[int, str] = {}
+
+    def snapshot(self, fields: dict[str, Any], whole: bool) -> Snapshot:
+        """The records of the root's `fields`."""
+        if "segments" not in fields:
+            raise _no_snapshot(self._source.name, "it has no segments")
+        try:
+            segments = tuple(self._segment(_fields(each)) for each in _items(fields["segments"]))
+            traces = _items(fields.get("device_traces", []))
+            histories = tuple(tuple(self._entry(each) for each in self._counted(trace)) for trace in traces)
+        except ValueError as error:
+            raise _no_snapshot(self._source.name, f"it has {error}") from None
+        return Snapshot(self._source.name, segments, histories, whole)
+
+    def _counted(self, value: Any) -> list[Any]:
+        found = _items(value)
+        self._left -= len(found)
+        if self._left < 0:
+            raise ValueError("more entries than memsize reads in a file of this size")
+        return found
+
+    def _segment(self, fields: dict[str, Any]) -> Segment:
+        address, size = _number(fields.get("address", 0)), _number(fields.get("total_size"))
+        blocks = tuple(self._blocks(address, self._counted(fields.get("blocks", []))))
+        return Segment(_number(fields.get("device", 0)), address, size, blocks)
+
+    def _blocks(self, address: int, values: list[Any]) -> Iterator[Block]:
+        """The blocks of a segment from `address` on; PyTorch before 2.1 leaves out where each one is."""
+        for value in values:
+            fields = _fields(value)
+            size = _number(fields.get("size"))
+            address = _number(fields.get("address", address))
+            stack, requested = fields.get("frames"), fields.get("requested_size", size)
+            if stack is None and (history := fields.get("history")):
+                # PyTorch 2.0: the allocations that the block has served, the newest first.
+                newest = _fields(_items(history)[0])
+                stack, requested = newest.get("frames"), newest.get("real_size", requested)
+            yield Block(address, size, _number(requested), self._shared(fields.get("state")), self._stack(stack))
+            address += size
+
+    def _entry(self, value: Any) -> Entry:
+        fields = _fields(value)
+        action = self._shared(fields.get("action"))
+        address = _number(fields.get("addr", 0))
+        size, free = _number(fields.get("size", 0)), _number(fields.get("device_free", 0))
+        return Entry(action, address, size, self._stack(fields.get("frames")), _text(fields.get("category")), free)
+
+    def _shared(self, value: Any) -> str:
+        """A text that many entries have."""
+        found = self._texts.get(id(value))
+        if found is None:
+            found = self._texts[id(value)] = _text(value)
+        return found
+
+    def _stack(self, value: Any) -> Stack:
+        if value is None or value == []:
+            return ()
+        found = self._stacks.get(id(value))
+        if found is None:
+            found = self._stacks[id(value)] = tuple(map(self._frame, _items(value)[:_DEEPEST]))
+        return found
+
+    def _frame(self, value: Any) -> Frame:
+        found = self._frames.get(id(value))
+        if found is None:
+            fields = _fields(value)
+            name, line = self._shared(fields.get("name")), _number(fields.get("line", 0))
+            found = self._frames[id(value)] = Frame(self._shared(fields.get("filename")), line, name)
+        return found

@@ -1,0 +1,99 @@
+"""What the stack of an allocation tells: at which stage of a run it was made, and which line of the program made it.
+
+A stack tells where a block was made and not what it is for: roles follow from it together with how long the block lives
+(`memsize.analysis.explain.history`). Every rule is a name in PyTorch or in a library that trains with it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, Literal, NamedTuple
+
+from memsize.analysis.explain.reading import Frame, Stack
+
+Stage = Literal[
+    "model", "data", "forward", "recomputation", "backward", "optimizer", "buckets", "workspace", "other", "unrecorded"
+]
+"""Where a run stands: ``other`` is a place that no rule knows, ``unrecorded`` a stack that was not recorded."""
+
+_RULES: Final[tuple[tuple[Stage, str], ...]] = (
+    ("workspace", r"at::cuda::(getNewWorkspace|getCUDABlasLtWorkspace)|\brun_conv_plan\b"),
+    ("buckets", r"c10d::Reducer::|torch/nn/parallel/distributed\.py:(_ddp_init_helper|__init__)"),
+    ("backward", r"torch::autograd::(Engine|generated|AccumulateGrad|AccumulateGradFunctor|PyNode)::"),
+    ("backward", r"torch::autograd::accumulateGrad|torch/autograd/graph\.py:_engine_run_backward"),
+    ("optimizer", r"torch/optim/\w+\.py:|(apex/optimizers|apex/contrib/optimizers|bitsandbytes/optim)/"),
+    ("optimizer", r"deepspeed/(ops/\w+|runtime/zero|runtime/fp16)/\w*(optim|adam|stage|zero)\w*\.py:"),
+    ("model", r"torch/nn/modules/module\.py:(_apply|load_state_dict|_load_from_state_dict)$"),
+    ("model", r"torch/nn/modules/\w+\.py:(__init__|reset_parameters)$|torch/nn/(init|parameter)\.py:"),
+    ("model", r"transformers/(modeling_utils|core_model_loading)\.py:|accelerate/utils/modeling\.py:"),
+    ("model", r"torch/serialization\.py:|safetensors/\w+\.py:"),
+    ("data", r"torch/utils/data/|accelerate/utils/operations\.py:|transformers/trainer\.py:_prepare_inputs?$"),
+    ("data", r"lightning/\w+/utilities/apply_func\.py:|:(move_data_to_device|transfer_batch_to_device)$"),
+    ("forward", r"torch/nn/modules/module\.py:(_call_impl|_wrapped_call_impl|_slow_forward|__call__)$"),
+    ("forward", r"torch/nn/functional\.py:"),
+)
+"""A stage, and what a frame of it looks like as ``file:name``. The innermost frame that any rule knows decides."""
+
+_STAGES: Final = re.compile("|".join(f"(?P<{stage}_{n}>{text})" for n, (stage, text) in enumerate(_RULES)))
+_RECOMPUTED: Final = re.compile(r"torch/utils/checkpoint\.py:(backward|unpack_hook|recompute_fn|recompute)$")
+_NODE: Final = re.compile(r"torch::autograd::generated::(\w+)::apply")
+_PYTORCH: Final = re.compile(r"(^|/)(site-packages|dist-packages)/torch/|torchinductor_\w+/|^<")
+_LIBRARY: Final = re.compile(r"(^|/)(site-packages|dist-packages|lib/python3\.\d+|torchinductor_\w+)/|^<|^/usr/lib/")
+
+
+class Told(NamedTuple):
+    """What a stack tells: the stage, the line above PyTorch that allocates (``"modeling_llama.py:216"``), the function
+    that it is in, and the program's own line that led to it, where that is another one.
+    """
+
+    stage: Stage
+    line: str | None
+    function: str
+    called_from: str | None = None
+
+
+def told(stack: Stack) -> Told:
+    """What `stack` tells. Without a call of Python, as in backward, the function is that of autograd."""
+    if not stack:
+        return Told("unrecorded", None, "")
+    calls = python_calls(stack)
+    if not calls:
+        nodes = (_NODE.search(frame.name) for frame in stack)
+        return Told(_stage(stack), None, next((node[1] for node in nodes if node), ""))
+    above = next((call for call in calls if not _PYTORCH.search(_path(call))), calls[0])
+    own = next((call for call in calls if not _LIBRARY.search(_path(call))), above)
+    return Told(_stage(stack), line_of(above), above.name, line_of(own) if own != above else None)
+
+
+def python_calls(stack: Stack) -> tuple[Frame, ...]:
+    """The calls of Python in a stack, innermost first."""
+    return tuple(frame for frame in stack if frame.filename.endswith(".py") or frame.filename.startswith("<ipython"))
+
+
+def line_of(frame: Frame) -> str:
+    """A call as ``"train.py:41"``."""
+    return f"{_path(frame).rpartition('/')[2]}:{frame.line}"
+
+
+def _path(frame: Frame) -> str:
+    return frame.filename.replace("\\", "/")
+
+
+def _stage(stack: Stack) -> Stage:
+    found: Stage = "other"
+    for frame in stack:
+        call = f"{_path(frame)}:{frame.name}"
+        if found == "forward":
+            # A forward inside of a backward is that of activation checkpointing.
+            if _RECOMPUTED.search(call) or _matched(call) == "backward":
+                return "recomputation"
+        elif (stage := _matched(call)) is not None:
+            found = stage
+            if found != "forward":
+                return found
+    return found
+
+
+def _matched(call: str) -> Stage | None:
+    match = _STAGES.search(call)
+    return None if match is None or match.lastgroup is None else _RULES[int(match.lastgroup.rpartition("_")[2])][0]

@@ -1,0 +1,131 @@
+"""`Explanation`: what a memory snapshot of a real GPU shows to have been alive, and where it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal, NamedTuple
+
+from memsize.records.answer import Answer, FlatTable
+from memsize.records.finding import Finding
+from memsize.records.roles import TITLES
+
+Moment = Literal["out of memory", "peak", "end"]
+"""Which moment is explained: the last request that failed, else the most live bytes of the history, else the end."""
+
+How = Literal["recorded", "stack", "lifetime", "size", "unknown"]
+"""How a category is known: the snapshot names it; or it is inferred from the stack, from the stack and how long the
+block lives, or from sizes that are those of the gradients or the optimizer state.
+"""
+
+UNKNOWN: Final[Mapping[str, str]] = {
+    "backward": "gradients or temporaries",
+    "earlier": "older than the history",
+    "elsewhere": "unknown use",
+}
+"""Categories of blocks whose role is not known: those of a backward that had not ended; those that were made before
+the history begins; and those made at lines that tell nothing of their use.
+"""
+
+
+def category_noun(category: str) -> str:
+    """What the blocks of a category are called together."""
+    return TITLES[category].noun if category in TITLES else UNKNOWN[category]
+
+
+class Alive(NamedTuple):
+    """The live bytes of one category, a role or a key of `UNKNOWN`. `predicted` is memsize's own figure at its peak."""
+
+    category: str
+    bytes: int
+    blocks: int
+    how: How
+    predicted: int | None = None
+
+
+class Place(NamedTuple):
+    """Live blocks of one category that one stack made: the line above PyTorch, the function that it is in, the
+    program's own line that led to it where that is another one, and all calls of Python, innermost first.
+    """
+
+    bytes: int
+    blocks: int
+    largest: int
+    category: str
+    line: str | None
+    function: str
+    called_from: str | None
+    calls: tuple[str, ...]
+
+
+class Reserved(NamedTuple):
+    """The allocator's segments when the snapshot was taken, in bytes.
+
+    `requested` and `rounding` are the live blocks, `waiting` those that another stream may still use. `pieces` are free
+    parts of segments in use, `cached` segments without a block in use; `largest` is the largest free block of either.
+    """
+
+    requested: int
+    rounding: int
+    waiting: int
+    pieces: int
+    cached: int
+    largest: int
+
+    @property
+    def bytes(self) -> int:
+        """All segments together."""
+        return self.requested + self.rounding + self.waiting + self.pieces + self.cached
+
+
+class FailedRequest(NamedTuple):
+    """A request for `bytes` that raised OutOfMemoryError with `free` bytes left on the GPU, and where it was made: the
+    last of as many as `times` says.
+    """
+
+    bytes: int
+    free: int
+    line: str | None
+    function: str
+    stage: str
+    times: int
+
+
+class Predicted(NamedTuple):
+    """The prediction that stands beside: of which model and run, and its peak."""
+
+    model: str
+    scenario: str
+    requested: int
+    reserved: int
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation(Answer):
+    """What was alive on `device` at one `moment`, by category and by place; the bytes of `alive` add up to `requested`.
+
+    `reserved_then` are the segments at that moment, `reserved` the state of the allocator when the snapshot was taken.
+    `line` is the program's line at the moment, `entries` the length of the recorded history.
+    """
+
+    kind: ClassVar = "explanation"
+
+    snapshot: str
+    device: int
+    moment: Moment
+    requested: int
+    reserved_then: int
+    line: str | None
+    alive: tuple[Alive, ...]
+    places: tuple[Place, ...]
+    reserved: Reserved
+    failed: FailedRequest | None
+    entries: int
+    predicted: Predicted | None = None
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def tables(self) -> dict[str, FlatTable]:
+        """`places`: one row for each stack whose blocks are alive; `alive`: one row for each category."""
+        places = ((*place[:-1], "; ".join(place.calls)) for place in self.places)
+        return {"places": FlatTable(Place._fields, places), "alive": FlatTable(Alive._fields, self.alive)}

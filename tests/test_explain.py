@@ -1,0 +1,416 @@
+"""Snapshots explained: what was alive at which moment, what it was for, and whether fragmentation is to blame."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import memsize
+from memsize.analysis.explain.history import History
+from memsize.analysis.explain.reading import MOST_RECORDS, read_snapshot
+from memsize.analysis.explain.stacks import told
+from memsize.analysis.snapshot import pickled
+from memsize.cli import run
+from memsize.records.aggregates import live_bytes
+from memsize.records.explanation import Explanation
+from memsize.records.trace import Trace
+from memsize.render import FORMATS, render
+from tests.snapshots import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    MODEL,
+    OTHER,
+    STATE,
+    TORCH,
+    UPDATE,
+    WORKSPACE,
+    MiB,
+    Recorder,
+    frames,
+    written,
+)
+from tests.test_timeline import traces
+
+
+def bytes_of(found: Explanation) -> dict[str, int]:
+    return {each.category: each.bytes for each in found.alive}
+
+
+def codes(found: Explanation) -> list[str]:
+    return [finding.code for finding in found.findings]
+
+
+def step(gpu: Recorder, weights: tuple[int, ...], state: bool) -> tuple[list[int], list[int]]:
+    """A training step: the gradients and the optimizer's states that it leaves."""
+    kept = [gpu.alloc(10 * MiB, FORWARD) for _ in weights]
+    gpu.free(gpu.alloc(3 * MiB, FORWARD))
+    gradients = []
+    for size, saved in zip(weights, reversed(kept), strict=True):
+        gpu.free(gpu.alloc(5 * MiB, BACKWARD))
+        gradients.append(gpu.alloc(size, BACKWARD))
+        gpu.free(saved)
+    states = [gpu.alloc(size, STATE) for size in weights for _ in range(2)] if state else []
+    gpu.free(gpu.alloc(max(weights), UPDATE))
+    return gradients, states
+
+
+def trained(steps: int, *, recorded: bool = True) -> Recorder:
+    gpu = Recorder()
+    weights = (4 * MiB, 2 * MiB)
+    for size in weights:
+        gpu.alloc(size, MODEL, recorded=recorded)
+    gradients: list[int] = []
+    for number in range(steps):
+        batch = gpu.alloc(MiB, DATA)
+        for each in gradients:
+            gpu.free(each)
+        gradients, _ = step(gpu, weights, state=number == 0)
+        gpu.free(batch)
+    return gpu
+
+
+# 4 + 2 of parameters, as many of gradients, twice that of states; the peak is the temporary of the update.
+AT_THE_PEAK = {"parameter": 6 * MiB, "optimizer state": 12 * MiB, "gradient": 6 * MiB}
+
+
+def test_a_step_at_its_peak(tmp_path: Path) -> None:
+    gpu = trained(2)
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu))
+    # The second step's forward: 6 of parameters, 12 of states, 1 of input, and the activations 20 + 3 on the way.
+    assert found.moment == "peak"
+    assert bytes_of(found) == {
+        "parameter": 6 * MiB,
+        "optimizer state": 12 * MiB,
+        "input": MiB,
+        "activation": 20 * MiB,
+        "temporary": 5 * MiB,
+    }
+    assert found.requested == sum(bytes_of(found).values()) == sum(place.bytes for place in found.places)
+    assert codes(found)[:2] == ["snapshot-peak", "snapshot-mostly"]
+    most = found.places[0]
+    assert (most.category, most.line, most.function, most.called_from) == ("activation", "net.py:12", "forward", None)
+    assert (most.blocks, most.largest) == (2, 10 * MiB)
+    assert most.calls[0] == f"{TORCH}/nn/modules/linear.py:125 forward"
+
+
+def test_what_is_left_at_the_end(tmp_path: Path) -> None:
+    gpu = trained(1)
+    del gpu.entries[:]  # recorded with "state": no history, but the blocks have their stacks
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu))
+    assert found.moment == "end"
+    assert bytes_of(found) == AT_THE_PEAK
+    assert codes(found)[0] == "snapshot-end"
+    assert any("no history was recorded" in note for note in found.notes)
+
+
+def test_parameters_older_than_the_history_have_the_sizes_of_gradients(tmp_path: Path) -> None:
+    gpu = trained(1, recorded=False)
+    gpu.alloc(40 * MiB, [], recorded=False)
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu))
+    known = {each.category: (each.bytes, each.how) for each in found.alive}
+    assert known["parameter"] == (6 * MiB, "size")
+    assert known["earlier"] == (40 * MiB, "unknown")
+    assert "snapshot-untold" in codes(found)
+
+
+def test_out_of_memory_in_forward(tmp_path: Path) -> None:
+    gpu = Recorder()
+    gpu.alloc(100 * MiB, MODEL)
+    gpu.alloc(8 * MiB, WORKSPACE)
+    saved = [gpu.alloc(50 * MiB, FORWARD) for _ in range(3)]
+    gpu.oom(60 * MiB, 20 * MiB, FORWARD)
+    for each in saved:  # the exception lets go of them before the snapshot is taken
+        gpu.free(each)
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu))
+    assert found.moment == "out of memory"
+    assert bytes_of(found) == {"parameter": 100 * MiB, "workspace": 8 * MiB, "activation": 150 * MiB}
+    assert found.failed is not None
+    assert (found.failed.bytes, found.failed.free, found.failed.line) == (60 * MiB, 20 * MiB, "net.py:12")
+    assert found.reserved.cached == 150 * MiB and found.reserved_then == 258 * MiB
+    assert codes(found)[0] == "snapshot-out-of-memory"
+    assert found.findings[0].text() == (
+        "Out of memory at net.py:12: PyTorch asked for 60.00 MiB where 20.00 MiB were free on the GPU. Tensors held "
+        "258.00 MiB of the 258.00 MiB that PyTorch had reserved."
+    )
+
+
+def test_out_of_memory_in_backward_leaves_gradients_and_temporaries_apart_untold(tmp_path: Path) -> None:
+    gpu = Recorder()
+    gpu.alloc(10 * MiB, MODEL)
+    gpu.alloc(30 * MiB, FORWARD)
+    gpu.free(gpu.alloc(MiB, BACKWARD))
+    gpu.alloc(10 * MiB, BACKWARD)
+    gpu.oom(20 * MiB, MiB, BACKWARD)
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu))
+    assert bytes_of(found) == {"parameter": 10 * MiB, "activation": 30 * MiB, "backward": 10 * MiB}
+    assert found.failed is not None and found.failed.stage == "backward"
+    assert found.failed.line is None and found.failed.function == "MmBackward0"
+
+
+@pytest.mark.parametrize(("wanted", "code"), [(30, "snapshot-fragmented"), (90, "snapshot-not-fragmented")])
+def test_fragmentation(tmp_path: Path, wanted: int, code: str) -> None:
+    gpu = Recorder()
+    gpu.segment(100 * MiB)
+    blocks = [gpu.alloc(20 * MiB, FORWARD) for _ in range(5)]
+    for each in blocks[1::2]:
+        gpu.free(each)  # two holes of 20 MiB
+    gpu.oom(wanted * MiB, 0, FORWARD)
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu))
+    assert (found.reserved.pieces, found.reserved.largest) == (40 * MiB, 20 * MiB)
+    assert code in codes(found)
+
+
+def test_blocks_that_another_stream_uses_are_waiting(tmp_path: Path) -> None:
+    gpu = Recorder()
+    gpu.alloc(4 * MiB, FORWARD)
+    gpu.free(gpu.alloc(2 * MiB - 100, FORWARD))
+    gpu.segments[-1]["blocks"][0] |= {"state": "active_awaiting_free"}
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu))
+    assert (found.reserved.requested, found.reserved.rounding, found.reserved.waiting) == (4 * MiB, 0, 2 * MiB)
+
+
+def test_the_fullest_gpu_or_the_one_that_ran_out(tmp_path: Path) -> None:
+    first, second = Recorder(0), Recorder(1)
+    first.alloc(MiB, OTHER)
+    second.alloc(3 * MiB, OTHER)
+    path = written(tmp_path / "s.pickle", first, second)
+    assert memsize.explain(path).device == 1
+    assert memsize.explain(path, device=0).requested == MiB
+    assert "the snapshot also has GPU 0" in memsize.explain(path).notes[0]
+    with pytest.raises(memsize.InputError, match="has nothing on GPU 7"):
+        memsize.explain(path, device=7)
+    first.oom(9 * MiB, 0, OTHER)
+    assert memsize.explain(written(path, first, second)).device == 0
+
+
+def test_stacks_of_python_alone_have_none_in_backward(tmp_path: Path) -> None:
+    gpu = Recorder()
+    gpu.alloc(2 * MiB, MODEL)
+    saved = gpu.alloc(10 * MiB, FORWARD)
+    gpu.alloc(2 * MiB, [])
+    gpu.free(saved)
+    gpu.alloc(4 * MiB, STATE)
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu), beside=None)
+    assert bytes_of(found) == {"parameter": 2 * MiB, "activation": 10 * MiB, "gradient": 2 * MiB}
+
+
+@pytest.mark.parametrize(
+    ("calls", "stage"),
+    [
+        ((f"{TORCH}/utils/checkpoint.py:1:recompute_fn",), "other"),
+        (
+            (f"{TORCH}/nn/modules/module.py:1:_call_impl", f"{TORCH}/utils/checkpoint.py:1:recompute_fn"),
+            "recomputation",
+        ),
+        ((f"{TORCH}/nn/modules/linear.py:1:__init__", "/home/me/net.py:3:__init__"), "model"),
+        ((f"{TORCH}/nn/functional.py:1:cross_entropy", "/home/me/train.py:3:main"), "forward"),
+        (("C:\\venv\\Lib\\site-packages\\torch\\optim\\sgd.py:9:step",), "optimizer"),
+        (("torch::autograd::AccumulateGrad::apply", "torch::autograd::Engine::thread_main"), "backward"),
+        (("torch::autograd::VariableType::mm", "/home/me/train.py:3:main"), "other"),
+        (("c10d::Reducer::initialize_buckets", f"{TORCH}/nn/parallel/distributed.py:9:__init__"), "buckets"),
+        ((), "unrecorded"),
+    ],
+)
+def test_stages(calls: tuple[str, ...], stage: str, tmp_path: Path) -> None:
+    gpu = Recorder()
+    gpu.alloc(MiB, frames(*calls))
+    [segment] = read_snapshot(written(tmp_path / "s.pickle", gpu)).segments
+    assert told(segment.blocks[0].stack).stage == stage
+
+
+def test_the_line_is_that_above_pytorch_and_the_programs_own(tmp_path: Path) -> None:
+    gpu = Recorder()
+    library = "/venv/lib/python3.12/site-packages/transformers/models/llama/modeling_llama.py:216:forward"
+    gpu.alloc(MiB, frames(f"{TORCH}/nn/functional.py:1:linear", library, "/home/me/train.py:9:main"))
+    [place] = memsize.explain(written(tmp_path / "s.pickle", gpu)).places
+    assert (place.line, place.function, place.called_from) == ("modeling_llama.py:216", "forward", "train.py:9")
+
+
+@given(trace=traces())
+def test_our_own_snapshots_say_what_the_trace_says(trace: Trace, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("own") / "s.pickle"
+    path.write_bytes(pickled(trace))
+    found = read_snapshot(path)
+    history = History(found.histories[0], found.segments)
+    # Blocks follow each other within an event of a trace: a resize has both for a moment.
+    assert max(history.requested, default=0) >= max(live_bytes(trace.events), default=0)
+    assert history.requested[-1] == sum(b.requested for s in found.segments for b in s.blocks)
+    assert history.reserved_at(len(history.entries) - 1) == sum(segment.size for segment in found.segments)
+    if found.segments:
+        explained = memsize.explain(path)
+        assert sum(each.bytes for each in explained.alive) == explained.requested == max(history.requested)
+        assert {each.how for each in explained.alive if each.bytes} <= {"recorded"}
+
+
+def test_beside_a_prediction(tmp_path: Path, toy_target: str) -> None:
+    """memsize's own snapshot of a step agrees with its prediction, role by role."""
+    predicted = memsize.trace(toy_target, (3, 64, 64), steps=2)
+    predicted.snapshot(tmp_path / "s.pickle")
+    predicted.save(tmp_path / "run.memsize")
+    found = memsize.explain(tmp_path / "s.pickle", beside=tmp_path / "run.memsize")
+    assert found.requested == predicted.peak.requested
+    assert {each.category: each.bytes for each in found.alive} == dict(predicted.peak.roles)
+    assert {each.category: each.predicted for each in found.alive} == dict(predicted.peak.roles)
+    assert found.predicted is not None and found.predicted.requested == predicted.peak.requested
+    [finding] = [each for each in found.findings if each.code == "snapshot-predicted"]
+    assert finding.bytes == 0
+    assert "+0.0%" in finding.text()
+    report = memsize.report(toy_target, (3, 64, 64), scenarios="fp32", train="adamw")
+    assert memsize.explain(tmp_path / "s.pickle", beside=report).predicted is not None
+    with pytest.raises(memsize.InputError, match="this saved report predicts no peak"):
+        memsize.explain(tmp_path / "s.pickle", beside=memsize.report(toy_target))
+
+
+def test_a_saved_explanation_is_the_same(tmp_path: Path) -> None:
+    found = memsize.explain(written(tmp_path / "s.pickle", trained(2)))
+    found.save(tmp_path / "s.memsize")
+    assert memsize.load(tmp_path / "s.memsize") == found
+    assert run(["explain", str(tmp_path / "s.memsize"), "-o", str(tmp_path / "s.json")]) == 0
+    data = json.loads((tmp_path / "s.json").read_text())
+    assert data["schema"] == "memsize.explanation/1"
+    assert sum(each["bytes"] for each in data["alive"]) == data["requested"] == found.requested
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_golden(format: str, tmp_path: Path) -> None:
+    gpu = trained(1, recorded=False)
+    gpu.oom(30 * MiB, 2 * MiB, FORWARD)
+    found = memsize.explain(written(tmp_path / "oom.pickle", gpu))
+    text = render(found, format)
+    path = GOLDEN / f"explain{FORMATS[format][0]}"
+    if os.environ.get("MEMSIZE_GOLDEN") == "write":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+# -- files that are no snapshots --------------------------------------------------------------------------------------
+
+
+class Calls:
+    def __reduce__(self) -> Any:
+        return os.system, ("echo no",)
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "ends within its first bytes|it is not a pickle"),
+    "text": (b"hello", "it is not a pickle"),
+    "code": (pickle.dumps({"segments": [Calls()]}), "its pickle names .*system. Nothing was run"),
+    "a class": (pickle.dumps({"segments": Path("/")}), "its pickle names pathlib"),
+    "a number": (pickle.dumps(3), "it holds a int"),
+    "no segments": (pickle.dumps({"device_traces": []}), "it has no segments"),
+    "segments of text": (pickle.dumps({"segments": "many"}), "a str where a list should be"),
+    "a segment of text": (pickle.dumps({"segments": ["one"]}), "a str where a dictionary should be"),
+    "a size of text": (pickle.dumps({"segments": [{"total_size": "4"}]}), "a size or an address that is none"),
+    "a huge size": (pickle.dumps({"segments": [{"total_size": 1 << 70}]}), "a size or an address that is none"),
+    "traces of numbers": (pickle.dumps({"segments": [], "device_traces": [7]}), "a int where a list should be"),
+    "nothing at all": (pickle.dumps({"segments": [], "device_traces": []}), "has nothing on GPU 0"),
+    "cut off": (pickle.dumps({"segments": [{"total_size": 4}]})[:-5], "cannot be read"),
+    "a checkpoint": (b"PK\x03\x04" + bytes(40), "it is not a pickle"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_snapshot_is_refused_in_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, why = BAD[name]
+    path = tmp_path / "bad.pickle"
+    path.write_bytes(content)
+    with pytest.raises(memsize.InputError, match=why):
+        memsize.explain(path)
+    assert run(["explain", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "bug in memsize" not in error
+
+
+@given(place=st.integers(0, 10**6), byte=st.integers(0, 255), cut=st.booleans())
+def test_damage_is_an_answer_or_one_line(
+    place: int, byte: int, cut: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("damaged") / "s.pickle"
+    data = written(path, trained(1)).read_bytes()
+    place %= len(data)
+    path.write_bytes(data[:place] if cut else data[:place] + bytes([byte]) + data[place + 1 :])
+    with suppress(memsize.InputError):
+        render(memsize.explain(path), "text")
+
+
+def test_entries_without_end_are_refused(tmp_path: Path) -> None:
+    """One entry that the pickle repeats costs two bytes each time."""
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc"}] * (MOST_RECORDS + 1)]}))
+    with pytest.raises(memsize.InputError, match="more entries than memsize reads"):
+        memsize.explain(path)
+
+
+def test_a_history_that_is_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "s.pickle", trained(2))
+    monkeypatch.setattr("memsize.checkpoint.unpickler.BUDGET", 6_000)
+    found = memsize.explain(path)
+    assert found.moment == "end" and found.entries == 0
+    assert bytes_of(found) == AT_THE_PEAK
+    assert "longer than memsize reads" in found.notes[0]
+    monkeypatch.setattr("memsize.checkpoint.unpickler.BUDGET", 100)
+    with pytest.raises(memsize.InputError, match="more objects than memsize reads"):
+        memsize.explain(path)
+
+
+# -- snapshots of real GPUs -------------------------------------------------------------------------------------------
+
+REAL = os.environ.get("MEMSIZE_SNAPSHOTS", "")
+"""A folder with the files below, which others published: they are not ours to hand on."""
+
+FIGURES: dict[str, tuple[int, str, int, int, dict[str, int]]] = {
+    # github.com/cranberrii/ftcourse, memory_snapshot.pickle: QLoRA of a Llama, PyTorch 2.1, C++ in its stacks
+    "ftcourse.pickle": (
+        2_591_918,
+        "peak",
+        5_876_132_840,
+        6_341_787_648,
+        {"activation": 4_524_663_588, "temporary": 255_744_000, "earlier": 1_095_725_248, "elsewhere": 4},
+    ),
+    # github.com/kkaitlyn111/cs336-a2-systems, memory_files/memory_ctx512_fullstep_.pickle: a step, PyTorch 2.6.
+    # Parameters, gradients and each half of the state have the same bytes.
+    "cs336.pickle": (
+        3_267_984,
+        "peak",
+        54_868_051_972,
+        62_830_673_920,
+        {
+            "parameter": 13_627_238_400,
+            "optimizer state": 27_254_476_800,
+            "workspace": 67_108_864,
+            "gradient": 13_627_238_400,
+            "activation": 81_920_000,
+            "temporary": 204_810_240,
+            "earlier": 5_259_264,
+            "elsewhere": 4,
+        },
+    ),
+    # github.com/Yiyi-philosophy/LLM-inference, oom_snapshot.pickle: PyTorch 2.0, without a history
+    "llm.pickle": (110_501, "end", 11_840_159_744, 11_844_714_496, {"elsewhere": 11_840_159_744}),
+}
+"""Each file's length, and the moment, the requested and the reserved bytes, and the categories that it shows."""
+
+
+@pytest.mark.skipif(not REAL, reason="MEMSIZE_SNAPSHOTS names no folder with published snapshots")
+@pytest.mark.parametrize("name", FIGURES)
+def test_published_snapshots(name: str) -> None:
+    length, moment, requested, reserved, expected = FIGURES[name]
+    path = Path(REAL) / name
+    assert path.stat().st_size == length
+    found = memsize.explain(path)
+    assert (found.moment, found.requested, found.reserved_then) == (moment, requested, reserved)
+    assert bytes_of(found) == expected
