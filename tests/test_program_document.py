@@ -7,13 +7,17 @@ keeping it.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from memsize.analysis.findings.program import RULES
+from memsize.analysis.timeline import timeline
 from memsize.device.cards import card
 from memsize.records.gpu import GpuEstimate, Interval
-from memsize.records.program import Assumed, LiveTensor, ProgramRun, Refused, Survivors
+from memsize.records.peak_by_module import ModuleShare, peak_by_module
+from memsize.records.program import Assumed, Growth, Holder, KeptGradients, LiveTensor, ProgramRun, Refused
+from memsize.records.timeline import step_courses
 from memsize.records.trace import Event, Storage, Trace
 from memsize.render import render
 from tests import records
@@ -76,7 +80,7 @@ def program() -> ProgramRun:
         steps=3,
         stopped=True,
         tensors=tensors,
-        assumed=(Assumed("a number read out of an activation (.item()) is taken to be 1.0", "train.py:20"),),
+        assumed=(Assumed("a number read out of an activation (.item()) is taken to be 1.0", ("train.py:20",)),),
         unwritten=("3.00 MiB to last.pt",),
     )
     return replace(found, findings=RULES.findings(found))
@@ -102,17 +106,62 @@ def test_what_does_not_fit_is_said_with_its_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "survivors", "grows"),
+    ("holder", "text"),
     [
-        (3, (1, 2, 3), True),
-        (3, (3,), False),
-        (3, (1, 3), False),  # what the first step sets up
-        (2, (1, 2), False),  # too few to tell
+        (
+            Holder("losses", "train.py:9", 2, True),
+            "losses keeps 2 tensors with their graphs (added to at train.py:9). Keep x.item() or x.detach() instead.",
+        ),
+        (Holder("self.seen", None, 1, False), "self.seen keeps it. Move them to the CPU."),
+        (None, "A list of losses keeps their graphs: append loss.item() or loss.detach()."),
     ],
 )
-def test_memory_grows_where_every_step_leaves_some(steps: int, survivors: tuple[int, ...], grows: bool) -> None:
-    left = tuple(Survivors(step, MiB, "train.py:9") for step in survivors)
-    assert ("run-grows" in codes(replace(program(), steps=steps, survivors=left))) is grows
+def test_what_grows_is_said_with_what_keeps_it(holder: Holder | None, text: str) -> None:
+    run = replace(program(), growth=Growth(MiB, "net.py:12", holder))
+    told = next(finding for finding in RULES.findings(run) if finding.code == "run-grows").text()
+    assert told.startswith("Every step leaves 1.00 MiB behind, made at net.py:12") and told.endswith(text)
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("kept", "zero_grad(set_to_none=False) at train.py:9 keeps 1.00 MiB of gradients"),
+        ("late", "zero_grad at train.py:9 comes after the forward"),
+        ("none", "no zero_grad frees them"),
+    ],
+)
+def test_gradients_that_stay_are_said_with_their_line(reason: Any, text: str) -> None:
+    run = replace(program(), kept_gradients=KeptGradients(MiB, reason, "train.py:9"))
+    assert text in next(f for f in RULES.findings(run) if f.code == "run-gradients-kept").text()
+
+
+def test_modules_share_the_peak() -> None:
+    """All that is alive at the peak, 3 MiB of weights, 8 of activations and 3 of gradients, is the module's own."""
+    assert peak_by_module(program().trace) == (
+        ModuleShare("body", "Linear", {"parameter": 3 * MiB, "activation": 8 * MiB, "gradient": 3 * MiB}, 14 * MiB),
+    )
+    assert peak_by_module(program().trace, most_rows=0) == peak_by_module(program().trace)
+
+
+def test_a_phase_of_a_step_is_told_once() -> None:
+    """A loss after the forward belongs to it, a copy before the next forward to that one."""
+    phases = (("setup", 0), ("forward", 1), ("step", 1), ("forward", 1), ("step", 1), ("backward", 1), ("step", 2))
+    phases += (("evaluation", 2), ("forward", 2))
+    names = tuple(dict.fromkeys(f"{name} {step}" if step else name for name, step in phases))
+    events = tuple(
+        Event(place, MiB, names.index(f"{name} {step}" if step else name), -1, "op")
+        for place, (name, step) in enumerate(phases)
+    )
+    storages = tuple(Storage(MiB, "temporary", -1, "op", "uint8", (MiB,), -1) for _ in phases)
+    trace = replace(program().trace, phases=names, storages=storages, events=events)
+    told = [(each.name, each.steps, each.summit.bytes // MiB) for each in step_courses(timeline(trace, few=0))]
+    assert told == [
+        ("setup", (0,), 1),
+        ("forward", (1,), 5),
+        ("backward", (1,), 6),
+        ("evaluation", (2,), 8),
+        ("forward", (2,), 9),
+    ]
 
 
 @pytest.mark.parametrize(("format", "suffix"), [("text", "txt"), ("json", "json"), ("csv", "csv"), ("markdown", "md")])

@@ -25,12 +25,23 @@ NET = """from torch import nn
 def net():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
 """
+TRAIN = """import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(16, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+"""
 TARGET = ("net.py:net", "--input", "3,16,16")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "train.py").write_text(TRAIN)
     torch.save({"weight": torch.zeros(4, 4)}, tmp_path / "last.pt")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -54,26 +65,27 @@ COMMAND_LINES = {
     "fit": ("fit", *TARGET, "--gpu", "t4", "--scenario", "fp16", "--batch-size", "8", "--remedies"),
     "layout": ("layout", *TARGET),
     "checkpoint": ("checkpoint", "last.pt"),
+    "program": ("run", "--gpu", "t4", "train.py"),
 }
 
 
 @pytest.mark.parametrize("kind", COMMAND_LINES)
 def test_a_saved_run_is_shown_as_it_was(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, *rest = COMMAND_LINES[kind]
-    first = {form: shown(capsys, command, *rest, "--format", form) for form in ("text", "json", "html", "csv")}
-    assert shown(capsys, command, *rest, "--save", "run.memsize") == first["text"]
+    first = {form: shown(capsys, command, "--format", form, *rest) for form in ("text", "json", "html", "csv")}
+    assert shown(capsys, command, "--save", "run.memsize", *rest) == first["text"]
     assert read_data(folder / "run.memsize")["kind"] == kind
     for form, text in first.items():
-        assert shown(capsys, command, "run.memsize", "--format", form) == text
+        assert shown(capsys, command, "--format", form, "run.memsize") == text
     # A run can be saved again, and is the same.
-    shown(capsys, command, "run.memsize", "--save", "again.memsize")
+    shown(capsys, command, "--save", "again.memsize", "run.memsize")
     assert (folder / "again.memsize").read_bytes() == (folder / "run.memsize").read_bytes()
 
 
 @pytest.mark.parametrize("kind", COMMAND_LINES)
 def test_showing_a_saved_run_needs_no_torch(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, *rest = COMMAND_LINES[kind]
-    shown(capsys, command, *rest, "--save", "run.memsize")
+    shown(capsys, command, "--save", "run.memsize", *rest)
     code = f"import sys, memsize.cli; memsize.cli.run(['{command}', 'run.memsize']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False" and done.stderr == ""
@@ -84,6 +96,25 @@ def test_a_snapshot_is_written_from_a_saved_step(folder: Path, capsys: pytest.Ca
     shown(capsys, "timeline", "run.memsize", "-o", "two.pickle")
     one, two = (pickle.loads((folder / name).read_bytes()) for name in ("one.pickle", "two.pickle"))
     assert one == two
+
+
+def test_a_saved_program_has_a_timeline_and_a_snapshot(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown(capsys, "run", "--gpu", "t4", "--save", "run.memsize", "-o", "one.pickle", "train.py")
+    shown(capsys, "timeline", "run.memsize", "-o", "two.pickle")
+    one, two = (pickle.loads((folder / name).read_bytes()) for name in ("one.pickle", "two.pickle"))
+    assert one == two
+    data = json.loads(shown(capsys, "timeline", "run.memsize", "--format", "json"))
+    assert data["peak"]["bytes"] == load("run.memsize").peak.requested
+    assert refused(capsys, "run", "--gpu", "a100", "run.memsize").endswith("--gpu would need the model to be run again")
+
+
+def test_programs_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of 64 × 64 + 64 + 64 × 8 + 8 float32 parameters: 18,720 B become 9,360."""
+    for name, text in (("before", TRAIN), ("after", TRAIN.replace(".cuda()", ".cuda().half()"))):
+        (folder / "train.py").write_text(text.replace('device="cuda")', 'device="cuda").to(model[0].weight.dtype)'))
+        shown(capsys, "run", "--save", f"{name}.memsize", "train.py")
+    found = memsize.compare("before.memsize", load("after.memsize"))
+    assert "18,720 B" in found.findings[0].text("B") and "9,360 B" in found.findings[0].text("B")
 
 
 def test_the_allocator_of_a_saved_step_may_change(capsys: pytest.CaptureFixture[str]) -> None:

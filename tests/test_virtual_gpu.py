@@ -23,7 +23,7 @@ from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.records.aggregates import split_phase
-from memsize.records.program import ProgramRun
+from memsize.records.program import Holder, KeptGradients, ProgramRun
 from memsize.records.trace import Trace
 from memsize.tracing.ledger import Workspaces
 from memsize.workloads.program import Program
@@ -147,7 +147,7 @@ def test_values_that_nobody_knows_are_stand_ins() -> None:
         data = torch.empty(64, 64, device="cuda")
         assert data.mean().item() == 1.0 and data.long().max().item() == 0 and bool((data > 0).any())
         assert data.cpu().shape == (64, 64)
-        assert {assumed.line for assumed in program.assumed} == {f"{Path(__file__).name}:{_line_of('data.mean()')}"}
+        assert {assumed.lines[0] for assumed in program.assumed} == {f"{Path(__file__).name}:{_line_of('data.mean()')}"}
 
 
 def _line_of(text: str) -> int:
@@ -270,8 +270,8 @@ def test_evaluation_is_told_apart_and_every_root_has_its_name(tmp_path: Path) ->
         optimizer.step()
         """,
     )
-    assert found.trace.roots == ("Linear", "Sequential")
-    assert [layer.path for layer in found.trace.layers] == ["Linear", "Sequential", "Sequential.0", "Sequential.1"]
+    assert found.trace.roots == ("a", "b")
+    assert [layer.path for layer in found.trace.layers] == ["a", "b", "b.0", "b.1"]
     assert {split_phase(name)[0] for name in found.trace.phases} >= {"evaluation", "forward", "backward", "optimizer"}
     assert found.steps == 1 and not found.stopped
 
@@ -293,8 +293,144 @@ def test_a_list_of_losses_is_named_as_what_grows(tmp_path: Path) -> None:
         """
     leaks, _ = ran(tmp_path, text.format(""), steps=4)
     sound, _ = ran(tmp_path, text.format(".item()"), steps=4)
-    assert "run-grows" in [finding.code for finding in leaks.findings]
-    assert "run-grows" not in [finding.code for finding in sound.findings]
+    assert leaks.growth is not None and sound.growth is None
+    assert leaks.growth.holder == Holder("losses", "train.py:13", 4, True)
+
+
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("kept.append(model(x))", "kept"),
+        ("kept.append(model(x).detach())", "kept"),
+        ("holder.seen['step', i] = model(x)", "holder.seen"),
+        ("total = total + model(x).sum()", "total"),
+    ],
+)
+def test_whatever_keeps_tensors_is_named_with_the_line_that_adds_to_it(
+    tmp_path: Path, statement: str, name: str
+) -> None:
+    found, _ = ran(
+        tmp_path,
+        f"""
+        import torch
+        from torch import nn
+
+        class Holder:
+            def __init__(self):
+                self.seen = {{}}
+
+        def main():
+            model = nn.Linear(512, 512).cuda()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1)
+            kept, holder, total = [], Holder(), 0.0
+            for i in range(9):
+                optimizer.zero_grad()
+                x = torch.ones(256, 512, device="cuda")
+                model(x).sum().backward()
+                optimizer.step()
+                {statement}
+
+        main()
+        """,
+        steps=4,
+    )
+    assert found.growth is not None and found.growth.holder is not None
+    assert found.growth.holder.name == name
+    if not name.startswith("holder"):
+        assert found.growth.holder.line == "train.py:18"
+
+
+@pytest.mark.parametrize("line", ["pass", "known = locals()"])
+def test_looking_at_variables_keeps_nothing_alive(tmp_path: Path, line: str) -> None:
+    """Where the program itself holds what its variables were, that stays: 1 MiB, which `x` has given up."""
+    found, _ = ran(
+        tmp_path,
+        f"""
+        import torch
+        def main():
+            model = torch.nn.Linear(8, 8).cuda()
+            x = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+            {line}
+            model(torch.ones(2, 8, device="cuda"))
+            del x
+            torch.empty(2**21, dtype=torch.uint8, device="cuda")
+        main()
+        """,
+    )
+    alive = [tensor.bytes for tensor in found.tensors if tensor.op == "empty"]
+    assert alive == ([2 * MiB] if line == "pass" else [2 * MiB, MiB])
+
+
+def test_a_step_ends_with_the_last_of_several_optimizers(tmp_path: Path) -> None:
+    """The second optimizer steps once for two of the first: three steps of it are five of the leader's."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        d, g = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+        first, second = torch.optim.SGD(d.parameters()), torch.optim.SGD(g.parameters())
+        unused = torch.optim.SGD(g.parameters())
+        for i in range(99):
+            d(torch.ones(2, 8, device="cuda")).sum().backward()
+            first.step()
+            if i % 2 == 0:
+                g(torch.ones(2, 8, device="cuda")).sum().backward()
+                second.step()
+        """,
+    )
+    assert error is None and found.stopped and found.steps == 6
+    names = [split_phase(found.trace.phases[event.phase]) for event in found.trace.events]
+    layers = [
+        (name, found.trace.layers[event.layer].path) for name, event in zip(names, found.trace.events, strict=True)
+    ]
+    assert {step for (name, step), path in layers if (name, path) == ("backward", "g")} == {1, 3, 5}
+    assert {step for (name, step), path in layers if (name, path) == ("backward", "d")} == {1, 2, 3, 4, 5, 6}
+
+
+def test_a_loop_that_waits_for_a_number_is_ended_and_named(tmp_path: Path) -> None:
+    waits, error = ran(
+        tmp_path,
+        """
+        import torch
+        x = torch.empty(64, 64, device="cuda")
+        while x.sum().item() > 0.5:
+            x = x / 2
+        print("never")
+        """,
+    )
+    assert error is None and waits.waits == "train.py:4" and "run-waits" in [each.code for each in waits.findings]
+    ends, error = ran(
+        tmp_path,
+        """
+        import torch
+        x = torch.empty(64, 64, device="cuda")
+        while True:
+            for _ in range(1500):
+                if x.sum().item() < 0.5:
+                    break
+            break
+        """,
+    )
+    assert error is None and ends.waits is None
+    assert [assumed.lines for assumed in ends.assumed] == [("train.py:6",)]
+
+
+def test_optimizer_state_belongs_to_the_module_of_its_parameter(tmp_path: Path) -> None:
+    """Two moments of 8 × 8 and 8 floats each."""
+    found, _ = ran(
+        tmp_path,
+        """
+        import torch
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8)).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 8, device="cuda")).sum().backward()
+            optimizer.step()
+        """,
+    )
+    states = [each for each in found.trace.storages if each.role == "optimizer state" and each.bytes > 4]
+    assert {found.trace.layers[each.layer].path for each in states} == {"0"}
+    assert sum(each.bytes for each in states) == 2 * (64 + 8) * 4
 
 
 def test_gradients_that_stay_are_told(tmp_path: Path) -> None:
@@ -310,7 +446,8 @@ def test_gradients_that_stay_are_told(tmp_path: Path) -> None:
         """
     kept, _ = ran(tmp_path, text.format(False))
     freed, _ = ran(tmp_path, text.format(True))
-    assert kept.kept_gradients == (512 * 512 + 512) * 4 and freed.kept_gradients == 0
+    assert kept.kept_gradients == KeptGradients((512 * 512 + 512) * 4, "kept", "train.py:6")
+    assert freed.kept_gradients is None
     assert "run-gradients-kept" in [finding.code for finding in kept.findings]
 
 

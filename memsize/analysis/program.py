@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -16,16 +18,21 @@ from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import InputError
 from memsize.internals.isolation import isolated
 from memsize.records.aggregates import alive, live_bytes, split_phase
+from memsize.records.codec import plain
 from memsize.records.gpu import Card
-from memsize.records.program import LiveTensor, ProgramRun, Survivors
+from memsize.records.program import Growth, Holder, KeptGradients, LiveTensor, ProgramRun
 from memsize.records.trace import Trace
 from memsize.virtual.files import Files
+from memsize.virtual.holders import Held
 from memsize.workloads.program import Program, StopProgram
+from memsize.workloads.program_steps import Zeroed
 
 LARGEST: Final = 15
 """How many of the storages alive at the peak are listed."""
-_OWN: Final = ("parameter", "buffer", "optimizer state", "gradient", "workspace", "input")
+_OWN: Final = ("parameter", "buffer", "optimizer state", "gradient", "workspace")
 """Roles of what may stay from step to step."""
+_ENOUGH: Final = 3
+"""How many steps it takes to see that memory grows: the second may keep what the first had nothing of."""
 
 
 def run_program(
@@ -95,15 +102,17 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         card=program.card,
         capacity=program.memory.total - program.memory.outside,
         peak=peak,
-        steps=program.done,
+        steps=program.steps.done,
         stopped=program.stopped,
         tensors=_largest(trace, program.lines),
-        refused=tuple(program.refused),
-        assumed=tuple(program.assumed),
-        survivors=_survivors(trace, program.lines),
-        kept_gradients=_kept_gradients(trace),
+        refused=program.refused,
+        assumed=program.assumed,
+        growth=_growth(program, trace),
+        kept_gradients=_kept_gradients(trace, program.steps.zeroed),
+        waits=program.waits.line,
         unwritten=program.files.remarks,
         failure=None if trace.failure is None else trace.failure.reason,
+        allocator=json.dumps(plain(program.config)),
     )
     return replace(found, findings=RULES.findings(found))
 
@@ -125,24 +134,58 @@ def _tensor(trace: Trace, index: int, size: int, phase: str, line: str | None) -
     return LiveTensor(size, storage.role, storage.dtype, storage.shape, layer, storage.op, phase, line or None)
 
 
-def _survivors(trace: Trace, lines: dict[int, str]) -> tuple[Survivors, ...]:
-    """Of each step, what is alive at the end and has no reason to be."""
-    left = alive(trace, len(trace.events) - 1) if trace.events else {}
-    born = {event.storage: split_phase(trace.phases[event.phase])[1] for event in trace.events if event.delta > 0}
-    by_step: dict[int, Counter[str]] = defaultdict(Counter)
-    for index, size in left.items():
-        if trace.storages[index].role not in _OWN and born[index]:
-            by_step[born[index]][lines.get(index, "")] += size
-    return tuple(
-        Survivors(step, sum(made.values()), made.most_common(1)[0][0] or None) for step, made in sorted(by_step.items())
-    )
+def _growth(program: Program, trace: Trace) -> Growth | None:
+    """What every step leaves behind: made at lines of which more storages are alive at the end of each step."""
+    at_ends = [_by_line(trace, end - 1, program.lines) for end in program.steps.ends]
+    if len(at_ends) < _ENOUGH:
+        return None
+    last, before = at_ends[-1], at_ends[-2]
+    grown = [line for line in last if all(len(a[line]) < len(b[line]) for a, b in pairwise(at_ends))]
+    sizes = {line: sum(trace.storages[index].bytes for index in last[line] - before[line]) for line in grown}
+    if not sum(sizes.values()):
+        return None
+    kept = frozenset(index for line in grown for index in last[line])
+    most = max(sizes, key=sizes.__getitem__)
+    return Growth(sum(sizes.values()), most or None, _holder(program.held, kept, trace))
 
 
-def _kept_gradients(trace: Trace) -> int:
-    """Bytes of gradients that are alive at the first event of a forward after the first step."""
-    for place, event in enumerate(trace.events):
-        name, step = split_phase(trace.phases[event.phase])
-        if name == "forward" and step > 1:
-            live = alive(trace, place)
-            return sum(size for index, size in live.items() if trace.storages[index].role == "gradient")
-    return 0
+def _by_line(trace: Trace, place: int, lines: Mapping[int, str]) -> defaultdict[str, set[int]]:
+    """The storages alive after event `place` that have no reason to stay, by the line that made them."""
+    found = defaultdict[str, set[int]](set)
+    for index in alive(trace, place):
+        if trace.storages[index].role not in _OWN:
+            found[lines.get(index, "")].add(index)
+    return found
+
+
+def _holder(held: Iterable[Held], storages: frozenset[int], trace: Trace) -> Holder | None:
+    """The variable that keeps most of `storages` alive, and least beside them."""
+
+    def kept(each: Held) -> tuple[int, int]:
+        return sum(trace.storages[index].bytes for index in each.storages & storages), -len(each.storages)
+
+    most = max(held, key=kept, default=None)
+    return most.holder if most is not None and most.storages & storages else None
+
+
+def _kept_gradients(trace: Trace, zeroed: Sequence[Zeroed]) -> KeptGradients | None:
+    """The gradients that are alive when the first forward after the first step begins, and why."""
+    places = {phase: place for place, phase in reversed([*enumerate(_phases(trace))])}
+    start = places.get(("forward", 2))
+    if start is None:
+        return None
+    live = alive(trace, start)
+    size = sum(held for index, held in live.items() if trace.storages[index].role == "gradient")
+    if not size:
+        return None
+    keeps = next((each.line for each in zeroed if each.kept), None)
+    end = places.get(("backward", 2), len(trace.events))
+    late = next((each.line for each in zeroed if start < each.event <= end), None)
+    if keeps is not None:
+        return KeptGradients(size, "kept", keeps or None)
+    return KeptGradients(size, "none" if late is None else "late", late or None)
+
+
+def _phases(trace: Trace) -> Iterator[tuple[str, int]]:
+    names = [split_phase(name) for name in trace.phases]
+    return (names[event.phase] for event in trace.events)

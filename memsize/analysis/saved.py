@@ -12,6 +12,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError, UnknownScenarioError
 from memsize.records.codec import coder
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.records.program import ProgramRun
 from memsize.records.report import Report
 from memsize.records.run_file import read_run
 
@@ -48,25 +49,33 @@ def load_kind(path: str | os.PathLike[str], kind: str) -> Any:
 
 
 def load_step(path: str | os.PathLike[str], scenario: str | None) -> StepTrace:
-    """The step in a saved run: the one of a timeline, or of a report the run under `scenario` (None: its layers').
+    """The step in a saved run: the one of a timeline or a program, or of a report the run under `scenario` (None: its
+    layers').
 
     Raises `InputError`, and `ScenarioError` where the report has no such run.
     """
     found = load(path)
+    if isinstance(found, ProgramRun):
+        found = StepTrace(found.trace, found.card.name, config_of(found))
     if not isinstance(found, Report):
-        return load_kind(path, StepTrace.kind) if scenario is None else _only(found, path, scenario)
+        return _only(found, path, scenario)
     runs = {result.name: result.trace for result in found.scenario_results if result.trace}
     runs.setdefault(found.trace.scenario, found.trace)
     if scenario is not None and scenario not in runs:
         raise UnknownScenarioError("scenario", scenario, runs)
     trace = found.trace if scenario is None else runs[scenario]
-    config = coder(AllocatorConfig).read(json.loads(found.allocator)) if found.allocator else AllocatorConfig()
-    return StepTrace(trace, found.gpu or DEFAULT_GPU, config)
+    return StepTrace(trace, found.gpu or DEFAULT_GPU, config_of(found))
 
 
-def _only(found: Any, path: str | os.PathLike[str], scenario: str) -> StepTrace:
-    step: StepTrace = load_kind(path, StepTrace.kind)
-    if step.trace.scenario != scenario:
+def config_of(answer: Report | ProgramRun) -> AllocatorConfig:
+    """The settings of the caching allocator that `answer` was made with."""
+    config: AllocatorConfig = coder(AllocatorConfig).read(json.loads(answer.allocator or "{}"))
+    return config
+
+
+def _only(found: Any, path: str | os.PathLike[str], scenario: str | None) -> StepTrace:
+    step: StepTrace = found if isinstance(found, StepTrace) else load_kind(path, StepTrace.kind)
+    if scenario is not None and step.trace.scenario != scenario:
         raise InputError(f"{path} was run under {step.trace.scenario}, and under no other scenario")
     return step
 

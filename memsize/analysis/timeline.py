@@ -17,13 +17,18 @@ from memsize.device.gpu_estimate import replay_on
 from memsize.records.aggregates import split_phase
 from memsize.records.gpu import Card
 from memsize.records.roles import Role, in_order
-from memsize.records.timeline import Phase, Segment, Timeline
+from memsize.records.timeline import AROUND, Phase, Segment, Timeline
 from memsize.records.trace import Trace
 
+_FEW: Final = 4
+"""How many events outside every phase are no phase of their own."""
 
-def timeline(trace: Trace, config: AllocatorConfig | None = None, where: Card | None = None) -> Timeline:
+
+def timeline(
+    trace: Trace, config: AllocatorConfig | None = None, where: Card | None = None, *, few: int = _FEW
+) -> Timeline:
     """The timeline of `trace` on the card `where` (None: one whose memory never ends), with the caching allocator set
-    by `config`.
+    by `config`. Up to `few` events outside every phase are part of the one that follows.
     """
     events, storages = trace.events, trace.storages
     replayed, shortage = replay_on(trace, where, config or AllocatorConfig(), timeline=True)
@@ -35,7 +40,7 @@ def timeline(trace: Trace, config: AllocatorConfig | None = None, where: Card | 
         model=trace.model,
         scenario=trace.scenario,
         layers=tuple(layer.path for layer in trace.layers),
-        phases=tuple(phases(trace)),
+        phases=tuple(phases(trace, few)),
         op=tuple(event.op for event in events),
         layer=tuple(event.layer for event in events),
         delta=delta,
@@ -56,21 +61,16 @@ def _column(name: Role, role: Sequence[Role], delta: Sequence[int]) -> Iterator[
     return accumulate(change if of == name else 0 for of, change in zip(role, delta, strict=True))
 
 
-def phases(trace: Trace) -> Iterator[Phase]:
+def phases(trace: Trace, few: int = _FEW) -> Iterator[Phase]:
     """Runs of events of the same phase.
 
-    A few events outside every phase (the seed of a backward, a scaled loss) belong to the phase that follows them.
+    Up to `few` events outside every phase (the seed of a backward, a scaled loss) belong to the one that follows them.
     """
     start = stop = 0
     for index, events in groupby(trace.events, key=attrgetter("phase")):
         stop += sum(1 for _ in events)
         name, step = split_phase(trace.phases[index])
-        between = start > 0 and stop - start <= _FEW and (index == 0 or name == _AROUND)
+        between = start > 0 and stop - start <= few and (index == 0 or name == AROUND)
         if not between or stop == len(trace.events):
             yield Phase(name, step, start, stop)
             start = stop
-
-
-_AROUND: Final = "step"
-"""The record's name for events of a step outside its phases; events outside every step are in the run's first phase."""
-_FEW: Final = 4

@@ -56,8 +56,9 @@ def explain(snapshot: str | os.PathLike[str], *, beside: Any = None, device: int
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """What `save` or ``--save`` wrote: a `Report`, `StepTrace`, `Fit`, `LayoutReport`, `CheckpointReport`,
-    `Verification`, `Comparison` or `Explanation`, equal to the one that was saved. torch is not imported.
+    """What `save` or ``--save`` wrote: a `Report`, `StepTrace`, `ProgramRun`, `Fit`, `LayoutReport`,
+    `CheckpointReport`, `Verification`, `Comparison` or `Explanation`, equal to the one that was saved. torch is not
+    imported.
 
     Raises `InputError` for a file that is no saved run, that is damaged, or that a newer memsize wrote.
     """

@@ -136,5 +136,8 @@ _DEBUG = click.option(
     help="Show tracebacks of errors.",
 )
 
+WITH_SNAPSHOT = {**FORMATS, "snapshot": (".pickle", ".pkl")}
+"""The formats of what holds a run's events: a snapshot is for PyTorch's memory viewer."""
+
 output_options = output_options_for(FORMATS)
 """The parameter `output` in one of the formats of a report, and the flag --debug."""

@@ -10,14 +10,14 @@ from pathlib import Path
 import click
 
 from memsize.cli.messages import say
-from memsize.cli.options import allocator_option, gpu_option, output_options
+from memsize.cli.options import WITH_SNAPSHOT, allocator_option, gpu_option, output_options_for
 from memsize.cli.output import Destination
+from memsize.cli.saved import is_saved
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
-from memsize.records.run_file import is_run_file
 
 _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
 
@@ -32,7 +32,8 @@ _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that t
       memsize run --gpu h100 -o step.html -m mypackage.train --config c.yaml
 
     \b
-    Options of memsize come before the script, the script's own after it.
+    Options of memsize come before the script, the script's own after it. A .pickle is a PyTorch memory snapshot, which
+    https://pytorch.org/memory_viz displays.
     """,
 )
 @gpu_option
@@ -47,7 +48,7 @@ _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that t
 )
 @click.option("-m", "module", is_flag=True, help="PROGRAM is a module, as for python -m.")
 @click.option("--allow-writes", is_flag=True, help="Let the program write to files that were there before.")
-@output_options
+@output_options_for(WITH_SNAPSHOT)
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -66,10 +67,10 @@ def run(
     own. It is stopped after a few optimizer steps. PROGRAM may also be a saved run.
     """
     where, config = card(gpu or DEFAULT_GPU), AllocatorConfig.parse(allocator or "")
-    if not module and is_run_file(program):
+    if not module and is_saved(program):
         from memsize.analysis.saved import load_kind
 
-        output.write(output.drawn(load_kind(program, ProgramRun.kind)))
+        _answer(load_kind(program, ProgramRun.kind), output)
         return 0
     if not module and not Path(program).is_file():
         raise InputError(f"no such script: {program} (-m runs a module)")
@@ -95,9 +96,19 @@ def run(
         return error.code if isinstance(error.code, int) else 1
     if error is not None:
         _show(error)
-    output.keep(found)
-    output.write(output.drawn(found))
+    _answer(found, output)
     return 0 if error is None else 1
+
+
+def _answer(found: ProgramRun, output: Destination) -> None:
+    output.keep(found)
+    if output.format == "snapshot":
+        from memsize.analysis.saved import config_of
+        from memsize.analysis.snapshot import pickled
+
+        output.write(pickled(found.trace, config_of(found)))
+    else:
+        output.write(output.drawn(found))
 
 
 def _show(error: BaseException) -> None:

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from memsize.cli.options import (
+    WITH_SNAPSHOT,
     allocator_option,
     execute_option,
     gpu_option,
@@ -23,7 +24,6 @@ from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.records.gpu import DEFAULT_GPU
-from memsize.render import FORMATS
 from memsize.spec.scenario import scenario_named
 from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @allocator_option
 @execute_option
 @scenario_option
-@output_options_for({**FORMATS, "snapshot": (".pickle", ".pkl")})
+@output_options_for(WITH_SNAPSHOT)
 def timeline(
     subject: Subject,
     training: Training | None,

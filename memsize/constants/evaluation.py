@@ -43,11 +43,13 @@ _MOST_READS = 10_000
 class Evaluator:
     """Evaluates the ops of one run. The constants themselves are kept on the tensors.
 
-    A `lenient` one answers every question about a value that is not known, as a whole script needs it.
+    A `lenient` one answers every question about a value that is not known, as a whole script needs it, and leaves loops
+    that wait for one to its `observer`, which is told of every assumption that a decision rests on.
     """
 
     def __init__(self, lenient: bool = False) -> None:
         self.lenient = lenient
+        self.observer: Callable[[str], None] | None = None
         self.assumptions: dict[str, None] = {}
         self.notes: dict[str, None] = {}
         self._reads: Counter[str] = Counter()
@@ -81,12 +83,16 @@ class Evaluator:
         """Note that a decision of the model rests on `assumption`."""
         if assumption is not None:
             self.assumptions[assumption] = None
+            if self.observer is not None:
+                self.observer(assumption)
 
     def _decide_on(self, assumption: str | None) -> None:
         """The same for a number that the model reads. A loop that waits for an assumed number to change never ends."""
         if assumption is None:
             return
         self._rely_on(assumption)
+        if self.lenient:
+            return
         line = running_line()
         self._reads[line] += 1
         if self._reads[line] > _MOST_READS:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
+from memsize.analysis.saved import config_of
 from memsize.analysis.timeline import timeline
-from memsize.device.config import AllocatorConfig
 from memsize.documents import Document, findings_data, plain
-from memsize.documents.sections import Cell, Column, Findings, Path, Section, Specs, Table, Title, listed
+from memsize.documents.sections import (
+    Cell,
+    Column,
+    Findings,
+    Label,
+    Path,
+    Section,
+    Specs,
+    Table,
+    Title,
+    listed,
+    role_column,
+)
 from memsize.documents.timeline import alive_table, course_table
+from memsize.records.peak_by_module import ModuleShare, peak_by_module
 from memsize.records.program import Assumed, LiveTensor, ProgramRun
-from memsize.records.roles import noun
+from memsize.records.roles import Role, in_order, noun
+from memsize.records.timeline import step_courses
 from memsize.records.trace import TensorSpec
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.program/1"
+_LINES: Final = 5
+"""How many of the lines that relied on an assumption are shown."""
 
 
 class ProgramDocument(Document[ProgramRun]):
@@ -23,8 +40,9 @@ class ProgramDocument(Document[ProgramRun]):
     def sections(self) -> tuple[Section, ...]:
         """The verdict first, then what it rests on."""
         run = self.answer
-        found = timeline(run.trace, AllocatorConfig(), run.card)
-        tables = (course_table(found), alive_table(found)) if len(found) else ()
+        found = timeline(run.trace, config_of(run), run.card, few=0)
+        told = step_courses(found)
+        tables = (course_table(told), alive_table(told), module_table(run)) if told else ()
         return (
             program_title(run),
             *((Findings("In short", run.findings),) if run.findings else ()),
@@ -50,8 +68,10 @@ class ProgramDocument(Document[ProgramRun]):
             "peak": _peak_data(run),
             "tensors": [tensor._asdict() for tensor in run.tensors],
             "refused": [refused._asdict() for refused in run.refused],
-            "survivors": [each._asdict() for each in run.survivors],
-            "kept_gradients": run.kept_gradients,
+            "modules": [share._asdict() for share in peak_by_module(run.trace)],
+            "growth": _growth_data(run),
+            "kept_gradients": run.kept_gradients and run.kept_gradients._asdict(),
+            "waits": run.waits,
             "unwritten": run.unwritten,
             "assumed": [assumed._asdict() for assumed in run.assumed],
             "findings": findings_data(run.findings, unit),
@@ -65,10 +85,36 @@ def _peak_data(run: ProgramRun) -> dict[str, Any]:
     return {**peak, "device": run.peak.device._asdict(), "roles": dict(run.peak.roles)}
 
 
+def _growth_data(run: ProgramRun) -> dict[str, Any] | None:
+    growth = run.growth
+    return growth and {**growth._asdict(), "holder": growth.holder and growth.holder._asdict()}
+
+
 def program_title(run: ProgramRun) -> Title:
     """The program's command line, how far it ran, and where."""
     steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
     return Title(run.program, ((steps,), (f"on {run.card.name}",)))
+
+
+def module_table(run: ProgramRun) -> Table:
+    """One row for each module, or group of modules, at the peak. Rows add up to it."""
+    shares = peak_by_module(run.trace)
+    roles = in_order(role for share in shares for role in share.roles)
+    columns = (
+        Column("module", "module", "name", 100, "a module with all that is below it"),
+        Column("type", "type", "text", 50, "its class"),
+        Column("total", "at the peak", "bytes", 99, "what it holds at the peak of the run"),
+        Column("most", "at most", "bytes", 70, "the most that it holds at any moment"),
+        *map(role_column, roles),
+    )
+    rows = tuple(_module_cells(share, roles) for share in shares)
+    return Table("modules", "Modules", columns, rows, caption="Alive at the peak of the run, by module")
+
+
+def _module_cells(share: ModuleShare, roles: Sequence[Role]) -> tuple[Cell, ...]:
+    name = Label("outside of modules") if share.path is None else Path(share.path)
+    sizes = (Bytes(share.roles.get(role, 0)) for role in roles)
+    return (name, share.type or None, Bytes(sum(share.roles.values())), Bytes(share.most), *sizes)
 
 
 def tensor_table(run: ProgramRun) -> Table:
@@ -98,4 +144,6 @@ def _cells(tensor: LiveTensor) -> tuple[Cell, ...]:
 
 
 def _assumed(assumed: Assumed) -> str:
-    return f"{assumed.text} ({assumed.line})" if assumed.line else assumed.text
+    lines = assumed.lines
+    shown = f"{', '.join(lines[:_LINES])}{f' and {len(lines) - _LINES} more' if len(lines) > _LINES else ''}"
+    return f"{assumed.text} ({shown})" if lines else assumed.text

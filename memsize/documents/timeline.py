@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from memsize.documents import Document
@@ -24,8 +25,8 @@ class TimelineDocument(Document[Timeline]):
         return (
             timeline_title(found),
             Chart(found),
-            course_table(found),
-            alive_table(found),
+            course_table(courses(found)),
+            alive_table(courses(found)),
             *listed("Assumed", found.assumptions),
             *listed("Notes", found.notes),
         )
@@ -48,7 +49,7 @@ def timeline_title(found: Timeline) -> Title:
     return Title(found.model, tuple(phrases))
 
 
-def course_table(found: Timeline) -> Table:
+def course_table(told: Sequence[Course]) -> Table:
     """One row per phase: what it starts with, and when and where it is highest."""
     columns = (
         *_PHASE,
@@ -59,7 +60,7 @@ def course_table(found: Timeline) -> Table:
         Column("layer", "at", "name", 95, "the layer that runs at that moment"),
         Column("op", "op", "text", 85, "the op that runs at that moment"),
     )
-    rows = tuple(map(_course_cells, courses(found)))
+    rows = tuple(map(_course_cells, told))
     return Table("phases", "Phases", columns, rows, caption="Live bytes, phase by phase")
 
 
@@ -76,9 +77,8 @@ def _course_cells(course: Course) -> tuple[Cell, ...]:
     )
 
 
-def alive_table(found: Timeline) -> Table:
+def alive_table(told: Sequence[Course]) -> Table:
     """One row per phase: what is alive by role at its highest moment. Roles add up to what is live then."""
-    told = courses(found)
     roles = in_order(role for course in told for role in course.summit.roles)
     columns = (*_PHASE, *map(role_column, roles))
     rows = tuple((*_phase_cells(c), *(Bytes(c.summit.roles.get(role, 0)) for role in roles)) for c in told)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import cache
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -30,10 +34,49 @@ def running_line(until: CodeType | None = None, libraries: bool = True) -> str:
 
     The search ends at a call of `until`; the line is empty where there is none before it.
     """
+    frame = next(users_frames(until, libraries), None)
+    return "" if frame is None else line_of(frame.f_code.co_filename, frame.f_lineno)
+
+
+def users_frames(until: CodeType | None = None, libraries: bool = False) -> Iterator[FrameType]:
+    """The calls that are running in the user's own code, the innermost first; with `libraries` also those in packages
+    other than PyTorch and memsize. The search ends at a call of `until`.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not until:
         file = frame.f_code.co_filename
         if is_outside(file) and (libraries or not is_library(file)):
-            return f"{Path(file).name}:{frame.f_lineno}"
+            yield frame
         frame = frame.f_back
-    return ""
+
+
+def variables(frame: FrameType) -> list[tuple[str, Any]]:
+    """The variables of a call that is running, by name.
+
+    Before Python 3.13 a function's frame holds on to the values that it was last asked for: what the function lets go
+    of meanwhile would stay alive. They are let go here, unless the user's own ``locals()`` holds them too.
+    """
+    values = frame.f_locals
+    found = list(values.items())
+    if _SNAPSHOTS and frame.f_code.co_flags & CO_OPTIMIZED and sys.getrefcount(values) == _UNSHARED:
+        values.clear()
+    return found
+
+
+_SNAPSHOTS = sys.version_info < (3, 13)
+_UNSHARED = 3
+"""The references to a dict that only its frame, one variable and the call that counts have."""
+
+
+def line_of(file: str, line: int) -> str:
+    """How a line is shown: ``"model.py:12"``."""
+    return f"{Path(file).name}:{line}"
+
+
+@cache
+def parsed(file: str) -> ast.Module | None:
+    """The source `file` as a syntax tree; None where it cannot be read."""
+    try:
+        return ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None

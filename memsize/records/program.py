@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
@@ -38,17 +38,41 @@ class Refused(NamedTuple):
 
 
 class Assumed(NamedTuple):
-    """What was taken for granted, and the first line that relied on it."""
+    """What was taken for granted, and the lines that relied on it, in the order in which they did."""
 
     text: str
+    lines: tuple[str, ...]
+
+
+class Holder(NamedTuple):
+    """A variable of the program (``"losses"``, ``"self.seen"``) that holds `tensors`, `graphs` with what made them.
+
+    `line` is the one that adds to it, where it was found.
+    """
+
+    name: str
     line: str | None
+    tensors: int
+    graphs: bool
 
 
-class Survivors(NamedTuple):
-    """Bytes of step `step` that are still alive at the end, and the line that made most of them."""
+class Growth(NamedTuple):
+    """What every step leaves behind: `bytes` in the last one, most of it made at `line` and kept by `holder`."""
 
-    step: int
     bytes: int
+    line: str | None
+    holder: Holder | None
+
+
+class KeptGradients(NamedTuple):
+    """Bytes of gradients that are alive when a later step's forward begins.
+
+    `reason` is why: a ``zero_grad(set_to_none=False)`` at `line` keeps them, the one at `line` comes late, after the
+    forward, or there is none.
+    """
+
+    bytes: int
+    reason: Literal["kept", "late", "none"]
     line: str | None
 
 
@@ -56,9 +80,9 @@ class Survivors(NamedTuple):
 class ProgramRun(Answer):
     """A program's run on `card`: `steps` optimizer steps, after which it was stopped, or its own end.
 
-    `capacity` is what the card leaves to PyTorch's allocator, `peak` the peak as the GPU would report it. `survivors`
-    are the training steps' storages that no step after them let go. `failure` is how the program ended, where it
-    failed.
+    `capacity` is what the card leaves to PyTorch's allocator, `peak` the peak as the GPU would report it. `waits` is
+    the line of a loop that waits for a number which only a GPU computes: the program was stopped there. `failure` is
+    how it ended, where it failed. `allocator` holds the settings of the caching allocator as JSON data.
     """
 
     kind: ClassVar = "program"
@@ -73,13 +97,13 @@ class ProgramRun(Answer):
     tensors: tuple[LiveTensor, ...] = ()
     refused: tuple[Refused, ...] = ()
     assumed: tuple[Assumed, ...] = ()
-    survivors: tuple[Survivors, ...] = ()
-    kept_gradients: int = 0
-    """Bytes of gradients that are alive when a later step's forward begins."""
+    growth: Growth | None = None
+    kept_gradients: KeptGradients | None = None
+    waits: str | None = None
     unwritten: tuple[str, ...] = ()
     """What the program would have written, and was kept from writing."""
     failure: str | None = None
-    allocator: str | None = None
+    allocator: str = ""
     findings: tuple[Finding, ...] = field(default=())
 
     def tables(self) -> dict[str, FlatTable]:

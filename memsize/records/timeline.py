@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -14,6 +14,8 @@ from memsize.records.roles import ROLES, Role
 from memsize.records.trace import Storage
 
 SCHEMA: Final = "memsize.timeline/1"
+AROUND: Final = "step"
+"""The record's name for events of a step outside its phases; events outside every step are in the run's first phase."""
 
 
 class Phase(NamedTuple):
@@ -207,6 +209,47 @@ def courses(found: Timeline) -> tuple[Course, ...]:
         steps = course.steps if known is None else tuple(dict.fromkeys((*known.steps, phase.step)))
         told[key] = course if known is None else known._replace(steps=steps)
     return tuple(told.values())
+
+
+def step_courses(found: Timeline) -> tuple[Course, ...]:
+    """The phases of a program, which come and go several times in a step: each phase of a step is one course.
+
+    What happens outside of them belongs to the forward before it (the loss), or else to what comes next (batches going
+    to the GPU, gradients being clipped). Steps whose phases have equal peaks are told once; `allocated` and `reserved`
+    are the most of them.
+    """
+    told: dict[object, Course] = {}
+    for (name, step), phases in _settled(found.phases).items():
+        course = max((_course(found, phase) for phase in phases), key=lambda each: each.summit.bytes)
+        course = course._replace(name=name, steps=(step,), before=found.before(phases[0].start))
+        key = (name, course.before, course.summit.bytes, *course.summit.roles.items())
+        known = told.get(key)
+        told[key] = course if known is None else _together(known, course)
+    return tuple(told.values())
+
+
+def _settled(phases: Sequence[Phase]) -> dict[tuple[str, int], list[Phase]]:
+    """The phases by name and step, those of no name with one of their neighbours."""
+    found: dict[tuple[str, int], list[Phase]] = {}
+    waiting: list[Phase] = []
+    last: Phase | None = None
+    for phase in phases:
+        if phase.name != AROUND:
+            last = phase
+        elif last is None or last.name not in ("forward", "evaluation") or last.step != phase.step:
+            waiting.append(phase)
+            continue
+        found.setdefault((last.name, last.step), []).extend((*waiting, phase))
+        waiting = []
+    if last is not None:
+        found[last.name, last.step] += waiting
+    return found
+
+
+def _together(known: Course, course: Course) -> Course:
+    steps = tuple(dict.fromkeys((*known.steps, *course.steps)))
+    allocated, reserved = max(known.allocated, course.allocated), max(known.reserved, course.reserved)
+    return known._replace(steps=steps, allocated=allocated, reserved=reserved)
 
 
 def _course(found: Timeline, phase: Phase) -> Course:

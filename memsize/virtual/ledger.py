@@ -123,6 +123,12 @@ class VirtualLedger(Ledger):
             self._roles[index] = role
             self._layers[index] = layer
 
+    def belongs(self, tensor: torch.Tensor, owner: torch.Tensor) -> None:
+        """Let the storage of `tensor`, which no module made, be in the layer of that of `owner`."""
+        index, known = self.index_of(tensor), self.index_of(owner)
+        if index >= 0 and known >= 0 and self._layers[index] < 0:
+            self._layers[index] = self._layers[known]
+
     def refuse(self, storage: int) -> None:
         """Forget that `storage` appeared: there was no memory for it."""
         self._held[storage] = 0

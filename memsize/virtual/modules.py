@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import nn
 
 from memsize.internals.pytree import arguments_in, tensors_in
+from memsize.internals.user_code import users_frames, variables
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.records.roles import Role
@@ -72,7 +74,7 @@ class ProgramCalls(Calls):
 
     def _add(self, module: nn.Module) -> int:
         """Let `module` be a root; returns its layer. Modules that were called on their own before keep their layer."""
-        first, root = len(self.seen), Root(self._name(module_type(module)), module, len(self.seen))
+        first, root = len(self.seen), Root(self._name(module), module, len(self.seen))
         for path, each in module.named_modules():
             if self._index(each) < 0:
                 self._known[id(each)] = weakref.ref(each), len(self.seen)
@@ -85,9 +87,13 @@ class ProgramCalls(Calls):
         self.roots.append(root)
         return first
 
-    def _name(self, kind: str) -> str:
-        taken = sum(root.name.partition("#")[0] == kind for root in self.roots)
-        return f"{kind}#{taken + 1}" if taken else kind
+    def _name(self, module: nn.Module) -> str:
+        """What the program calls `module`, by its outermost variable; else the name of its class."""
+        taken = {root.name for root in self.roots}
+        around = chain.from_iterable(map(variables, reversed([*users_frames()])))
+        names = [name for name, value in around if value is module and name != "self" and name not in taken]
+        name = names[0] if names else module_type(module)
+        return next(each for each in chain([name], (f"{name}#{n}" for n in count(2))) if each not in taken)
 
     def _own(self, module: nn.Module, index: int) -> None:
         roles: tuple[tuple[Role, Any], ...] = (("parameter", module._parameters), ("buffer", module._buffers))

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context
 from memsize.errors import first_line
-from memsize.internals.user_code import running_line
+from memsize.internals.user_code import line_of, running_line, users_frames
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
 from memsize.records.trace import Failure, Layer, StoredTensor, Trace
@@ -26,11 +25,14 @@ from memsize.tracing.run import layer_rows
 from memsize.units import format_bytes
 from memsize.virtual.driver import Driver
 from memsize.virtual.files import Files
+from memsize.virtual.holders import Held, holders
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.memory import DeviceMemory, OutOfDeviceMemoryError
 from memsize.virtual.modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
+from memsize.virtual.waiting import Waits
 from memsize.workloads.optimizers import steps_watched
+from memsize.workloads.program_steps import ProgramSteps, in_step
 
 _LINE_FROM = 64 * 1024
 """The user's line is looked up for storages of this many bytes and more."""
@@ -55,20 +57,23 @@ class Program:
         self.name = name
         self.card = card
         self.config = config
-        self.steps = steps
-        self.done = 0
         self.stopped = False
+        self.waits = Waits()
+        self.held: tuple[Held, ...] = ()
+        """The variables that hold tensors on the GPU when the program is stopped."""
         self.lines: dict[int, str] = {}
         """The line of the program that made each large storage."""
-        self.refused: list[Refused] = []
-        self.assumed: list[Assumed] = []
         self.files = files or Files()
         self.ledger = VirtualLedger(workspaces, self._after_op)
+        self.ledger.evaluator.observer = self._relied
         self.memory = DeviceMemory(card.bytes, context().low, config, self.ledger.events)
+        self.steps = ProgramSteps(self.ledger, steps, self._stop_after_steps)
         self.calls = ProgramCalls(self.ledger, self._before_forward)
+        self._refused: list[tuple[int, Refused]] = []
+        """Each with the number of events before it."""
+        self._assumed: dict[str, dict[str, None]] = {}
         self._seen = 0
         self._end: int | None = None
-        self._leader: int | None = None
 
     def run(self, path: str, arguments: Sequence[str], module: bool = False) -> BaseException | None:
         """Run the script `path` (or the module of that name) with its own command line, as ``python`` would.
@@ -94,11 +99,11 @@ class Program:
         """The region in which this process has the GPU."""
         driver = Driver(self.card, self.memory)
         shown = threading, "excepthook", _unless_stopped(threading.excepthook)
-        more = (self.calls.replacement(), shown, *self.files.replacements())
+        more = (self.calls.replacement(), *self.steps.replacements(), shown, *self.files.replacements())
         with (
             virtual_gpu(driver, self.ledger, more),
             steps_watched(self.ledger, everywhere=True),
-            self._steps_counted(),
+            self.steps.counted(),
             self.files.guarded(),
         ):
             yield
@@ -106,14 +111,10 @@ class Program:
     # -- while it runs ------------------------------------------------------------------------------------------------
 
     def _after_op(self) -> None:
-        events, assumptions = self.ledger.events, self.ledger.evaluator.assumptions
+        events = self.ledger.events
         for event in events[self._seen :]:
             if event.delta >= _LINE_FROM:
                 self.lines[event.storage] = running_line(libraries=False)
-        if len(assumptions) > len(self.assumed):
-            self.assumed += [
-                Assumed(text, running_line(libraries=False) or None) for text in list(assumptions)[len(self.assumed) :]
-            ]
         try:
             self.memory.follow()
         except OutOfDeviceMemoryError as error:
@@ -127,7 +128,8 @@ class Program:
         memory, clock = self.memory, self.ledger.clock
         layer = self.calls.seen[clock.layer].path if clock.layer >= 0 else None
         where = (self.ledger.last_op, layer, clock.phases[clock.phase], running_line(libraries=False) or None)
-        self.refused.append(Refused(request, memory.free, memory.reserved, *where))
+        refused = Refused(request, memory.free, memory.reserved, *where)
+        self._refused.append((len(self.ledger.events), refused))
         idle = format_bytes(memory.reserved - memory.allocated)
         return torch.OutOfMemoryError(
             f"CUDA out of memory. Tried to allocate {format_bytes(request)}. GPU 0 has a total capacity of "
@@ -136,41 +138,44 @@ class Program:
             "unallocated."
         )
 
+    def _relied(self, assumption: str) -> None:
+        """A decision of the program rests on `assumption`."""
+        lines = self._assumed.setdefault(assumption, {})
+        frame = next(users_frames(), None)
+        if frame is not None:
+            place = frame.f_code.co_filename, frame.f_lineno
+            lines[line_of(*place)] = None
+            if self.waits.seen(place):
+                self._stop()
+
     def _stop_after_steps(self) -> None:
-        if self.steps and self.done >= self.steps:
+        if self.steps.over:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._end is None:
             self.stopped = True
-            self._end = self._end or len(self.ledger.events)
-            raise StopProgram
+            self._end = len(self.ledger.events)
+            self.held = holders(self.ledger.index_of)
+        raise StopProgram
 
     def _before_forward(self) -> None:
         self._stop_after_steps()
         if self.ledger.clock.step == 0:
             self.ledger.begin_step(1)
 
-    @contextmanager
-    def _steps_counted(self) -> Iterator[None]:
-        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            self._stop_after_steps()
-            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-                self.ledger.mark(parameter, "parameter")
-                if parameter.grad is not None:
-                    self.ledger.mark(parameter.grad, "gradient")
-
-        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if self._leader is None:
-                self._leader = id(optimizer)
-            if self._leader == id(optimizer):
-                self.done += 1
-                self.ledger.begin_step(self.done + 1)
-
-        handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    @property
+    def refused(self) -> tuple[Refused, ...]:
+        """The requests that the card could not serve."""
+        ends = self.steps.ends
+        return tuple(each._replace(phase=in_step(each.phase, place, ends)) for place, each in self._refused)
+
+    @property
+    def assumed(self) -> tuple[Assumed, ...]:
+        """What was taken for granted, with the lines that relied on it."""
+        return tuple(Assumed(text, tuple(lines)) for text, lines in self._assumed.items())
 
     def trace(self, error: BaseException | None = None) -> Trace:
         """The trace of what ran."""
@@ -183,6 +188,8 @@ class Program:
         seen = [replace(each, path=_path(names[calls.root_of[i]], each.path)) for i, each in enumerate(calls.seen)]
         layers = layer_rows(seen, tensors, storages, calls.kept)
         convolutions = ledger.workspaces.convolutions
+        recorded = ledger.events[: self._seen if self._end is None else self._end]
+        events, phases = self.steps.numbered(recorded, ledger.clock.phases)
         trace = Trace(
             model=self.name,
             scenario="as-given",
@@ -192,9 +199,9 @@ class Program:
             inputs=calls.roots[0].inputs if calls.roots else (),
             layers=tuple(replace(layer, root=calls.root_of[i]) for i, layer in enumerate(layers)) or (_NOTHING,),
             tensors=tensors,
-            phases=tuple(ledger.clock.phases),
+            phases=phases,
             storages=storages,
-            events=tuple(ledger.events[: self._seen if self._end is None else self._end]),
+            events=events,
             assumptions=tuple(ledger.evaluator.assumptions),
             notes=(*ledger.evaluator.notes, *(convolutions.notes if convolutions else ())),
             cudnn=convolutions.source if convolutions else None,

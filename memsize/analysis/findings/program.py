@@ -81,29 +81,49 @@ def _no_step(run: ProgramRun) -> Iterator[Finding]:
         yield Finding("run-no-step", None, (), template)
 
 
+@RULES.rule("run-waits")
+def _waits(run: ProgramRun) -> Iterator[Finding]:
+    if run.waits:
+        template = (
+            "The loop at {line} waits for a number that only a GPU computes, and would never end here: the program was "
+            "stopped."
+        )
+        yield Finding("run-waits", None, (), template, {"line": run.waits})
+
+
 @RULES.rule("run-grows")
 def _grows(run: ProgramRun) -> Iterator[Finding]:
-    early = [each for each in run.survivors if each.step < run.steps]
-    if run.steps < 3 or len(early) < run.steps - 1:
+    growth = run.growth
+    if growth is None:
         return
-    template = (
-        "Every step leaves memory behind: {bytes} of step {step} are still alive at the end, most of it made at "
-        "{line}. "
-        "A list of losses keeps their graphs: append loss.item() or loss.detach()."
-    )
-    most = max(early, key=lambda each: each.bytes)
-    values = {"bytes": Bytes(most.bytes), "step": most.step, "line": most.line or "a line of PyTorch's own"}
-    yield Finding("run-grows", most.bytes, (), template, values)
+    values: dict[str, object] = {"bytes": Bytes(growth.bytes), "line": growth.line}
+    template = "Every step leaves {bytes} behind" + (", made at {line}" if growth.line else "")
+    holder = growth.holder
+    if holder is None:
+        template += ". A list of losses keeps their graphs: append loss.item() or loss.detach()."
+    else:
+        values |= {"name": holder.name, "tensors": holder.tensors, "place": holder.line}
+        template += ": {name} keeps " + ("it" if holder.tensors == 1 else "{tensors} tensors")
+        template += " with their graphs" if holder.graphs else ""
+        template += " (added to at {place})" if holder.line else ""
+        template += ". Keep x.item() or x.detach() instead." if holder.graphs else ". Move them to the CPU."
+    yield Finding("run-grows", growth.bytes, (), template, values)
 
 
 @RULES.rule("run-gradients-kept")
 def _gradients(run: ProgramRun) -> Iterator[Finding]:
-    if run.kept_gradients:
-        template = (
-            "{bytes} of gradients are alive while the next forward runs: zero_grad(set_to_none=True), the default, "
-            "would free them for activations."
-        )
-        yield Finding("run-gradients-kept", run.kept_gradients, (), template, {"bytes": Bytes(run.kept_gradients)})
+    kept = run.kept_gradients
+    if kept is None:
+        return
+    templates = {
+        "kept": "zero_grad(set_to_none=False) at {line} keeps {bytes} of gradients through every forward: without the "
+        "argument they are freed for activations.",
+        "late": "zero_grad at {line} comes after the forward, which runs beside {bytes} of gradients: called before "
+        "it, they are freed for activations.",
+        "none": "{bytes} of gradients are alive while the next step's forward runs: no zero_grad frees them.",
+    }
+    values = {"bytes": Bytes(kept.bytes), "line": kept.line or "a line of a library"}
+    yield Finding("run-gradients-kept", kept.bytes, (), templates[kept.reason], values)
 
 
 def _layers(path: str | None) -> tuple[str, ...]:

@@ -1,0 +1,191 @@
+"""Which variables of a program hold tensors on the GPU, and whole graphs with them: whom to ask when memory grows.
+
+Variables are those of the user's own functions that are running, and of their script; what hangs from an object, a list
+or a dict is looked at too.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memsize.internals.user_code import line_of, parsed, users_frames, variables
+from memsize.records.program import Holder
+
+_MOST: Final = 20_000
+"""How many objects are looked at."""
+_ITEMS: Final = 500
+"""How many of a long list's items, the last ones: what grows is appended."""
+_ADDS: Final = ("append", "appendleft", "add", "extend", "insert", "update", "setdefault")
+_COLLECTIONS: Final = (list, tuple, set, frozenset, deque)
+
+
+class Held(NamedTuple):
+    """A variable, and the indexes of the storages that it keeps alive."""
+
+    holder: Holder
+    storages: frozenset[int]
+
+
+class _Place(NamedTuple):
+    """A value by the name that the program has for it, and the lines among which its name means that."""
+
+    name: str
+    value: Any
+    file: str
+    first: int
+    last: int
+
+
+IndexOf = Callable[[torch.Tensor], int]
+
+
+def holders(index_of: IndexOf) -> tuple[Held, ...]:
+    """The variables that hold tensors, as the code that is running sees them; `index_of` gives the index of a tensor's
+    storage.
+    """
+    graph = _Graph(index_of)
+    found: list[Held] = []
+    for place, tensors in _holding(_variables()):
+        storages = frozenset().union(*map(graph.storages, tensors))
+        with_graphs = any(tensor.grad_fn is not None for tensor in tensors)
+        found.append(Held(Holder(place.name, _grown_at(place), len(tensors), with_graphs), storages))
+    return tuple(found)
+
+
+def _variables() -> Iterator[_Place]:
+    for frame in users_frames():
+        code = frame.f_code
+        lines = [line for _, _, line in code.co_lines() if line]
+        for name, value in variables(frame):
+            yield _Place(name, value, code.co_filename, code.co_firstlineno, max(lines, default=0))
+
+
+def _holding(places: Iterable[_Place]) -> Iterator[tuple[_Place, list[torch.Tensor]]]:
+    """The places that hold tensors on the GPU, with those that they hold themselves; each object once."""
+    seen: set[int] = set()
+    todo = deque(places)
+    while todo and len(seen) < _MOST:
+        place = todo.popleft()
+        if id(place.value) in seen:
+            continue
+        seen.add(id(place.value))
+        if isinstance(place.value, torch.Tensor):
+            if place.value.is_meta and place.value.grad_fn is not None:
+                yield place, [place.value]
+            continue
+        parts = list(_parts(place))
+        tensors = [part.value for part in parts if isinstance(part.value, torch.Tensor) and part.value.is_meta]
+        if tensors and isinstance(place.value, (*_COLLECTIONS, dict)):
+            yield place, tensors
+            parts = [part for part in parts if not isinstance(part.value, torch.Tensor)]
+        todo.extend(parts)
+
+
+def _parts(place: _Place) -> Iterator[_Place]:
+    value = place.value
+    if isinstance(value, _COLLECTIONS):
+        for item in list(value)[-_ITEMS:]:
+            yield place._replace(value=item)
+    elif isinstance(value, dict):
+        for item in list(value.values())[-_ITEMS:]:
+            yield place._replace(value=item)
+    elif isinstance(value, (ModuleType, type, FunctionType, Optimizer, str, bytes, int, float)):
+        return
+    else:
+        own, kind = getattr(value, "__dict__", None), cast(Any, type(value))
+        for name, item in list(own.items()) if isinstance(own, dict) else ():
+            if not (isinstance(value, nn.Module) and name in ("_parameters", "_buffers")):
+                yield _Place(f"{place.name}.{name}", item, *_source(kind))
+
+
+@cache
+def _source(kind: Any) -> tuple[str, int, int]:
+    with suppress(OSError, TypeError):
+        lines, first = inspect.getsourcelines(kind)
+        return inspect.getfile(kind), first, first + len(lines)
+    return "", 0, 0
+
+
+class _Graph:
+    """The graphs behind tensors, each node looked at once."""
+
+    def __init__(self, index_of: IndexOf) -> None:
+        self._index_of = index_of
+        self._known: dict[Any, set[int]] = {}
+
+    def storages(self, tensor: torch.Tensor) -> set[int]:
+        """What `tensor` keeps alive: its own storage, and all that its graph has saved for backward."""
+        found = {self._index_of(tensor)}
+        todo, met = [tensor.grad_fn], set[Any]()
+        while todo:
+            node = todo.pop()
+            if node is None or node in met:
+                continue
+            met.add(node)
+            if node not in self._known:
+                self._known[node] = {self._index_of(each) for each in _saved(node)}
+            found |= self._known[node]
+            todo.extend(following for following, _ in node.next_functions)
+        return found - {-1}
+
+
+def _saved(node: Any) -> Iterator[torch.Tensor]:
+    """The tensors that `node` has saved; none once a backward has let them go."""
+    kind: Any = type(node)
+    for name in _saved_names(kind):
+        with suppress(RuntimeError):
+            value = getattr(node, name)
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, torch.Tensor):
+                    yield each
+
+
+@cache
+def _saved_names(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
+
+
+# -- the line that adds to it -----------------------------------------------------------------------------------------
+
+
+def _grown_at(place: _Place) -> str | None:
+    """The line that adds to the variable: ``losses.append(loss)``, ``total += loss``, ``seen[step] = x``."""
+    tree = parsed(place.file)
+    name = place.name.rpartition(".")[2]
+    adding = (
+        node.lineno
+        for node in (ast.walk(tree) if tree else ())
+        if isinstance(node, (ast.expr, ast.stmt)) and any(_ends_in(target, name) for target in _added_to(node))
+    )
+    line = min((line for line in adding if place.first <= line <= place.last), default=None)
+    return None if line is None else line_of(place.file, line)
+
+
+def _added_to(node: ast.AST) -> Iterator[ast.expr]:
+    match node:
+        case ast.AugAssign(target=target):
+            yield target
+        case ast.Call(func=ast.Attribute(value=value, attr=attr)) if attr in _ADDS:
+            yield value
+        case ast.Assign(targets=targets, value=value):
+            yield from (target.value for target in targets if isinstance(target, ast.Subscript))
+            names = {ast.unparse(each) for each in ast.walk(value) if isinstance(each, (ast.Name, ast.Attribute))}
+            yield from (target for target in targets if ast.unparse(target) in names)
+
+
+def _ends_in(target: ast.expr, name: str) -> bool:
+    match target:
+        case ast.Name(id=found) | ast.Attribute(attr=found):
+            return found == name
+    return False

@@ -1,0 +1,147 @@
+"""The training steps of a program, which nobody announces: its optimizers show them.
+
+The first optimizer that makes a step leads. A training step ends with the last optimizer step before the leader's next,
+so that those of a GAN's two networks are one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memsize.internals.pytree import tensors_in
+from memsize.internals.user_code import running_line
+from memsize.records.aggregates import split_phase
+from memsize.records.trace import Event
+from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.tensors import Replacement
+
+_WAITED_FOR: Final = 2
+"""For how many times the asked steps of the leader an optimizer is waited for that has made none."""
+_MOST: Final = 10
+"""The same for one that has made some, but fewer than were asked for."""
+
+
+class Zeroed(NamedTuple):
+    """A call of ``zero_grad`` before event `event`, at `line`; `kept` where it was told to keep the gradients."""
+
+    event: int
+    line: str
+    kept: bool
+
+
+class ProgramSteps:
+    """The steps of a program's optimizers, of which `wanted` are to be made by each (0: as many as it makes).
+
+    `begun` is called before each step of an optimizer, and may end the program.
+    """
+
+    def __init__(self, ledger: VirtualLedger, wanted: int, begun: Callable[[], None]) -> None:
+        self.wanted = wanted
+        self.zeroed: list[Zeroed] = []
+        self._ledger = ledger
+        self._begun = begun
+        self._made = weakref.WeakKeyDictionary[Optimizer, int]()
+        self._leader: weakref.ref[Optimizer] | None = None
+        self._ends: list[tuple[int, bool]] = []
+        """For each optimizer step, how many events there were after it, and whether it was the leader's."""
+
+    @property
+    def done(self) -> int:
+        """How many training steps were made."""
+        return sum(leads for _, leads in self._ends)
+
+    @property
+    def over(self) -> bool:
+        """Whether every optimizer has made the steps that were asked for."""
+        if not self.wanted or self.done < self.wanted:
+            return False
+        behind = [made for made in self._made.values() if made < self.wanted]
+        return not behind or self.done >= self.wanted * (_MOST if max(behind) else _WAITED_FOR)
+
+    # -- while it runs ------------------------------------------------------------------------------------------------
+
+    def replacements(self) -> Iterator[Replacement]:
+        """What is replaced to see optimizers come and gradients go."""
+        yield Optimizer, "__init__", self._constructed(Optimizer.__init__)
+        yield Optimizer, "zero_grad", self._zeroing(Optimizer.zero_grad)
+        yield nn.Module, "zero_grad", self._zeroing(nn.Module.zero_grad)
+
+    def _constructed(self, original: Callable[..., None]) -> Callable[..., None]:
+        def construct(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._made[optimizer] = 0
+
+        return construct
+
+    def _zeroing(self, original: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad(owner: Any, set_to_none: bool = True) -> None:
+            self.zeroed.append(Zeroed(len(self._ledger.events), running_line(libraries=False), not set_to_none))
+            original(owner, set_to_none)
+
+        return zero_grad
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """While open, the steps of every optimizer are counted."""
+        handles = (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._begun()
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            self._ledger.mark(parameter, "parameter")
+            if parameter.grad is not None:
+                self._ledger.mark(parameter.grad, "gradient")
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, torch.Tensor):
+                for tensor in tensors_in(state):
+                    self._ledger.belongs(tensor, parameter)
+        self._made[optimizer] = self._made.get(optimizer, 0) + 1
+        self._leader = self._leader or weakref.ref(optimizer)
+        leads = self._leader() is optimizer
+        self._ends.append((len(self._ledger.events), leads))
+        if leads:
+            self._ledger.begin_step(self.done + 1)
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """For each training step, how many events there were when it was over."""
+        following = zip_longest(self._ends, self._ends[1:], fillvalue=(0, True))
+        return tuple(end for (end, _), (_, leads) in following if leads)
+
+    def numbered(self, events: Sequence[Event], phases: Sequence[str]) -> tuple[tuple[Event, ...], tuple[str, ...]]:
+        """`events` and their phases with each in the training step that it turned out to be part of."""
+        ends, found = self.ends, {name: place for place, name in enumerate(phases)}
+
+        def phase_of(place: int, phase: int) -> int:
+            return found.setdefault(in_step(phases[phase], place, ends), len(found))
+
+        moved = tuple(event._replace(phase=phase_of(place, event.phase)) for place, event in enumerate(events))
+        return moved, tuple(found)
+
+
+def in_step(phase: str, place: int, ends: Sequence[int]) -> str:
+    """The name of `phase` with the step that event `place` is in, where each step's events end at `ends`."""
+    name, step = split_phase(phase)
+    return f"{name} {bisect_right(ends, place) + 1}" if step else phase
