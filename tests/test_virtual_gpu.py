@@ -205,6 +205,117 @@ def test_code_that_halves_the_batch_until_it_fits_finds_the_batch() -> None:
         assert batch == 2
 
 
+def test_blocks_are_reused_on_their_own_stream_only() -> None:
+    """A block of 1 MiB lies in a segment of 2 MiB; freed on one stream, it does not serve the other."""
+    with gpu() as program:
+        first = torch.empty(MiB // 2, dtype=torch.uint8, device="cuda")
+        del first
+        with torch.cuda.stream(torch.cuda.Stream()):
+            beside = torch.empty(MiB // 2, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 4 * MiB and torch.cuda.memory_allocated() == MiB // 2
+        assert torch.cuda.memory_stats()["segment.small_pool.current"] == 2
+        again = torch.empty(MiB // 2, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 4 * MiB
+        del beside, again
+    found = program_run(program, "test", None)
+    assert [storage.stream for storage in found.trace.storages] == [0, 1, 0]
+    assert found.peak.reserved == 4 * MiB
+
+
+def test_a_share_of_the_card_is_a_bound() -> None:
+    with gpu("t4"):
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        assert torch.cuda.get_per_process_memory_fraction() == 0.5
+        torch.empty(7 * 2**30, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(8 * 2**30, dtype=torch.uint8, device="cuda")
+
+
+def test_a_program_writes_snapshots_of_its_memory(tmp_path: Path) -> None:
+    _, error = ran(
+        tmp_path,
+        """
+        import pathlib, pickle, torch
+        path = pathlib.Path(__file__).with_name("memory.pickle")
+        torch.cuda.memory._record_memory_history(max_entries=1000)
+        kept = torch.ones(2**20, device="cuda")
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        (segment,) = pickle.loads(path.read_bytes())["segments"]
+        assert segment["allocated_size"] == 4 * 2**20 and segment["total_size"] == 20 * 2**20, segment
+        assert torch.cuda.memory_snapshot()[0]["blocks"][0]["requested_size"] == 4 * 2**20
+        """,
+    )
+    assert error is None, error
+
+
+def test_graphs_run_at_once_with_a_note() -> None:
+    with gpu() as program:
+        x, graph = torch.ones(4, 4, device="cuda"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
+            y = x @ x
+        graph.replay()
+        layer = torch.cuda.make_graphed_callables(nn.Linear(4, 4).cuda(), (y.requires_grad_(),))
+        layer(y).sum().backward()
+    assert any("CUDA graphs are not captured" in note for note in program.ledger.evaluator.notes)
+
+
+def test_what_is_asked_of_the_runtime_and_the_driver() -> None:
+    with gpu("t4"):
+        kept = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        runtime = torch.cuda.cudart()
+        assert runtime.cudaMemGetInfo(0) == torch.cuda.mem_get_info()
+        torch.cuda.check_error(runtime.cudaProfilerStart())
+        assert torch.cuda.utilization() == torch.cuda.temperature() == 0
+        assert kept.nbytes < torch.cuda.device_memory_used() < card("t4").bytes
+        assert torch.zeros(3, pin_memory=True).tolist() == [0, 0, 0]
+        assert nn.Linear(2, 2).to(0).weight.is_cuda and nn.Linear(2, 2).to(device=0).weight.is_cuda
+
+
+# -- several processes ------------------------------------------------------------------------------------------------
+
+GROUP = """
+import sys, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+def work(rank, world):
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    model = DistributedDataParallel(torch.nn.Linear(512, 512).to(rank), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    for _ in range(9):
+        loss = model(torch.ones(4, 512, device=f"cuda:{rank}")).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        dist.all_reduce(loss)
+        optimizer.step()
+
+try:
+    mp.spawn(work, (int(sys.argv[1]),), nprocs=int(sys.argv[1]))
+finally:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+"""
+
+
+def test_a_group_of_one_process_is_itself(tmp_path: Path) -> None:
+    """Beside the gradients there is a bucket of as many bytes, into which they are reduced."""
+    found, error = ran(tmp_path, GROUP, "1")
+    assert error is None and found.steps == 3
+    size = (512 * 512 + 512) * 4
+    assert size in {storage.bytes for storage in found.trace.storages}
+    assert found.peak.requested >= 3 * size
+
+
+@pytest.mark.parametrize(
+    "text", [GROUP, "import torch.distributed\ntorch.distributed.init_process_group(world_size=4)"]
+)
+def test_several_processes_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    _, error = ran(tmp_path, text, "4")
+    assert "wants 4 processes" in str(error) and "\n" not in str(error)
+
+
 # -- what is recorded -------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.runner import plans_of, workspaces
+from memsize.analysis.snapshot import snapshot
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import InputError
@@ -46,7 +47,7 @@ def run_program(
     allow_writes: bool = False,
 ) -> tuple[ProgramRun, BaseException | None]:
     """Run a script (or a module) with its own arguments; the error that it ended with, if any, comes with the run."""
-    program = Program(path, card, workspaces(card, plans_of(card)), config, steps, Files(allow_writes))
+    program = Program(path, card, workspaces(card, plans_of(card)), config, steps, Files(allow_writes), snapshot)
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     with isolated():
@@ -77,7 +78,9 @@ class VirtualGpu:
 @contextmanager
 def virtual_gpu(card: Card, config: AllocatorConfig, *, steps: int, allow_writes: bool) -> Iterator[VirtualGpu]:
     """Let the block have a virtual GPU; it ends after `steps` optimizer steps (0: at its own end)."""
-    program = Program("this program", card, workspaces(card, plans_of(card)), config, steps, Files(allow_writes))
+    program = Program(
+        "this program", card, workspaces(card, plans_of(card)), config, steps, Files(allow_writes), snapshot
+    )
     region = VirtualGpu(program)
     error: BaseException | None = None
     try:

@@ -10,6 +10,7 @@ Source: torch/cuda/__init__.py, memory.py, streams.py and random.py, torch/accel
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,24 @@ _TYPE: Final = 1
 """The number of the device type in streams (c10/core/DeviceType.h)."""
 
 
+_NCCL: Final = (2 << 32) | (27 << 16) | 5
+"""The release of NCCL, 2.27.5, as PyTorch packs it."""
+_STREAMS: Final = 32
+"""How many streams a process really has beside the default one (c10/cuda/CUDAStream.cpp)."""
+_TYPES_THERE: Final = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
 _MULTIPROCESSORS: Final = {
     "P100": 56,
     "V100": 80,
@@ -54,6 +73,8 @@ class Properties:
     max_threads_per_block: int = 1024
     is_integrated: int = 0
     is_multi_gpu_board: int = 0
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 48 * 1024
 
     @property
     def max_threads_per_multi_processor(self) -> int:
@@ -72,13 +93,14 @@ class Properties:
 class Stream:
     """A CUDA stream: a number to compare by. Work is never queued, so there is nothing to wait for."""
 
-    _numbers: Iterator[int] = itertools.count(1)
+    numbers: Iterator[int] = itertools.cycle([1])
+    """Of new streams: there is a pool of them, handed out in turn."""
 
     def __init__(self, device: Any = None, priority: int = 0, **known: Any) -> None:
         self.device = DEVICE
         self.device_index, self.device_type = INDEX, _TYPE
         self.priority = priority
-        self.stream_id: int = known["stream_id"] if "stream_id" in known else next(self._numbers)
+        self.stream_id: int = known["stream_id"] if "stream_id" in known else next(self.numbers)
         self.cuda_stream = self.native_handle = self.stream_id
 
     def __eq__(self, other: object) -> bool:
@@ -135,14 +157,32 @@ class Event:
     def wait(self, stream: Any = None) -> None: ...
 
 
+class _Current(threading.local):
+    """What each thread has for itself."""
+
+    stream = 0
+
+
 @dataclass
 class Driver:
-    """The GPU `card` with its `memory`, as PyTorch's functions in C++ would answer for it."""
+    """The GPU `card` with its `memory`, as PyTorch's functions in C++ would answer for it.
+
+    `snapshot` makes what `torch.cuda.memory._snapshot` returns.
+    """
 
     card: Card
     memory: DeviceMemory
-    stream: int = 0
+    snapshot: Callable[[], dict[str, Any]] = lambda: {"segments": [], "device_traces": [[]]}
     seed: torch.Generator = field(default_factory=torch.Generator)
+    _current: _Current = field(default_factory=_Current)
+
+    def __post_init__(self) -> None:
+        Stream.numbers = itertools.cycle(range(1, _STREAMS + 1))
+
+    @property
+    def stream(self) -> int:
+        """The stream that this thread works on; 0 is the default one."""
+        return self._current.stream
 
     @property
     def properties(self) -> Properties:
@@ -178,12 +218,22 @@ class Driver:
             "_cuda_resetPeakMemoryStats": lambda device: memory.reset_peaks(),
             "_cuda_resetAccumulatedMemoryStats": lambda device: memory.reset_accumulated(),
             "_cuda_emptyCache": lambda *pool: memory.empty_cache(),
-            "_cuda_getMemoryFraction": _returning(1.0),
-            "_cuda_setMemoryFraction": _returning(None),
+            "_cuda_getMemoryFraction": lambda device: memory.fraction,
+            "_cuda_setMemoryFraction": lambda fraction, device: memory.set_fraction(fraction),
             "_cuda_getAllocatorBackend": _returning("native"),
+            "_host_emptyCache": _returning(None),
+            "_nccl_version": _returning(_NCCL),
+            "_nccl_version_suffix": _returning(b""),
             "_cuda_hostMemoryStats": _returning({}),
+            "_cuda_resetPeakHostMemoryStats": _returning(None),
+            "_cuda_resetAccumulatedHostMemoryStats": _returning(None),
+            "_cuda_record_memory_history": _returning(None),
+            "_cuda_record_memory_history_legacy": _returning(None),
+            "_cuda_memorySnapshot": lambda *pool: self.snapshot(),
+            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, INDEX, _TYPE),
             "_scatter": lambda tensor, *rest: (tensor.to(DEVICE),),
             "_accelerator_getAccelerator": _returning(torch.device("cuda")),
+            "_accelerator_getDeviceCapability": lambda device: {"supported_dtypes": set(_TYPES_THERE)},
             "_accelerator_getDeviceIndex": _returning(INDEX),
             "_accelerator_setDeviceIndex": _checked,
             "_accelerator_exchangeDevice": _exchanged,
@@ -200,7 +250,7 @@ class Driver:
         }
 
     def _set_stream(self, stream_id: int, device_index: int = INDEX, device_type: int = _TYPE) -> None:
-        self.stream = stream_id
+        self._current.stream = stream_id
 
 
 def _returning(answer: Any) -> Callable[..., Any]:

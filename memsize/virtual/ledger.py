@@ -7,13 +7,14 @@ imported with ``from torch import zeros``) is answered here, where its op is dis
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from memsize.records.roles import Role
+from memsize.records.trace import Storage
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
@@ -72,6 +73,9 @@ class VirtualLedger(Ledger):
     def __init__(self, workspaces: Workspaces, observer: Callable[[], None]) -> None:
         self._turn = threading.RLock()
         """One op at a time is recorded, whichever thread runs it."""
+        self.current_stream: Callable[[], int] = lambda: 0
+        self.streams: dict[int, int] = {}
+        """The stream of each storage that is not on the default one."""
         super().__init__("meta", workspaces)
         self.evaluator.lenient = True
         self._observer = observer
@@ -83,7 +87,7 @@ class VirtualLedger(Ledger):
         if device is not None and device.type == "cuda":
             kwargs = {**kwargs, "device": _META}
         elif not (device is not None and device.type == "meta") and not _on_gpu(args):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **_unpinned(kwargs or {}))
         with self._turn:
             _thread.depth += 1
             try:
@@ -116,6 +120,19 @@ class VirtualLedger(Ledger):
         finally:
             _thread.clock = None
 
+    def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        index = super()._open(role, size, op, dtype, shape)
+        if stream := self.current_stream():
+            self.streams[index] = stream
+        return index
+
+    def storages(self, kept: Set[int]) -> tuple[Storage, ...]:
+        """As the base class has them, with their streams."""
+        found = list(super().storages(kept))
+        for index, stream in self.streams.items():
+            found[index] = found[index]._replace(stream=stream)
+        return tuple(found)
+
     def place(self, tensor: torch.Tensor, role: Role, layer: int) -> None:
         """Give the storage of `tensor` a role and a layer that were not known when it was made."""
         index = self.index_of(tensor)
@@ -134,6 +151,11 @@ class VirtualLedger(Ledger):
         self._held[storage] = 0
         place = next(i for i in reversed(range(len(self.events))) if self.events[i].storage == storage)
         del self.events[place]
+
+
+def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Memory of the CPU can be pinned only where there is CUDA; it is as large either way."""
+    return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
 
 def _on_gpu(args: Iterable[Any]) -> bool:

@@ -6,7 +6,8 @@ PyTorch counts them (c10/core/CachingDeviceAllocator.h, DeviceStats).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from memsize.device.allocator import Allocator
@@ -54,16 +55,25 @@ class _Stat:
 class DeviceMemory:
     """What the allocator of one process holds on a card of `total` bytes, of which `outside` are not PyTorch's own.
 
-    `events` is the list of all events, which grows while the program runs. Where it is not `bounded`, nothing is
-    too large for the card.
+    `events` is the list of all events, which grows while the program runs; `streams` has the stream of each storage
+    that is not on the default one. Where it is not `bounded`, nothing is too large for the card.
     """
 
     def __init__(
-        self, total: int, outside: int, config: AllocatorConfig, events: Sequence[Event], bounded: bool = True
+        self,
+        total: int,
+        outside: int,
+        config: AllocatorConfig,
+        events: Sequence[Event],
+        streams: Mapping[int, int],
+        bounded: bool = True,
     ) -> None:
         self.total = total
         self.outside = outside
+        self.fraction = config.memory_fraction
+        """The share of the card that the allocator may hold at most."""
         self._events = events
+        self._streams = streams
         self._failures = self._retries = 0
         self._config = config
         limits = (total - outside, config.allowed(total)) if bounded else (None, None)
@@ -111,7 +121,7 @@ class DeviceMemory:
 
     def _allocate(self, storage: int, request: int) -> None:
         size = self._config.block_size(request) // BLOCK
-        pool = self._allocator.pool(0, size * BLOCK <= SMALL)
+        pool = self._allocator.pool(self._streams.get(storage, 0), size * BLOCK <= SMALL)
         block = pool.take(size)
         if not block:
             block = self._allocator.grow(pool, size)
@@ -134,17 +144,16 @@ class DeviceMemory:
 
     def _count_segments(self) -> bool:
         """Bring the figures of segments up to date; whether some were given back."""
-        shrunk = False
+        now = {(kind, name): 0 for kind in _SEGMENTS for name in _POOLS}
         for pool in self._allocator.pools.values():
-            name = self._name(pool)
             segments = pool.ranges()
-            now = len(segments), sum(end - start for start, end in segments) * BLOCK
-            for kind, amount in zip(_SEGMENTS, now, strict=True):
-                change = amount - self._stats[kind, name].current
-                shrunk = shrunk or change < 0
-                self._stats[kind, name].add(change)
-                self._stats[kind, "all"].add(change)
-        return shrunk
+            for name in ("all", self._name(pool)):
+                now["segment", name] += len(segments)
+                now["reserved_bytes", name] += sum(end - start for start, end in segments) * BLOCK
+        changes = {key: figure - self._stats[key].current for key, figure in now.items()}
+        for key, change in changes.items():
+            self._stats[key].add(change)
+        return any(change < 0 for change in changes.values())
 
     def _name(self, pool: Pool) -> str:
         return next(
@@ -152,6 +161,11 @@ class DeviceMemory:
             for (_, small), each in self._allocator.pools.items()
             if each is pool
         )
+
+    def set_fraction(self, fraction: float) -> None:
+        """Let the allocator hold that share of the card from now on."""
+        self.fraction = fraction
+        self._allocator.allowed = replace(self._config, memory_fraction=fraction).allowed(self.total)
 
     def empty_cache(self) -> None:
         """Give back every segment that no block uses."""

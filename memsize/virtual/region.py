@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from operator import attrgetter
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from memsize.errors import InputError
 from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.ledger import resizes_seen
 from memsize.tracing.run import gpu_semantics
-from memsize.virtual import tensors
+from memsize.virtual import graphs, monitoring, processes, tensors
 from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.tensors import Replacement
@@ -52,6 +52,7 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
         for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
             regions.enter_context(region)
         semantics = regions.enter_context(gpu_semantics(ledger, capability=driver.card.capability))
+        ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
         regions.enter_context(_replaced((threads.replacement(), *_replacements(driver, ledger), *more)))
         yield
@@ -59,6 +60,9 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
 
 def _replacements(driver: Driver, ledger: VirtualLedger) -> Iterator[Replacement]:
     yield torch, "compile", _uncompiled(ledger)
+    yield from graphs.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
+    yield from monitoring.replacements(driver)
+    yield from processes.replacements()
     yield from tensors.replacements(lambda parameter: ledger.mark(parameter, "parameter"))
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
@@ -67,8 +71,6 @@ def _replacements(driver: Driver, ledger: VirtualLedger) -> Iterator[Replacement
 
 def _of_cuda(driver: Driver) -> Iterator[Replacement]:
     cuda: Any = torch.cuda
-    memory = driver.memory
-    runtime = SimpleNamespace(cudaMemGetInfo=lambda device: (memory.free, memory.total))
     yield cuda, "_lazy_init", lambda: None
     yield cuda, "_initialized", True
     yield cuda, "_is_in_bad_fork", lambda: False
@@ -76,15 +78,13 @@ def _of_cuda(driver: Driver) -> Iterator[Replacement]:
     yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
     yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
     yield cuda, "default_generators", (driver.seed,)
-    yield cuda, "cudart", lambda: runtime
     yield torch.storage, "_to", _storage_to(torch._utils._to)
-    yield cuda.memory, "mem_get_info", lambda device=None: (memory.free, memory.total)
-    yield cuda, "mem_get_info", lambda device=None: (memory.free, memory.total)
-    yield cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False
     yield cuda.nvtx, "_nvtx", _Silent()
     for owner in (torch, cuda, cuda.streams):
         yield owner, "Stream", Stream
         yield owner, "Event", Event
+    for owner in (cuda, cuda.streams):
+        yield owner, "ExternalStream", lambda pointer, device=None, **known: Stream(stream_id=pointer)
 
 
 def _of_backends() -> Iterator[Replacement]:

@@ -48,6 +48,7 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     yield Tensor, "is_pinned", lambda t, *device: False
     yield Tensor, "record_stream", lambda t, stream: None
     yield Tensor, "type", _type(original_type)
+    yield torch._C._nn, "_parse_to", _by_number(torch._C._nn._parse_to)
     yield torch, "_has_compatible_shallow_copy_type", _compatible(torch._has_compatible_shallow_copy_type)
     yield torch, "Generator", Generator
     yield from ((torch.cuda, name, _OldType(name, (), {"dtype": dtype})) for name, dtype in _TYPES.items())
@@ -75,6 +76,19 @@ def _setter(moved: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]
             moved(tensor)
 
     return assign
+
+
+def _by_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``model.to(0)`` names the GPU by its number."""
+
+    def parsed(*args: Any, **kwargs: Any) -> Any:
+        named = args[0] if args else kwargs.get("device")
+        if type(named) is int:
+            kwargs.pop("device", None)
+            args = (torch.device("cuda", named), *args[1:])
+        return original(*args, **kwargs)
+
+    return parsed
 
 
 def _compatible(original: Callable[[Tensor, Tensor], bool]) -> Callable[[Tensor, Tensor], bool]:

@@ -43,7 +43,10 @@ class StopProgram(BaseException):
 
 
 class Program:
-    """A program on a GPU that isn't there, until it has made `steps` optimizer steps (0: to its own end)."""
+    """A program on a GPU that isn't there, until it has made `steps` optimizer steps (0: to its own end).
+
+    `snapshot` makes of what has run what `torch.cuda.memory._snapshot` returns.
+    """
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class Program:
         config: AllocatorConfig,
         steps: int = 3,
         files: Files | None = None,
+        snapshot: Callable[[Trace, AllocatorConfig], dict[str, Any]] = lambda trace, config: {},
     ) -> None:
         self.name = name
         self.card = card
@@ -66,12 +70,13 @@ class Program:
         self.files = files or Files()
         self.ledger = VirtualLedger(workspaces, self._after_op)
         self.ledger.evaluator.observer = self._relied
-        self.memory = DeviceMemory(card.bytes, context().low, config, self.ledger.events)
+        self.memory = DeviceMemory(card.bytes, context().low, config, self.ledger.events, self.ledger.streams)
         self.steps = ProgramSteps(self.ledger, steps, self._stop_after_steps)
         self.calls = ProgramCalls(self.ledger, self._before_forward)
         self._refused: list[tuple[int, Refused]] = []
         """Each with the number of events before it."""
         self._assumed: dict[str, dict[str, None]] = {}
+        self._snapshot = snapshot
         self._seen = 0
         self._end: int | None = None
 
@@ -97,7 +102,7 @@ class Program:
     @contextmanager
     def open(self) -> Iterator[None]:
         """The region in which this process has the GPU."""
-        driver = Driver(self.card, self.memory)
+        driver = Driver(self.card, self.memory, lambda: self._snapshot(self._trace(None), self.config))
         shown = threading, "excepthook", _unless_stopped(threading.excepthook)
         more = (self.calls.replacement(), *self.steps.replacements(), shown, *self.files.replacements())
         with (
@@ -178,7 +183,12 @@ class Program:
         return tuple(Assumed(text, tuple(lines)) for text, lines in self._assumed.items())
 
     def trace(self, error: BaseException | None = None) -> Trace:
-        """The trace of what ran."""
+        """The trace of what ran, which is over."""
+        trace = self._trace(error)
+        self.ledger.close()
+        return trace
+
+    def _trace(self, error: BaseException | None) -> Trace:
         ledger, calls = self.ledger, self.calls
         storages = ledger.storages(calls.kept)
         names = [root.name for root in calls.roots] if len(calls.roots) > 1 else [""]
@@ -190,7 +200,7 @@ class Program:
         convolutions = ledger.workspaces.convolutions
         recorded = ledger.events[: self._seen if self._end is None else self._end]
         events, phases = self.steps.numbered(recorded, ledger.clock.phases)
-        trace = Trace(
+        return Trace(
             model=self.name,
             scenario="as-given",
             training=True,
@@ -208,8 +218,6 @@ class Program:
             failure=_failure(error, ledger, seen),
             roots=tuple(names),
         )
-        ledger.close()
-        return trace
 
 
 _NOTHING = Layer("", "program", 0, True, 0, (), 0, 0, 0, 0, 0, 0, 0)

@@ -1,0 +1,74 @@
+"""What programs ask of the CUDA runtime and of NVML beside PyTorch: how much memory is taken, how busy the GPU is.
+
+Memory is that of the simulated allocator; a load, a temperature or a clock there is none, and it is 0. Sources:
+torch/cuda/__init__.py; NVIDIA's nvidia-ml-py (``pynvml``), whose functions are replaced where it is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from memsize.virtual.driver import Driver
+from memsize.virtual.tensors import Replacement
+
+_SUCCESS = 0
+_IDLE = ("utilization", "temperature", "power_draw", "clock_rate")
+
+
+class Runtime:
+    """The functions of the CUDA runtime that PyTorch binds: each that is not about memory succeeds and does nothing."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._known = {
+            "cudaError": SimpleNamespace(success=_SUCCESS),
+            "cudaMemGetInfo": lambda device=0: (driver.memory.free, driver.memory.total),
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cuda"):
+            raise AttributeError(name)
+        return self._known.get(name, lambda *args: _SUCCESS)
+
+
+def replacements(driver: Driver) -> Iterator[Replacement]:
+    """Where PyTorch, or the program itself, asks."""
+    cuda: Any = torch.cuda
+    memory, runtime = driver.memory, Runtime(driver)
+    yield cuda, "_cudart", runtime
+    yield cuda, "cudart", lambda: runtime
+    for owner in (cuda, cuda.memory):
+        yield owner, "mem_get_info", lambda device=None: (memory.free, memory.total)
+        yield owner, "list_gpu_processes", lambda device=None: "GPU:0\nno processes are running"
+    yield from ((cuda, name, lambda device=None: 0) for name in _IDLE)
+    yield cuda, "memory_usage", lambda device=None: round(100 * (1 - memory.free / memory.total))
+    yield cuda, "device_memory_used", lambda device=None: memory.total - memory.free
+    if find_spec("pynvml"):
+        yield from _of_nvml(driver)
+
+
+def _of_nvml(driver: Driver) -> Iterator[Replacement]:
+    import pynvml
+
+    memory, name = driver.memory, driver.card.name
+
+    def info(handle: Any, version: Any = None) -> Any:
+        return SimpleNamespace(total=memory.total, free=memory.free, used=memory.total - memory.free)
+
+    answers: dict[str, Any] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda handle: name,
+        "nvmlDeviceGetMemoryInfo": info,
+        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=0, memory=0),
+        "nvmlDeviceGetTemperature": lambda handle, sensor=0: 0,
+        "nvmlDeviceGetPowerUsage": lambda handle: 0,
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [],
+    }
+    yield from ((pynvml, function, answer) for function, answer in answers.items())
