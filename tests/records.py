@@ -219,6 +219,7 @@ def toy_report() -> Report:
                 "fp16 does halve what is stored, {before} → {after}. A summary that still says {before} multiplies "
                 "every parameter by 4 bytes.",
                 {"before": Bytes(36895604), "after": Bytes(18447802)},
+                brief="fp16 halves what is stored, {before} → {after}.",
             ),
             Finding(
                 "amp-keeps-fp32-parameters",
@@ -233,6 +234,7 @@ def toy_report() -> Report:
                     "more": 1,
                     "less": 2,
                 },
+                brief="AMP casts no parameter: {copies} of fp16 copies come on top.",
             ),
         ),
     )

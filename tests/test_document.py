@@ -16,7 +16,7 @@ from memsize.analysis.compare import compare_traces
 from memsize.analysis.timeline import timeline
 from memsize.documents import document
 from memsize.documents.report import COLUMNS
-from memsize.documents.sections import Column, Findings, Missing, Notes, Stop, Table, Title
+from memsize.documents.sections import Bars, Column, Findings, Label, Missing, Notes, Part, Stop, Table, Title, Verdict
 from memsize.records.aggregates import Totals, totals
 from memsize.records.answer import Drawable, FlatTable
 from memsize.records.finding import Finding
@@ -124,9 +124,67 @@ def test_a_report_prints_itself() -> None:
 
 
 def test_sections_in_reading_order() -> None:
-    assert [type(part) for part in document(records.toy_report()).sections()] == [Title, Table, Table, Findings]
+    toy = [Title, Verdict, Bars, Table, Table, Findings]
+    assert [type(part) for part in document(records.toy_report()).sections()] == toy
     assert [type(part) for part in document(records.structures_report()).sections()] == [Title, Table, Notes, Notes]
     assert [type(part) for part in document(records.failing_report()).sections()] == [Title, Stop, Table]
+
+
+def test_the_verdict_is_the_findings_in_brief() -> None:
+    report = records.toy_report()
+    plain = Finding("plain", None, (), "Not in brief.")
+    found = document(replace(report, findings=(plain, *report.findings)))
+    assert [finding.code for finding in found.verdict()] == ["half-is-stored", "amp-keeps-fp32-parameters"]
+    assert found.verdict()[0].in_brief("KiB") == "fp16 halves what is stored, 36,030.86 KiB → 18,015.43 KiB."
+    assert found.data("B")["verdict"][0]["text"].endswith("36,895,604 B → 18,447,802 B.")
+    assert len(found.reasons()[0].findings) == 3  # type: ignore[union-attr]
+
+
+def test_a_peak_is_told_before_what_is_stored() -> None:
+    peak = Finding("training-peak", None, (), "It peaks.", brief="It peaks.")
+    report = records.toy_report()
+    told = document(replace(report, findings=(*report.findings, peak))).verdict()
+    assert [finding.code for finding in told] == ["training-peak", "half-is-stored", "amp-keeps-fp32-parameters"]
+
+
+def test_what_the_verdict_has_told_in_full_is_not_repeated() -> None:
+    comparison = compare_traces(records.toy(), records.toy("fp16", "float16"))
+    assert len(comparison.findings) <= 4 and document(comparison).reasons() == ()
+    many = replace(comparison, findings=tuple(Finding(f"f{n}", None, (), "So.") for n in range(5)))
+    assert len(document(many).verdict()) == 4 and len(document(many).reasons()) == 1
+
+
+def test_scenarios_with_equal_figures_share_a_bar() -> None:
+    found = document(records.toy_report()).bars()
+    assert found is not None and [part.key for part in found.parts] == ["parameter", "cast copy", "kept", "input"]
+    assert [([label.text for label in bar.labels], bar.sizes) for bar in found.bars] == [
+        # the input of 3·64·64 float32 is kept by the first convolution, and counted there; in fp16 half of it is
+        (["fp32"], (36895604, 0, 25317952, 0)),
+        (["fp16"], (18447802, 0, 12658976, 24576)),
+        # autocast keeps the input's own copy in float16, 3·64·64·2 bytes of it, and the biases' copies are not kept
+        (["amp-fp16"], (36895604, 18447802, 12658976, 49152)),
+        (["int8-weight"], (26803605, 0, 25317952, 0)),
+    ]
+    for bar, result in zip(found.bars, records.toy_report().scenario_results, strict=False):
+        assert result.totals is not None and bar.total == result.totals.training
+
+
+def test_bars_differ_by_a_thousandth_of_the_longest() -> None:
+    parts = [Part("a", "a", "parameter"), Part("b", "b", "buffer"), Part("none", "none", "input")]
+    rows = [("x", 900, 100), ("y", 901, 100), ("z", 898, 100)]
+    found = Bars.of("t", parts, [(Label(name), {"a": a, "b": b}) for name, a, b in rows])
+    assert [([label.text for label in bar.labels], bar.sizes) for bar in found.bars] == [
+        (["x", "y"], (900, 100)),
+        (["z"], (898, 100)),
+    ]
+
+
+def test_small_parts_of_a_whole_share_a_bar() -> None:
+    sizes = {"small": 3, "large": 600, "tiny": 2, "half": 300}
+    found = Bars.each("t", [(Part(name, name, "input"), size) for name, size in sizes.items()])
+    assert [(bar.labels[0].text, bar.total) for bar in found.bars] == [("large", 600), ("half", 300), ("other", 5)]
+    alone = Bars.each("t", [(Part("large", "large", "input"), 600), (Part("tiny", "tiny", "input"), 2)])
+    assert [bar.labels[0].text for bar in alone.bars] == ["large", "tiny"]
 
 
 def answers() -> dict[str, Drawable]:

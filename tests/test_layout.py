@@ -18,7 +18,7 @@ from memsize.analysis.layout import format_of
 from memsize.api import audit_layout
 from memsize.cli import run
 from memsize.documents import document
-from memsize.documents.sections import Findings, Table
+from memsize.documents.sections import Findings, Table, Verdict
 from memsize.errors import ForwardError, OutputError
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, LayoutReport, Loss, Run
 from memsize.records.trace import InputTensor, TensorSpec
@@ -317,7 +317,7 @@ def test_each_format_of_the_report() -> None:
     for form in ("text", "markdown", "html"):
         assert "convolution" in render(report, form) and "channels last" in render(report, form)
     assert "channels last" in report._repr_html_()
-    assert any(isinstance(part, Findings) for part in document(report).sections())
+    assert any(isinstance(part, Findings | Verdict) for part in document(report).sections())
     assert "Channels last is lost in" in str(report.why())
     with pytest.raises(OutputError):
         render(report, "pdf")

@@ -224,8 +224,17 @@ GPU_ESTIMATE = {
         type(None),
     ),
 }
+BARS = {
+    "title": str,
+    "kind": str,
+    "parts": [{"key": str, "title": str, "role": str}],
+    "rows": [{"names": [str], "total": int, "sizes": [int]}],
+    "limit": ({"title": str, "size": int}, type(None)),
+}
 SCHEMA = {
     "schema": str,
+    "verdict": [{"code": str, "text": str}],
+    "bars": (BARS, type(None)),
     "model": str,
     "scenario": str,
     "torch": str,
@@ -349,12 +358,12 @@ VALUES = st.recursive(
 )
 def test_json_in_pieces_is_what_the_encoder_makes(data: dict[str, Any], rows: list[tuple[Any, Any]]) -> None:
     class Some(Document[Any]):
-        def data(self, unit: str) -> dict[str, Any]:
-            return data | {"rows": FlatTable(("a", "b"), iter(rows))}
+        def figures(self, unit: str) -> dict[str, Any]:
+            return {"schema": "some"} | data | {"rows": FlatTable(("a", "b"), iter(rows))}
 
         def sections(self) -> tuple[Section, ...]:
             return ()
 
-    whole = data | {"rows": [{"a": a, "b": b} for a, b in rows]}
+    whole = {"schema": "some", "verdict": [], "bars": None} | data | {"rows": [{"a": a, "b": b} for a, b in rows]}
     with patch("memsize.render.json._AT_ONCE", 2):
         assert draw_json(Some(None), "MiB") == json.dumps(whole, indent=2, ensure_ascii=False) + "\n"

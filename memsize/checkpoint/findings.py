@@ -74,13 +74,14 @@ def fits_the_model(inspection: Inspection) -> Iterator[Finding]:
             (),
             "All {matching} tensors of {model} are in the file as the model has them.",
             values,
+            brief="It has all {matching} tensors of {model}.",
         )
     else:
         counts = ((problem, match.count(problem)) for problem in PROBLEMS)
         values["problems"] = ", ".join(f"{count:,} {problem}" for problem, count in counts if count)
         names = tuple(difference.name for difference in match.differences)
         text = "Of the tensors of {model} {matching} match; {problems}."
-        yield Finding("model-differs", None, names, text, values)
+        yield Finding("model-differs", None, names, text, values, brief=text)
     if match.left_out:
         text = "The file leaves out {names}, which the model ties to tensors that are there."
         yield Finding("tied-left-out", None, match.left_out, text, {"names": match.left_out})
@@ -132,6 +133,7 @@ def optimizer(inspection: Inspection) -> Iterator[Finding]:
             + (", {times} times the model's own weights" if size >= 2 * model > 0 else "")
             + ". Only resuming the training needs it.",
             {"bytes": Bytes(size), "share": inspection.share(size), "times": f"{size / model:.1f}" if model else ""},
+            brief="The optimizer's state takes {bytes}, {share}: only resuming the training needs it.",
         )
 
 
@@ -148,6 +150,7 @@ def ema(inspection: Inspection) -> Iterator[Finding]:
             "The weights are there twice: an EMA copy takes {bytes}, {share} of the file, beside the {model} of the "
             "model. Inference needs one of them.",
             {"bytes": Bytes(size), "share": inspection.share(size), "model": Bytes(_bytes(model))},
+            brief="An averaged copy of the weights takes {bytes}, {share}.",
         )
 
 
@@ -169,6 +172,7 @@ def views(inspection: Inspection) -> Iterator[Finding]:
                 "bytes": Bytes(size),
                 "share": inspection.share(size),
             },
+            brief="{bytes}, {share}, belong to no tensor: torch.save wrote whole storages behind views.",
         )
 
 
@@ -214,6 +218,7 @@ def could_be_half(inspection: Inspection) -> Iterator[Finding]:
             (),
             "The model's float32 weights take {bytes}; in float16 or bfloat16 they take {half}.",
             {"bytes": Bytes(size), "half": Bytes(halved(held))},
+            brief="The model's float32 weights would take {half} in float16 or bfloat16, not {bytes}.",
         )
 
 
@@ -259,6 +264,7 @@ def blocks(inspection: Inspection) -> Iterator[Finding]:
             "bytes": Bytes(size),
             "half": Bytes(2 * elements),
         },
+        brief="Each weight takes {bits} bits on average, scales included.",
     )
 
 

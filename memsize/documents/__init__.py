@@ -11,11 +11,13 @@ from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
-from memsize.documents.sections import Section
+from memsize.documents.sections import Bars, Findings, Section, Verdict
 from memsize.records.answer import Drawable, FlatTable
 from memsize.records.finding import Finding
 
 A = TypeVar("A", bound=Drawable)
+MOST_SENTENCES: Final = 4
+"""How many a verdict has at most: what is read before one scrolls."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,64 @@ class Document(ABC, Generic[A]):
     answer: A
 
     @abstractmethod
-    def data(self, unit: str) -> dict[str, Any]:
-        """Everything as dicts, lists, tuples and scalars. `unit` is for sentences: figures are in bytes.
+    def figures(self, unit: str) -> dict[str, Any]:
+        """Everything but the verdict and the bars as dicts, lists, tuples and scalars, its `schema` first.
 
-        A `FlatTable` stands for the list of its records, which may be too many to be made at once.
+        `unit` is for sentences: figures are in bytes. A `FlatTable` stands for the list of its records, which may be
+        too many to be made at once.
         """
+
+    def data(self, unit: str) -> dict[str, Any]:
+        """Everything: the verdict and the bars before the `figures`."""
+        rest = self.figures(unit)
+        verdict = [{"code": f.code, "text": f.in_brief(unit)} for f in self.verdict()]
+        return {"schema": rest.pop("schema"), "verdict": verdict, "bars": _bars_data(self.bars())} | rest
 
     @abstractmethod
     def sections(self) -> tuple[Section, ...]:
-        """What is shown, in reading order."""
+        """What is shown, in reading order: the title, the verdict and the bars before all else."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What its answer found out, most important first; of some answers there is nothing to find out."""
+        found: tuple[Finding, ...] = getattr(self.answer, "findings", ())
+        return found
+
+    def verdict(self) -> tuple[Finding, ...]:
+        """The answer in a few short sentences: of the findings those that say it in brief, most important first."""
+        return tuple(finding for finding in self.findings if finding.brief)[:MOST_SENTENCES]
+
+    def reasons(self, title: str = "Why") -> tuple[Section, ...]:
+        """The findings in full, unless the verdict has told each of them so."""
+        told = {finding.code for finding in self.verdict() if not finding.brief}
+        return () if all(finding.code in told for finding in self.findings) else (Findings(title, self.findings),)
+
+    def bars(self) -> Bars | None:
+        """What there is to compare at a glance."""
+        return None
+
+    def opening(self) -> tuple[Section, ...]:
+        """The verdict and the bars, as far as there are any."""
+        verdict, bars = self.verdict(), self.bars()
+        return (*((Verdict(verdict),) if verdict else ()), *((bars,) if bars and bars.bars else ()))
 
     def tables(self) -> dict[str, FlatTable]:
         """The flat tables by name. The first is the one that a format of a single table holds."""
         return self.answer.tables()
+
+
+def _bars_data(bars: Bars | None) -> dict[str, Any] | None:
+    if bars is None:
+        return None
+    return {
+        "title": bars.title,
+        "kind": bars.kind,
+        "parts": [part._asdict() for part in bars.parts],
+        "rows": [
+            {"names": [label.text for label in bar.labels], "total": bar.total, "sizes": bar.sizes} for bar in bars.bars
+        ],
+        "limit": bars.limit and bars.limit._asdict(),
+    }
 
 
 _DOCUMENTS: Final = {

@@ -10,10 +10,12 @@ from memsize.checkpoint.breakdown import halved
 from memsize.checkpoint.dtypes import BITS
 from memsize.checkpoint.record import PROBLEMS, USES, Difference, FileRecord, Group, Match, PartKind, Tensor, Use, View
 from memsize.checkpoint.report import CheckpointReport
-from memsize.documents import Document, findings_data, plain
+from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
 from memsize.documents.sections import (
+    Bars,
     Cell,
     Column,
+    Part,
     Path,
     Section,
     Share,
@@ -21,10 +23,11 @@ from memsize.documents.sections import (
     Table,
     Title,
     Words,
-    explained,
     listed,
 )
 from memsize.records.answer import FlatTable
+from memsize.records.finding import Finding
+from memsize.records.roles import Role
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.checkpoint/1"
@@ -57,22 +60,37 @@ class CheckpointDocument(Document[CheckpointReport]):
         report, contents = self.answer, self.answer.contents
         return (
             title(report),
+            *self.opening(),
             parts_table(report),
             *([dtype_table(report)] if len(report.breakdown.dtypes) > 1 else []),
             *([module_table(report, self.depth)] if contents.tensors else []),
             *([file_table(report)] if len(contents.files) > 1 else []),
             *([remains_table(report)] if contents.tensors else []),
             *([difference_table(report.match)] if report.match and report.match.differences else []),
-            *explained(report.findings),
+            *self.reasons(),
             *listed("Also in it", tuple(_values(report))),
             *listed("Notes", contents.notes),
         )
+
+    def verdict(self) -> tuple[Finding, ...]:
+        """What the weights take, and the findings that say how it could be smaller or does not load."""
+        return (*_weights(self.answer), *super().verdict())[:MOST_SENTENCES]
+
+    def bars(self) -> Bars | None:
+        """What the bytes are for, the largest part first."""
+        report = self.answer
+        sizes = [
+            *((str(group.kind), group.bytes) for group in report.breakdown.parts),
+            *((label, size) for label, _, size in _rest(report)),
+        ]
+        rows = [(Part(name, name, _ROLES.get(name, "workspace")), size) for name, size in sizes if size > 0]
+        return Bars.each("in the file", rows) if rows else None
 
     def tables(self) -> dict[str, FlatTable]:
         """The modules down to `depth`, and what else the report has."""
         return self.answer.tables() | {"modules": self.answer.module_table(self.depth)}
 
-    def data(self, unit: str) -> dict[str, Any]:
+    def figures(self, unit: str) -> dict[str, Any]:
         """Everything that is known, whatever `depth` says."""
         report, contents, breakdown = self.answer, self.answer.contents, self.answer.breakdown
         tables = report.tables()
@@ -95,6 +113,21 @@ class CheckpointDocument(Document[CheckpointReport]):
             "missing": contents.missing,
             "notes": contents.notes,
         }
+
+
+_ROLES: Final[dict[str, Role]] = {"model": "parameter", "EMA": "master weight", "optimizer": "optimizer state"}
+"""The roles in whose colours parts are drawn; all others share one."""
+
+
+def _weights(report: CheckpointReport) -> Iterator[Finding]:
+    """What the model's own weights take of the file."""
+    groups = [group for group in report.breakdown.parts if group.kind == "model"]
+    size = sum(group.bytes for group in groups)
+    if size:
+        dtypes = tuple(dict.fromkeys(dtype for group in groups for dtype in group.dtypes))
+        values = {"bytes": Bytes(size), "share": report.share(size), "dtypes": dtypes}
+        text = "The model's weights take {bytes}, {share} of the file, stored as {dtypes}."
+        yield Finding("weights", size, (), text, values)
 
 
 def _file_data(file: FileRecord) -> dict[str, Any]:

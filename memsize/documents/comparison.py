@@ -6,14 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data
+from memsize.documents import MOST_SENTENCES, Document, findings_data
 from memsize.documents.sections import (
+    Bars,
     Cell,
     Change,
     Column,
     Findings,
+    Label,
     Missing,
     Notes,
+    Part,
     Path,
     Remark,
     Section,
@@ -22,10 +25,12 @@ from memsize.documents.sections import (
     Title,
     Words,
     listed,
+    role_part,
 )
-from memsize.records.aggregates import stored_dtypes, totals
+from memsize.records.aggregates import Totals, stored_dtypes, totals
 from memsize.records.answer import Why
 from memsize.records.comparison import Comparison, FigureChange, LayerChange, LivingChange
+from memsize.records.finding import Finding
 from memsize.records.gpu import LiveStorage
 from memsize.records.roles import TITLES, noun
 from memsize.records.trace import Trace
@@ -58,6 +63,22 @@ _TITLES: Final = {
 }
 """What figures are called; roles have their own names, and what is left is called as it is."""
 
+_PARTS: Final = (
+    role_part("parameter"),
+    role_part("buffer"),
+    Part("attribute", "not registered", "buffer"),
+    Part("kept", "kept for backward", "activation"),
+)
+
+
+def _sizes(found: Totals) -> dict[str, int]:
+    return {
+        "parameter": found.parameter_bytes,
+        "buffer": found.buffer_bytes,
+        "attribute": found.attribute_bytes,
+        "kept": found.saved_bytes,
+    }
+
 
 @dataclass(frozen=True)
 class ComparisonDocument(Document[Comparison]):
@@ -71,15 +92,25 @@ class ComparisonDocument(Document[Comparison]):
         names = [name or trace.model for name, trace in zip(found.names, (before, after), strict=True)]
         return (
             Title(" → ".join(names), _phrases(found)),
+            *self.opening(),
+            *self.reasons("What changed, and why"),
             table if before.events or after.events else table.without("saved"),
-            Findings("What changed, and why", found.findings),
             *_tables(found),
             *([Findings("New findings", found.appeared)] if found.appeared else []),
             *([Findings("Findings that went", found.gone)] if found.gone else []),
             *listed("Notes", found.notes),
         )
 
-    def data(self, unit: str) -> dict[str, Any]:
+    def verdict(self) -> tuple[Finding, ...]:
+        """What changed, most important first."""
+        return self.answer.findings[:MOST_SENTENCES]
+
+    def bars(self) -> Bars:
+        """What both store and, where both were run, keep for backward."""
+        pairs = zip(("before", "after"), self.answer.totals, strict=True)
+        return Bars.of("stored and kept", _PARTS, ((Label(name), _sizes(found)) for name, found in pairs))
+
+    def figures(self, unit: str) -> dict[str, Any]:
         """Both models, each tensor of either, and everything that changed."""
         found = self.answer
         return {
@@ -284,6 +315,10 @@ class WhyDocument(Document[Why]):
         """The findings, or that there are none."""
         return (Findings("Why", self.answer) if self.answer else Notes("Why", (repr(self.answer),)),)
 
-    def data(self, unit: str) -> dict[str, Any]:
+    def verdict(self) -> tuple[Finding, ...]:
+        """None: the findings are all there is."""
+        return ()
+
+    def figures(self, unit: str) -> dict[str, Any]:
         """The findings."""
         return {"schema": "memsize.why/1", "findings": findings_data(self.answer, unit)}

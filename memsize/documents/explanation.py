@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data
-from memsize.documents.sections import Cell, Column, Findings, Section, Share, Signed, Table, Title, listed
+from memsize.documents import MOST_SENTENCES, Document, findings_data
+from memsize.documents.sections import Cell, Column, Section, Share, Signed, Table, Title, listed
 from memsize.records.explanation import Alive, Explanation, Place, category_noun
+from memsize.records.finding import Finding
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.explanation/1"
@@ -35,14 +36,19 @@ class ExplanationDocument(Document[Explanation]):
         found = self.answer
         return (
             _title(found),
-            Findings("In short", found.findings),
+            *self.opening(),
+            *self.reasons(),
             _alive_table(found),
             _place_table(found),
             _reserved_table(found),
             *listed("Notes", found.notes),
         )
 
-    def data(self, unit: str) -> dict[str, Any]:
+    def verdict(self) -> tuple[Finding, ...]:
+        """What was found, most important first."""
+        return self.answer.findings[:MOST_SENTENCES]
+
+    def figures(self, unit: str) -> dict[str, Any]:
         """Everything."""
         found = self.answer
         return {

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain
 from memsize.documents.sections import (
+    Bar,
+    Bars,
     Cell,
     Column,
     Label,
+    Limit,
     Missing,
+    Part,
     Path,
     Remark,
     Section,
     Table,
     Title,
-    explained,
     listed,
 )
 from memsize.errors import first_line
@@ -38,14 +42,20 @@ class FitDocument(Document[Fit]):
         fit = self.answer
         return (
             fit_title(fit),
+            *self.opening(),
             *([overview_table(fit)] if len(fit.budgets) > 1 else []),
             fit_table(fit),
             *([remedy_table(fit, fit.remedied)] if fit.remedied else []),
-            *explained(fit.findings),
+            *self.reasons(),
             *listed("Notes", fit.notes),
         )
 
-    def data(self, unit: str) -> dict[str, Any]:
+    def bars(self) -> Bars:
+        """The largest sizes; of one that was asked about, what it needs beside what there is."""
+        fit = self.answer
+        return size_bars(fit) if fit.asked is None else need_bars(fit)
+
+    def figures(self, unit: str) -> dict[str, Any]:
         """Everything but the traces."""
         fit = self.answer
         rows = zip(fit.tables()["rows"].records(), map(_extra_data, fit.fit_rows), strict=True)
@@ -118,6 +128,29 @@ def overview_table(fit: Fit) -> Table:
     )
     caption = f"Largest {fit.vary}" if fit.asked is None else f"Whether {fit.vary} {fit.asked:,} fits"
     return Table("overview", "Overview", columns, rows, caption=caption)
+
+
+def size_bars(fit: Fit) -> Bars:
+    """The largest size of each scenario on each GPU, where memory sets it."""
+    part = Part("size", f"largest {fit.vary}", "parameter")
+    labels: dict[int, tuple[Label, ...]] = {}
+    for row in fit.fit_rows:
+        if row.size and row.status in ("found", "open", "refused"):
+            labels[row.size] = (*labels.get(row.size, ()), _bar_label(fit, row))
+    return Bars(part.title, (part,), tuple(Bar(names, (size,)) for size, names in labels.items()), kind="count")
+
+
+def need_bars(fit: Fit) -> Bars:
+    """What the allocator needs for the size that was asked about, beside what it gets where that is one figure."""
+    part = Part("peak", "needs", "activation")
+    rows = [(_bar_label(fit, row), {"peak": row.peak}) for row in fit.fit_rows if row.peak]
+    bars = Bars.of(f"{fit.vary} {fit.asked:,} needs", [part], rows)
+    budget = fit.budgets[0]
+    return bars if len(fit.budgets) > 1 else replace(bars, limit=Limit(budget.name, budget.allocator))
+
+
+def _bar_label(fit: Fit, row: FitRow) -> Label:
+    return Label(row.scenario if len(fit.budgets) == 1 else f"{row.scenario}, {row.gpu}", hint=row.title)
 
 
 def fit_table(fit: Fit) -> Table:

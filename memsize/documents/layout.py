@@ -6,20 +6,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data, plain, renamed
+from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
 from memsize.documents.sections import (
+    Bars,
     Cell,
     Column,
+    Label,
+    Part,
     Path,
     Section,
     Specs,
     Table,
     Title,
     Words,
-    explained,
     input_text,
     listed,
 )
+from memsize.records.finding import Finding
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, LayoutReport, shortened
 from memsize.units import Bytes
 
@@ -40,13 +43,25 @@ class LayoutDocument(Document[LayoutReport]):
         report = self.answer
         return (
             title(report),
+            *self.opening(),
             layer_table(report.audit, self.depth),
             *([copy_table(report.audit)] if report.audit.last.copies else []),
-            *explained(report.findings),
+            *self.reasons(),
             *listed("Notes", report.notes),
         )
 
-    def data(self, unit: str) -> dict[str, Any]:
+    def verdict(self) -> tuple[Finding, ...]:
+        """What was found, most important first."""
+        return self.answer.findings[:MOST_SENTENCES]
+
+    def bars(self) -> Bars:
+        """What a forward copies only to rearrange tensors, either way."""
+        audit = self.answer.audit
+        rows = [("row-major", audit.plain), ("channels last", audit.last)]
+        sizes = [(Label(name), {"copied": run.copied}) for name, run in rows if audit.plain.copied or audit.last.copied]
+        return Bars.of("copied to rearrange", [Part("copied", "copied", "cast copy")], sizes)
+
+    def figures(self, unit: str) -> dict[str, Any]:
         """Everything that is known, whatever `depth` says."""
         report, audit = self.answer, self.answer.audit
         return {

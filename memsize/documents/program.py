@@ -7,11 +7,11 @@ from typing import Any, Final
 
 from memsize.analysis.saved import config_of
 from memsize.analysis.timeline import timeline
-from memsize.documents import Document, findings_data, plain
+from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
 from memsize.documents.sections import (
+    Bars,
     Cell,
     Column,
-    Findings,
     Label,
     Path,
     Section,
@@ -20,8 +20,10 @@ from memsize.documents.sections import (
     Title,
     listed,
     role_column,
+    role_part,
 )
 from memsize.documents.timeline import alive_table, course_table
+from memsize.records.finding import Finding
 from memsize.records.peak_by_module import ModuleShare, peak_by_module
 from memsize.records.program import Assumed, LiveTensor, ProgramRun
 from memsize.records.roles import Role, in_order, noun
@@ -45,7 +47,8 @@ class ProgramDocument(Document[ProgramRun]):
         tables = (course_table(told), alive_table(told), module_table(run)) if told else ()
         return (
             program_title(run),
-            *((Findings("In short", run.findings),) if run.findings else ()),
+            *self.opening(),
+            *self.reasons(),
             *tables,
             *((tensor_table(run),) if run.tensors else ()),
             *listed("Assumed", tuple(map(_assumed, run.assumed))),
@@ -53,7 +56,16 @@ class ProgramDocument(Document[ProgramRun]):
             *listed("Notes", run.trace.notes),
         )
 
-    def data(self, unit: str) -> dict[str, Any]:
+    def verdict(self) -> tuple[Finding, ...]:
+        """What was found, most important first."""
+        return self.answer.findings[:MOST_SENTENCES]
+
+    def bars(self) -> Bars | None:
+        """What the peak consists of, the largest first."""
+        rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]
+        return Bars.each("alive at the peak", rows) if rows else None
+
+    def figures(self, unit: str) -> dict[str, Any]:
         """Everything but the trace."""
         run = self.answer
         return {

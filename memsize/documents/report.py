@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data, plain, renamed
+from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
 from memsize.documents.sections import (
+    Bars,
     Cell,
     Column,
     Label,
     Missing,
+    Part,
     Path,
     Remark,
     Section,
@@ -25,14 +27,15 @@ from memsize.documents.sections import (
     Table,
     Title,
     Words,
-    explained,
     input_text,
     listed,
     role_column,
+    role_part,
 )
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
 from memsize.records.answer import FlatTable
+from memsize.records.finding import Finding
 from memsize.records.gpu import GpuEstimate, LiveStorage, Shortage
 from memsize.records.report import FIGURES, Report, ScenarioResult, figures
 from memsize.records.roles import Role, in_order
@@ -78,6 +81,9 @@ FILE_NAMES: Final = dict(
 """What each column is called in files: the names that the data have for the same figures."""
 
 
+_PEAK_CODES: Final = ("out-of-memory", "training-peak")
+"""What is told first where it was found: who asks for a training, or for a GPU, asks for this."""
+
 _RUN_FIGURES: Final = frozenset(
     "cast_bytes output_bytes saved_bytes saved_cast_bytes input_bytes saved_input_bytes inference_bytes training_bytes"
     .split()
@@ -106,14 +112,27 @@ class ReportDocument(Document[Report]):
         estimates = (estimate for result in report.scenario_results for estimate in (result.training, result.inference))
         return (
             title(report),
+            *self.opening(),
             *([Stop(report.stopped)] if report.stopped else []),
             layer_table(report, self.depth, self.columns),
             *([scenario_table(report)] if report.scenario_results else []),
             *([peak_table(report), living_table(report)] if any(estimates) else []),
-            *explained(report.findings),
+            *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.remarks),
         )
+
+    def verdict(self) -> tuple[Finding, ...]:
+        """Whether a training that was asked for fits and where it peaks, then what precision does."""
+        told = [finding for finding in self.answer.findings if finding.brief]
+        return tuple(sorted(told, key=lambda finding: finding.code not in _PEAK_CODES))[:MOST_SENTENCES]
+
+    def bars(self) -> Bars | None:
+        """The scenarios side by side: at the peak of a training step, or else where a backward would begin."""
+        report = self.answer
+        if any(result.training for result in report.scenario_results):
+            return peak_bars(report)
+        return scenario_bars(report) if report.scenario_results else None
 
     def tables(self) -> dict[str, FlatTable]:
         """The layer table as it is shown, all its columns unless some are chosen, and what else the report has."""
@@ -121,7 +140,7 @@ class ReportDocument(Document[Report]):
         names = tuple(FILE_NAMES[key] for key in table.keys)
         return self.answer.tables() | {"layers": FlatTable(names, table.rows)}
 
-    def data(self, unit: str) -> dict[str, Any]:
+    def figures(self, unit: str) -> dict[str, Any]:
         """Everything that is known, whatever `depth` and `columns` say."""
         report, trace, totals = self.answer, self.answer.trace, self.answer.totals
         return {
@@ -312,7 +331,7 @@ def scenario_table(report: Report) -> Table:
 
 
 def _scenario_cells(result: ScenarioResult, baseline: Totals | None) -> tuple[Cell, ...]:
-    cells: list[Cell] = [Label(result.name, result.status == "modelled", result.title)]
+    cells: list[Cell] = [_label(result)]
     for name, (_, weight) in zip(FIGURES, _SCENARIO_COLUMNS, strict=True):
         size = result.figure(name)
         cells.append(Missing(result.reason or result.status) if size is None else Bytes(size))
@@ -320,6 +339,52 @@ def _scenario_cells(result: ScenarioResult, baseline: Totals | None) -> tuple[Ce
             share = result.share(name, baseline)
             cells.append(None if share is None else Share(share))
     return tuple(cells)
+
+
+_PARTS: Final = (
+    role_part("parameter"),
+    role_part("buffer"),
+    Part("attribute", "not registered", "buffer"),
+    role_part("master weight"),
+    role_part("cast copy"),
+    Part("kept", "kept for backward", "activation"),
+    role_part("input"),
+)
+
+
+def scenario_bars(report: Report) -> Bars:
+    """What each scenario holds where a backward begins: each byte once, an input that is kept among what is kept."""
+    return Bars.of(
+        "held when backward begins",
+        _PARTS,
+        ((_label(result), _sizes(result.totals)) for result in report.scenario_results if result.totals),
+    )
+
+
+def _sizes(totals: Totals) -> dict[str, int]:
+    return {
+        "parameter": totals.parameter_bytes,
+        "buffer": totals.buffer_bytes,
+        "attribute": totals.attribute_bytes,
+        "master weight": totals.master_bytes,
+        "cast copy": totals.cast_bytes,
+        "kept": totals.saved_bytes - totals.saved_cast_bytes,
+        "input": totals.input_bytes - totals.saved_input_bytes,
+    }
+
+
+def peak_bars(report: Report) -> Bars:
+    """What is alive by role at each scenario's peak of a training step, beside the memory of the GPU."""
+    looks = [(result, result.training) for result in report.scenario_results if result.training]
+    return Bars.of(
+        "peak of a training step",
+        map(role_part, in_order(role for _, look in looks for role in look.roles)),
+        ((_label(result), look.roles) for result, look in looks),
+    )
+
+
+def _label(result: ScenarioResult) -> Label:
+    return Label(result.name, result.status == "modelled", result.title)
 
 
 def peak_table(report: Report) -> Table:

@@ -7,7 +7,7 @@ its row; `Missing` is a figure that is not known, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
@@ -99,6 +99,88 @@ class Title:
 
     name: str
     phrases: tuple[tuple[str | Bytes, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer before its details: a few findings in brief, most important first."""
+
+    findings: tuple[Finding, ...]
+
+
+class Part(NamedTuple):
+    """One kind of what bars are made of: its stable `key`, its title, and the role in whose colour it is drawn."""
+
+    key: str
+    title: str
+    role: Role
+
+
+class Limit(NamedTuple):
+    """What bars are held against, such as a GPU's memory."""
+
+    title: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What one bar stands for, all of it with equal figures, and the size of each part. They add up to its total."""
+
+    labels: tuple[Label, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """The length of the whole bar."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Bars to compare at a glance. `title` says what they measure: bytes, or counts of something."""
+
+    title: str
+    parts: tuple[Part, ...]
+    bars: tuple[Bar, ...]
+    limit: Limit | None = None
+    kind: Literal["bytes", "count"] = "bytes"
+
+    @classmethod
+    def of(cls, title: str, parts: Iterable[Part], rows: Iterable[tuple[Label, Mapping[str, int]]]) -> Bars:
+        """Bars of bytes by key of a part, which is left out where no row has any.
+
+        Rows share a bar where no part differs by a thousandth of the longest: its sizes are those of the first.
+        """
+        found = list(rows)
+        kept = tuple(part for part in parts if any(sizes.get(part.key) for _, sizes in found))
+        bars = [Bar((label,), tuple(sizes.get(part.key, 0) for part in kept)) for label, sizes in found]
+        alike = max((bar.total for bar in bars), default=0) // 1000
+        shared: list[Bar] = []
+        for bar in bars:
+            place = next((place for place, other in enumerate(shared) if _differ(bar, other) <= alike), None)
+            if place is None:
+                shared.append(bar)
+            else:
+                shared[place] = replace(shared[place], labels=shared[place].labels + bar.labels)
+        return cls(title, kept, tuple(shared))
+
+    @classmethod
+    def each(cls, title: str, rows: Iterable[tuple[Part, int]]) -> Bars:
+        """One bar for each part of a whole, the largest first; those below a hundredth of it share the last."""
+        found = sorted(rows, key=lambda row: -row[1])
+        rest = [size for _, size in found if size * 100 < sum(size for _, size in found)]
+        if len(rest) > 1:
+            found = [*found[: -len(rest)], (Part("other", "other", "workspace"), sum(rest))]
+        parts, sizes = zip(*found, strict=True)
+        places = range(len(parts))
+        bars = (Bar((Label(parts[n].title),), tuple(sizes[n] if n == m else 0 for m in places)) for n in places)
+        return cls(title, parts, tuple(bars))
+
+
+def _differ(one: Bar, other: Bar) -> int:
+    """By how much the parts of two bars differ at most."""
+    return max((abs(a - b) for a, b in zip(one.sizes, other.sizes, strict=True)), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +278,7 @@ class Chart:
     timeline: Timeline
 
 
-Section = Title | Chart | Stop | Table | Findings | Notes
+Section = Title | Verdict | Bars | Chart | Stop | Table | Findings | Notes
 
 
 def input_text(tensor: InputTensor) -> str:
@@ -204,11 +286,11 @@ def input_text(tensor: InputTensor) -> str:
     return str(tensor.spec) if tensor.name.isdecimal() else f"{tensor.name} {tensor.spec}"
 
 
+def role_part(role: Role) -> Part:
+    """The part of the bytes that have a role."""
+    return Part(role, TITLES[role].noun, role)
+
+
 def listed(title: str, lines: tuple[str, ...]) -> tuple[Section, ...]:
     """`lines` under their title; nothing where there are none."""
     return (Notes(title, lines),) if lines else ()
-
-
-def explained(findings: tuple[Finding, ...]) -> tuple[Section, ...]:
-    """`findings` as the answer to why; nothing where there are none."""
-    return (Findings("Why", findings),) if findings else ()

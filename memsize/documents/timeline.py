@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from memsize.documents import Document
 from memsize.documents.sections import Cell, Chart, Column, Path, Section, Table, Title, Words, listed, role_column
-from memsize.records.roles import in_order
+from memsize.records.finding import Finding
+from memsize.records.roles import in_order, noun
 from memsize.records.timeline import Course, Timeline, courses, to_data
 from memsize.units import Bytes
 
@@ -24,6 +25,7 @@ class TimelineDocument(Document[Timeline]):
             return (timeline_title(found),)
         return (
             timeline_title(found),
+            *self.opening(),
             Chart(found),
             course_table(courses(found)),
             alive_table(courses(found)),
@@ -31,7 +33,11 @@ class TimelineDocument(Document[Timeline]):
             *listed("Notes", found.notes),
         )
 
-    def data(self, unit: str) -> dict[str, Any]:
+    def verdict(self) -> tuple[Finding, ...]:
+        """Where the peak is, and what most of it consists of."""
+        return (peak_finding(self.answer),) if len(self.answer) else ()
+
+    def figures(self, unit: str) -> dict[str, Any]:
         """The columns, and the peak."""
         return to_data(self.answer)
 
@@ -47,6 +53,17 @@ def timeline_title(found: Timeline) -> Title:
             (Bytes(max(found.reserved)), "reserved"),
         ]
     return Title(found.model, tuple(phrases))
+
+
+def peak_finding(found: Timeline) -> Finding:
+    """The peak in a sentence, with the roles that hold most of it."""
+    peak = found.peak
+    largest = sorted(peak.roles, key=lambda role: -peak.roles[role])[:3]
+    shares = ", ".join(f"{{r{place}}} of {noun(role)}" for place, role in enumerate(largest))
+    values: dict[str, object] = {f"r{place}": Bytes(peak.roles[role]) for place, role in enumerate(largest)}
+    values |= {"peak": Bytes(peak.bytes), "phase": str(found.phase_at(peak.event)), "at": peak.layer or peak.op}
+    at = " at {at}" if values["at"] else ""
+    return Finding("peak", peak.bytes, (), f"Most is alive in {{phase}}{at}, {{peak}}: {shares}.", values)
 
 
 def course_table(told: Sequence[Course]) -> Table:

@@ -21,6 +21,7 @@ from memsize.documents.sections import (
     Words,
     listed,
 )
+from memsize.records.finding import Finding
 from memsize.records.verification import Alignment, AllocationDifference, FigureComparison, Verification, VerifiedRun
 from memsize.units import Bytes, dotted_cudnn
 
@@ -44,13 +45,18 @@ class VerificationDocument(Document[Verification]):
         assumptions = dict.fromkeys(text for run in found.runs for text in run.prediction.assumptions)
         return (
             title(found),
+            *self.opening(),
             figure_table(found),
             *([difference_table(found.alignment)] if found.alignment and found.alignment.differences else []),
             *listed("Assumed", tuple(assumptions)),
             *listed("Notes", tuple(dict.fromkeys((*_notes(found), *found.notes)))),
         )
 
-    def data(self, unit: str) -> dict[str, Any]:
+    def verdict(self) -> tuple[Finding, ...]:
+        """How far the predictions are off, at the figure that is off the most."""
+        return tuple(_accuracy(self.answer))
+
+    def figures(self, unit: str) -> dict[str, Any]:
         """Everything but the logs."""
         found, alignment = self.answer, self.answer.alignment
         differences = found.tables()["differences"].records()
@@ -67,6 +73,29 @@ class VerificationDocument(Document[Verification]):
             "differences": [renamed(each, difference="kind") for each in differences] if alignment else None,
             "notes": found.notes,
         }
+
+
+def _accuracy(found: Verification) -> Iterator[Finding]:
+    told = [each for each in found.comparisons if each.share is not None]
+    if not told:
+        return
+    worst = max(told, key=lambda each: abs(each.share or 0))
+    if not worst.share:
+        text = "Every figure is predicted exactly, or lies between the bounds."
+    else:
+        text = "{figure} is off most: {share:+.2%}, {predicted} predicted and {measured} measured."
+    values = {
+        "figure": worst.figure.capitalize(),
+        "share": worst.share,
+        "predicted": Bytes(worst.predicted[0]),
+        "measured": Bytes(worst.measured or 0),
+    }
+    yield Finding("accuracy", None, (), text, values)
+    alignment = found.alignment
+    if alignment is not None:
+        counts = {"matched": alignment.matched, "real": alignment.real}
+        text = "Of {real} allocations in the last step, {matched} are as predicted."
+        yield Finding("allocations", None, (), text, counts)
 
 
 def _run_data(run: VerifiedRun) -> dict[str, Any]:

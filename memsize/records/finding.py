@@ -19,6 +19,7 @@ class Finding:
 
     `template` is the sentence, with a `{name}` for each of `values`: `Bytes` are drawn in the reader's unit, other
     integers with thousands separators, tuples of names joined and shortened; a format after the colon wins over that.
+    `brief` is the same in fewer words, for a finding that belongs to the answer's verdict.
     """
 
     code: str
@@ -26,10 +27,15 @@ class Finding:
     layers: tuple[str, ...]
     template: str
     values: Mapping[str, object] = field(default_factory=dict)
+    brief: str = ""
 
     def text(self, unit: str = "MiB") -> str:
         """The sentence, with byte figures in `unit`."""
         return _Sentence(unit).vformat(self.template, (), self.values)
+
+    def in_brief(self, unit: str = "MiB") -> str:
+        """The finding in as few words as it has."""
+        return _Sentence(unit).vformat(self.brief or self.template, (), self.values)
 
 
 class _Sentence(Formatter):

@@ -14,13 +14,25 @@ from json import dumps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memsize.documents import Document
-from memsize.documents.sections import Cell, Chart, Column, Label, Missing, Path, Signed, Table, Title
+from memsize.documents.sections import (
+    Bar,
+    Bars,
+    Cell,
+    Chart,
+    Column,
+    Label,
+    Missing,
+    Path,
+    Signed,
+    Table,
+    Title,
+)
 from memsize.printable import printable, printable_lines
 from memsize.records.roles import TITLES, Role
 from memsize.records.timeline import Timeline, to_data
 from memsize.render import markdown, plot
 from memsize.render.assets import hashed, script, style
-from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_phrases
+from memsize.render.cells import MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrases
 from memsize.render.text import LEFT
 from memsize.units import DECIMAL, UNITS, Bytes
 
@@ -52,6 +64,8 @@ def _drawn(document: Document[Any], unit: str, *, standalone: bool) -> str:
         "stop": draw_failure,
         "modelled": MODELLED,
         "body": _body,
+        "bars": _bars,
+        "cell": draw_cell,
         "total": _total,
         "side": lambda column: "text" if column.kind in LEFT else "number",
         "packed": lambda found: _packed(_timeline_json(found)),
@@ -89,6 +103,48 @@ def _timeline_json(found: Timeline) -> str:
 def _packed(text: str) -> str:
     """`text`, compressed, in the letters of base64: short, and nothing in it can end the element that holds it."""
     return base64.b64encode(gzip.compress(printable_lines(text).encode(), mtime=0)).decode()
+
+
+class _Piece(NamedTuple):
+    """A part of a bar: its length in percent of the longest, its role, and what it is."""
+
+    width: float
+    role: Role
+    title: str
+
+
+class _Bar(NamedTuple):
+    labels: tuple[Label, ...]
+    pieces: list[_Piece]
+    total: str
+
+
+class _Bars(NamedTuple):
+    keys: list[_Piece]
+    bars: list[_Bar]
+    limit: str
+
+
+def _bars(section: Bars, unit: str) -> _Bars:
+    """Bars with every size drawn."""
+    longest = max(bar.total for bar in section.bars) or 1
+    keys = [_Piece(0, part.role, part.title) for part in section.parts]
+    drawn = [
+        _Bar(bar.labels, list(_pieces(section, bar, longest, unit)), _size(section, bar.total, unit))
+        for bar in section.bars
+    ]
+    return _Bars(keys, drawn, _size(section, section.limit.size, unit) if section.limit else "")
+
+
+def _pieces(section: Bars, bar: Bar, longest: int, unit: str) -> Iterator[_Piece]:
+    for part, size in zip(section.parts, bar.sizes, strict=True):
+        if size:
+            title = f"{part.title} {_size(section, size, unit)}"
+            yield _Piece(round(100 * size / longest, 2), part.role, title)
+
+
+def _size(section: Bars, size: int, unit: str) -> str:
+    return draw_bytes(size, unit) if section.kind == "bytes" else f"{size:,}"
 
 
 class _Cell(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 from memsize.documents import Document
 from memsize.documents.sections import (
+    Bars,
     Cell,
     Chart,
     Findings,
@@ -17,10 +18,11 @@ from memsize.documents.sections import (
     Stop,
     Table,
     Title,
+    Verdict,
     Words,
 )
 from memsize.printable import printable
-from memsize.render import chart
+from memsize.render import bars, chart
 from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
 from memsize.render.text import LEFT
 
@@ -38,6 +40,12 @@ def _block(section: Section, unit: str) -> Iterator[str]:
             yield f"## {_escaped(section.name)}"
             yield ""
             yield _escaped(" · ".join(draw_phrases(section, unit)))
+        case Verdict():
+            yield from "\n\n".join(f"**{_escaped(f.in_brief(unit))}**" for f in section.findings).split("\n")
+        case Bars():
+            yield "```text"
+            yield from bars.lines(section, unit)
+            yield "```"
         case Chart():
             yield "```text"
             yield from chart.lines(section.timeline, unit)

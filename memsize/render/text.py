@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsize.documents import Document
-from memsize.documents.sections import Chart, Column, Findings, Notes, Section, Stop, Table, Title
+from memsize.documents.sections import Bars, Chart, Column, Findings, Notes, Section, Stop, Table, Title, Verdict
 from memsize.printable import printable
-from memsize.render import chart
+from memsize.render import bars, chart
 from memsize.render.cells import (
     MODELLED,
     draw_cell,
@@ -41,6 +41,11 @@ def _block(section: Section, unit: str, width: int | None) -> Iterator[str]:
     match section:
         case Title():
             yield from _heading(printable(section.name), draw_phrases(section, unit), width)
+        case Verdict():
+            for finding in section.findings:
+                yield from _wrapped(finding.in_brief(unit), width)
+        case Bars():
+            yield from bars.lines(section, unit, width)
         case Chart():
             yield from chart.lines(section.timeline, unit, width)
         case Stop():
@@ -62,14 +67,15 @@ def _block(section: Section, unit: str, width: int | None) -> Iterator[str]:
 
 
 def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[str]:
-    """One line where it fits, else the name and a line for each phrase."""
-    phrases = (name, *parts)
-    line = "   ".join(phrases)
-    if width is None or len(line) <= width:
-        yield line
-        return
-    for indent, phrase in zip(("", *["  "] * len(phrases)), phrases, strict=False):
-        yield from _wrapped(phrase, width, indent, indent + "  ")
+    """One line where it fits, else as many phrases in each as fit."""
+    line = printable(name)
+    for part in parts:
+        if width is None or len(line) + 3 + len(part) <= width:
+            line += f"   {part}"
+        else:
+            yield from _wrapped(line, width, "", "    ")
+            line = f"  {part}"
+    yield from _wrapped(line, width, "", "    ")
 
 
 def _wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> list[str]:

@@ -79,7 +79,7 @@ def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
     text = _ANSWERS[row.status]
     if row.status == "open" and row.next_size in row.refused:
         text = "Under {scenario}, {vary} {size} fits and the model refuses {vary} {next}; what lies between was not run"
-    yield Finding(f"fit-{row.status}", row.peak, (), text + ".", values)
+    yield Finding(f"fit-{row.status}", row.peak, (), text + ".", values, brief=text + ".")
 
 
 @RULES.rule("fit-binds")
@@ -118,6 +118,7 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
             "unit": UNITS.get(vary, f"step of {vary}"),
         }
         | values,
+        brief=f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{adds}",
     )
 
 
@@ -161,6 +162,7 @@ def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
                 "phase": row.grows_in,
                 "beyond": Bytes(total - row.budget),
             },
+            brief="No size could fit: {roles} take {standing}, whatever it is.",
         )
 
 
@@ -185,6 +187,7 @@ def most(evidence: FitEvidence) -> Iterator[Finding]:
         (),
         f"{{best}} fits most, {{vary}} {{size}}{ratio}.",
         {"best": best.scenario, "vary": vary, "size": best.size or 0},
+        brief=f"{{best}} fits most, {{vary}} {{size}}{ratio}.",
     )
 
 
@@ -230,15 +233,15 @@ def remedies(evidence: FitEvidence) -> Iterator[Finding]:
         rest = _listed(alone[1:])
         also = f"; so {'are' if len(alone) > 2 else 'is'} {{rest}}" if len(alone) > 1 else ""
         text = f"To fit {{vary}} {{size}} under {{scenario}}, {{first}} is enough by itself{also}."
-        yield Finding("remedy-enough", None, (), text, values | {"first": alone[0], "rest": rest})
+        yield Finding("remedy-enough", None, (), text, values | {"first": alone[0], "rest": rest}, brief=text)
     if remedied.combination:
         together = {"together": _listed(remedied.combination), "peak": Bytes(remedied.combined or 0)}
         so_far = "That changes what is learnt" if alone else "No remedy is enough for {vary} {size} under {scenario}"
         text = f"{so_far}; {{together}} together need {{peak}}."
-        yield Finding("remedy-combination", remedied.combined, (), text, values | together)
+        yield Finding("remedy-combination", remedied.combined, (), text, values | together, brief=text)
     elif not alone:
         text = "No remedy, and no set of them that was tried, fits {vary} {size}."
-        yield Finding("remedy-none", None, (), text, values)
+        yield Finding("remedy-none", None, (), text, values, brief=text)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -19,6 +19,8 @@ _ERROR: Final = (
     "PyTorch's error would then say that it tried to allocate {tried}; of {total}, {free} are free, {allocated} are "
     "allocated by PyTorch, and {idle} are reserved but unallocated."
 )
+_CERTAIN_BRIEF: Final = "{what} does not fit on {gpu}: it runs out of memory in the {where}."
+_POSSIBLE_BRIEF: Final = "{what} may not fit on {gpu}: with a large CUDA context it runs out of memory in the {where}."
 _PHASES: Final = {"optimizer": "optimizer's update", "zero_grad": "zeroing of gradients"}
 
 
@@ -45,4 +47,5 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str) -> Finding:
             "idle": Bytes(shortage.reserved - shortage.allocated),
             "context": Bytes(shortage.total - shortage.free - shortage.reserved),
         },
+        brief=(_CERTAIN_BRIEF if shortage.certain else _POSSIBLE_BRIEF),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from memsize.analysis.crossover import Crossover
 from memsize.analysis.findings.evidence import Evidence, bytes_of, layers_of
 from memsize.records.aggregates import stored_dtypes
 from memsize.records.finding import Finding, Rules
@@ -34,6 +35,9 @@ def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
         if norms
         else f"Only part of the model was converted: {shares}. Still {widest}: {{layers}}.",
         {"layers": layers} | {dtype: Bytes(bytes_of(ts)) for dtype, ts in floats.items()},
+        brief=f"Batch norms were kept in {widest}: {shares}."
+        if norms
+        else f"Only part of the model was converted: {shares}.",
     )
 
 
@@ -65,6 +69,7 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
             "said": Bytes(sum(tensor.reported_bytes for tensor in wrong)),
             "layers": layers_of(wrong),
         },
+        brief="{names} store {stored}, as {dtypes}, where PyTorch says {said}.",
     )
 
 
@@ -91,11 +96,14 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
             "MB multiplies {parameters} parameters by 4 bytes whatever they are stored in, as torchsummary "
             "does{others}.",
             values,
+            brief="The parameters take {each} bytes each, {bytes} in all; a summary that says {printed} counts 4 bytes "
+            "for each.",
         )
         return
     half = next((t for name in ("fp16", "bf16", "apex-O3") if (t := evidence.totals(name))), None)
     if half is None or half.parameter_bytes >= stored.parameter_bytes:
         return
+    halved = half.parameter_bytes * 2 == stored.parameter_bytes
     yield Finding(
         "summary-assumes-4-bytes",
         stored.parameter_bytes - half.parameter_bytes,
@@ -104,6 +112,8 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
         "{printed} MB afterwards multiplies {parameters} parameters by 4 bytes whatever they are stored in, "
         "as torchsummary does{others}.",
         values | {"half": Bytes(half.parameter_bytes)},
+        brief=f"Casting to fp16 or bf16 {'halves' if halved else 'shrinks'} what is stored, {{bytes}} → {{half}}; a "
+        "summary that still says {printed} counts 4 bytes for each parameter.",
     )
 
 
@@ -129,9 +139,21 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
             "bytes": Bytes(totals.parameter_bytes),
             "cast": Bytes(totals.cast_bytes),
             "dtype": (amp or "").removeprefix("amp-"),
+            "batch": evidence.crossover and evidence.crossover.batch,
         },
+        brief="Autocast casts no parameter: {bytes} stay, and {cast} of {dtype} copies come on top."
+        + _pays(evidence.crossover),
     )
     yield from _amp_crossover(evidence)
+
+
+def _pays(crossing: Crossover | None) -> str:
+    """From which batch size on autocast needs less, as a sentence of its own."""
+    if crossing is None:
+        return ""
+    if crossing.batch is None:
+        return " With this input it needs more than float32 at every batch size."
+    return " It needs less than float32 from batch {batch} on." if crossing.batch > 1 else ""
 
 
 def _amp_crossover(evidence: Evidence) -> Iterator[Finding]:
@@ -179,14 +201,16 @@ def what_binds_the_batch(evidence: Evidence) -> Iterator[Finding]:
     }
     if parameters // 2 < per_sample:
         code = "activations-dominate"
+        brief = "A larger batch is bounded by activations: {sample} for each sample."
         text = (
             "A larger batch is bounded by activations: each sample keeps {sample} in float32. Halving the "
             "{parameters} of parameters frees {half}, less than one more sample needs."
         )
     else:
         code = "parameters-dominate"
+        brief = "Each sample keeps {sample} for backward: activations overtake parameters at batch {batch}."
         text = (
             "Parameters take {parameters} in float32 and each sample keeps {sample}: activations overtake "
             "parameters at batch {batch}. Halving the parameters makes room for {gain} more samples."
         )
-    yield Finding(code, per_sample, (), text, values)
+    yield Finding(code, per_sample, (), text, values, brief=brief)

@@ -37,6 +37,7 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
                 "size": Bytes(size),
                 "dtypes": stored_dtypes(kept),
             },
+            brief="{name} leaves {left} alone: {size} stay {dtypes}.",
         )
 
 

@@ -46,8 +46,13 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
             "where": moment(peak.peak_phase, peak.peak_layer),
             "states": Bytes(_states(peak)),
             "temporary": Bytes(peak.roles.get("temporary", 0)),
+            "low": Bytes(peak.device.low),
+            "high": Bytes(peak.device.high),
+            "gpu": evidence.gpu,
         }
         | {f"r{place}": Bytes(size) for place, (_, size) in enumerate(largest)},
+        brief="A training step with {optimizer} peaks at {requested} in {name}, in the {where}: {gpu} would show {low} "
+        "to {high}.",
     )
 
 

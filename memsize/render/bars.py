@@ -1,0 +1,172 @@
+"""Bars drawn with block characters: a line for each, with the sizes of its parts before it and its total behind."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+from memsize.documents.sections import Bar, Bars
+from memsize.printable import printable
+from memsize.render.cells import draw_bytes, draw_cell, shorten
+
+WIDTH: Final = 100
+"""How wide bars and their figures are where nobody says."""
+LEAST: Final = 12
+"""How long the longest bar is at least, before a part loses its figures to the column of the others."""
+MOST: Final = 60
+LABEL: Final = 22
+"""How wide the names of what a bar stands for may be."""
+_TITLE: Final = 10
+"""How wide a title may be above narrower figures."""
+_GAP: Final = "  "
+_MARKS: Final = "█░▒▓▚▞▖"
+_OTHER: Final = "·"
+_LIMIT: Final = "┃"
+_REACH: Final = 2
+"""A limit this many times as long as the longest bar is worth drawing beside it."""
+
+
+class _Column(NamedTuple):
+    """The figures of a part, or of all parts that have no column of their own."""
+
+    title: tuple[str, ...]
+    figures: tuple[str, ...]
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (*self.title, *self.figures)))
+
+
+def lines(bars: Bars, unit: str, width: int | None = None) -> Iterator[str]:
+    """`bars` in at most `width` characters where that can be: the smallest parts share a column before that."""
+    names = _Column(_names_title(bars, unit), tuple(_names(bar) for bar in bars.bars))
+    totals = _Column((), tuple(_draw(bars, bar.total, unit) for bar in bars.bars))
+    shown = _shown(bars, unit, (width or WIDTH) - names.width - totals.width - 2 * len(_GAP) - LEAST)
+    marks = _marks(bars, shown)
+    columns = [_figures(bars, place, unit, f"{marks[place]} ") for place in shown]
+    if shown and len(shown) < len(bars.parts):
+        columns.append(_others(bars, shown, unit))
+    taken = sum(column.width + len(_GAP) for column in (names, *columns, totals))
+    room = min(max((width or WIDTH) - taken, LEAST), MOST)
+    scale = _scale(bars)
+    drawn = [_limited(_bar(bar, marks, scale, room), bars, scale, room) for bar in bars.bars]
+    yield from _rows([names, *columns], drawn, totals, room)
+    if not shown and not _plain(bars):
+        key = _GAP.join(f"{marks[place]} {part.title}" for place, part in enumerate(bars.parts))
+        yield from textwrap.wrap(printable(key), width or WIDTH)
+    if bars.limit:
+        yield f"{_LIMIT} {printable(bars.limit.title)}: {_draw(bars, bars.limit.size, unit)} {unit}"
+
+
+def _marks(bars: Bars, shown: Sequence[int]) -> dict[int, str]:
+    """What draws each part: those with figures of their own have marks of their own."""
+    if _plain(bars):
+        return dict.fromkeys(range(len(bars.parts)), _MARKS[0])
+    told = shown or range(len(bars.parts))
+    return {place: _MARKS[count % len(_MARKS)] for count, place in enumerate(told)}
+
+
+def _names(bar: Bar) -> str:
+    """All that a bar stands for, or as many as there is room for, and how many more."""
+    names = [draw_cell(label, "") for label in bar.labels]
+    for count in range(len(names), 0, -1):
+        more = f" +{len(names) - count}" if count < len(names) else ""
+        text = f"{', '.join(names[:count])}{more}"
+        if len(text) <= LABEL:
+            return text
+    return shorten(names[0], LABEL)
+
+
+def _names_title(bars: Bars, unit: str) -> tuple[str, ...]:
+    title = f"{bars.title}, {unit}" if bars.kind == "bytes" else bars.title
+    return tuple(textwrap.wrap(printable(title), LABEL))
+
+
+def _draw(bars: Bars, size: int, unit: str) -> str:
+    """A size without its unit, which stands in the title; nothing where there is none."""
+    if not size:
+        return ""
+    return draw_bytes(size, unit) if bars.kind == "bytes" else f"{size:,}"
+
+
+def _shown(bars: Bars, unit: str, room: int) -> list[int]:
+    """The places of the parts that have figures of their own in `room` characters, in their order.
+
+    What a bar of a single part holds is its total, which stands at its end.
+    """
+    if _plain(bars):
+        return []
+    weights = [max(bar.sizes[place] for bar in bars.bars) for place in range(len(bars.parts))]
+    kept = list(range(len(bars.parts)))
+    while kept:
+        columns = [_figures(bars, place, unit, "  ") for place in kept]
+        columns += [_others(bars, kept, unit)] if len(kept) < len(bars.parts) else []
+        if sum(column.width + len(_GAP) for column in columns) <= room:
+            return kept
+        kept.remove(min(kept, key=weights.__getitem__))
+    return []
+
+
+def _plain(bars: Bars) -> bool:
+    """Whether no bar has more than one part."""
+    return all(sum(map(bool, bar.sizes)) < 2 for bar in bars.bars)
+
+
+def _figures(bars: Bars, place: int, unit: str, mark: str) -> _Column:
+    figures = tuple(_draw(bars, bar.sizes[place], unit) for bar in bars.bars)
+    return _Column(_wrapped(mark + bars.parts[place].title, figures), figures)
+
+
+def _others(bars: Bars, shown: Sequence[int], unit: str) -> _Column:
+    """The column of all parts that have none of their own; a part that is alone in it keeps its name."""
+    rest = [place for place in range(len(bars.parts)) if place not in shown]
+    figures = tuple(_draw(bars, sum(bar.sizes[place] for place in rest), unit) for bar in bars.bars)
+    title = bars.parts[rest[0]].title if len(rest) == 1 else "other"
+    return _Column(_wrapped(f"{_OTHER} {title}", figures), figures)
+
+
+def _wrapped(title: str, figures: Sequence[str]) -> tuple[str, ...]:
+    """A title on as many lines as its longest word or figure is wide; its mark stays with its first word."""
+    mark, words = title[:2], title[2:].split()
+    room = max(len(words[0]) + 2, _TITLE, *map(len, (*words, *figures)))
+    return tuple(textwrap.wrap(mark + " ".join(words), room))
+
+
+def _scale(bars: Bars) -> int:
+    """What as much as the whole room stands for: the longest bar, or the limit where that is near."""
+    most = max(bar.total for bar in bars.bars)
+    return max(most, bars.limit.size) if bars.limit and bars.limit.size <= _REACH * most else most
+
+
+def _bar(bar: Bar, marks: dict[int, str], scale: int, room: int) -> str:
+    """A bar of at most `room` characters; the parts without a mark come last."""
+    order = [*marks, *(place for place in range(len(bar.sizes)) if place not in marks)]
+    ends = [round(end * room / scale) if scale else 0 for end in accumulate(bar.sizes[place] for place in order)]
+    lengths = (end - start for start, end in zip([0, *ends], ends, strict=False))
+    drawn = "".join(marks.get(place, _OTHER) * length for place, length in zip(order, lengths, strict=True))
+    return drawn or (marks.get(order[0], _OTHER) if bar.total else "")
+
+
+def _limited(drawn: str, bars: Bars, scale: int, room: int) -> str:
+    """A bar with the limit marked in it or behind it."""
+    if bars.limit is None or bars.limit.size > scale:
+        return drawn
+    place = min(round(bars.limit.size * room / scale), room - 1)
+    return f"{drawn[:place]:<{place}}{_LIMIT}{drawn[place + 1 :]}"
+
+
+def _rows(columns: Sequence[_Column], drawn: Sequence[str], totals: _Column, room: int) -> Iterator[str]:
+    height = max(len(column.title) for column in columns)
+    titles = [("",) * (height - len(column.title)) + column.title for column in columns]
+    for words in zip(*titles, strict=True):
+        yield _line(columns, words, "", room, "")
+    for place, bar in enumerate(drawn):
+        figures = [column.figures[place] for column in columns]
+        yield _line(columns, figures, bar, room, totals.figures[place].rjust(totals.width))
+
+
+def _line(columns: Sequence[_Column], texts: Sequence[str], bar: str, room: int, total: str) -> str:
+    name, *figures = (text.rjust(column.width) for column, text in zip(columns, texts, strict=True))
+    return _GAP.join((texts[0].ljust(len(name)), *figures, bar.ljust(room), total)).rstrip()

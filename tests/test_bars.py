@@ -1,0 +1,89 @@
+"""Bars as text: what is drawn of hand-made ones, and that every line fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memsize.documents.sections import Bar, Bars, Label, Limit, Part
+from memsize.records.roles import ROLES
+from memsize.render.bars import LEAST, lines
+from memsize.units import MiB
+
+TWO = Bars(
+    "held",
+    (Part("parameter", "parameters", "parameter"), Part("kept", "kept for backward", "activation")),
+    (Bar((Label("fp32"),), (30 * MiB, 10 * MiB)), Bar((Label("fp16"), Label("bf16")), (15 * MiB, 5 * MiB))),
+)
+
+
+def test_parts_add_up_in_each_row_and_in_its_bar() -> None:
+    # 80 columns: 10 for names, 12 and 10 for figures, 5 for totals and four gaps of 2 leave 35 for 40 MiB.
+    assert list(lines(TWO, "MiB", 80)) == [
+        "                          ░ kept for",
+        "held, MiB   █ parameters    backward",
+        "fp32               30.00       10.00  ██████████████████████████░░░░░░░░░  40.00",
+        "fp16, bf16         15.00        5.00  █████████████░░░░░                   20.00",
+    ]
+
+
+def test_a_limit_that_is_near_is_marked() -> None:
+    *rows, last = lines(replace(TWO, limit=Limit("T4", 30 * MiB)), "MiB", 80)
+    assert last == "┃ T4: 30.00 MiB"
+    assert {row.index("┃") for row in rows[2:]} == {38 + 26}  # 35 characters are 40 MiB: 30 are 26.25
+    # A limit that is far away would leave the bars no room: it is named alone.
+    assert not any("┃" in row for row in [*lines(replace(TWO, limit=Limit("A100", 81 * MiB)), "MiB", 80)][:-1])
+
+
+def test_a_part_without_room_for_its_figures_shares_a_column() -> None:
+    parts = tuple(Part(role, role, role) for role in ROLES)
+    bars = Bars("peak", parts, (Bar((Label("fp32"),), tuple(n * MiB for n in range(1, len(parts) + 1))),))
+    title, row = list(lines(bars, "MiB", 80))[-2:]
+    assert "other" in title and row.split()[-1] == "66.00"  # 1 + 2 + … + 11
+    figures = [float(word) for word in row.split()[1:-2]]
+    assert sum(figures) == 66 and figures == sorted(figures[:-1]) + figures[-1:]
+
+
+def test_without_room_for_figures_a_key_says_what_is_what() -> None:
+    assert list(lines(TWO, "MiB", 34)) == [
+        "held, MiB",
+        "fp32        ███████████░░░░  40.00",
+        "fp16, bf16  ██████░░         20.00",
+        "█ parameters  ░ kept for backward",
+    ]
+
+
+def test_bars_of_one_part_each_need_no_figures() -> None:
+    bars = Bars.each("in the file", [(Part("a", "a", "parameter"), 3 * MiB), (Part("b", "b", "buffer"), MiB)])
+    assert list(lines(replace(bars, kind="count"), "MiB", 40)) == [
+        "in the file",
+        f"a            {'█' * 16}  3,145,728",
+        f"b            {'█' * 5}{' ' * 11}  1,048,576",
+    ]
+
+
+def test_many_names_are_counted() -> None:
+    bar = replace(TWO.bars[0], labels=tuple(Label(f"scenario-{n}") for n in range(5)))
+    *_, row = lines(replace(TWO, bars=(bar,)), "MiB", 80)
+    assert row.startswith("scenario-0 +4")
+
+
+SIZES = st.lists(st.integers(0, 2**40), min_size=11, max_size=11)
+
+
+@given(st.lists(SIZES, min_size=1, max_size=5), st.integers(60, 240), st.sampled_from(["MiB", "GiB"]))
+def test_every_line_fits(rows: list[list[int]], width: int, unit: str) -> None:
+    parts = [Part(role, role, role) for role in ROLES]
+    sizes = [(Label(f"scenario {n}"), dict(zip(ROLES, row, strict=True))) for n, row in enumerate(rows)]
+    bars = Bars.of("peak of a training step", parts, sizes)
+    assert all(len(line) <= width for line in lines(bars, unit, width))
+
+
+@pytest.mark.parametrize("width", [None, 200])
+def test_with_room_every_part_has_its_figures(width: int | None) -> None:
+    drawn = list(lines(TWO, "MiB", width))
+    assert LEAST <= drawn[-2].count("█") + drawn[-2].count("░") <= 60
+    assert "other" not in "".join(drawn)
