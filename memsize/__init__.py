@@ -130,6 +130,7 @@ _HOMES = {
     "memsize.spec.stack": ("Stack",),
     "memsize.spec.training": ("Training",),
     "memsize.records.verification": ("Verification",),
+    "memsize.cli.magic": ("load_ipython_extension",),
 }
 """Where each name lives. It is imported when it is first used: a command pays for what it needs, a tenth of a second
 less for one that only reads a file's header.

@@ -25,6 +25,7 @@ from memsize.records.program import Growth, Holder, KeptGradients, LiveTensor, P
 from memsize.records.trace import Trace
 from memsize.virtual.files import Files
 from memsize.virtual.holders import Held
+from memsize.virtual.kept import Kept
 from memsize.workloads.program import Program, StopProgram
 from memsize.workloads.program_steps import Zeroed
 
@@ -76,15 +77,19 @@ class VirtualGpu:
 
 
 @contextmanager
-def virtual_gpu(card: Card, config: AllocatorConfig, *, steps: int, allow_writes: bool) -> Iterator[VirtualGpu]:
-    """Let the block have a virtual GPU; it ends after `steps` optimizer steps (0: at its own end)."""
-    program = Program(
-        "this program", card, workspaces(card, plans_of(card)), config, steps, Files(allow_writes), snapshot
-    )
+def virtual_gpu(
+    card: Card, config: AllocatorConfig, *, steps: int, allow_writes: bool, name: str = "this program"
+) -> Iterator[VirtualGpu]:
+    """Let the block have a virtual GPU; it ends after `steps` optimizer steps (0: at its own end).
+
+    Modules that the block moves there are back on the CPU, with their values, when it is over.
+    """
+    program = Program(name, card, workspaces(card, plans_of(card)), config, steps, Files(allow_writes), snapshot)
     region = VirtualGpu(program)
     error: BaseException | None = None
+    kept = Kept()
     try:
-        with program.open():
+        with kept.restored(), program.open(kept.replacements()):
             yield region
     except StopProgram:
         pass

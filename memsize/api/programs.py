@@ -66,7 +66,8 @@ def virtual_gpu(
             train(Net().cuda())
         gpu.run, gpu.trace
 
-    The block ends after `steps` optimizer steps (0: at its own end). Raises `InputError` when one is open already.
+    The block ends after `steps` optimizer steps (0: at its own end). Modules that it moves to the GPU are back on the
+    CPU, with their values, when it is over. Raises `InputError` when one is open already.
     """
     from memsize.analysis import program
     from memsize.device.cards import card

@@ -22,6 +22,20 @@ from memsize.records.program import ProgramRun
 _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
 
 
+steps_option = click.option(
+    "--steps",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Stop after N optimizer steps; 0 runs the program to its end.",
+)
+
+writes_option = click.option(
+    "--allow-writes", is_flag=True, help="Let the program write to files that were there before."
+)
+
+
 @click.command(
     short_help="Run your own script on a GPU you don't have.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -38,16 +52,9 @@ _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that t
 )
 @gpu_option
 @allocator_option
-@click.option(
-    "--steps",
-    default=3,
-    show_default=True,
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Stop after N optimizer steps; 0 runs the program to its end.",
-)
+@steps_option
 @click.option("-m", "module", is_flag=True, help="PROGRAM is a module, as for python -m.")
-@click.option("--allow-writes", is_flag=True, help="Let the program write to files that were there before.")
+@writes_option
 @output_options_for(WITH_SNAPSHOT)
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -10,7 +10,7 @@ from functools import cache
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -18,9 +18,13 @@ _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "p
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
+CELLS: Final[dict[str, str]] = {}
+"""The cells of a notebook by the names of files that their code has: ``"In [3]"``."""
+
+
 def is_outside(file: str) -> bool:
     """Whether the source `file` is neither PyTorch's nor memsize's: the user's own, or a library's model."""
-    return not file.startswith((*_LIBRARIES, "<"))
+    return file in CELLS or not file.startswith((*_LIBRARIES, "<"))
 
 
 @cache
@@ -70,7 +74,7 @@ _UNSHARED = 3
 
 def line_of(file: str, line: int) -> str:
     """How a line is shown: ``"model.py:12"``."""
-    return f"{Path(file).name}:{line}"
+    return f"{CELLS.get(file) or Path(file).name}:{line}"
 
 
 @cache

@@ -76,7 +76,7 @@ class KeptGradients(NamedTuple):
     line: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProgramRun(Answer):
     """A program's run on `card`: `steps` optimizer steps, after which it was stopped, or its own end.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.memory import DeviceMemory, OutOfDeviceMemoryError
 from memsize.virtual.modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
+from memsize.virtual.tensors import Replacement
 from memsize.virtual.waiting import Waits
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.program_steps import ProgramSteps, in_step
@@ -100,13 +101,13 @@ class Program:
         return None
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """The region in which this process has the GPU."""
+    def open(self, more: Iterable[Replacement] = ()) -> Iterator[None]:
+        """The region in which this process has the GPU; `more` is replaced besides."""
         driver = Driver(self.card, self.memory, lambda: self._snapshot(self._trace(None), self.config))
         shown = threading, "excepthook", _unless_stopped(threading.excepthook)
-        more = (self.calls.replacement(), *self.steps.replacements(), shown, *self.files.replacements())
+        own = (self.calls.replacement(), *self.steps.replacements(), shown, *self.files.replacements())
         with (
-            virtual_gpu(driver, self.ledger, more),
+            virtual_gpu(driver, self.ledger, (*own, *more)),
             steps_watched(self.ledger, everywhere=True),
             self.steps.counted(),
             self.files.guarded(),

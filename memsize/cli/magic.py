@@ -1,0 +1,89 @@
+"""``%%memsize``: a cell of a notebook on a GPU that isn't there. ``%load_ext memsize`` makes the magic known."""
+
+from __future__ import annotations
+
+import linecache
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from types import TracebackType
+from typing import Any
+
+import click
+
+from memsize.cli.options import allocator_option, gpu_option
+from memsize.cli.program import steps_option, writes_option
+from memsize.device.cards import card
+from memsize.device.config import AllocatorConfig
+from memsize.errors import MemsizeError
+from memsize.internals.user_code import CELLS
+from memsize.records.gpu import DEFAULT_GPU
+from memsize.records.program import ProgramRun
+
+
+@click.command(name="%%memsize", add_help_option=False)
+@gpu_option
+@allocator_option
+@steps_option
+@writes_option
+def _options(gpu: str | None, allocator: str | None, steps: int, allow_writes: bool) -> dict[str, Any]:
+    where, config = card(gpu or DEFAULT_GPU), AllocatorConfig.parse(allocator or "")
+    return {"card": where, "config": config, "steps": steps, "allow_writes": allow_writes}
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Make ``%%memsize`` known to IPython: ``%load_ext memsize`` calls this."""
+    shell.register_magic_function(lambda line, cell: _run_cell(shell, line, cell), "cell", "memsize")
+
+
+def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
+    """Run a cell's code on a virtual GPU, in the notebook's own namespace; what was found is the value of the cell.
+
+    What the code itself raises is raised again, with its own traceback.
+    """
+    from memsize.analysis.program import virtual_gpu
+
+    options = _parsed(line)
+    name = f"In [{len(shell.user_ns['In']) - 1}]"
+    # The magic is the first line of the cell, and IPython leaves out empty lines after it.
+    left_out = sum(1 for _ in takewhile(lambda text: not text.strip(), cell.splitlines()))
+    source = "\n" * (1 + left_out) + shell.transform_cell(cell)
+    code = compile(source, name, "exec", dont_inherit=True)
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    region = virtual_gpu(name=name, **options)
+    try:
+        with _cells_named(shell, name), region as gpu:
+            exec(code, shell.user_ns)
+    except Exception as error:
+        raise error.with_traceback(_in_cell(error.__traceback__, name)) from None
+    return gpu.run
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    from IPython.core.error import UsageError
+
+    try:
+        found: dict[str, Any] = _options.main(shlex.split(line), prog_name="%%memsize", standalone_mode=False)
+    except (click.ClickException, MemsizeError, ValueError) as error:
+        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        raise UsageError(text) from None
+    return found
+
+
+@contextmanager
+def _cells_named(shell: Any, name: str) -> Iterator[None]:
+    """While open, lines in functions of earlier cells are named by their cells too."""
+    files = getattr(shell.compile, "_filename_map", {})
+    CELLS.update({file: f"In [{number}]" for file, number in files.items()} | {name: name})
+    try:
+        yield
+    finally:
+        CELLS.clear()
+
+
+def _in_cell(trace: TracebackType | None, name: str) -> TracebackType | None:
+    found = trace
+    while found is not None and found.tb_frame.f_code.co_filename != name:
+        found = found.tb_next
+    return found or trace
