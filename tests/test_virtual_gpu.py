@@ -126,6 +126,47 @@ def test_parameters_stay_the_same_objects_when_their_module_moves() -> None:
         assert optimizer.param_groups[0]["params"][0].grad.is_cuda
 
 
+def test_gradients_move_with_their_parameters() -> None:
+    """As Lightning takes its module off the GPU at the end."""
+    with gpu():
+        model = nn.Linear(4, 4).cuda()
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+        model.cpu()
+        assert model.weight.grad is not None and {model.weight.device.type, model.weight.grad.device.type} == {"cpu"}
+        model.cuda()
+        assert model.weight.is_cuda and model.weight.grad.is_cuda and model.weight.grad.shape == (4, 4)
+        del model
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_the_programs_own_meta_tensors_are_on_no_gpu() -> None:
+    """As libraries build models without memory, which they then move, fill or leave alone."""
+    with gpu() as program:
+        with torch.device("meta"):
+            model = nn.Linear(512, 512)
+            assert torch.tensor([]).device == torch.device("meta")
+        there = torch.empty(4, device="meta")
+        assert {model.weight.device, there.device, (there + 1).device} == {torch.device("meta")}
+        assert not model.weight.is_cuda and not program.ledger.events
+        assert torch.tensor([1, 2], device="meta").device == there.new_tensor([1]).device == torch.device("meta")
+        for device in ("cpu", "cuda"):
+            with pytest.raises(NotImplementedError, match="no data"):
+                there.to(device)
+        assert torch.empty_like(there, device="cpu").device.type == "cpu"
+        model.to_empty(device="cuda")
+        assert model.weight.is_cuda and torch.cuda.memory_allocated() == 512 * 512 * 4 + 2048
+        assert model.bias is dict(model.named_parameters())["bias"]
+
+
+def test_what_pytorch_makes_beside_a_tensor_on_the_gpu_is_there_too() -> None:
+    with gpu():
+        data = torch.ones(8, 8, device="cuda")
+        data[0] = 3
+        assert torch.where(data > 0, data, 0.0).is_cuda and torch.nn.functional.one_hot(data[0].long(), 4).is_cuda
+        assert torch.arange(3).to(data).is_cuda and torch.arange(3).type_as(data).is_cuda
+        assert torch.ones(8).to(data.long()).dtype is torch.int64
+
+
 def test_streams_events_and_random_state() -> None:
     with gpu():
         stream, start, end = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event()

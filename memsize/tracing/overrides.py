@@ -29,7 +29,10 @@ from memsize.constants.values import ConstantState, constant_of, set_constant
 from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
 
-_META = torch.device("meta")
+_META = torch.device("meta", 0)
+"""Where stand-ins for tensors on a GPU are. Tensors forget the number; it tells what is asked for here from the `meta`
+that a program names itself.
+"""
 _FACTORIES = """
     arange empty empty_like empty_strided eye full full_like linspace logspace normal ones ones_like rand rand_like
     randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
@@ -134,18 +137,20 @@ def _from_numbers(original: Function) -> Function:
     """``torch.tensor`` and its like: made on the CPU, where numbers are real, and moved from there to `meta`."""
 
     def made(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(data, Tensor) or not _is_meta(kwargs.get("device") or _device_of_context()):
+        device = kwargs.get("device") or _device_of_context()
+        if isinstance(data, Tensor) or not _is_meta(device):
             return original(data, *args, **_on_meta(kwargs))
-        return _moved_from_cpu(original, data, args, kwargs)
+        return _moved_from_cpu(original, data, args, kwargs | {"device": device})
 
     return made
 
 
 def _new_tensor(original: Function) -> Function:
     def made(tensor: Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(data, Tensor) or not _is_meta(kwargs.get("device") or tensor.device):
+        device = kwargs.get("device") or tensor.device
+        if isinstance(data, Tensor) or not _is_meta(device):
             return original(tensor, data, *args, **_on_meta(kwargs))
-        return _moved_from_cpu(torch.tensor, data, args, {"dtype": tensor.dtype} | kwargs)
+        return _moved_from_cpu(torch.tensor, data, args, {"dtype": tensor.dtype} | kwargs | {"device": device})
 
     return made
 
@@ -158,8 +163,9 @@ def _device_of_context() -> torch.device | None:
 
 def _moved_from_cpu(make: Function, data: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     wants = kwargs.get("requires_grad", False)
+    device = _META if _names_cuda(kwargs["device"]) else kwargs["device"]
     kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad")}
-    moved: Tensor = make(_numbers(data), *args, device="cpu", **kwargs).to(_META)
+    moved: Tensor = make(_numbers(data), *args, device="cpu", **kwargs).to(device)
     return moved.requires_grad_() if wants else moved
 
 
@@ -268,7 +274,9 @@ def _moved(original: Function) -> Function:
     """``x.to(device)``, the device in front or by keyword."""
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args and not isinstance(args[0], (torch.dtype, Tensor)) and _names_cuda(args[0]):
+        if args and isinstance(args[0], Tensor) and args[0].is_meta and not tensor.is_meta:
+            args = (_META, args[0].dtype, *args[1:])
+        elif args and not isinstance(args[0], (torch.dtype, Tensor)) and _names_cuda(args[0]):
             args = (_META, *args[1:])
         return original(tensor, *args, **(_on_meta(kwargs) if "device" in kwargs else kwargs))
 

@@ -7,7 +7,7 @@ imported with ``from torch import zeros``) is answered here, where its op is dis
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,13 @@ from memsize.records.trace import Storage
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
+from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
 
 _META = torch.device("meta")
+_CPU = torch.device("cpu")
+_TO_COPY = torch.ops.aten._to_copy.default
+_SET_STORAGE = torch.ops.aten.set_.source_Storage_storage_offset
+"""As `torch.load` makes tensors."""
 
 
 class _Thread(threading.local):
@@ -83,18 +88,42 @@ class VirtualLedger(Ledger):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_own_dispatch(types):
             return NotImplemented
-        device = kwargs.get("device") if kwargs else None
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if not self._is_on_gpu(func, args, device):
+            return self._off_gpu(func, args, kwargs, device)
         if device is not None and device.type == "cuda":
             kwargs = {**kwargs, "device": _META}
-        elif not (device is not None and device.type == "meta") and not _on_gpu(args):
-            return func(*args, **_unpinned(kwargs or {}))
         with self._turn:
             _thread.depth += 1
             try:
+                for tensor in taken_to_gpu(args) if device is None else ():
+                    self.enter(tensor, "temporary", self.known[func].name)
                 return super().__torch_dispatch__(func, types, args, kwargs)
             finally:
                 _thread.depth -= 1
                 self._observer()
+
+    def _is_on_gpu(self, func: Any, args: Any, device: torch.device | None) -> bool:
+        if on_gpu(args) or (func is _SET_STORAGE and args[0].is_meta):
+            return True
+        if device is None or device.type == "cpu" or (func is _TO_COPY and is_own_meta(args[0])):
+            return False
+        return _names_gpu(device) or self.clock.layer >= 0 or bool(self.clock.backward)
+
+    def _off_gpu(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> Any:
+        """Run an op on the CPU, or on the program's own `meta` tensors, which nobody records."""
+        if not any_own_meta(args) and (device is None or device.type != "meta"):
+            return func(*args, **_unpinned(kwargs))
+        if func is _TO_COPY and device is not None and (device.type == "cpu" or _names_gpu(device)):
+            return func(args[0], device=_CPU)  # PyTorch's error: there is no data
+        if device is not None and device.type == "cpu":
+            return func(*args, **kwargs)
+        _thread.depth += 1
+        try:
+            return claim(self.run_op(func, args, kwargs))
+        finally:
+            _thread.depth -= 1
 
     @property
     def clock(self) -> Clock:
@@ -158,11 +187,6 @@ def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
 
-def _on_gpu(args: Iterable[Any]) -> bool:
-    for item in args:
-        if isinstance(item, torch.Tensor):
-            if item.is_meta:
-                return True
-        elif isinstance(item, (list, tuple)) and item and type(item[0]) is not int and _on_gpu(item):
-            return True
-    return False
+def _names_gpu(device: torch.device) -> bool:
+    """Whether an op that names `device` means the GPU; a `meta` without number may be the program's own."""
+    return device.type == "cuda" or (device.type == "meta" and device.index is not None)

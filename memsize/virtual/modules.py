@@ -149,8 +149,8 @@ class ProgramCalls(Calls):
 
 
 def _works_on_gpu(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    return any(tensor.is_meta for tensor in arguments_in((args, kwargs))) or any(
-        parameter.is_meta for parameter in module.parameters()
+    return any(tensor.is_cuda for tensor in arguments_in((args, kwargs))) or any(
+        parameter.is_cuda for parameter in module.parameters()
     )
 
 

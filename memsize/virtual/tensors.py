@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from memsize.constants.values import CONSTANT
 from memsize.virtual.driver import DEVICE, INDEX
 from memsize.virtual.ledger import below_autograd
+from memsize.virtual.own_meta import is_own_meta
 
 _TYPES = {
     f"{name}Tensor": getattr(torch, dtype)
@@ -47,6 +48,7 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     yield Tensor, "pin_memory", lambda t, *device: t
     yield Tensor, "is_pinned", lambda t, *device: False
     yield Tensor, "record_stream", lambda t, stream: None
+    yield Tensor, "type_as", lambda t, other: t.to(other)
     yield Tensor, "type", _type(original_type)
     yield torch._C._nn, "_parse_to", _by_number(torch._C._nn._parse_to)
     yield torch, "_has_compatible_shallow_copy_type", _compatible(torch._has_compatible_shallow_copy_type)
@@ -58,7 +60,7 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
 
 def is_stand_in(tensor: Tensor) -> bool:
     """Whether the user's code is to see `tensor` on the GPU."""
-    return tensor.is_meta and not below_autograd()
+    return tensor.is_meta and not below_autograd() and not is_own_meta(tensor)
 
 
 def _setter(moved: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]:
@@ -70,8 +72,10 @@ def _setter(moved: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]
         if tensor.is_meta == value.is_meta:
             _data.__set__(tensor, value)
             return
-        fresh = value.detach().requires_grad_(tensor.requires_grad)
+        fresh, grad = value.detach().requires_grad_(tensor.requires_grad), tensor.grad
         torch._C._swap_tensor_impl(tensor, fresh)
+        if grad is not None:  # its data is replaced next, as that of a gradient that is still elsewhere
+            tensor.grad = torch.empty((), dtype=grad.dtype, device=value.device).expand(grad.shape)
         if tensor.is_meta and isinstance(tensor, nn.Parameter):
             moved(tensor)
 
