@@ -32,6 +32,9 @@ PAGES: dict[str, Callable[[], Drawable]] = {
 }
 
 
+FIGURES = "all => all.map(cell => `${cell.dataset.value} ${cell.textContent}`)"
+
+
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     with browser() as launched:
@@ -95,11 +98,12 @@ def test_a_page_opens_offline_and_nothing_is_cut_off(name: str, chromium: Any, t
 @pytest.mark.parametrize("name", PAGES)
 def test_without_scripts_the_page_says_the_same(name: str, chromium: Any, tmp_path: Path) -> None:
     with opened(chromium, tmp_path, PAGES[name](), scripts=False) as page:
-        still = page.locator("main td[data-value]").count()
-        text = page.locator("main").inner_text()
-    assert "total" in text or still >= 0
+        still = page.locator("section.table td[data-value]").evaluate_all(FIGURES)
+        assert page.locator("button").count() == 0
     with opened(chromium, tmp_path, PAGES[name]()) as page:
-        assert page.locator("main section.table > .scroll td[data-value]").count() == still
+        for button in page.get_by_role("button", name="Unfold all").all():
+            button.click()
+        assert sorted(page.locator("section.table td[data-value]").evaluate_all(FIGURES)) == sorted(still)
 
 
 def test_the_figures_are_those_of_json(chromium: Any, tmp_path: Path) -> None:
@@ -118,6 +122,35 @@ def test_the_figures_are_those_of_json(chromium: Any, tmp_path: Path) -> None:
         shown = sum(int(row[column]) for row in rows)
         assert shown == sum(layer[field] for layer in data["layers"]) == data["totals"][field]
         assert data["totals"][field] in total
+
+
+def test_the_page_follows_a_scenario(chromium: Any, tmp_path: Path) -> None:
+    report = records.toy_report()
+    data = {scenario["name"]: scenario for scenario in json.loads(render(report, "json"))["scenarios"]}
+    figures = {"stored": "parameter_bytes", "new": "output_bytes", "saved": "saved_bytes", "cast": "cast_bytes"}
+    with opened(chromium, tmp_path, report) as page:
+        for name in ("fp16", "amp-fp16", "fp32"):
+            page.locator(f"section.scenes > .tools [data-scene={name}]").click()
+            page.wait_for_selector(f"div.scene[data-name={name}][data-touched]")
+            for column, field in figures.items():
+                place = page.locator(f"#layers th[data-key={column}]")
+                if place.count():
+                    index = place.evaluate("head => head.cellIndex + 1")
+                    sizes = page.locator(f"#layers tbody tr:not(.group) td:nth-child({index})")
+                    shown = sizes.evaluate_all("all => all.map(cell => +cell.dataset.value)")
+                    assert sum(shown) == data[name][field]
+        # Wherever the page names a scenario, that leads to it.
+        page.locator("#scenarios td[data-label='amp-fp16'] button").click()
+        page.wait_for_selector("div.scene[data-name=amp-fp16]")
+        assert page.locator("section.scenes [data-scene=amp-fp16]").get_attribute("aria-pressed") == "true"
+
+
+def test_findings_lead_to_their_rows(chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, records.toy_report()) as page:
+        link = page.locator("a.layer").first
+        link.click()
+        row = page.locator("#layers tr.found td").first
+        assert row.get_attribute("data-path") == link.get_attribute("data-path")
 
 
 @pytest.mark.parametrize("unit", ["B", "KiB", "MiB", "MB"])
@@ -226,7 +259,7 @@ def test_a_timeline_can_be_pointed_into(chromium: Any, tmp_path: Path) -> None:
             assert dict(shown) == dict(found.moment(event).roles)
             bytes_alive = page.locator(".moment .living td.bytes").evaluate_all("all => all.map(e => +e.dataset.value)")
             assert sum(bytes_alive) == found.total[event]
-            reserved = page.locator(".moment .blocks .facts").inner_text()
+            reserved = page.locator(".moment .blocks .facts").text_content()
             assert reserved.startswith(format_bytes(found.reserved[event]))
         chart.press("p")
         assert int(chart.get_attribute("aria-valuenow")) == found.peak.event

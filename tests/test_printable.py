@@ -126,7 +126,7 @@ def test_what_prints_itself() -> None:
 
 
 class Cells(Document[Any]):
-    def data(self, unit: str) -> dict[str, Any]:
+    def figures(self, unit: str) -> dict[str, Any]:
         raise NotImplementedError
 
     def sections(self) -> tuple[Any, ...]:

@@ -152,8 +152,8 @@ def test_the_notebook_fragment_is_not_a_page() -> None:
 def test_text_is_escaped_where_it_must_be() -> None:
     bad = "<script>|`*_x"
     report = Report(model=bad, trace=records.toy(), notes=(bad,))
-    # Of scripts there are the two of every page: its own, and the markdown that it carries.
-    assert content(render(report, "html")).count("<script") == 2
+    # Of scripts there are the page's own, the markdown that it carries, and its run.
+    assert content(render(report, "html")).count("<script") == 3
     assert "&lt;script&gt;" in render(report, "html")
     assert r"\<script\>\|\`\*\_x" in render(report, "markdown")
     assert bad in render(report, "text")

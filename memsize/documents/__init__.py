@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
-from memsize.documents.sections import Bars, Findings, Section, Verdict
+from memsize.documents.sections import Bars, Findings, Scene, Section, Verdict
 from memsize.records.answer import Drawable, FlatTable
 from memsize.records.finding import Finding
 
@@ -70,6 +70,13 @@ class Document(ABC, Generic[A]):
         """The verdict and the bars, as far as there are any."""
         verdict, bars = self.verdict(), self.bars()
         return (*((Verdict(verdict),) if verdict else ()), *((bars,) if bars and bars.bars else ()))
+
+    def scenes(self) -> tuple[Scene, ...]:
+        """What a page has room for: the answer's scenarios from the inside, of which its reader chooses one.
+
+        They are shown in the place of the section that is a table of the same name as one of theirs.
+        """
+        return ()
 
     def tables(self) -> dict[str, FlatTable]:
         """The flat tables by name. The first is the one that a format of a single table holds."""

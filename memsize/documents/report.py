@@ -6,20 +6,27 @@ figure that is not known is `Missing` in a table and null in the data, where the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Final
 
+from memsize.analysis.timeline import timeline
+from memsize.device.cards import card
+from memsize.device.config import AllocatorConfig
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
 from memsize.documents.sections import (
     Bars,
     Cell,
+    Chart,
     Column,
     Label,
     Missing,
     Part,
     Path,
     Remark,
+    Scene,
     Section,
     Share,
     Specs,
@@ -35,8 +42,9 @@ from memsize.documents.sections import (
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
 from memsize.records.answer import FlatTable
+from memsize.records.codec import coder
 from memsize.records.finding import Finding
-from memsize.records.gpu import GpuEstimate, LiveStorage, Shortage
+from memsize.records.gpu import DEFAULT_GPU, GpuEstimate, LiveStorage, Shortage
 from memsize.records.report import FIGURES, Report, ScenarioResult, figures
 from memsize.records.roles import Role, in_order
 from memsize.records.trace import Trace
@@ -133,6 +141,26 @@ class ReportDocument(Document[Report]):
         if any(result.training for result in report.scenario_results):
             return peak_bars(report)
         return scenario_bars(report) if report.scenario_results else None
+
+    def scenes(self) -> tuple[Scene, ...]:
+        """The layers of the model as given, and those of each scenario that was run, with the run over time."""
+        report = self.answer
+        runs = {result.name: (result.title, result.trace) for result in report.scenario_results if result.trace}
+        # A model that is stored in float32 is its own fp32.
+        same = (
+            name for name, (_, trace) in runs.items() if replace(trace, scenario=report.trace.scenario) == report.trace
+        )
+        first = next(same, report.trace.scenario)
+        runs = {first: ("the model as it is", report.trace)} | {n: run for n, run in runs.items() if n != first}
+        return tuple(Scene(name, hint, partial(self._inside, trace)) for name, (hint, trace) in runs.items())
+
+    def _inside(self, trace: Trace) -> tuple[Table | Chart, ...]:
+        report = self.answer
+        table = layer_table(replace(report, trace=trace), self.depth, self.columns)
+        if not trace.events:
+            return (table,)
+        config = coder(AllocatorConfig).read(json.loads(report.allocator)) if report.allocator else AllocatorConfig()
+        return Chart(timeline(trace, config, card(report.gpu or DEFAULT_GPU))), table
 
     def tables(self) -> dict[str, FlatTable]:
         """The layer table as it is shown, all its columns unless some are chosen, and what else the report has."""

@@ -7,7 +7,7 @@ its row; `Missing` is a figure that is not known, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
@@ -276,6 +276,14 @@ class Chart:
     """The live bytes of a run that has events, over its events."""
 
     timeline: Timeline
+
+
+class Scene(NamedTuple):
+    """What one scenario looks like from the inside. Its sections are made where they are drawn: they cost a replay."""
+
+    name: str
+    hint: str
+    sections: Callable[[], tuple[Table | Chart, ...]]
 
 
 Section = Title | Verdict | Bars | Chart | Stop | Table | Findings | Notes

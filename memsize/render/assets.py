@@ -16,7 +16,7 @@ LIBRARIES: Final = tuple(
 )  # fmt: skip
 """The modules of d3, each after those that it needs."""
 SCRIPTS: Final = tuple(
-    "dom size roles packed paths rows table treemap events chart moment tools start".split()
+    "dom size roles packed paths rows table treemap events chart moment scenes tools start".split()
 )  # fmt: skip
 """Our own scripts. They share one scope, so that only what runs at once (`start`) must come last."""
 

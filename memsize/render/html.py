@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import base64
 import gzip
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import pairwise
 from json import dumps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from memsize.documents import Document
 from memsize.documents.sections import (
@@ -23,6 +24,8 @@ from memsize.documents.sections import (
     Label,
     Missing,
     Path,
+    Scene,
+    Section,
     Signed,
     Table,
     Title,
@@ -30,6 +33,7 @@ from memsize.documents.sections import (
 from memsize.printable import printable, printable_lines
 from memsize.records.roles import TITLES, Role
 from memsize.records.timeline import Timeline, to_data
+from memsize.records.trace import Storage
 from memsize.render import markdown, plot
 from memsize.render.assets import hashed, script, style
 from memsize.render.cells import MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrases
@@ -38,6 +42,10 @@ from memsize.units import DECIMAL, UNITS, Bytes
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+
+MOST_LINKS: Final = 8
+"""How many of the modules that a finding is about are led to."""
 
 
 def page(document: Document[Any], unit: str, width: int | None = None) -> str:
@@ -53,11 +61,55 @@ def fragment(document: Document[Any], unit: str, width: int | None = None) -> st
 def _drawn(document: Document[Any], unit: str, *, standalone: bool) -> str:
     sections = document.sections()
     first = sections[0]
-    shared = {
-        "parts": [(type(section).__name__, section) for section in sections],
+    context = _shared(unit, standalone) | {
+        "parts": _typed(sections),
         "name": first.name if isinstance(first, Title) else "",
         "is_timeline": any(isinstance(section, Chart) for section in sections),
+        "style": style("base", "page") if standalone else style("base"),
+    }
+    if standalone:
+        context |= {
+            "script": script(),
+            "script_hash": hashed(script()),
+            "markdown": _packed(markdown.draw(document, unit)),
+            "unit_bytes": (UNITS | DECIMAL)[unit],
+            **_scenes(document, unit),
+        }
+    return _template().render(context)
+
+
+def _scenes(document: Document[Any], unit: str) -> dict[str, Any]:
+    """The first scene, and how the others are packed. What its own sections hold is not drawn twice."""
+    scenes = document.scenes()
+    first = scenes[0].sections() if scenes else ()
+    return {
+        "scenes": scenes,
+        "first_scene": _typed(first),
+        "place_of_scenes": {section.name for section in first if isinstance(section, Table)},
+        "packed_scene": lambda scene: _packed(_scene(scene, unit)),
+    }
+
+
+def _scene(scene: Scene, unit: str) -> str:
+    """What takes the place of another scene. Only scripts can choose it, so that its pictures are left to them."""
+    context = {"parts": _typed(scene.sections()), "is_scene": True, "is_still": False}
+    return _template().render(_shared(unit, True) | context)
+
+
+def _typed(sections: Iterable[Section]) -> list[tuple[str, Section]]:
+    """`sections` with the names of their types."""
+    return [(type(section).__name__, section) for section in sections]
+
+
+def _shared(unit: str, standalone: bool) -> dict[str, Any]:
+    """What every section is drawn with."""
+    return {
         "unit": unit,
+        "place_of_scenes": (),
+        "printable": printable,
+        "most_links": MOST_LINKS,
+        "is_scene": False,
+        "is_still": True,
         "role_titles": {role: {"noun": title.noun, "colour": title.colour} for role, title in TITLES.items()},
         "phrases": draw_phrases,
         "picture": plot.picture,
@@ -70,16 +122,7 @@ def _drawn(document: Document[Any], unit: str, *, standalone: bool) -> str:
         "side": lambda column: "text" if column.kind in LEFT else "number",
         "packed": lambda found: _packed(_timeline_json(found)),
         "standalone": standalone,
-        "style": style("base", "page") if standalone else style("base"),
     }
-    if standalone:
-        shared |= {
-            "script": script(),
-            "script_hash": hashed(script()),
-            "markdown": _packed(markdown.draw(document, unit)),
-            "unit_bytes": (UNITS | DECIMAL)[unit],
-        }
-    return _template().render(shared)
 
 
 @cache
@@ -97,7 +140,17 @@ def _template() -> Template:
 
 
 def _timeline_json(found: Timeline) -> str:
-    return dumps(to_data(found))
+    """The JSON of a timeline, without what can be told from the rest of it: there may be many on a page.
+
+    Storages are columns, and levels are what each event changes.
+    """
+    data = to_data(found)
+    del data["live"]
+    data["roles"] = tuple(found.live)
+    data["storages"] = dict(zip(Storage._fields, zip(*found.storages, strict=True), strict=True))
+    for name in ("allocated", "reserved"):
+        data[name] = tuple(after - before for before, after in pairwise((0, *data[name])))
+    return dumps(data)
 
 
 def _packed(text: str) -> str:
@@ -162,6 +215,7 @@ class _Cell(NamedTuple):
     path: str | None
     above: str
     role: Role | None
+    label: str
 
 
 def _body(table: Table, unit: str) -> Iterator[list[_Cell]]:
@@ -183,8 +237,11 @@ def _cell(cell: Cell, column: Column, unit: str, largest: int) -> _Cell:
     text = draw_cell(cell, unit)
     path = printable(cell) if isinstance(cell, Path) else None
     above = text[: text.rfind(".") + 1] if path else ""
+    label = printable(cell.text) if isinstance(cell, Label) else ""
     value = cell if isinstance(cell, int | float) else None
-    return _Cell(text.removeprefix(above), column.kind, _hint(cell), round(bar, 1), value, path, above, column.role)
+    return _Cell(
+        text.removeprefix(above), column.kind, _hint(cell), round(bar, 1), value, path, above, column.role, label
+    )
 
 
 def _hint(cell: Cell) -> str:

@@ -6,7 +6,7 @@ const MODULES = 90;
 
 /** The picture of `run`; `choose` is told the event that is looked at. */
 function touchableChart(run, choose) {
-  const chart = { run, choose, width: 0, from: 0, to: run.events, event: summit(run), most: Math.max(1, ...run.reserved) };
+  const chart = { run, choose, width: 0, from: 0, to: run.events, event: summit(run), most: run.reserved.reduce((most, level) => Math.max(most, level), 1) };
   chart.svg = draw("svg", {
     class: "chart", tabindex: 0, role: "slider", "aria-label": "Moment of the run", "aria-valuemin": 0,
     "aria-valuemax": run.events - 1, onkeydown: (event) => moveByKey(chart, event),

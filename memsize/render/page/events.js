@@ -1,13 +1,20 @@
 // A run, event by event: what is alive after each, and where the caching allocator put it.
 
-/** The run that a timeline's JSON describes, with what is looked up again and again made once. */
+/** The run that a page carries: its columns as a timeline's JSON has them, and what is looked up again and again. */
 function readRun(data) {
   const events = data.delta.length;
-  const total = new Float64Array(events);
-  for (let event = 0, sum = 0; event < events; event++) total[event] = sum += data.delta[event];
   const phaseAt = new Int32Array(events);
   data.phases.forEach((phase, place) => phaseAt.fill(place, phase.start, phase.stop));
-  return { ...data, events, total, phaseAt, roles: Object.keys(data.live) };
+  const { role, ...columns } = data.storages;
+  const storages = (role ?? []).map((each, place) => ({ role: each, layer: columns.layer[place], op: columns.op[place], dtype: columns.dtype[place], shape: columns.shape[place] }));
+  const ofRole = (wanted) => data.delta.map((change, event) => (storages[data.storage[event]].role === wanted ? change : 0));
+  const live = Object.fromEntries(data.roles.map((each) => [each, runningSum(ofRole(each))]));
+  return { ...data, events, phaseAt, storages, live, total: runningSum(data.delta), allocated: runningSum(data.allocated), reserved: runningSum(data.reserved) };
+}
+
+function runningSum(changes) {
+  let sum = 0;
+  return Float64Array.from(changes, (change) => (sum += change));
 }
 
 function phaseName(phase) {

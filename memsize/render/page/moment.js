@@ -13,10 +13,19 @@ function momentPanel(run, choose) {
   panel.list = make("div", { class: "scroll" });
   panel.treemap = touchableTreemap(() => [{ title: "Alive", leaves: panel.leaves ?? [] }], choose);
   panel.blocks = make("div", { class: "blocks" });
-  panel.element.append(panel.head, panel.facts, panel.roles, panel.list,
-    make("h3", {}, "Alive by module"), panel.treemap.element, make("h3", {}, "The allocator’s segments"), panel.blocks);
+  const parts = { Tensors: panel.list, Modules: panel.treemap.element, "Allocator’s segments": panel.blocks };
+  panel.element.append(panel.head, panel.facts, panel.roles, partButtons(parts), ...Object.values(parts));
   panel.show = (event) => showMoment(panel, event);
   return panel;
+}
+
+/** Buttons that show one of `parts` at a time. */
+function partButtons(parts) {
+  const names = Object.keys(parts);
+  const show = (chosen) => names.forEach((name) => { parts[name].hidden = name !== chosen; });
+  show(names[0]);
+  return make("div", { class: "tools" }, make("span", { class: "choice", role: "group", "aria-label": "What is shown of this moment" },
+    ...names.map((name, place) => make("button", { type: "button", "aria-pressed": place === 0, onclick: (event) => { show(name); press(event.target); } }, name))));
 }
 
 function showMoment(panel, event) {

@@ -3,16 +3,27 @@
 async function start() {
   document.querySelector(".memsize").prepend(pageTools());
   await touch(document.querySelector(".memsize"));
+  document.querySelectorAll("section.scenes").forEach(followScenes);
   document.documentElement.dataset.ready = "yes";
 }
 
+const touched = [];
+
 /** Makes the tables and pictures inside `scope` touchable, and lets them point to each other. */
 async function touch(scope) {
-  const tables = [...scope.querySelectorAll("section.table")].map((section) => touchable(section));
-  const toRow = (path) => tables.some((table) => table.state.tree !== null && table.reveal(path));
-  for (const { state } of tables) if (state.tree) addTreemap(state);
-  for (const { state } of tables) linkPaths(state, toRow);
-  for (const section of scope.querySelectorAll("section.picture")) await addTimeline(section, toRow);
+  for (const section of scope.querySelectorAll("section.table")) {
+    const table = touchable(section);
+    touched.push(table);
+    if (table.state.tree) addTreemap(table.state);
+    linkPaths(table.state);
+  }
+  for (const section of scope.querySelectorAll("section.picture")) await addTimeline(section);
+  linkLayers(scope);
+}
+
+/** Shows the row of a module, in the first table on the page that has one for it. */
+function showModule(path) {
+  return touched.some(({ state, reveal }) => state.tree && state.table.isConnected && reveal(path));
 }
 
 /** A treemap of each column of bytes in a table of modules. */
@@ -31,11 +42,11 @@ function addTreemap(state) {
   state.section.querySelector(".tools").before(view.element);
 }
 
-async function addTimeline(section, toRow) {
+async function addTimeline(section) {
   const data = section.querySelector("script.timeline");
   if (!data) return;
   const run = readRun(JSON.parse(await unpacked(data)));
-  const panel = momentPanel(run, toRow);
+  const panel = momentPanel(run, showModule);
   const chart = touchableChart(run, panel.show);
   section.querySelector("svg").replaceWith(chart.element);
   section.append(panel.element);
@@ -43,12 +54,26 @@ async function addTimeline(section, toRow) {
 }
 
 /** Where another table names a module, its name leads to the module's row. */
-function linkPaths(state, toRow) {
+function linkPaths(state) {
   for (const cell of state.table.tBodies[0].querySelectorAll("td[data-path]")) {
     if (cell.cellIndex === 0 && state.tree) continue;
-    const path = cell.dataset.path;
-    cell.addEventListener("click", () => toRow(path));
+    asButton(cell, () => showModule(cell.dataset.path));
   }
+}
+
+/** The modules that a finding is about lead to their rows. */
+function linkLayers(scope) {
+  for (const link of scope.querySelectorAll("a.layer")) {
+    link.addEventListener("click", (event) => { if (showModule(link.dataset.path)) event.preventDefault(); });
+  }
+}
+
+/** Makes what an element says a button. */
+function asButton(element, press) {
+  const button = make("button", { type: "button", class: "link", onclick: press });
+  button.append(...element.childNodes);
+  element.append(button);
+  return button;
 }
 
 start();
