@@ -8,6 +8,7 @@
     step.peak                                            # what a GPU would show at the peak of a training step
     memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
     memsize.run("train.py", ["--epochs", "1"], gpu="t4")        # a script of yours, on a GPU that isn't there
+    memsize.fit_script("train.py", ["-b", "8"], vary="b")       # the largest value of an argument of its own
     memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
     report.save("run.memsize"); memsize.load("run.memsize")     # the same answer later, without the model
     memsize.verify(model, (3, 64, 64), train="adamw")    # on a machine with a GPU: compare the prediction with it
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         compare,
         explain,
         fit,
+        fit_script,
         load,
         read_checkpoint,
         report,
@@ -85,6 +87,7 @@ __all__ = [
     "compare",
     "explain",
     "fit",
+    "fit_script",
     "load",
     "read_checkpoint",
     "report",
@@ -101,6 +104,7 @@ _HOMES = {
         "compare",
         "explain",
         "fit",
+        "fit_script",
         "load",
         "read_checkpoint",
         "report",

@@ -3,13 +3,14 @@
 from memsize.api.comparing import compare
 from memsize.api.files import explain, load, read_checkpoint
 from memsize.api.models import audit_layout, fit, report, shape_rule, trace, verify
-from memsize.api.programs import run, virtual_gpu
+from memsize.api.programs import fit_script, run, virtual_gpu
 
 __all__ = [
     "audit_layout",
     "compare",
     "explain",
     "fit",
+    "fit_script",
     "load",
     "read_checkpoint",
     "report",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memsize.analysis.program import VirtualGpu
     from memsize.device.config import AllocatorConfig
+    from memsize.records.fit import Fit
     from memsize.records.program import ProgramRun
 
 
@@ -51,6 +52,41 @@ def run(
     if error is not None and not found.refused:
         raise ForwardError(f"{script} failed: {type(error).__name__}: {error}", found.trace) from error
     return found
+
+
+def fit_script(
+    script: str | os.PathLike[str],
+    arguments: Iterable[str],
+    *,
+    vary: str,
+    gpu: str | Iterable[str] | None = None,
+    budget: str | int | None = None,
+    margin: str | int = 0,
+    steps: int = 3,
+    config: AllocatorConfig | str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Fit:
+    """The largest value of a script's own argument that fits a GPU, by running the script with one after another.
+
+    `script` runs as by `run`, with `arguments` as its command line, of which `vary` names one with a whole number:
+    ``"batch-size"`` for ``--batch-size 8``, ``"train.batch_size"`` for ``train.batch_size=8``. `gpu`, `budget` and
+    `margin` are as for `fit`, `config` as for `trace`; `steps` training steps are made in each run. Where the platform
+    forks, each run is a process of its own.
+
+    Raises `InputError` where there is no such script or argument, or where it has no effect on the GPU's memory; and
+    `ForwardError` where the script fails with the value that it is given.
+    """
+    from memsize.device.budget import budgets
+    from memsize.device.config import AllocatorConfig
+    from memsize.spec.script import VariedScript
+    from memsize.spec.stack import Stack
+
+    varied = VariedScript.of(os.fspath(script), tuple(arguments), vary)
+    settings = AllocatorConfig.of(config)
+    capacities = budgets(gpu, budget, margin, Stack.of(None), settings.memory_fraction)
+    from memsize.analysis.fit.script import fit_script as fitted
+
+    return fitted(varied, capacities, settings, steps=steps, say=progress or (lambda _: None))
 
 
 def virtual_gpu(

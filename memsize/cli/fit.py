@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import click
+from click.core import ParameterSource
 
 from memsize.cli.options import allocator_option, jobs_option, output_options, scenarios_option, stack_option
 from memsize.cli.output import Destination
@@ -11,6 +14,7 @@ from memsize.cli.subject import fit_subject_options, step_options
 from memsize.cli.working import working
 from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
+from memsize.errors import InputError
 from memsize.internals.workers import side_by_side
 from memsize.spec.scenario import select
 from memsize.spec.stack import Stack
@@ -27,6 +31,7 @@ from memsize.spec.vary import parse_vary
       memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4,a100,h100
       memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4 --batch-size 256
       memsize fit nets:gpt --input input_ids=512:int64 --vary seq_len --batch-size 8 --budget 24GB
+      memsize fit --gpu t4 --vary-argument batch-size -- train.py --batch-size 8
     """,
 )
 @fit_subject_options
@@ -36,6 +41,12 @@ from memsize.spec.vary import parse_vary
     show_default=True,
     metavar="WHAT",
     help="What to vary: batch, seq_len, image, or dimensions of inputs such as 0:1 or input_ids:1 (0 is the batch).",
+)
+@click.option(
+    "--vary-argument",
+    "argument",
+    metavar="NAME",
+    help="Run TARGET, a script, and vary this argument of its own: batch-size for --batch-size 8 or batch_size=8.",
 )
 @click.option(
     "--gpu", metavar="NAMES", help="GPUs to simulate: t4, a100,h100 or local (this machine's). [default: a100]"
@@ -54,9 +65,11 @@ from memsize.spec.vary import parse_vary
 @allocator_option
 @jobs_option
 @output_options
+@click.argument("script_arguments", metavar="[-- SCRIPT'S ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 def fit(
     subject: Subject,
     vary: str,
+    argument: str | None,
     gpu: str | None,
     budget: str | None,
     margin: str,
@@ -68,6 +81,7 @@ def fit(
     allocator: str | None,
     jobs: int | None,
     output: Destination,
+    script_arguments: tuple[str, ...],
 ) -> None:
     """Find the largest batch of TARGET that fits on a GPU, scenario by scenario.
 
@@ -75,6 +89,28 @@ def fit(
     such as hf:llama, as for memsize report. The caching allocator gets the GPU's memory minus the CUDA context and the
     margin.
     """
+    if argument is not None:
+        _refuse_model_options()
+        with working() as progress:
+            from memsize import api
+
+            found = api.fit_script(
+                str(subject.model),
+                script_arguments,
+                vary=argument,
+                gpu=gpu,
+                budget=budget,
+                margin=margin,
+                config=allocator,
+                progress=progress,
+            )
+            output.keep(found)
+            text = output.drawn(found)
+        output.write(text)
+        return
+    if script_arguments:
+        raise InputError(f"unexpected {' '.join(script_arguments)}: only a script with --vary-argument takes arguments")
+
     # Everything that can be wrong with the command itself shows before torch is loaded.
     parse_vary(vary)
     select(scenarios)
@@ -110,3 +146,19 @@ def fit(
         output.keep(found)
         text = output.drawn(found)
     output.write(text)
+
+
+_OF_SCRIPTS: Final = frozenset(
+    "target script_arguments argument gpu budget margin allocator unit format file save force debug".split()
+)
+
+
+def _refuse_model_options() -> None:
+    """A script brings its own model, data and optimizer."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        given = context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+        if given and option.name not in _OF_SCRIPTS:
+            raise InputError(
+                f"{max(option.opts, key=len)} is for models: a script with --vary-argument says that itself"
+            )

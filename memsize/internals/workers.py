@@ -96,6 +96,11 @@ class Workers:
         self._hire(count)
         return self._shared_out(requests)
 
+    def apart(self, request: Request) -> Any:
+        """What the subject returns for one request, from a process that is used for nothing else."""
+        self._hire(len(self._workers) + 1)
+        return self._shared_out([request])[0]
+
     def _answer(self, request: Request) -> Any:
         method, *arguments = request
         return getattr(self._subject, method)(*arguments)

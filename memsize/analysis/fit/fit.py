@@ -196,8 +196,13 @@ def _searched_row(trials: Trials, variant: RunVariant, row: FitRow, likely: int 
         refused=trials.refused(variant),
         powers=not trials.vary.batch,
     )
+    return growing_row(found, row, linear=trials.vary.batch)
+
+
+def growing_row(found: Search, row: FitRow, *, linear: bool) -> FitRow:
+    """`row` with what a search found; `linear` where memory grows by as much with each size."""
     low, high = found.largest, found.above
-    growth = _growth(found, trials.vary.batch)
+    growth = _growth(found, linear)
     return replace(
         row,
         status=_status(found),

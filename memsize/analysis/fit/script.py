@@ -1,0 +1,162 @@
+"""The largest value of a script's own argument that fits: the script is run with one value after another.
+
+It runs on a GPU whose memory never ends, each time in a process of its own where the platform forks, with what it
+imports from installed packages imported before. The values that are looked at are those of any fit: a forecast from the
+runs so far says where to look, and the answer and the next value are run.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any, Final
+
+from memsize.analysis.findings.fit import RULES, FitEvidence
+from memsize.analysis.fit.fit import growing_row
+from memsize.analysis.fit.footprint import Footprint
+from memsize.analysis.fit.search import LIMIT, MOST_RUNS, largest
+from memsize.analysis.program import run_program, virtual_gpu
+from memsize.device.config import AllocatorConfig
+from memsize.errors import ForwardError, InputError, first_line
+from memsize.internals.user_code import is_library, parsed
+from memsize.internals.workers import Workers, can_fork
+from memsize.records.fit import Budget, Fit, FitRow
+from memsize.records.gpu import Card
+from memsize.records.trace import Trace
+from memsize.spec.script import VariedScript
+
+_AMPLE: Final = 2**50
+"""Bytes of a GPU on which no script runs out of memory."""
+_BEYOND: Final = 4
+"""How many times as large as a straight line through two runs says a value is tried at most: the data that a script
+makes for it are really made.
+"""
+
+
+class ScriptRuns:
+    """The runs of a script with different values of one argument, `steps` training steps each."""
+
+    def __init__(
+        self, script: VariedScript, card: Card, config: AllocatorConfig, steps: int, say: Callable[[str], None]
+    ) -> None:
+        self.script = script
+        self.made: dict[int, Footprint] = {}
+        self._card = replace(card, bytes=_AMPLE)
+        self._config = config
+        self._steps = steps
+        self._say = say
+
+    def run(self, value: int) -> Footprint:
+        """The run with one value; raises `ForwardError` where the script fails with it."""
+        if value not in self.made:
+            self._say(f"running {self.script.command(value)}")
+            trace, failure = self._apart(value)
+            if failure:
+                raise ForwardError(failure, trace)
+            self.made[value] = Footprint(value, trace, self._config)
+        return self.made[value]
+
+    def _apart(self, value: int) -> tuple[Trace, str]:
+        if not can_fork():
+            return self.trace(value)
+        with Workers(self, self._say) as workers:
+            found: tuple[Trace, str] = workers.apart(("silent_trace", value))
+            return found
+
+    def silent_trace(self, value: int) -> tuple[Trace, str]:
+        """`trace` in a process of its own, where nobody reads what the script prints."""
+        with (
+            open(os.devnull, "w") as nothing,
+            contextlib.redirect_stdout(nothing),
+            contextlib.redirect_stderr(nothing),
+        ):
+            for descriptor in (1, 2):
+                os.dup2(nothing.fileno(), descriptor)
+            return self.trace(value)
+
+    def trace(self, value: int) -> tuple[Trace, str]:
+        """What the script did with a value, and how it failed (empty: it did not)."""
+        arguments = self.script.valued(value)
+        found, error = run_program(
+            self.script.path, arguments, self._card, self._config, steps=self._steps, module=False
+        )
+        failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
+        return found.trace, failure
+
+    def import_packages(self) -> None:
+        """Import what the script imports at its top level from installed packages, once for all runs."""
+        with virtual_gpu(self._card, self._config, steps=0, allow_writes=False):
+            for name in _imported(self.script.path):
+                # What fails here fails in the script too, or was meant to.
+                with contextlib.suppress(Exception):
+                    if _is_installed(name):
+                        importlib.import_module(name)
+
+
+def fit_script(
+    script: VariedScript,
+    budgets: Sequence[Budget],
+    config: AllocatorConfig,
+    *,
+    steps: int = 3,
+    say: Callable[[str], None] = lambda _: None,
+) -> Fit:
+    """The largest value of the script's argument that fits each budget.
+
+    Raises `ForwardError` where the script fails with the value that it is given, and `InputError` where that value has
+    no effect on the memory of the GPU.
+    """
+    runs = ScriptRuns(script, budgets[0].card, config, steps, say)
+    runs.import_packages()
+    first, second = runs.run(script.value), runs.run(2 * script.value)
+    if first.pairs == second.pairs:
+        raise InputError(
+            f"{script.name} {first.size} and {second.size} take the same memory of the GPU: there is nothing to vary"
+        )
+    rows = tuple(_row(runs, budget, first, second) for budget in budgets)
+    return Fit(
+        model=script.command(),
+        inputs=(),
+        vary=script.name,
+        budgets=tuple(budgets),
+        fit_rows=rows,
+        optimizer="the script's optimizer",
+        findings=RULES.findings(FitEvidence(rows, tuple(budgets), script.name, None, ())),
+        notes=tuple(dict.fromkeys(note for run in runs.made.values() for note in run.trace.notes)),
+        traces={("as-given", size): run.trace for size, run in runs.made.items()},
+        runs=len(runs.made),
+    )
+
+
+def _row(runs: ScriptRuns, budget: Budget, first: Footprint, second: Footprint) -> FitRow:
+    """The answer for one budget, after the two runs that say about where to look."""
+    slope = max((second.requested - first.requested) // (second.size - first.size), 1)
+    about = max((budget.allocator - first.requested) // slope + first.size, second.size)
+    found = largest(
+        runs.run,
+        budget.allocator,
+        known=runs.made,
+        most=min(_BEYOND * about, LIMIT),
+        runs=MOST_RUNS - 2,
+    )
+    row = FitRow("as-given", "as the script runs", budget.name, budget.allocator, "unavailable")
+    return growing_row(found, row, linear=True)
+
+
+def _imported(path: str) -> Iterator[str]:
+    tree = parsed(path)
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def _is_installed(name: str) -> bool:
+    spec: Any = find_spec(name.partition(".")[0])
+    return spec is not None and bool(spec.origin) and is_library(spec.origin)

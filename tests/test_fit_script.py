@@ -1,0 +1,89 @@
+"""`memsize.fit_script`: the largest value of a script's own argument, by running the script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import memsize
+from memsize.cli import run as command
+from memsize.errors import ForwardError, InputError
+from memsize.spec.script import VariedScript
+
+MiB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "valued"),
+    [
+        (["--lr", "1", "--batch-size", "8"], "batch-size", ("--lr", "1", "--batch-size", "9")),
+        (["--batch_size=8", "--lr=1"], "--batch-size", ("--batch_size=9", "--lr=1")),
+        (["-b", "8"], "b", ("-b", "9")),
+        (["train.batch_size=8", "+x=1"], "train.batch_size", ("train.batch_size=9", "+x=1")),
+        (["config.yaml", "+n=8"], "n", ("config.yaml", "+n=9")),
+    ],
+)
+def test_the_argument_is_found_however_it_is_written(arguments: list[str], name: str, valued: tuple[str, ...]) -> None:
+    script = VariedScript.of("train.py", arguments, name)
+    assert script.value == 8 and script.valued(9) == valued
+    assert script.command() == f"train.py {' '.join(arguments)}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "text"),
+    [
+        (["--batch-size", "8"], "batch", "did you mean --batch-size?"),
+        ([], "batch", "no argument 'batch': write it with a value after train.py"),
+        (["--batch-size", "auto"], "batch-size", "--batch-size is 'auto'"),
+        (["--batch-size"], "batch-size", "--batch-size is 'empty'"),
+        (["n=0"], "n", "n is '0'"),
+        (["n=1.5"], "n", "n is '1.5'"),
+    ],
+)
+def test_what_cannot_vary_is_said(arguments: list[str], name: str, text: str) -> None:
+    with pytest.raises(InputError) as raised:
+        VariedScript.of("train.py", arguments, name)
+    assert text in str(raised.value)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import sys, torch\n"
+        "n, grows = int(sys.argv[2]), sys.argv[3:] != ['--fixed']\n"
+        "assert n != 3, 'three is refused'\n"
+        "print('never seen')\n"
+        "x = torch.empty((n if grows else 1) * 2**20, dtype=torch.uint8, device='cuda')\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_the_largest_value_fits_and_the_next_does_not(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """650 MiB of 750 are the context's: a tensor of 100 MiB is one segment of as much, one of 101 takes 102."""
+    found = memsize.fit_script(script, ["--size", "20"], vary="size", gpu="t4", budget="750MiB")
+    row = found.fit_rows[0]
+    assert (row.status, row.size, row.peak, row.next_size) == ("found", 100, 100 * MiB, 101)
+    assert row.per_step == MiB and found.runs <= 8 and found.vary == "--size"
+    assert "never seen" not in capfd.readouterr().out
+
+
+def test_a_value_without_effect_and_a_failing_script_are_said(script: Path) -> None:
+    with pytest.raises(InputError, match="--size 20 and 40 take the same memory of the GPU"):
+        memsize.fit_script(script, ["--size", "20", "--fixed"], vary="size", gpu="t4")
+    with pytest.raises(ForwardError, match="three is refused"):
+        memsize.fit_script(script, ["--size", "3"], vary="size", gpu="t4")
+    with pytest.raises(InputError, match="no such script"):
+        memsize.fit_script("none.py", ["--size", "3"], vary="size", gpu="t4")
+
+
+def test_the_command_takes_the_scripts_arguments(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["fit", "--gpu", "t4", "--budget", "750MiB", "--vary-argument", "size"]
+    assert command([*asked, "--", str(script), "--size", "20"]) == 0
+    assert "largest --size that fits" in capsys.readouterr().out
+    assert command([*asked, "--train", "adamw", "--", str(script), "--size", "20"]) == 2
+    assert "--train is for models" in capsys.readouterr().err
+    assert command(["fit", "model.py", "--gpu", "t4", "--", "--size", "20"]) == 2
+    capsys.readouterr()
