@@ -787,6 +787,30 @@ def test_more_capacity_changes_nothing_where_there_was_enough(events, config):
     assert bounded.final == ample.final
 
 
+@settings(deadline=None)
+@given(streams(), configs, st.integers(0, 100), st.integers(0, 100))
+def test_a_replay_holds_with_every_capacity_between_what_was_reserved_and_what_was_refused(events, config, one, other):
+    config = replace(config, expandable_segments=False, memory_fraction=1.0)
+    result = replay(events, config, capacity=one * 2 * MiB)
+    assert result.holds_with(one * 2 * MiB) and not result.holds_with(result.reserved.bytes - 1)
+    assert (result.refused is None) <= (result.out_of_memory is None)
+    if result.holds_with(other * 2 * MiB):
+        assert replay(events, config, capacity=other * 2 * MiB) == result
+    if result.refused is not None:
+        assert result.holds_with(result.refused - 1) and not result.holds_with(result.refused)
+
+
+def test_the_least_that_was_refused():
+    events = [(0, 30 * MiB), (0, -30 * MiB), (1, 40 * MiB), (1, -40 * MiB), (2, 60 * MiB)]
+    # With 65 MiB, 30 + 40 is refused, then 40 + 60; once all is given back there is room.
+    result = replay(events, capacity=65 * MiB)
+    assert (result.refused, result.reserved.bytes, result.out_of_memory) == (70 * MiB, 60 * MiB, None)
+    # With 50 MiB the last request fails all the same: 60 MiB is the least that it needs.
+    failed = replay(events, capacity=50 * MiB)
+    assert (failed.refused, failed.reserved.bytes, failed.out_of_memory.event) == (60 * MiB, 40 * MiB, 4)
+    assert replay(events).refused is None
+
+
 def free_blocks(result, like=None):
     """(bytes, address) of each free block, in segments of the same stream and size class as `like`."""
     return [

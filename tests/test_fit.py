@@ -214,6 +214,14 @@ def test_what_is_needed_is_the_least_that_fits(fixed: int, varying: list[int]) -
         assert run.needs(capacity) == run.needs()
 
 
+@given(st.integers(1, 50 * MiB), st.lists(st.integers(1, 30 * MiB), min_size=1, max_size=6))
+def test_a_replay_that_is_known_is_that_of_the_capacity(fixed: int, varying: list[int]) -> None:
+    run, fresh = footprint(1, fixed, varying), footprint(1, fixed, varying)
+    run.needs()
+    for capacity in range(run.requested, run.unbounded.reserved.bytes + 4 * MiB, MiB):
+        assert run.bounded(capacity) == fresh._replayed(capacity)
+
+
 @given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 40), st.integers(1, 1000))
 def test_a_forecast_from_two_runs_is_exact_on_a_line(a: int, b: int, first: int, more: int, size: int) -> None:
     runs = [footprint(n, 1000, [a * n + b]) for n in (first, first + more)]

@@ -98,6 +98,15 @@ class Replay:
     timeline: Timeline | None = None
     skipped: frozenset[int] = frozenset()
     """The storages that the run did without, as there was no room for them."""
+    refused: int | None = None
+    """The least that CUDA refused to bring the reserved bytes to; None where it refused nothing."""
+
+    def holds_with(self, capacity: int) -> bool:
+        """Whether it is the replay with `capacity` bytes too: with them, CUDA would have granted and refused the same.
+
+        Only where nothing else depends on the capacity: a fraction of the card, or the span of an expandable segment.
+        """
+        return self.reserved.bytes <= capacity and (self.refused is None or capacity < self.refused)
 
     @property
     def fragmentation(self) -> float:
@@ -121,6 +130,7 @@ class Allocator:
         self.streams = streams or {}
         self.optional = optional
         self.skipped: set[int] = set()
+        self.refused: int | None = None
         self.seen = 0
         self.memory = Memory(None if capacity is None else capacity // BLOCK)
         self.pools: dict[tuple[int, bool], Pool] = {}
@@ -187,9 +197,11 @@ class Allocator:
         return LimitedPool(self.memory, least, most, rounding // BLOCK, self._clock)
 
     def _obtain(self, pool: Pool, size: int, segment: int) -> int:
-        if self.allowed is not None and (self.memory.reserved + segment) * BLOCK > self.allowed:
-            return 0
-        return pool.extend(size, segment)
+        wanted = (self.memory.reserved + segment) * BLOCK
+        block = 0 if self.allowed is not None and wanted > self.allowed else pool.extend(size, segment)
+        if not block:
+            self.refused = wanted if self.refused is None else min(wanted, self.refused)
+        return block
 
     def _release(self) -> bool:
         for pool in self.pools.values():
@@ -349,6 +361,7 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
         failure,
         None if rows is None else _timeline(rows, segments, ends),
         frozenset(allocator.skipped),
+        allocator.refused,
     )
 
 

@@ -70,11 +70,19 @@ class Footprint:
     def bounded(self, capacity: int | None) -> Replay:
         """The replay with `capacity` bytes available: cached blocks are given back before it fails."""
         if capacity not in self.replays:
-            # A budget is what a fraction of the card leaves already.
-            total = None if capacity is None else self.config.card_of(capacity)
-            streams = self.trace.streams
-            self.replays[capacity] = replay(self.pairs, self.config, capacity=capacity, total=total, streams=streams)
+            self.replays[capacity] = self._known(capacity) or self._replayed(capacity)
         return self.replays[capacity]
+
+    def _known(self, capacity: int | None) -> Replay | None:
+        """A replay with another capacity that is the same with this one."""
+        if capacity is None or self.config.expandable_segments or self.config.memory_fraction < 1:
+            return None
+        return next((made for made in self.replays.values() if made.holds_with(capacity)), None)
+
+    def _replayed(self, capacity: int | None) -> Replay:
+        # A budget is what a fraction of the card leaves already.
+        total = None if capacity is None else self.config.card_of(capacity)
+        return replay(self.pairs, self.config, capacity=capacity, total=total, streams=self.trace.streams)
 
     def fits(self, capacity: int) -> bool:
         """Whether the run ends well with `capacity` bytes for the allocator."""
