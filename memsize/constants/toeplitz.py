@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from memsize.constants.op_traits import OpTraits
-from memsize.constants.values import ConstantState, constant_of, entry_of, is_small, is_uniform, set_constant, state_of
+from memsize.constants.values import (
+    ConstantState,
+    constant_of,
+    differ,
+    entry_of,
+    is_small,
+    is_uniform,
+    set_constant,
+    state_of,
+)
 from memsize.internals.pytree import map_tensors, tensors_in
 
 
@@ -71,7 +80,7 @@ def diagonals_in(matrix: Tensor) -> Tensor | None:
     matrix = matrix.reshape(matrix.shape[-2:])
     # Most matrices are no such ones, which their first rows tell.
     for rows in (2, len(matrix)):
-        if not torch.equal(matrix[1:rows, 1:], matrix[: rows - 1, :-1]):
+        if differ(matrix[1:rows, 1:], matrix[: rows - 1, :-1]):
             return None
     return torch.cat([matrix[:, 0].flip(0), matrix[0, 1:]])
 
