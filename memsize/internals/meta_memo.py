@@ -61,7 +61,7 @@ class MetaMemo:
         with suspended():
             result = func(*args, **kwargs)
         if key is not None:
-            self._remember(key, result, (args, kwargs))
+            self._remember(func, key, result, (args, kwargs))
         return result
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
@@ -76,7 +76,7 @@ class MetaMemo:
         except _UnkeyedError:
             return None
 
-    def _remember(self, key: Hashable, result: Any, arguments: Any) -> None:
+    def _remember(self, func: Any, key: Hashable, result: Any, arguments: Any) -> None:
         kind = type(result)
         if kind not in (torch.Tensor, tuple, list):
             return
@@ -86,6 +86,8 @@ class MetaMemo:
             return
         taken = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)}
         made = {tensor.untyped_storage()._cdata for tensor in tensors}
+        if made & taken:
+            self._pure[func] = False  # as with `_unsafe_view`, whose schema conceals it
         if len(made) < len(tensors) or made & taken:
             return
         if len(self._answers) >= self._limit:
