@@ -126,9 +126,10 @@ def load_inputs(text: str, machine: Machine = nullcontext) -> InputMaker:
 
 @contextmanager
 def _loading(scope: ImportScope) -> Iterator[None]:
+    from memsize.loading.late_compiler import compiler_late
     from memsize.loading.torchvision_ops import torchvision_importable
 
-    with random_numbers_kept(), scope.entered(), torchvision_importable():
+    with random_numbers_kept(), scope.entered(), torchvision_importable(), compiler_late():
         yield
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from memsize.errors import TargetError, UnknownTargetError, in_one_line, quoted
 from memsize.loading.building import build, random_numbers_kept
+from memsize.loading.late_compiler import compiler_late
 from memsize.loading.target import Target
 from memsize.loading.torchvision_ops import remedy, torchvision_importable
 from memsize.spec.request import InputMaker
@@ -47,7 +48,7 @@ def named(target: Target, arguments: Mapping[str, object]) -> Named:
     """
     assert target.library is not None and target.name is not None
     library = importlib.import_module(f"memsize.loading.hubs.{_FILES[target.library]}")
-    with random_numbers_kept(), quiet(), torchvision_importable():
+    with random_numbers_kept(), quiet(), torchvision_importable(), compiler_late():
         found: Named = library.load(target.name, {**dict(target.options), **arguments})
     return found
 
