@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 import textwrap
 import threading
@@ -25,7 +26,7 @@ from memsize.errors import InputError
 from memsize.records.aggregates import split_phase
 from memsize.records.program import Holder, KeptGradients, ProgramRun
 from memsize.records.trace import Trace
-from memsize.tracing.ledger import Workspaces
+from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.workloads.program import Program
 from tests.models import Small
 
@@ -149,9 +150,8 @@ def test_the_programs_own_meta_tensors_are_on_no_gpu() -> None:
         assert {model.weight.device, there.device, (there + 1).device} == {torch.device("meta")}
         assert not model.weight.is_cuda and not program.ledger.events
         assert torch.tensor([1, 2], device="meta").device == there.new_tensor([1]).device == torch.device("meta")
-        for device in ("cpu", "cuda"):
-            with pytest.raises(NotImplementedError, match="no data"):
-                there.to(device)
+        with pytest.raises(NotImplementedError, match="no data"):
+            there.to("cpu")
         assert torch.empty_like(there, device="cpu").device.type == "cpu"
         model.to_empty(device="cuda")
         assert model.weight.is_cuda and torch.cuda.memory_allocated() == 512 * 512 * 4 + 2048
@@ -163,6 +163,9 @@ def test_what_pytorch_makes_beside_a_tensor_on_the_gpu_is_there_too() -> None:
         data = torch.ones(8, 8, device="cuda")
         data[0] = 3
         assert torch.where(data > 0, data, 0.0).is_cuda and torch.nn.functional.one_hot(data[0].long(), 4).is_cuda
+        assert all(
+            same is data for same in (data.to("cuda"), data.to(device="cuda"), data.cuda(), data.to(data.device))
+        )
         assert torch.arange(3).to(data).is_cuda and torch.arange(3).type_as(data).is_cuda
         assert torch.ones(8).to(data.long()).dtype is torch.int64
 
@@ -405,6 +408,58 @@ def test_a_script_allocates_what_the_traced_loop_does(tmp_path: Path) -> None:
     assert _allocated(found.trace, *phases) == _allocated(traced.trace, *phases)
     assert [layer.path for layer in found.trace.layers][1:3] == ["conv", "norm"]
     assert found.peak.roles["parameter"] == sum(p.nbytes for p in Small().parameters())
+
+
+LOOP = """
+    import sys, torch
+    from torch import nn
+    torch.set_default_device(sys.argv[1])
+    model = nn.Sequential(nn.Embedding(100, 64), nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
+    teacher = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1, foreach=False)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    average = [each.detach().clone() for each in model.parameters()]
+    for step in range(3):
+        words, targets = torch.randint(100, (8, 16)), torch.randint(10, (8 * 16,))
+        with torch.no_grad():
+            wanted = teacher(model[0](words)).softmax(-1).flatten(0, 1)
+        answers = model(words).flatten(0, 1)
+        loss = nn.functional.cross_entropy(answers, targets) + (answers.softmax(-1) - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+        optimizer.step()
+        scheduler.step()
+        for kept, new in zip(average, model.parameters()):
+            kept.mul_(0.9).add_(new.detach(), alpha=0.1)
+    if sys.argv[1] == "cuda":
+        print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+"""
+
+
+def test_a_program_allocates_what_it_really_allocates_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same program, run twice: really, on the CPU, and on the virtual GPU, without library workspaces."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(LOOP), encoding="utf-8")
+    program = Program("test", card("t4"), Workspaces(), AllocatorConfig(), 0)
+    assert program.run(str(script), ["cuda"]) is None
+    real = Ledger("cpu")
+    try:
+        with real, monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", [str(script), "cpu"])
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        torch.set_default_device(None)
+    assert [event.delta for event in program.ledger.events] == [event.delta for event in real.events]
+
+
+def test_what_the_program_reads_is_what_the_report_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, error = ran(tmp_path, LOOP, "cuda", steps=0)
+    assert error is None
+    allocated, reserved = map(int, capsys.readouterr().out.split())
+    assert (found.peak.allocated, found.peak.reserved) == (allocated, reserved)
 
 
 def test_evaluation_is_told_apart_and_every_root_has_its_name(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from memsize.constants.values import ConstantState, constant_of, set_constant
 from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
 
+_THERE = torch.device("meta")
 _META = torch.device("meta", 0)
 """Where stand-ins for tensors on a GPU are. Tensors forget the number; it tells what is asked for here from the `meta`
 that a program names itself.
@@ -277,17 +278,24 @@ def _moved(original: Function) -> Function:
         if args and isinstance(args[0], Tensor) and args[0].is_meta and not tensor.is_meta:
             args = (_META, args[0].dtype, *args[1:])
         elif args and not isinstance(args[0], (torch.dtype, Tensor)) and _names_cuda(args[0]):
-            args = (_META, *args[1:])
-        return original(tensor, *args, **(_on_meta(kwargs) if "device" in kwargs else kwargs))
+            args = (_place_for(tensor), *args[1:])
+        elif "device" in kwargs and kwargs["device"] is not None and _names_cuda(kwargs["device"]):
+            kwargs = kwargs | {"device": _place_for(tensor)}
+        return original(tensor, *args, **kwargs)
 
     return moved
 
 
 def _moved_to_cuda(_: Function) -> Function:
     def moved(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        return tensor.to(_META)
+        return tensor.to(_place_for(tensor))
 
     return moved
+
+
+def _place_for(tensor: Tensor) -> torch.device:
+    """Where `tensor` is moved to the GPU: PyTorch returns it as it is if that is the very device that it is on."""
+    return _THERE if tensor.is_meta else _META
 
 
 def _with_states_moved(original: Function) -> Function:
