@@ -26,6 +26,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from memsize.analysis.guard import Guard
     from memsize.analysis.step import StepTrace
     from memsize.api import (
         audit_layout,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         explain,
         fit,
         fit_script,
+        guard,
         load,
         read_checkpoint,
         report,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         virtual_gpu,
     )
     from memsize.errors import (
+        BudgetError,
         CheckpointError,
         ForwardError,
         InputError,
@@ -65,11 +68,13 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = [
+    "BudgetError",
     "CheckpointError",
     "Comparison",
     "Explanation",
     "Fit",
     "ForwardError",
+    "Guard",
     "InputError",
     "LayoutReport",
     "MemsizeError",
@@ -88,6 +93,7 @@ __all__ = [
     "explain",
     "fit",
     "fit_script",
+    "guard",
     "load",
     "read_checkpoint",
     "report",
@@ -105,6 +111,7 @@ _HOMES = {
         "explain",
         "fit",
         "fit_script",
+        "guard",
         "load",
         "read_checkpoint",
         "report",
@@ -119,6 +126,7 @@ _HOMES = {
     "memsize.records.program": ("ProgramRun",),
     "memsize.records.report": ("Report",),
     "memsize.errors": (
+        "BudgetError",
         "CheckpointError",
         "ForwardError",
         "InputError",
@@ -130,6 +138,7 @@ _HOMES = {
     ),
     "memsize.records.fit": ("Fit",),
     "memsize.records.layout": ("LayoutReport",),
+    "memsize.analysis.guard": ("Guard",),
     "memsize.analysis.step": ("StepTrace",),
     "memsize.spec.stack": ("Stack",),
     "memsize.spec.training": ("Training",),

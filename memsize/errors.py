@@ -7,6 +7,7 @@
     ├── ForwardError     the model's own forward or training step failed; says where, and keeps what ran before it
     ├── CheckpointError  a checkpoint file is missing, damaged, or refused because it would run code
     ├── OutputError      the report cannot be written as asked
+    ├── BudgetError      a training loop would need more memory than there is
     └── UnknownValueError  a name that is none of the known ones; it is also one of the errors above
 
 Every message is one that a user can act on. The command line prints it and exits with status 2; the exception that
@@ -53,6 +54,10 @@ class CheckpointError(MemsizeError):
 
 class OutputError(MemsizeError):
     """The report cannot be written as asked."""
+
+
+class BudgetError(MemsizeError):
+    """A training loop would need more memory than there is, by the prediction of `memsize.guard`."""
 
 
 class UnknownValueError(MemsizeError):

@@ -2,6 +2,7 @@
 
 from memsize.api.comparing import compare
 from memsize.api.files import explain, load, read_checkpoint
+from memsize.api.guarding import guard
 from memsize.api.models import audit_layout, fit, report, shape_rule, trace, verify
 from memsize.api.programs import fit_script, run, virtual_gpu
 
@@ -11,6 +12,7 @@ __all__ = [
     "explain",
     "fit",
     "fit_script",
+    "guard",
     "load",
     "read_checkpoint",
     "report",
