@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 import textwrap
@@ -821,6 +822,16 @@ def test_files_that_were_there_are_left_alone_and_weights_are_not_written(tmp_pa
     assert (tmp_path / "newer.txt").read_text(encoding="utf-8") == "2"
     assert any(line.startswith("1.00 MiB to") for line in found.unwritten)
     (tmp_path / "old.txt").write_text("still mine to write", encoding="utf-8")
+
+
+def test_trackers_are_switched_off_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with gpu():
+        assert os.environ["WANDB_MODE"] == "disabled" and os.environ["NEPTUNE_MODE"] == "debug"
+        folder = Path(os.environ["MLFLOW_TRACKING_URI"].removeprefix("file://"))
+        assert folder.is_dir()
+    assert os.environ["WANDB_MODE"] == "online" and "MLFLOW_TRACKING_URI" not in os.environ and not folder.exists()
 
 
 # -- outside ----------------------------------------------------------------------------------------------------------

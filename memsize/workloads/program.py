@@ -31,6 +31,7 @@ from memsize.virtual.memory import DeviceMemory, OutOfDeviceMemoryError
 from memsize.virtual.modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
 from memsize.virtual.tensors import Replacement
+from memsize.virtual.trackers import trackers_off
 from memsize.virtual.waiting import Waits
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.program_steps import ProgramSteps, in_step
@@ -110,6 +111,7 @@ class Program:
             virtual_gpu(driver, self.ledger, (*own, *more)),
             steps_watched(self.ledger, everywhere=True),
             self.steps.counted(),
+            trackers_off(),
             self.files.guarded(),
         ):
             yield
