@@ -81,14 +81,15 @@ def report(
 
     subject = Subject.of(model_or_target, input_size, **given)
     asked, say, software = select(scenarios), progress or (lambda _: None), Stack.of(stack)
-    with model_of(subject, say, gpu) as loaded:
+    trained = _training(train)
+    with model_of(subject, say, gpu, trained is not None and trained.is_own) as loaded:
         from memsize.analysis.report import ReportBuilder, stored_report
         from memsize.analysis.runner import Runner, plans_of
 
         if not (subject.has_input or loaded.maker or train or execute or scenarios is not None):
             return stored_report(loaded.name, loaded.model, loaded.notes)
         found = with_inputs(subject, loaded)
-        where, trained = card(gpu) if gpu else None, _training(train)
+        where = card(gpu) if gpu else None
         plans = plans_of(where or card(DEFAULT_GPU)) if where or trained else None
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans, stack=software)
         builder = ReportBuilder(runner, trained, peaks=where is not None, config=config, say=say)
@@ -138,7 +139,7 @@ def trace(
     where, asked, software = card(gpu or DEFAULT_GPU), scenario_named(scenario), Stack.of(stack)
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
     settings = AllocatorConfig.of(config, software.release)
-    with opened(subject, gpu=where.name) as found:
+    with opened(subject, gpu=where.name, own=training is not None and training.is_own) as found:
         from memsize.analysis.runner import Runner, plans_of
         from memsize.workloads.training import OwnLoop, step_workload
 
@@ -189,7 +190,7 @@ def fit(
     capacities = budgets(gpu, budget, margin, software, settings.memory_fraction)
     trained, say = _training(train), progress or (lambda _: None)
     run_as = replace(subject, mode=subject.mode or ("train" if trained else "eval"))
-    with opened(run_as, say, capacities[0].card.name) as found:
+    with opened(run_as, say, capacities[0].card.name, trained is not None and trained.is_own) as found:
         from memsize.analysis.fit.fit import FitRequest, find_fit
         from memsize.analysis.fit.trials import Trials
 

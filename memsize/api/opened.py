@@ -37,9 +37,11 @@ class Loaded(NamedTuple):
 
 
 @contextmanager
-def opened(subject: Subject, say: Callable[[str], None] = lambda _: None, gpu: str | None = None) -> Iterator[Opened]:
+def opened(
+    subject: Subject, say: Callable[[str], None] = lambda _: None, gpu: str | None = None, own: bool = False
+) -> Iterator[Opened]:
     """The subject with its model built; while open, a target's own imports work as it expects."""
-    with model_of(subject, say, gpu) as loaded:
+    with model_of(subject, say, gpu, own) as loaded:
         yield with_inputs(subject, loaded)
 
 
@@ -53,11 +55,13 @@ def with_inputs(subject: Subject, loaded: Loaded) -> Opened:
 
 
 @contextmanager
-def model_of(subject: Subject, say: Callable[[str], None] = lambda _: None, gpu: str | None = None) -> Iterator[Loaded]:
+def model_of(
+    subject: Subject, say: Callable[[str], None] = lambda _: None, gpu: str | None = None, own: bool = False
+) -> Iterator[Loaded]:
     """The subject's model. While open, a target's own imports work as it expects.
 
     The user's code runs only in here: one thread at a time, and the process is as it was afterwards. Where it wants a
-    GPU and there is none, it has that of the name `gpu`.
+    GPU and there is none, it has that of the name `gpu`. With `own` the model's forward is its own training step.
     """
 
     def machine() -> AbstractContextManager[None]:
@@ -73,7 +77,7 @@ def model_of(subject: Subject, say: Callable[[str], None] = lambda _: None, gpu:
         target = parse_target(subject.model)  # what cannot be one shows before torch is loaded
         say(f"loading {subject.model}")
         with _users_code_runs():
-            loaded = load(target, subject.arguments, machine)
+            loaded = load(target, subject.arguments, machine, own)
             with loaded.importable(), _told(loaded.module), _untouched(loaded.module):
                 yield Loaded(loaded.name, loaded.module, loaded.notes, loaded.inputs, machine)
         return

@@ -138,7 +138,8 @@ _FIT_MODE = click.option(
 _TRAIN = click.option(
     "--train",
     metavar="OPTIMIZER",
-    help="Run training steps with this optimizer: adamw, adamw:fused, sgd:momentum=0.9 …",
+    help="Run training steps with this optimizer: adamw, adamw:fused, sgd:momentum=0.9 …; own: the step of a "
+    "LightningModule or a Hugging Face Trainer.",
 )
 _STEPS = click.option(
     "--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Training steps to run."

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from memsize.errors import ExitError, InputError, TargetError, UnknownTargetError, exits_caught, quoted
 from memsize.loading.building import build, gpu_advice, lacks_gpu, random_numbers_kept, user_traceback
 from memsize.loading.inputs import input_maker
+from memsize.loading.own_step import is_trainer, own_step
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import Target, parse_target
 from memsize.spec.request import InputMaker, Request
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 Machine = Callable[[], AbstractContextManager[Any]]
 """Opens a region in which this process has a GPU."""
+_OWN = (
+    "the training step is the target's own, {}: how gradients are accumulated and clipped, and the precision, are not "
+    "taken from its trainer"
+)
 _Found = TypeVar("_Found")
 
 __all__ = [
@@ -61,17 +66,23 @@ class LoadedModel:
 
     def importable(self) -> AbstractContextManager[None]:
         """While it is entered, what the target could import while it loaded can be imported again: by its forward."""
-        if self.inputs is not None:
-            return nullcontext()  # a library's model imports what is installed
-        if self.scope is None:
+        if self.scope is not None:
+            return self.scope.entered()
+        if self.inputs is None:
             raise ValueError(f"{self.name} was not loaded from a target")
-        return self.scope.entered()
+        return nullcontext()  # a library's model imports what is installed
 
 
 def load(
-    target: str | Target, arguments: Mapping[str, object] | None = None, machine: Machine = nullcontext
+    target: str | Target,
+    arguments: Mapping[str, object] | None = None,
+    machine: Machine = nullcontext,
+    own: bool = False,
 ) -> LoadedModel:
     """The model that `target` names, built with `arguments` where it is a class or a function.
+
+    A Hugging Face `Trainer` stands for its model, with its first batch as input. With `own` the model's forward is the
+    training step of its own (`own_step`).
 
     What fails on this machine, which has no GPU, is loaded once more on `machine`, which has one. The global random
     generators, ``sys.path`` and the names in ``sys.modules`` are afterwards as they were. Raises `TargetError` saying
@@ -90,8 +101,13 @@ def load(
             module = _imported(target, scope, module_name)
             name = target.name or _only_class(module, target)
             label = f"{target.place}:{name}"
-            built, note = build(_looked_up(module, name, target), label, arguments or {}, scope.owns)
-        return LoadedModel(built, label, (note,) if note else (), scope)
+            found = _looked_up(module, name, target)
+            trainer = found if is_trainer(found) else None
+            built, note = build(trainer.model if trainer else found, label, arguments or {}, scope.owns)
+            inputs = _made_on(machine, scope, _trained(built, trainer, own)) if trainer or own else None
+        notes = [note] if note else []
+        notes += [_OWN.format(own_step(built, trainer).name)] if own else []
+        return LoadedModel(built, label, tuple(notes), scope, inputs)
 
     return _with_gpu_where_wanted(loaded, machine)
 
@@ -115,13 +131,25 @@ def load_inputs(text: str, machine: Machine = nullcontext) -> InputMaker:
     scope, function = _with_gpu_where_wanted(loaded, machine)
     if not callable(function):
         raise TargetError(f"{label} is no function: --inputs wants one that returns the model's inputs")
-    maker = input_maker(function, label, scope)
+    return _made_on(machine, scope, input_maker(function, label, scope))
+
+
+def _made_on(machine: Machine, scope: ImportScope, maker: InputMaker) -> InputMaker:
+    """What `maker` makes, with the imports of `scope`, and on `machine` where it fails here."""
 
     def make(request: Request) -> Any:
         with scope.entered():
             return _with_gpu_where_wanted(lambda: maker.make(request), machine)
 
     return replace(maker, make=make)
+
+
+def _trained(model: nn.Module, trainer: Any, own: bool) -> InputMaker:
+    """The batch with which a model is trained, and the step as its forward where that is asked for."""
+    step = own_step(model, trainer)
+    if own:
+        vars(model)["forward"] = step
+    return step.inputs()
 
 
 @contextmanager

@@ -24,6 +24,9 @@ OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {
 }
 """Names of optimizers: the class in `torch.optim` and what is passed to it beside the parameters."""
 
+OWN = "own"
+"""The optimizer's name that asks for the step that the target itself describes."""
+
 LOSSES = ("own", "cross_entropy", "mse", "bce", "mean", "sum")
 """Names of losses; what each computes stands in `memsize.workloads.losses`."""
 
@@ -33,7 +36,8 @@ class Training:
     """One training step.
 
     `optimizer` is a name of `OPTIMIZERS` with options after a colon (``"adamw:fused"``, ``"sgd:momentum=0.9"``), or a
-    function from parameters to an optimizer. `loss` is a name of `LOSSES`, a function of the model's output, or None
+    function from parameters to an optimizer; ``"own"`` is the step that a LightningModule or a Hugging Face `Trainer`
+    describes, its loss included. `loss` is a name of `LOSSES`, a function of the model's output, or None
     for the one that the output suggests. `steps` steps are run: state is created in the first, so that the second is
     the first ordinary one. `accumulate` forwards and backwards are made per step. `set_to_none` is `zero_grad`'s. `ema`
     keeps an averaged copy of the parameters. `scaler` uses a GradScaler (None: under float16 autocast).
@@ -50,10 +54,15 @@ class Training:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.accumulate < 1:
             raise InputError("a training needs at least one step and one backward per step")
-        if isinstance(self.optimizer, str):
+        if isinstance(self.optimizer, str) and not self.is_own:
             parse_optimizer(self.optimizer)
         if isinstance(self.loss, str) and self.loss not in LOSSES:
             raise UnknownInputError("loss", self.loss, LOSSES)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the step is the target's own."""
+        return self.optimizer == OWN
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,12 @@ _CUDA = "12.8"
 _CUDNN = 91501
 _EAGER = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
 _COMPILER = "torch._dynamo"
+_REMEMBERING = (
+    "transformers.utils.import_utils",
+    "accelerate.utils.imports",
+    "diffusers.utils.import_utils",
+    "torch.utils._triton",
+)
 _open = threading.Lock()
 
 
@@ -48,6 +54,8 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
         raise InputError("this process has a virtual GPU already")
     with ExitStack() as regions:
         regions.callback(_open.release)
+        regions.callback(_forget_answers)
+        _forget_answers()
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
         for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
             regions.enter_context(region)
@@ -56,6 +64,14 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
         threads = regions.enter_context(Threads(ledger, semantics))
         regions.enter_context(_replaced((threads.replacement(), *_replacements(driver, ledger), *more)))
         yield
+
+
+def _forget_answers() -> None:
+    """Let libraries ask again whether there is a GPU: they remember the answer, also that of this region."""
+    for library in _REMEMBERING:
+        for known in list(vars(sys.modules.get(library, object)).values()):
+            if hasattr(known, "cache_clear"):
+                known.cache_clear()
 
 
 def _replacements(driver: Driver, ledger: VirtualLedger) -> Iterator[Replacement]:
@@ -73,6 +89,7 @@ def _of_cuda(driver: Driver) -> Iterator[Replacement]:
     cuda: Any = torch.cuda
     yield cuda, "_lazy_init", lambda: None
     yield cuda, "_initialized", True
+    yield cuda, "_cached_device_count", None
     yield cuda, "_is_in_bad_fork", lambda: False
     yield cuda, "_get_device_properties", lambda device: driver.properties
     yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]

@@ -23,7 +23,7 @@ from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Run, Setup
 from memsize.workloads.forward import Inference
 from memsize.workloads.losses import Losses
-from memsize.workloads.optimizers import make_optimizer, steps_watched
+from memsize.workloads.optimizers import make_optimizer, own_optimizer, steps_watched
 
 Body = Callable[..., Any]
 
@@ -119,7 +119,7 @@ class Loop:
         if not self.parameters:
             raise InputError("no parameter of the model requires a gradient: there is nothing to train")
         self.masters = _master_copies(self.parameters, self.ledger) if setup.masters else None
-        self.optimizer = make_optimizer(training.optimizer, self._updated())
+        self.optimizer = own_optimizer(setup.model) if training.is_own else self._named_optimizer()
         self.losses = Losses(training.loss, self.ledger)
         scaled = setup.scaled if training.scaler is None else training.scaler
         self.scaler = torch.amp.GradScaler("cuda") if scaled else None
@@ -134,6 +134,9 @@ class Loop:
         if self.average:
             with self.ledger.clock.during("ema"), torch.no_grad():
                 torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 0.001)
+
+    def _named_optimizer(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.training.optimizer, self._updated())
 
     def _updated(self) -> list[torch.Tensor]:
         """What the optimizer updates: the parameters, or their float32 masters."""

@@ -75,8 +75,8 @@ def _trained(variant: RunVariant) -> Training:
 
 
 def _optimizer_name(training: Training) -> str:
-    if not isinstance(training.optimizer, str):
-        raise NotApplicable("the optimizer was given as a function")
+    if not isinstance(training.optimizer, str) or training.is_own:
+        raise NotApplicable("the optimizer is the target's own, or was given as a function")
     return training.optimizer
 
 
@@ -176,7 +176,7 @@ def eight_bit_state(variant: RunVariant) -> RunVariant:
 )
 def sgd(variant: RunVariant) -> RunVariant:
     training = _trained(variant)
-    if isinstance(training.optimizer, str) and parse_optimizer(training.optimizer).cls == "SGD":
+    if isinstance(training.optimizer, str) and not training.is_own and parse_optimizer(training.optimizer).cls == "SGD":
         raise NotApplicable("the optimizer is SGD already")
     return replace(variant, training=replace(training, optimizer="sgd"))
 
