@@ -7,6 +7,7 @@
     step = memsize.trace(model, (3, 64, 64), optimizer="adamw")
     step.peak                                            # what a GPU would show at the peak of a training step
     memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
+    memsize.check()                                      # the limits and baselines in pyproject.toml
     memsize.run("train.py", ["--epochs", "1"], gpu="t4")        # a script of yours, on a GPU that isn't there
     memsize.fit_script("train.py", ["-b", "8"], vary="b")       # the largest value of an argument of its own
     memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from memsize.analysis.step import StepTrace
     from memsize.api import (
         audit_layout,
+        check,
         compare,
         explain,
         fit,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         TargetError,
         UnknownValueError,
     )
+    from memsize.records.check import Check
     from memsize.records.comparison import Comparison
     from memsize.records.explanation import Explanation
     from memsize.records.fit import Fit
@@ -69,6 +72,7 @@ __version__ = VERSION
 
 __all__ = [
     "BudgetError",
+    "Check",
     "CheckpointError",
     "Comparison",
     "Explanation",
@@ -89,6 +93,7 @@ __all__ = [
     "UnknownValueError",
     "Verification",
     "audit_layout",
+    "check",
     "compare",
     "explain",
     "fit",
@@ -107,6 +112,7 @@ __all__ = [
 _HOMES = {
     "memsize.api": (
         "audit_layout",
+        "check",
         "compare",
         "explain",
         "fit",
@@ -121,6 +127,7 @@ _HOMES = {
         "verify",
         "virtual_gpu",
     ),
+    "memsize.records.check": ("Check",),
     "memsize.records.comparison": ("Comparison",),
     "memsize.records.explanation": ("Explanation",),
     "memsize.records.program": ("ProgramRun",),

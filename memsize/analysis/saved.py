@@ -25,6 +25,7 @@ KINDS = {
     "checkpoint": ("memsize.checkpoint.report", "CheckpointReport"),
     "verification": ("memsize.records.verification", "Verification"),
     "comparison": ("memsize.records.comparison", "Comparison"),
+    "check": ("memsize.records.check", "Check"),
     "explanation": ("memsize.records.explanation", "Explanation"),
 }
 """The record of each kind of saved run. It is imported when a file holds one."""

@@ -1,5 +1,6 @@
 """The composition: from a model, a program or a file to an answer. The command line and notebooks call these."""
 
+from memsize.api.checking import check
 from memsize.api.comparing import compare
 from memsize.api.files import explain, load, read_checkpoint
 from memsize.api.guarding import guard
@@ -8,6 +9,7 @@ from memsize.api.programs import fit_script, run, virtual_gpu
 
 __all__ = [
     "audit_layout",
+    "check",
     "compare",
     "explain",
     "fit",

@@ -26,7 +26,7 @@ from memsize.printable import LONGEST, shortened
 _USER, _BUG, _PIPE_CLOSED = 2, 1, 141
 
 
-_COMMANDS = ("run", "report", "checkpoint", "timeline", "fit", "layout", "diff", "verify", "explain")
+_COMMANDS = ("run", "report", "checkpoint", "timeline", "fit", "layout", "diff", "check", "verify", "explain")
 """The commands, each in a file of its name but for those of `_FILES`."""
 _FILES = {"run": "program"}
 """`run` is what starts them all, below."""

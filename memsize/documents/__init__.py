@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
 from memsize.documents.sections import Bars, Findings, Scene, Section, Verdict
 from memsize.records.answer import Drawable, FlatTable
@@ -18,6 +18,21 @@ from memsize.records.finding import Finding
 A = TypeVar("A", bound=Drawable)
 MOST_SENTENCES: Final = 4
 """How many a verdict has at most: what is read before one scrolls."""
+
+
+class Case(NamedTuple):
+    """One thing that was checked about `group`, at a line of a file; what is wrong has a `severity`, a `code` and a
+    `text`. `failed_to_run`: it could not be checked.
+    """
+
+    group: str
+    name: str
+    file: str
+    line: int
+    severity: str | None = None
+    code: str = ""
+    text: str = ""
+    failed_to_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,10 @@ class Document(ABC, Generic[A]):
         """The flat tables by name. The first is the one that a format of a single table holds."""
         return self.answer.tables()
 
+    def cases(self, unit: str) -> tuple[Case, ...]:
+        """What was checked, and what is wrong, for the formats of continuous integration; nothing by default."""
+        return ()
+
 
 def _bars_data(bars: Bars | None) -> dict[str, Any] | None:
     if bars is None:
@@ -106,6 +125,7 @@ _DOCUMENTS: Final = {
     "timeline": "memsize.documents.timeline:TimelineDocument",
     "program": "memsize.documents.program:ProgramDocument",
     "comparison": "memsize.documents.comparison:ComparisonDocument",
+    "check": "memsize.documents.check:CheckDocument",
     "explanation": "memsize.documents.explanation:ExplanationDocument",
     "why": "memsize.documents.comparison:WhyDocument",
 }

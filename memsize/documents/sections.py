@@ -24,6 +24,12 @@ class Path(str):
     __slots__ = ()
 
 
+class Sized(int):
+    """Bytes in a column of several units: drawn with their own."""
+
+    __slots__ = ()
+
+
 class Share(float):
     """A part of a whole: 0.5 is half of it."""
 
@@ -68,7 +74,7 @@ class Label(NamedTuple):
     hint: str = ""
 
 
-Cell = Label | Path | Specs | Words | Share | Change | Signed | Bytes | str | int | Missing | None
+Cell = Label | Path | Specs | Words | Share | Change | Signed | Sized | Bytes | str | int | Missing | None
 Kind = Literal["name", "text", "specs", "count", "bytes", "share", "words"]
 
 

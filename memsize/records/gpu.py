@@ -96,7 +96,8 @@ class GpuEstimate:
     cannot be derived offline, nor cuDNN's workspaces where the library is not there to be asked. `roles` add up to
     `requested`; `storages` are the largest ones alive at that moment, which falls in `peak_phase` of step `peak_step`
     (0: the run has no steps) and in `peak_layer`. `fragmentation` is the part of `reserved` at its peak that no block
-    uses.
+    uses. `tensors` is the peak of `requested` without the workspaces of CUDA's libraries, which depend on what is
+    installed.
 
     Near the limit of the card `reserved` counts what is left after cached segments were given back. Where the run may
     not fit, `shortage` says how it ends; where it certainly doesn't, all other figures are those of the same run with
@@ -115,3 +116,4 @@ class GpuEstimate:
     roles: Mapping[Role, int]
     storages: tuple[LiveStorage, ...]
     shortage: Shortage | None = None
+    tensors: int | None = None

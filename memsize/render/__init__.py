@@ -26,8 +26,12 @@ _FORMATS: Final = {
     "csv": ("memsize.render.csv:draw", (".csv",)),
     "html": ("memsize.render.html:page", (".html", ".htm")),
     "notebook": ("memsize.render.html:fragment", ()),
+    "github": ("memsize.render.github:draw", ()),
+    "sarif": ("memsize.render.sarif:draw", ()),
+    "junit": ("memsize.render.junit:draw", ()),
 }
-"""What draws each format, imported when it is asked for, and the suffixes of its files (none: it is never a file).
+"""What draws each format, imported when it is asked for, and the suffixes of its files (none: it is no file of any
+answer; a command that writes it says how its files end).
 
 All are called alike: with a document, the unit of bytes, and a width in characters, which only text minds.
 """
@@ -53,7 +57,7 @@ def render(answer: Drawable, format: str, *, unit: str = "MiB", width: int | Non
     place, _ = _FORMATS[format]
     text: str = resolve_name(place)(document(answer, **view), unit, width)
     # Whatever a renderer let through: no format needs a control character.
-    return printable_lines(text, escape=_in_json if format == "json" else None)
+    return printable_lines(text, escape=_in_json if format in ("json", "sarif") else None)
 
 
 def _in_json(character: str) -> str:

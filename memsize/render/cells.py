@@ -14,6 +14,7 @@ from memsize.documents.sections import (
     Path,
     Share,
     Signed,
+    Sized,
     Specs,
     Title,
     Words,
@@ -52,6 +53,8 @@ def draw_cell(cell: Cell, unit: str) -> str:
             return f"{cell:+.2%}".replace("-", MINUS) if cell else "0"
         case Signed():
             return f"{MINUS if cell < 0 else '+' if cell else ''}{draw_bytes(abs(cell), unit)}"
+        case Sized():
+            return format_bytes(cell, unit)
         case Bytes():
             return draw_bytes(cell, unit)
         case int():

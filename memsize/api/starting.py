@@ -1,0 +1,145 @@
+"""The first section of a project: a target with limits somewhat above what it needs today, appended to the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from memsize import files
+from memsize.api.models import report
+from memsize.errors import InputError, OutputError
+from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.project import NAME, SECTION, parse_section
+from memsize.spec.subject import Subject
+from memsize.spec.training import Training
+from memsize.units import UNITS
+
+_ROOM: Final = 1.1
+"""A first limit is a tenth above what the model needs."""
+
+
+def start_project(
+    folder: Path, subject: Subject, train: Training | None, gpu: str | None, scenario: str = "as-given"
+) -> tuple[Path, str]:
+    """Append a section about `subject` to the nearest pyproject.toml, or to a new one in `folder`: the file, and what
+    was added. The rest of the file stays as it is, byte for byte.
+
+    Raises `InputError` where the file is no TOML, and `OutputError` where it cannot hold the section.
+    """
+    from memsize.analysis.check import Measured
+
+    file = _nearest(folder)
+    asked: dict[str, Any] = (
+        {"scenarios": scenario, "train": train, "gpu": gpu or DEFAULT_GPU} if subject.has_input or train else {}
+    )
+    measured = Measured(report(subject, **asked), scenario)
+    section = _section(subject, train, gpu, scenario, dict(_limits(measured, train)), file)
+    parse_section(tomllib.loads(section)["tool"]["memsize"]["target"][0])
+    _append(file, section)
+    return file, section
+
+
+def _nearest(folder: Path) -> Path:
+    for each in (folder.absolute(), *folder.absolute().parents):
+        if (each / NAME).is_file():
+            return each / NAME
+    return folder.absolute() / NAME
+
+
+def _limits(measured: Any, train: Training | None) -> Iterator[tuple[str, object]]:
+    figures = measured.figures()
+    yield "parameters", _above(figures["parameter_bytes"])
+    if measured.result is not None:
+        yield "inference_peak", _above(measured.peak("inference").allocated)
+        if train is not None:
+            yield "training_peak", _above(measured.peak("training").allocated)
+
+
+def _above(size: int) -> str:
+    """A round size somewhat above `size`."""
+    wanted = max(int(size * _ROOM), 1)
+    unit = next(unit for unit in ("GiB", "MiB", "KiB", "B") if wanted >= UNITS[unit])
+    amount = wanted / UNITS[unit]
+    digits = max(0, 1 - math.floor(math.log10(amount)))
+    rounded = math.ceil(amount * 10**digits) / 10**digits
+    return f"{rounded:g} {unit}"
+
+
+def _section(
+    subject: Subject,
+    train: Training | None,
+    gpu: str | None,
+    scenario: str,
+    limits: Mapping[str, object],
+    file: Path,
+) -> str:
+    """The section as text. A path is that from the folder of the file."""
+    specs = [str(spec) for spec in subject.specs]
+    optimizer = train.optimizer if train else None
+    given = {
+        "target": _from(file.parent, str(subject.model)),
+        "input": specs[0] if len(specs) == 1 else specs,
+        "inputs": subject.source and _from(file.parent, str(subject.source)),
+        "arguments": dict(subject.arguments),
+        "batch_size": subject.batch_size if subject.batch_size != 1 else None,
+        "seq_len": subject.seq_len,
+        "mode": "eval" if subject.mode == "eval" else None,
+        "train": optimizer,
+        "loss": train.loss if train else None,
+        "accumulate": train.accumulate if train and train.accumulate > 1 else None,
+        "ema": train.ema or None if train else None,
+        "scenario": scenario if scenario != "as-given" else None,
+        "gpu": gpu,
+        "limits": limits,
+    }
+    lines = [f"{name} = {_toml(value)}" for name, value in given.items() if value not in (None, [], {}, "")]
+    more = (
+        '# baseline = "memsize-baseline.json"  # written by memsize check --update; then nothing may grow by more than',
+        '# max_growth = "1%"',
+    )
+    return "\n".join((SECTION, *lines, *more, ""))
+
+
+def _from(folder: Path, target: str) -> str:
+    """A target whose path is that from `folder`."""
+    place, colon, name = target.partition(":")
+    if not Path(place).is_file():
+        return target
+    return Path(os.path.relpath(place, folder)).as_posix() + colon + name
+
+
+def _toml(value: object) -> str:
+    """A value as TOML writes it; raises `InputError` for one that it cannot."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(map(_toml, value))}]"
+        case Mapping():
+            return f"{{ {', '.join(f'{name} = {_toml(each)}' for name, each in value.items())} }}"
+    raise InputError(f"{value!r} cannot stand in a {NAME}: build the model in a function that takes no such argument")
+
+
+def _append(file: Path, section: str) -> None:
+    try:
+        before = file.read_bytes().decode() if file.exists() else ""
+        tomllib.loads(before)
+    except ValueError as error:
+        raise InputError(f"{file} is no TOML: {error}") from None
+    newline = "\r\n" if "\r\n" in before else "\n"
+    gap = "" if not before else newline if before.endswith("\n") else newline * 2
+    text = before + gap + section.replace("\n", newline)
+    try:
+        tomllib.loads(text)
+    except ValueError as error:
+        raise OutputError(f"{file.name} cannot take a {SECTION} at its end ({error}): add it by hand") from None
+    files.write(file, text.encode(), overwrite=True)

@@ -1,0 +1,157 @@
+"""A check as a document: each figure beside its limit and its baseline, and what is wrong, target by target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from memsize.documents import Case, Document
+from memsize.documents.sections import (
+    Cell,
+    Change,
+    Column,
+    Findings,
+    Label,
+    Notes,
+    Section,
+    Sized,
+    Table,
+    Title,
+    listed,
+)
+from memsize.records.check import SEVERITIES, Check, CheckedModel, Figure, Problem
+from memsize.records.finding import Finding
+
+SCHEMA: Final = "memsize.check/1"
+
+_COLUMNS: Final = (
+    Column("target", "target", "name", 90, "the target, by the name in its section"),
+    Column("figure", "figure", "text", 100, "what is limited or compared"),
+    Column("value", "value", "text", 95, "what it is now"),
+    Column("limit", "limit", "text", 85, "the most that it may be; of fits_batch the batch that has to fit"),
+    Column("baseline", "baseline", "text", 80, "what it was"),
+    Column("change", "change", "share", 75, "how far the value is above its baseline"),
+    Column("holds", "", "text", 98, "whether it keeps its limit and its baseline"),
+)
+
+
+class CheckDocument(Document[Check]):
+    """What holds and what does not."""
+
+    def sections(self) -> tuple[Section, ...]:
+        """How it ended, the figures, and what is wrong with each target."""
+        check = self.answer
+        return (
+            Title(_verdict(check), ((check.project,),)),
+            *([_table(check)] if any(model.figures for model in check.models) else []),
+            *(section for model in check.models for section in _told(model)),
+            *listed("Baselines written", check.written),
+        )
+
+    def figures(self, unit: str) -> dict[str, Any]:
+        """Every target with its figures and problems."""
+        check = self.answer
+        return {
+            "schema": SCHEMA,
+            "project": check.project,
+            "status": check.status(),
+            "targets": [_model_data(model, unit) for model in check.models],
+            "written": check.written,
+        }
+
+    def cases(self, unit: str) -> tuple[Case, ...]:
+        """A case for each figure, and for each problem that is about none."""
+        return tuple(case for model in self.answer.models for case in _cases(model, unit))
+
+
+def _verdict(check: Check) -> str:
+    failed = sum(model.error is not None for model in check.models)
+    counts = [(sum(model.count(severity) for model in check.models), severity) for severity in SEVERITIES]
+    parts = [_counted(count, word) for count, word in counts if count]
+    parts += [_counted(failed, "target") + " could not be checked"] if failed else []
+    targets = _counted(len(check.models), "target")
+    return f"{', '.join(parts)} in {targets}" if parts else f"all holds in {targets}"
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def _table(check: Check) -> Table:
+    rows = tuple(_cells(model, figure) for model in check.models for figure in model.figures)
+    return Table("figures", "Figures", _COLUMNS, rows).without_empty("limit", "baseline", "change")
+
+
+def _cells(model: CheckedModel, figure: Figure) -> tuple[Cell, ...]:
+    change = None
+    if figure.baseline and figure.value is not None:
+        change = Change((figure.value - figure.baseline) / figure.baseline)
+    value, *others = (_drawn(figure, size) for size in (figure.value, figure.limit, figure.baseline))
+    value = "does not fit" if figure.value is None else value
+    return Label(model.name), figure.name, value, *others, change, "ok" if figure.holds else "broken"
+
+
+def _drawn(figure: Figure, size: int | None) -> Cell:
+    return size if size is None or figure.unit != "bytes" else Sized(size)
+
+
+def _told(model: CheckedModel) -> Iterator[Section]:
+    if model.error is not None:
+        yield Notes(model.name, (f"error: {model.error}",))
+    if model.problems:
+        yield Findings(model.name, tuple(map(_with_code, model.problems)))
+
+
+def _with_code(problem: Problem) -> Finding:
+    """The finding with its severity and code in front."""
+    return replace(problem.finding, template=f"{problem.severity} {problem.finding.code}: {problem.finding.template}")
+
+
+def _cases(model: CheckedModel, unit: str) -> Iterator[Case]:
+    base = Case(model.name, "", model.file, model.line)
+    if model.error is not None:
+        yield base._replace(name="target", code="target", severity="error", text=model.error, failed_to_run=True)
+    about = {problem.case: problem for problem in model.problems if problem.case}
+    for figure in model.figures:
+        found, case = about.get(figure.case), base._replace(name=figure.case)
+        yield _case(case, found, unit) if found else case
+    for problem in model.problems:
+        if problem.case is None:
+            yield _case(base._replace(name=problem.finding.code), problem, unit)
+
+
+def _case(base: Case, problem: Problem, unit: str) -> Case:
+    return base._replace(code=problem.finding.code, severity=problem.severity, text=problem.finding.text(unit))
+
+
+def _model_data(model: CheckedModel, unit: str) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "file": model.file,
+        "line": model.line,
+        "error": model.error,
+        "figures": [
+            {
+                "figure": f.name,
+                "unit": f.unit,
+                "value": f.value,
+                "limit": f.limit,
+                "baseline": f.baseline,
+                "allowed": f.allowed,
+                "holds": f.holds,
+            }
+            for f in model.figures
+        ],
+        "problems": [
+            {
+                "severity": p.severity,
+                "code": p.finding.code,
+                "case": p.case,
+                "layers": p.finding.layers,
+                "bytes": p.finding.bytes,
+                "text": p.finding.text(unit),
+            }
+            for p in model.problems
+        ],
+    }
