@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ def replacements() -> Iterator[Replacement]:
         yield owner, "spawn", _spawned
     if torch.distributed.is_available():
         yield from _of_groups()
+
+
+@contextmanager
+def groups_left() -> Iterator[None]:
+    """Afterwards the process is in no group that it was not in before: a program that is stopped leaves none."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    try:
+        yield
+    finally:
+        if not there and torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def _spawned(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:

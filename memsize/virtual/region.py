@@ -55,6 +55,7 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
     with ExitStack() as regions:
         regions.callback(_open.release)
         regions.callback(_forget_answers)
+        regions.enter_context(processes.groups_left())
         _forget_answers()
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
         for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
