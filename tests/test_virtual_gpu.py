@@ -821,6 +821,15 @@ def test_files_that_were_there_are_left_alone_and_weights_are_not_written(tmp_pa
     (tmp_path / "old.txt").write_text("still mine to write", encoding="utf-8")
 
 
+def test_tensors_have_addresses_of_their_own() -> None:
+    """Those who save weights look for shared ones by them."""
+    with gpu():
+        one, other = torch.empty(4, device="cuda"), torch.empty(4, device="cuda")
+        assert 0 != one.data_ptr() != other.data_ptr() != 0
+        assert one[1:].data_ptr() == one.data_ptr() + 4 and one.view(2, 2).data_ptr() == one.data_ptr()
+        assert one[1:].untyped_storage().data_ptr() == one.untyped_storage().data_ptr() == one.data_ptr()
+
+
 def test_trackers_are_switched_off_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

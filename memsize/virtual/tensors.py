@@ -44,6 +44,8 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     yield Tensor, "device", property(lambda t: DEVICE if is_stand_in(t) else _device.__get__(t))
     yield Tensor, "is_cuda", property(lambda t: is_stand_in(t) or _is_cuda.__get__(t))
     yield Tensor, "data", property(_data.__get__, _setter(moved))
+    yield Tensor, "data_ptr", _tensor_address
+    yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
     yield Tensor, "get_device", lambda t: INDEX if is_stand_in(t) else _base.get_device(t)
     yield Tensor, "pin_memory", lambda t, *device: t
     yield Tensor, "is_pinned", lambda t, *device: False
@@ -61,6 +63,18 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
 def is_stand_in(tensor: Tensor) -> bool:
     """Whether the user's code is to see `tensor` on the GPU."""
     return tensor.is_meta and not below_autograd() and not is_own_meta(tensor)
+
+
+def _tensor_address(tensor: Tensor) -> int:
+    """Where `tensor` would be: `meta` tensors are all at 0, and whoever compares addresses takes them for shared."""
+    address: int = _base.data_ptr(tensor)
+    if is_stand_in(tensor):
+        address = tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+    return address
+
+
+def _storage_address(original: Callable[[Any], int]) -> Callable[[Any], int]:
+    return lambda storage: storage._cdata if storage.device.type == "meta" else original(storage)
 
 
 def _setter(moved: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]:
