@@ -1,0 +1,1 @@
+"""Training scripts that others wrote, run unchanged by `memsize run`."""
