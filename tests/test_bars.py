@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from memsize.documents.sections import Bar, Bars, Label, Limit, Part
 from memsize.records.roles import ROLES
 from memsize.render.bars import LEAST, lines
+from memsize.render.screen import painted
 from memsize.units import MiB
 
 TWO = Bars(
@@ -87,3 +89,18 @@ def test_with_room_every_part_has_its_figures(width: int | None) -> None:
     drawn = list(lines(TWO, "MiB", width))
     assert LEAST <= drawn[-2].count("█") + drawn[-2].count("░") <= 60
     assert "other" not in "".join(drawn)
+
+
+def test_colours_are_those_of_roles() -> None:
+    drawn = painted("\n".join(lines(TWO, "MiB", 80, colour=True)))
+    blue, orange = (re.search(rf"(\x1b\[38;5;\d+m)█\x1b\[0m {title}", drawn) for title in ("param", "kept"))
+    assert blue and orange and blue[1] != orange[1]
+    bar = drawn.splitlines()[2]
+    assert f"{blue[1]}{'█' * 26}\x1b[0m{orange[1]}{'█' * 9}\x1b[0m" in bar
+    assert re.sub(r"\x1b\[[0-9;]*m", "", bar) == [*lines(TWO, "MiB", 80)][2].replace("░", "█")
+
+
+def test_what_is_shown_cannot_colour_itself() -> None:
+    odd = replace(TWO, bars=(Bar((Label("\x1b[31m\ue001red\ue0ff"),), (MiB, MiB)),))
+    drawn = painted("\n".join(lines(odd, "MiB", 80, colour=True)))
+    assert "\x1b[31m" not in drawn and "\\x1b[31m\\ue001" in drawn

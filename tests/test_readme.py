@@ -1,11 +1,11 @@
 """The README and the pages of docs/ do what they say: their examples print what is shown, and nothing is left out.
 
-On each page, ``console`` blocks run in a terminal of 100 columns, then the ``python`` blocks, in their order, in one
-interpreter. A ``text`` block shows what the ``python`` block before it prints, and a ``python`` block that begins with
-``# name.py`` is that file instead. All run in a folder with `notebooks/model.py`, `benchmarks/resnet.py` and a
-checkpoint, `last.pt`. The output must be what is shown, line by line; a line ``…`` stands for any number of lines.
-``sh`` and ``py`` blocks are not run, because they need a network, a GPU or a model of the reader's, but every `memsize`
-command in them is parsed.
+On each page, ``console`` blocks run in a terminal of 100 columns (the README's has 40 lines), then the ``python``
+blocks, in their order, in one interpreter. A ``text`` block shows what the ``python`` block before it prints, and a
+``python`` block that begins with ``# name.py`` is that file instead. All run in a folder with `notebooks/model.py`,
+`benchmarks/resnet.py` and a checkpoint, `last.pt`. The output must be what is shown, line by line; a line ``…`` stands
+for any number of lines. ``sh`` and ``py`` blocks are not run, because they need a network, a GPU or a model of the
+reader's, but every `memsize` command in them is parsed.
 
 The README runs with every test run, the other pages with ``-m slow``.
 `MEMSIZE_GOLDEN=write pytest tests/test_readme.py -m ""` writes the output into the pages; review the difference.
@@ -46,6 +46,8 @@ DOCS = ROOT / "docs"
 PAGES = (README, *sorted(DOCS.glob("*.md")))
 WRITE = os.environ.get("MEMSIZE_GOLDEN") == "write"
 WIDTH = 100
+HEIGHT, TALL = 40, 1000
+"""Lines of the terminal that the README shows, and of the one that the other pages do: room for everything."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
 MARK = "--- end of a block ---"
@@ -89,18 +91,20 @@ def printed(page: Path, folder: Path) -> dict[Example, str]:
         if kind == "python" and (name := FILE.match(text)):
             (folder / name[1]).write_text(text, encoding="utf-8")
     found = list(examples(page))
-    outputs = {example: in_terminal(example.code, folder) for example in found if example.kind == "console"}
+    height = HEIGHT if page == README else TALL
+    outputs = {example: in_terminal(example.code, folder, height) for example in found if example.kind == "console"}
     python = [example for example in found if example.kind == "python"]
     code = f"\nprint({MARK!r})\n".join(example.code for example in python)
     return outputs | dict(zip(python, in_python(code, folder).split(f"{MARK}\n"), strict=True) if python else {})
 
 
-def in_terminal(command: str, folder: Path) -> str:
+def in_terminal(command: str, folder: Path, height: int) -> str:
     """What a shell command prints to a terminal, then what it says on stderr."""
     pty = pytest.importorskip("pty")
     reader, writer = pty.openpty()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"COLUMNS": str(WIDTH), "PATH": path, "PYTHONPATH": str(ROOT)}
+    size = {"COLUMNS": str(WIDTH), "LINES": str(height)}
+    environment = os.environ | size | {"PATH": path, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     with subprocess.Popen(
         command,
         shell=True,
@@ -253,7 +257,7 @@ def test_every_option_is_documented() -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "\n".join(lines))) <= known | OTHERS
 
 
-OTHERS = {"--config", "--epochs", "--index-url", "--page", "--resume"}
+OTHERS = {"--config", "--epochs", "--index-url", "--lr", "--page", "--resume"}
 """Options of other programs on the same lines."""
 
 

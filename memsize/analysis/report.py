@@ -206,6 +206,7 @@ class ReportBuilder:
             peaks={result.name: result.training for result in results if result.training},
             inference={result.name: result.inference for result in results if result.inference},
             gpu=self.runner.gpu.name,
+            gpu_bytes=self.runner.gpu.bytes,
             optimizer=self._optimizer(),
             crossover=self._crossover(runs, amp, workers) if amp and "fp32" in runs else None,
             amp=amp,

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from itertools import chain
 
 import click
 
@@ -26,8 +27,14 @@ from memsize.printable import LONGEST, shortened
 _USER, _BUG, _PIPE_CLOSED = 2, 1, 141
 
 
-_COMMANDS = ("run", "report", "checkpoint", "timeline", "fit", "layout", "diff", "check", "verify", "explain")
-"""The commands, each in a file of its name but for those of `_FILES`."""
+_QUESTIONS = {
+    "What is each byte for, and why did it not shrink?": ("report", "checkpoint", "layout"),
+    "What happens on a GPU, and when?": ("run", "timeline", "explain"),
+    "Will it fit?": ("fit",),
+    "What changed, and is it right?": ("diff", "check", "verify"),
+}
+"""The commands by the question that they answer, each in a file of its name but for those of `_FILES`."""
+_COMMANDS = tuple(chain.from_iterable(_QUESTIONS.values()))
 _FILES = {"run": "program"}
 """`run` is what starts them all, below."""
 
@@ -37,6 +44,12 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for question, names in _QUESTIONS.items():
+            found = [(name, command) for name in names if (command := self.get_command(ctx, name))]
+            with formatter.section(question):
+                formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in found])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import click
 
-from memsize.cli.output import Destination, Formats, destination
+from memsize.cli.output import Color, Destination, Formats, destination
 from memsize.cli.session import Session
 from memsize.cli.values import Option, grouped
 from memsize.errors import UnknownOutputError
@@ -18,14 +19,21 @@ from memsize.units import DECIMAL, UNITS
 
 def output_options_for(formats: Formats) -> Option:
     """The parameter `output`, a `Destination` in one of `formats`, and the flag --debug."""
-    options = (_UNITS, _format_option(formats), _FILE, _SAVE, _FORCE, _DEBUG)
+    options = (_UNITS, _format_option(formats), _FILE, _SAVE, _FORCE, _FULL, _COLOR, _DEBUG)
     return grouped("output", options, partial(_output, formats=formats))
 
 
 def _output(
-    unit: str, format: str | None, file: Path | None, save: Path | None, force: bool, formats: Formats
+    unit: str,
+    format: str | None,
+    file: Path | None,
+    save: Path | None,
+    force: bool,
+    full: bool,
+    color: Color,
+    formats: Formats,
 ) -> Destination:
-    return destination(file, format, force, formats, parse_unit(unit), save)
+    return destination(file, format, force, formats, parse_unit(unit), save, full, color)
 
 
 def parse_unit(text: str) -> str:
@@ -127,6 +135,15 @@ _SAVE = click.option(
     help="Also save the run, as run.memsize: every command takes that file in place of TARGET.",
 )
 _FORCE = click.option("--force", is_flag=True, help="Overwrite the file if it exists.")
+_FULL = click.option(
+    "--full", is_flag=True, help="Show all of the answer. [default: what fits the terminal's height; elsewhere all]"
+)
+_COLOR = click.option(
+    "--color",
+    type=click.Choice(get_args(Color)),
+    default="auto",
+    help="When to use colors. [default: on a terminal, unless NO_COLOR is set]",
+)
 _DEBUG = click.option(
     "--debug",
     is_flag=True,

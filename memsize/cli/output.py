@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from memsize import files
 from memsize.cli.messages import say
@@ -23,7 +23,8 @@ from memsize.suggestions import suggestion
 @dataclass(frozen=True, slots=True)
 class Destination:
     """A format, and the file that takes it (None: stdout). `width` is the terminal's, None where nobody watches; `unit`
-    is what sizes are drawn in. `saved` is the file that the run itself is saved to, if any.
+    is what sizes are drawn in. `saved` is the file that the run itself is saved to, if any. `height` is the terminal's
+    where the answer is to fit it; `colour` says whether it gets colours.
     """
 
     format: str
@@ -32,6 +33,8 @@ class Destination:
     width: int | None = None
     unit: str = "MiB"
     saved: Path | None = None
+    height: int | None = None
+    colour: bool = False
 
     def keep(self, answer: Savable) -> None:
         """Save `answer` where that was asked for, and say so on stderr."""
@@ -41,8 +44,10 @@ class Destination:
             say(f"Wrote {self.saved}")
 
     def drawn(self, answer: Drawable, **view: Any) -> str:
-        """`answer` in this format; `view` as `memsize.render.render` takes it."""
-        return render(answer, self.format, unit=self.unit, width=self.width, **view)
+        """`answer` in this format; `view` as `memsize.render.render` takes it. What is chosen is shown however long."""
+        chosen = any(choice is not None for choice in view.values())
+        height = None if chosen else self.height
+        return render(answer, self.format, unit=self.unit, width=self.width, height=height, colour=self.colour, **view)
 
     def write(self, content: str | bytes) -> None:
         """Write `content`; a file is announced on stderr. Raises `OutputError` when it cannot be written."""
@@ -53,6 +58,8 @@ class Destination:
             files.write(self.file, content, overwrite=self.overwrite)
         say(f"Wrote {self.file}")
 
+
+Color = Literal["auto", "always", "never"]
 
 Formats = Mapping[str, tuple[str, ...]]
 """What a command can write: each format with the suffixes of its files."""
@@ -68,6 +75,8 @@ def destination(
     formats: Formats = FORMATS,
     unit: str = "MiB",
     saved: Path | None = None,
+    full: bool = False,
+    color: Color = "auto",
 ) -> Destination:
     """Where to write and how: `format` (one of `formats`) if it is given, else by the file's suffix, else text.
 
@@ -83,12 +92,31 @@ def destination(
         suffix = formats[format][0]
         raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{suffix}")
     if file is None:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        return Destination(format or "text", None, force, width=width, unit=unit, saved=saved)
+        form = format or "text"
+        terminal = shutil.get_terminal_size() if sys.stdout.isatty() else None
+        return Destination(
+            form,
+            None,
+            force,
+            width=terminal and terminal.columns,
+            unit=unit,
+            saved=saved,
+            height=None if full or terminal is None else terminal.lines,
+            colour=form == "text" and _coloured(color),
+        )
     if file == saved:
         raise OutputError(f"{file} cannot hold both the output and the saved run: give them different names")
     files.check_writable(file, overwrite=force)
     return Destination(format or _format_by_suffix(file, formats), file, force, unit=unit, saved=saved)
+
+
+def _coloured(color: Color) -> bool:
+    """Whether stdout gets colours: what is asked for, else by the conventions of no-color.org and force-color.org."""
+    if color != "auto":
+        return color == "always"
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def _format_by_suffix(file: Path, formats: Formats) -> str:

@@ -6,7 +6,7 @@ One module for each kind of answer, of the same name. A document adds no fact to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
@@ -80,6 +80,10 @@ class Document(ABC, Generic[A]):
     def bars(self) -> Bars | None:
         """What there is to compare at a glance."""
         return None
+
+    def shorter(self, section: Section) -> Iterator[Section]:
+        """The same section in fewer lines and fewer, where it can be had so."""
+        yield from ()
 
     def opening(self) -> tuple[Section, ...]:
         """The verdict and the bars, as far as there are any."""

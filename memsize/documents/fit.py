@@ -164,7 +164,7 @@ def fit_table(fit: Fit) -> Table:
         Column("peak", "needs", "bytes", 95, "the least that the allocator needs for it"),
         Column("headroom", "left", "bytes", 80, "what the allocator has beyond that"),
         Column("next_size", "next", "count", 84, "the next size, which does not fit"),
-        Column("next_peak", "needs", "bytes", 83, "the least that the allocator would need for it"),
+        Column("next_peak", "needs", "bytes", 83, "the least that the allocator would need for it", beside="next_size"),
         Column("per_step", f"per {step}", "bytes", 75, "what one more adds to what tensors ask for at their peak"),
         Column("fixed", "fixed", "bytes", 70, "what does not depend on the size"),
         Column("bind", "mostly", "text", 90, "the role with most bytes where the next size runs out"),

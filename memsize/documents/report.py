@@ -7,7 +7,7 @@ figure that is not known is `Missing` in a table and null in the data, where the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -161,6 +161,12 @@ class ReportDocument(Document[Report]):
             return (table,)
         config = coder(AllocatorConfig).read(json.loads(report.allocator)) if report.allocator else AllocatorConfig()
         return Chart(timeline(trace, config, card(report.gpu or DEFAULT_GPU))), table
+
+    def shorter(self, section: Section) -> Iterator[Section]:
+        """The layer table less deep, down to the model's children."""
+        if isinstance(section, Table) and section.name == "layers" and self.depth is None:
+            deepest = max((layer.depth for layer in self.answer.trace.layers), default=0)
+            yield from (layer_table(self.answer, depth, self.columns) for depth in range(deepest - 1, 0, -1))
 
     def tables(self) -> dict[str, FlatTable]:
         """The layer table as it is shown, all its columns unless some are chosen, and what else the report has."""
@@ -345,7 +351,7 @@ def scenario_table(report: Report) -> Table:
         columns.append(column)
         if weight and baseline:
             meaning = f"{column.title} ÷ fp32's"
-            columns.append(Column(f"{column.key}_of_fp32", "% of fp32", "share", weight, meaning))
+            columns.append(Column(f"{column.key}_of_fp32", "% of fp32", "share", weight, meaning, beside=column.key))
     table = Table(
         name="scenarios",
         title="Scenarios",
@@ -426,7 +432,7 @@ def peak_table(report: Report) -> Table:
         Column("allocated", "allocated", "bytes", 90, "the caching allocator's blocks"),
         Column("reserved", "reserved", "bytes", 92, "the caching allocator's segments"),
         Column("device_low", "device from", "bytes", 80, "reserved and the CUDA context, at least"),
-        Column("device_high", "to", "bytes", 80, "reserved and the CUDA context, at most"),
+        Column("device_high", "to", "bytes", 80, "reserved and the CUDA context, at most", beside="device_low"),
         Column("phase", "in", "text", 85, "the phase that the peak falls in"),
         Column("layer", "at", "name", 70, "the layer that the peak falls in"),
         *(role_column(role, " alive at the peak") for role in roles),

@@ -82,7 +82,8 @@ Kind = Literal["name", "text", "specs", "count", "bytes", "share", "words"]
 class Column:
     """One column: its stable `key`, its title, what its cells are, and how much it matters where room is short.
 
-    Its bytes are those of `role`, if they are of one.
+    Its bytes are those of `role`, if they are of one. It goes where the column `beside` it, without which it says
+    nothing, goes.
     """
 
     key: str
@@ -91,6 +92,7 @@ class Column:
     weight: int
     help: str = ""
     role: Role | None = None
+    beside: str = ""
 
 
 def role_column(role: Role, meaning: str = "") -> Column:

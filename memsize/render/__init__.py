@@ -15,6 +15,7 @@ from memsize.documents import document
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.printable import printable_lines
 from memsize.records.answer import Drawable
+from memsize.render.screen import Screen, painted
 from memsize.units import DECIMAL, UNITS
 
 __all__ = ["FORMATS", "format_of", "render"]
@@ -33,20 +34,29 @@ _FORMATS: Final = {
 """What draws each format, imported when it is asked for, and the suffixes of its files (none: it is no file of any
 answer; a command that writes it says how its files end).
 
-All are called alike: with a document, the unit of bytes, and a width in characters, which only text minds.
+All are called alike: with a document, the unit of bytes, and the screen, which only text minds.
 """
 
 FORMATS: Final[Mapping[str, tuple[str, ...]]] = {name: suffixes for name, (_, suffixes) in _FORMATS.items() if suffixes}
 """The formats of files, each with its suffixes."""
 
 
-def render(answer: Drawable, format: str, *, unit: str = "MiB", width: int | None = None, **view: Any) -> str:
+def render(
+    answer: Drawable,
+    format: str,
+    *,
+    unit: str = "MiB",
+    width: int | None = None,
+    height: int | None = None,
+    colour: bool = False,
+    **view: Any,
+) -> str:
     """`answer` in one of `FORMATS`, ending in a newline; or as ``"notebook"``, which is a part of a page.
 
     `unit` is what bytes are drawn in (json and csv always hold exact bytes). Text fits `width` characters when it is
-    given, and is complete when it isn't. `view` chooses what of the answer is shown, where that can be chosen: the
-    fields of its document, such as `depth` and `columns` of a report. json holds everything, whatever it says; csv
-    holds the document's first flat table.
+    given, and shows as much as `height` lines have room for; it is complete without. `colour` is for a terminal.
+    `view` chooses what of the answer is shown, where that can be chosen: the fields of its document, such as `depth`
+    and `columns` of a report. json holds everything, whatever it says; csv holds the document's first flat table.
 
     Raises `OutputError` for an unknown format, unit or column, and for a depth that there is not.
     """
@@ -55,9 +65,9 @@ def render(answer: Drawable, format: str, *, unit: str = "MiB", width: int | Non
     if unit not in UNITS | DECIMAL:
         raise UnknownOutputError("unit", unit, UNITS | DECIMAL)
     place, _ = _FORMATS[format]
-    text: str = resolve_name(place)(document(answer, **view), unit, width)
-    # Whatever a renderer let through: no format needs a control character.
-    return printable_lines(text, escape=_in_json if format in ("json", "sarif") else None)
+    text: str = resolve_name(place)(document(answer, **view), unit, Screen(width, height, colour))
+    # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
+    return painted(text) if colour else printable_lines(text, escape=_in_json if format in ("json", "sarif") else None)
 
 
 def _in_json(character: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -10,6 +11,7 @@ from typing import Final, NamedTuple
 from memsize.documents.sections import Bar, Bars
 from memsize.printable import printable
 from memsize.render.cells import draw_bytes, draw_cell, shorten
+from memsize.render.screen import styled
 
 WIDTH: Final = 100
 """How wide bars and their figures are where nobody says."""
@@ -39,8 +41,11 @@ class _Column(NamedTuple):
         return max(map(len, (*self.title, *self.figures)))
 
 
-def lines(bars: Bars, unit: str, width: int | None = None) -> Iterator[str]:
-    """`bars` in at most `width` characters where that can be: the smallest parts share a column before that."""
+def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
+    """`bars` in at most `width` characters where that can be: the smallest parts share a column before that.
+
+    Parts are told apart by their marks, or in `colour` by their roles.
+    """
     names = _Column(_names_title(bars, unit), tuple(_names(bar) for bar in bars.bars))
     totals = _Column((), tuple(_draw(bars, bar.total, unit) for bar in bars.bars))
     shown = _shown(bars, unit, (width or WIDTH) - names.width - totals.width - 2 * len(_GAP) - LEAST)
@@ -52,20 +57,27 @@ def lines(bars: Bars, unit: str, width: int | None = None) -> Iterator[str]:
     room = min(max((width or WIDTH) - taken, LEAST), MOST)
     scale = _scale(bars)
     drawn = [_limited(_bar(bar, marks, scale, room), bars, scale, room) for bar in bars.bars]
-    yield from _rows([names, *columns], drawn, totals, room)
+    found = [*_rows([names, *columns], drawn, totals, room)]
     if not shown and not _plain(bars):
-        key = _GAP.join(f"{marks[place]} {part.title}" for place, part in enumerate(bars.parts))
-        yield from textwrap.wrap(printable(key), width or WIDTH)
+        key = _GAP.join(f"{marks[place]} {printable(part.title)}" for place, part in enumerate(bars.parts))
+        found += textwrap.wrap(key, width or WIDTH)
+    yield from (_inked(line, bars, marks, colour) for line in found)
     if bars.limit:
         yield f"{_LIMIT} {printable(bars.limit.title)}: {_draw(bars, bars.limit.size, unit)} {unit}"
 
 
 def _marks(bars: Bars, shown: Sequence[int]) -> dict[int, str]:
-    """What draws each part: those with figures of their own have marks of their own."""
-    if _plain(bars):
-        return dict.fromkeys(range(len(bars.parts)), _MARKS[0])
-    told = shown or range(len(bars.parts))
-    return {place: _MARKS[count % len(_MARKS)] for count, place in enumerate(told)}
+    """The parts that are told apart, each with a private character that stands for its mark until it is inked."""
+    return {place: chr(0xE800 + place) for place in shown or range(len(bars.parts))}
+
+
+def _inked(line: str, bars: Bars, marks: dict[int, str], colour: bool) -> str:
+    """`line` with the marks of the parts, or full blocks in the colours of their roles."""
+    for count, (place, mark) in enumerate(marks.items()):
+        ink = _MARKS[0] if colour or _plain(bars) else _MARKS[count % len(_MARKS)]
+        for run in sorted(set(re.findall(f"{mark}+", line)), key=len, reverse=True):
+            line = line.replace(run, styled(ink * len(run), bars.parts[place].role, colour))
+    return line
 
 
 def _names(bar: Bar) -> str:

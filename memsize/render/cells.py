@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from memsize.documents.sections import (
     Cell,
@@ -109,9 +110,25 @@ def draw_failure(failure: Failure) -> tuple[str, ...]:
     )
 
 
+def columns_of(text: str) -> int:
+    """How many columns of a terminal `text` takes: East Asian wide characters two, combining ones none."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+
+
+def padded(text: str, width: int, *, left: bool = True) -> str:
+    """`text` in `width` columns of a terminal, at the left or at the right of them."""
+    spaces = " " * (width - columns_of(text))
+    return text + spaces if left else spaces + text
+
+
 def shorten(text: str, width: int) -> str:
-    """`text` in at most `width` characters, cut at the end."""
-    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+    """`text` in at most `width` columns of a terminal, cut at the end."""
+    if columns_of(text) <= width:
+        return text
+    ends = takewhile(lambda end: columns_of(text[:end]) < width, range(1, len(text)))
+    return text[: max(ends, default=0)] + "…"
 
 
 def shorten_path(text: str, width: int) -> str:
@@ -125,6 +142,8 @@ def shorten_path(text: str, width: int) -> str:
             break
         parts[place] = part if part.isdecimal() else part[:1]
     whole = ".".join(parts)
+    if columns_of(whole) > len(whole):
+        return shorten(whole, width)
     if len(whole) <= width:
         return whole
     head = max(len(whole) - len(parts[-1]), 0)

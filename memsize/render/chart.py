@@ -9,6 +9,7 @@ from memsize.printable import printable
 from memsize.records.roles import noun
 from memsize.records.timeline import Timeline
 from memsize.render.cells import draw_bytes
+from memsize.render.screen import styled
 from memsize.units import format_bytes
 
 WIDTH: Final = 100
@@ -20,8 +21,8 @@ _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _EIGHTHS: Final = len(_BLOCKS) - 1
 
 
-def lines(found: Timeline, unit: str, width: int | None = None) -> Iterator[str]:
-    """The chart of a timeline that has events, in at most `width` characters."""
+def lines(found: Timeline, unit: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
+    """The chart of a timeline that has events, in at most `width` characters; in `colour` each role has its own."""
     peaks = [draw_bytes(max(column), unit) for column in found.live.values()]
     labels = [noun(role) for role in found.live]
     left = max(map(len, (*labels, draw_bytes(found.peak.bytes, unit)))) + 1
@@ -33,12 +34,11 @@ def lines(found: Timeline, unit: str, width: int | None = None) -> Iterator[str]
         *_bars([found.total[event] for event in spread], found.peak.bytes, left, unit),
         *(f"{'':<{left}} {line}" for line in _bands(found, room)),
         f"{'':<{left}} {'each line to its own height'[:room]:<{room}} {'at most':>{right}}",
-        *(
-            f"{label:<{left}} {_sparks([column[event] for event in spread], max(column))} {peak:>{right}}"
-            for label, column, peak in zip(labels, found.live.values(), peaks, strict=True)
-        ),
     ]
-    return (printable(line.rstrip()) for line in drawn)
+    yield from (printable(line.rstrip()) for line in drawn)
+    for label, (role, column), peak in zip(labels, found.live.items(), peaks, strict=True):
+        sparks = styled(_sparks([column[event] for event in spread], max(column)), role, colour)
+        yield f"{label:<{left}} {sparks} {peak:>{right}}"
 
 
 def _spread(events: Sequence[int], room: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from memsize.documents import Document
 from memsize.printable import printable
+from memsize.render.screen import WHOLE, Screen
 
 SEPARATOR = "; "
 _FORMULA = ("=", "+", "-", "@")
@@ -19,7 +20,7 @@ _FORMULA = ("=", "+", "-", "@")
 _NUMBER = re.compile(r"[+-]?[0-9]+([.][0-9]+)?")
 
 
-def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
+def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """The first of the flat tables of `document`, whatever `unit` says."""
     table = next(iter(document.tables().values()))
     file = io.StringIO()

@@ -6,11 +6,12 @@ from typing import Any
 
 from memsize.documents import Case, Document
 from memsize.printable import printable
+from memsize.render.screen import WHOLE, Screen
 
 _LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
-def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
+def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """One line for each case of `document` that something is wrong with; an empty one where there is none."""
     return "\n".join(_annotation(case) for case in document.cases(unit) if case.severity) + "\n"
 

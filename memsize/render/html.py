@@ -37,6 +37,7 @@ from memsize.records.trace import Storage
 from memsize.render import markdown, plot
 from memsize.render.assets import hashed, script, style
 from memsize.render.cells import MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrases
+from memsize.render.screen import WHOLE, Screen
 from memsize.render.text import LEFT
 from memsize.units import DECIMAL, UNITS, Bytes
 
@@ -48,12 +49,12 @@ MOST_LINKS: Final = 8
 """How many of the modules that a finding is about are led to."""
 
 
-def page(document: Document[Any], unit: str, width: int | None = None) -> str:
+def page(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """`document` as a page that stands on its own."""
     return _drawn(document, unit, standalone=True) + "\n"
 
 
-def fragment(document: Document[Any], unit: str, width: int | None = None) -> str:
+def fragment(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """`document` as a part of a page, without scripts."""
     return _drawn(document, unit, standalone=False)
 

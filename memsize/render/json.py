@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from memsize.documents import Document
 from memsize.records.answer import FlatTable
+from memsize.render.screen import WHOLE, Screen
 
 _AT_ONCE: Final = 1000
 """Rows of a table that are drawn together: the encoder makes fifty small texts of one, and keeps all to the end."""
 
 
-def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
+def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """The data of `document`; `unit` is for the sentences of findings, figures are in bytes."""
     data = document.data(unit)
     if document.indent is None:

@@ -8,9 +8,10 @@ from xml.etree import ElementTree as Xml
 
 from memsize.documents import Case, Document
 from memsize.printable import printable
+from memsize.render.screen import WHOLE, Screen
 
 
-def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
+def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """Every case of `document`: an error fails it; a warning or a note is told in its output."""
     cases = document.cases(unit)
     suites = Xml.Element("testsuites", {"name": "memsize"} | _counts(cases))

@@ -24,13 +24,14 @@ from memsize.documents.sections import (
 from memsize.printable import printable
 from memsize.render import bars, chart
 from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
+from memsize.render.screen import WHOLE, Screen
 from memsize.render.text import LEFT
 
 _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#~"})
 
 
-def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
-    """The sections of `document`, bytes in `unit`. Lines are as long as they are, whatever `width` says."""
+def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
+    """The sections of `document`, bytes in `unit`. Lines are as long as they are, whatever `screen` says."""
     return "\n\n".join("\n".join(_block(section, unit)) for section in document.sections()) + "\n"
 
 

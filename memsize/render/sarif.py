@@ -7,12 +7,13 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from memsize.documents import Case, Document
+from memsize.render.screen import WHOLE, Screen
 from memsize.version import VERSION
 
 _SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 
-def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
+def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """One run with a result for each case of `document` that something is wrong with."""
     wrong = [case for case in document.cases(unit) if case.severity]
     codes = list(dict.fromkeys(case.code for case in wrong))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 
 from memsize.documents import Document
 from memsize.documents.sections import Bars, Chart, Column, Findings, Notes, Section, Stop, Table, Title, Verdict
@@ -13,13 +14,23 @@ from memsize.printable import printable
 from memsize.render import bars, chart
 from memsize.render.cells import (
     MODELLED,
+    columns_of,
     draw_cell,
     draw_failure,
     draw_phrases,
     draw_title,
+    padded,
     shorten,
     shorten_path,
 )
+from memsize.render.screen import WHOLE, Screen, styled
+
+_OPENING: Final = (Title, Verdict, Bars, Chart, Stop)
+"""What is drawn however low a screen is."""
+_BESIDE: Final = 3
+"""Lines of a screen that are not the answer's: those of the command above it, and the prompt below."""
+_ALARMS: Final = frozenset(("out-of-memory", "run-out-of-memory", "fit-exceeds", "fit-none", "fit-fixed-cost"))
+"""Findings that say that something does not fit."""
 
 GAP = "  "
 """What stands between columns."""
@@ -31,37 +42,84 @@ LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
 """How far a column of texts may be shortened before a column is left out instead."""
 
 
-def draw(document: Document[Any], unit: str, width: int | None = None) -> str:
-    """The sections of `document`, with bytes in `unit`; no line is longer than `width` where that can be."""
-    blocks = ("\n".join(_block(section, unit, width)) for section in document.sections())
-    return "\n\n".join(blocks) + "\n"
+def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
+    """The sections of `document`, with bytes in `unit`; no line is longer than the screen is wide where that can be.
+
+    On a screen of some height the opening is drawn, whatever it takes, and of the rest as much as there is room for.
+    """
+    sections = document.sections()
+    if screen.height is None:
+        blocks = [[*_block(section, unit, screen)] for section in sections]
+    else:
+        blocks = _screenful(document, unit, screen, screen.height)
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-def _block(section: Section, unit: str, width: int | None) -> Iterator[str]:
+def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) -> list[list[str]]:
+    """The sections that a screen has room for, some in a shorter version, and a word on the others."""
+    sections = document.sections()
+    blocks = [[*_block(section, unit, screen)] for section in sections if isinstance(section, _OPENING)]
+    rest = [section for section in sections if not isinstance(section, _OPENING)]
+    whole = [[*_block(section, unit, screen)] for section in rest]
+    room = height - _BESIDE - sum(len(block) + 1 for block in blocks)
+    if sum(len(block) + 1 for block in whole) - 1 <= room:
+        return [*blocks, *whole]
+    room -= len(_more(rest, screen))
+    left_out = []
+    for section, block in zip(rest, whole, strict=True):
+        shorter = ([*_block(each, unit, screen)] for each in document.shorter(section))
+        fitting = next((lines for lines in chain((block,), shorter) if len(lines) < room), None)
+        if fitting is None or fitting is not block:
+            left_out.append(section)
+        if fitting is not None:
+            blocks.append(fitting)
+            room -= len(fitting) + 1
+    return [*blocks, _more(left_out, screen)]
+
+
+def _more(left_out: Sequence[Section], screen: Screen) -> list[str]:
+    """What the screen has no room for."""
+    names = []
+    for section in left_out:
+        match section:
+            case Findings():
+                names.append(f"{len(section.findings)} finding{'' if len(section.findings) == 1 else 's'} in full")
+            case Table() | Notes():
+                names.append(section.title[:1].lower() + section.title[1:])
+    words = f"--full shows all: {', '.join(names)}."
+    return [styled(line, "soft", screen.colour) for line in _wrapped(words, screen.width)]
+
+
+def _block(section: Section, unit: str, screen: Screen) -> Iterator[str]:
+    width, colour = screen.width, screen.colour
     match section:
         case Title():
-            yield from _heading(printable(section.name), draw_phrases(section, unit), width)
+            name = printable(section.name)
+            first, *others = _heading(name, draw_phrases(section, unit), width)
+            yield styled(name, "bold", colour) + first.removeprefix(name) if first.startswith(name) else first
+            yield from others
         case Verdict():
             for finding in section.findings:
-                yield from _wrapped(finding.in_brief(unit), width)
+                alarm = colour and finding.code in _ALARMS
+                yield from (styled(line, "alarm", alarm) for line in _wrapped(finding.in_brief(unit), width))
         case Bars():
-            yield from bars.lines(section, unit, width)
+            yield from bars.lines(section, unit, width, colour=colour)
         case Chart():
-            yield from chart.lines(section.timeline, unit, width)
+            yield from chart.lines(section.timeline, unit, width, colour=colour)
         case Stop():
             first, reason, reading = draw_failure(section.failure)
             yield from _wrapped(first, width)
             yield from (line for part in reason.splitlines() for line in _wrapped(part, width, "  ", "  "))
             yield from _wrapped(reading, width)
         case Table():
-            yield from _table(section, unit, width)
+            yield from _table(section, unit, screen)
         case Findings():
-            yield section.title
+            yield styled(section.title, "bold", colour)
             for number, finding in enumerate(section.findings, 1):
                 bullet = f"{number:>2}. "
                 yield from _wrapped(finding.text(unit), width, bullet, " " * len(bullet))
         case Notes():
-            yield section.title
+            yield styled(section.title, "bold", colour)
             for line in section.lines:
                 yield from _wrapped(line, width, "  - ", "    ")
 
@@ -98,7 +156,7 @@ class _Drawn:
 
     @property
     def width(self) -> int:
-        return max(map(len, (*self.title, *self.body, self.total)))
+        return max(map(columns_of, (*self.title, *self.body, self.total)))
 
     @property
     def least(self) -> int:
@@ -111,12 +169,14 @@ class _Drawn:
         return _Drawn(self.column, self.title, tuple(cut(text, width) for text in self.body), cut(self.total, width))
 
 
-def _table(table: Table, unit: str, width: int | None) -> Iterator[str]:
+def _table(table: Table, unit: str, screen: Screen) -> Iterator[str]:
+    width, colour = screen.width, screen.colour
     if table.caption:
-        yield printable(table.caption)
+        yield styled(printable(table.caption), "bold", colour)
     drawn = _columns(table, unit)
     kept = drawn if width is None else _fit(drawn, width, table.chosen)
-    yield _grid(kept, table.total is not None)
+    for line in _grid(kept, table.total is not None):
+        yield styled(line, "soft", colour and not line.strip("- "))
     left_out = _left_out(drawn, kept)
     if left_out:
         yield from _wrapped(f"Left out at this width: {left_out}. {table.hint}", width)
@@ -150,7 +210,8 @@ def _fit(columns: Sequence[_Drawn], width: int, chosen: bool) -> list[_Drawn]:
     """The columns that matter most in `width`: texts are shortened first, then the least of them left out."""
     kept = list(columns)
     while not chosen and len(kept) > 2 and _span([column.least for column in kept]) > width:
-        kept.remove(min(kept, key=lambda column: column.column.weight))
+        least = min(kept, key=lambda column: column.column.weight).column.key
+        kept = [column for column in kept if least not in (column.column.key, column.column.beside)]
     room = max(0, width - _span([column.least for column in kept]))
     widths = {}
     # Those that need little come first: no column is cut for a neighbour that is cut all the same.
@@ -185,18 +246,18 @@ def _left_out(columns: Sequence[_Drawn], kept: Sequence[_Drawn]) -> str:
     return "; ".join([*parts, f"percentages of {', '.join(shares)}"] if shares else parts)
 
 
-def _grid(columns: Sequence[_Drawn], total: bool) -> str:
-    from tabulate import SEPARATING_LINE, DataRow, Line, TableFormat, tabulate
-
-    # Titles go in as rows: tabulate makes a column at least two characters wider than a header.
-    row, line = DataRow("", GAP, ""), Line("", "-", GAP, "")
-    plain = TableFormat(None, line, None, None, row, row, 0, None)
+def _grid(columns: Sequence[_Drawn], total: bool) -> Iterator[str]:
+    rule = GAP.join("-" * column.width for column in columns)
     height = max(len(column.title) for column in columns)
     titles = [("",) * (height - len(column.title)) + column.title for column in columns]
-    rows: list[Any] = [*map(list, zip(*titles, strict=True)), SEPARATING_LINE]
-    rows += map(list, zip(*(column.body for column in columns), strict=True))
+    yield from (_line(columns, words) for words in zip(*titles, strict=True))
+    yield rule
+    yield from (_line(columns, words) for words in zip(*(column.body for column in columns), strict=True))
     if total:
-        rows += [SEPARATING_LINE, [column.total for column in columns]]
-    aligned = ["left" if column.column.kind in LEFT else "right" for column in columns]
-    grid = tabulate(rows, headers=(), tablefmt=plain, disable_numparse=True, colalign=aligned)
-    return "\n".join(line.rstrip() for line in grid.splitlines())
+        yield rule
+        yield _line(columns, [column.total for column in columns])
+
+
+def _line(columns: Sequence[_Drawn], words: Sequence[str]) -> str:
+    cells = zip(columns, words, strict=True)
+    return GAP.join(padded(word, c.width, left=c.column.kind in LEFT) for c, word in cells).rstrip()

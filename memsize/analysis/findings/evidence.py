@@ -29,6 +29,7 @@ class Evidence:
     peaks: Mapping[str, GpuEstimate] = field(default_factory=dict)
     inference: Mapping[str, GpuEstimate] = field(default_factory=dict)
     gpu: str = ""
+    gpu_bytes: int = 0
     optimizer: str = ""
     amp: str | None = None
     buckets: tuple[int, bool] | None = None

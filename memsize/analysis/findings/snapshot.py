@@ -110,7 +110,7 @@ def _predicted(found: Explanation) -> Iterator[Finding]:
     off = found.predicted.requested - found.requested
     gaps = [each for each in found.alive if each.predicted is not None]
     widest = max(gaps, key=lambda each: abs(each.bytes - (each.predicted or 0)), default=None)
-    template = "memsize predicted {predicted} for {model}, {share:+.1%} of what is here"
+    template = "The prediction for {model} is {predicted}, {share:+.1%} of what is here"
     values = {"predicted": Bytes(found.predicted.requested), "model": found.predicted.model}
     values |= {"share": off / found.requested}
     if widest is not None and abs(off) >= found.requested * _WORTH_TELLING:

@@ -31,6 +31,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     if name is None:
         return
     peak = evidence.peaks[name]
+    best = min(evidence.peaks, key=lambda other: (evidence.peaks[other].requested, other != name))
     largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
     shares = ", ".join(f"{role} {{r{place}}}" for place, (role, _) in enumerate(largest))
     yield Finding(
@@ -49,10 +50,13 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
             "low": Bytes(peak.device.low),
             "high": Bytes(peak.device.high),
             "gpu": evidence.gpu,
+            "total": Bytes(evidence.gpu_bytes),
+            "best": best,
+            "least": Bytes(evidence.peaks[best].requested),
         }
         | {f"r{place}": Bytes(size) for place, (_, size) in enumerate(largest)},
         brief="A training step with {optimizer} peaks at {requested} in {name}, in the {where}: {gpu} would show {low} "
-        "to {high}.",
+        "to {high} of {total}." + (" {best} peaks lowest, at {least}." if best != name else ""),
     )
 
 

@@ -1,0 +1,146 @@
+"""What a terminal gets of an answer: as much as its height has room for, colours where it takes them, wide names."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from memsize.cli import output
+from memsize.cli.output import Color, destination
+from memsize.documents.sections import Column, Path, Table
+from memsize.records.report import Report
+from memsize.render import render
+from memsize.render.cells import columns_of, padded, shorten
+from memsize.render.screen import Screen
+from memsize.render.text import _table
+from memsize.units import Bytes
+from tests import records
+
+
+def shown(report: Report, height: int, width: int = 80) -> list[str]:
+    return render(report, "text", width=width, height=height).splitlines()
+
+
+def test_the_opening_is_shown_however_low_the_screen_is() -> None:
+    drawn = shown(records.toy_report(), 5)
+    assert drawn[0].startswith("model.py:Test") and "fp16 halves what is stored, 35.19 MiB → 17.59 MiB." in drawn
+    assert drawn[-1] == "--full shows all: layers, scenarios, 2 findings in full."
+
+
+@pytest.mark.parametrize("height", range(18, 60, 3))
+@pytest.mark.parametrize("width", [80, 120, 240])
+def test_no_more_is_shown_than_the_screen_has_room_for(height: int, width: int) -> None:
+    report = records.toy_report()
+    drawn, whole = shown(report, height, width), render(report, "text", width=width).splitlines()
+    assert len(drawn) <= height - 2
+    assert drawn == whole or drawn[-1].startswith("--full shows all: ")
+    assert len(drawn) == len(whole) or len(whole) > height - 3
+
+
+def test_a_deep_layer_table_is_shown_less_deep() -> None:
+    report = records.deep_report()
+    whole = render(report, "text", width=120).splitlines()
+    drawn = shown(report, len(whole) + 2, 120)
+    assert any(line.startswith("total") for line in drawn) and "layers" in drawn[-1]
+    one, other = ([line.split() for line in lines if line.startswith("total")] for lines in (drawn, whole))
+    assert one == other
+
+
+def test_json_is_whole_on_any_screen() -> None:
+    report = records.toy_report()
+    assert json.loads(render(report, "json", height=5)) == json.loads(render(report, "json"))
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("NO_COLOR", "FORCE_COLOR", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(output.sys.stdout, "isatty", lambda: True, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "color", "wanted"),
+    [
+        ({}, "auto", True),
+        ({"NO_COLOR": "1"}, "auto", False),
+        ({"NO_COLOR": ""}, "auto", True),  # no-color.org: when it is not an empty string
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, "auto", False),
+        ({"TERM": "dumb"}, "auto", False),
+        ({"TERM": "dumb", "FORCE_COLOR": "1"}, "auto", True),
+        ({"NO_COLOR": "1"}, "always", True),
+        ({}, "never", False),
+    ],
+)
+def test_colours_where_they_are_wanted(
+    terminal: pytest.MonkeyPatch, variables: dict[str, str], color: Color, wanted: bool
+) -> None:
+    for name, value in variables.items():
+        terminal.setenv(name, value)
+    assert destination(None, None, False, color=color).colour is wanted
+    assert not destination(None, "json", False, color="always").colour
+
+
+def test_a_pipe_gets_everything_and_no_colours(terminal: pytest.MonkeyPatch) -> None:
+    terminal.setattr(output.sys.stdout, "isatty", lambda: False)
+    piped = destination(None, None, False)
+    assert not piped.colour and piped.height is None and piped.width is None
+    terminal.setenv("FORCE_COLOR", "1")
+    assert destination(None, None, False).colour
+
+
+def test_full_and_what_is_chosen_need_no_room(terminal: pytest.MonkeyPatch) -> None:
+    terminal.setenv("LINES", "10")
+    terminal.setenv("COLUMNS", "80")
+    report = records.toy_report()
+    assert destination(None, None, False).height == 10
+    assert destination(None, None, False, full=True).height is None
+    low = replace(destination(None, None, False), colour=False)
+    assert "--full" in low.drawn(report, depth=None)
+    assert "--full" not in low.drawn(report, depth=1)
+
+
+def test_coloured_text_says_the_same() -> None:
+    for report in (records.toy_report(), records.failing_report()):
+        plain = render(report, "text", width=100)
+        coloured = render(report, "text", width=100, colour=True)
+        assert "\x1b[1m" in coloured
+        bare = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+        assert re.sub("[█░▒▓]", "#", bare) == re.sub("[█░▒▓]", "#", plain)
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"), [("conv", 4), ("層", 2), ("層.conv", 7), ("é", 1), ("e\u0301", 1), ("\uff57", 2)]
+)
+def test_wide_characters_take_two_columns(text: str, columns: int) -> None:
+    assert columns_of(text) == columns
+    assert columns_of(padded(text, 9)) == 9 == columns_of(padded(text, 9, left=False))
+
+
+@pytest.mark.parametrize(("width", "short"), [(6, "層層層"), (5, "層層…"), (4, "層…")])
+def test_wide_texts_are_cut_between_characters(width: int, short: str) -> None:
+    assert shorten("層層層", width) == short and columns_of(short) <= width
+
+
+def test_columns_stand_below_each_other_whatever_the_names() -> None:
+    columns = (Column("layer", "layer", "name", 100), Column("stored", "stored", "bytes", 90))
+    names = ("conv", "畳み込み層", "e\u0301tage")
+    rows = tuple((Path(name), Bytes(2**20)) for name in names)
+    drawn = [*_table(Table("t", "T", columns, rows), "MiB", Screen(width=40))]
+    assert {columns_of(line) for line in drawn[-3:]} == {columns_of(drawn[-4])}
+
+
+def test_a_column_goes_with_the_one_that_it_belongs_to() -> None:
+    columns = (
+        Column("name", "name", "name", 100),
+        Column("low", "device from", "bytes", 50),
+        Column("high", "to", "bytes", 50, beside="low"),
+        Column("in", "in", "text", 90),
+    )
+    row = (Path("a"), Bytes(2**30), Bytes(2**31), "backward")
+    drawn = "\n".join(_table(Table("t", "T", columns, (row,)), "MiB", Screen(width=24)))
+    assert "Left out at this width: device from, to." in " ".join(drawn.split())
