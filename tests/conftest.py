@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, settings
 from benchmarks.zoo.operators import declare
 from memsize.cuda.cudnn.library import Library, installed
 
+# The plugin under test, also where the project was not installed anew since it became an entry point.
+pytest_plugins = ["memsize.pytest_plugin", "pytester"]
+
 Python = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[[str, str], Path]
 

@@ -1,0 +1,144 @@
+"""`Memory`, the fixture `memsize`: questions about models, held against the limits of the test that asks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from memsize import api
+from memsize.analysis.check import Measured, against_batch, against_limit
+from memsize.errors import InputError
+from memsize.pytest_plugin.outcome import Outcome
+from memsize.pytest_plugin.tables import difference, folder_of, layer_table, stem_of, write
+from memsize.records.aggregates import totals
+from memsize.records.check import Figure
+from memsize.records.finding import Finding
+from memsize.records.gpu import DEFAULT_GPU
+from memsize.records.report import Report, ScenarioResult
+from memsize.spec.limits import LIMITS, Bound, parse_limits
+
+if TYPE_CHECKING:
+    from memsize.analysis.step import StepTrace
+    from memsize.records.fit import Fit
+
+
+class Memory:
+    """What memsize says of models in one test. A limit of the test that an answer exceeds fails it.
+
+    Every limit has to be checked by one of the test's questions: one that none can tell is an error when the test ends.
+    """
+
+    def __init__(self, test: pytest.Item, outcome: Outcome, update: bool) -> None:
+        self._test, self._outcome, self._update = test, outcome, update
+        self._bounds = _limits(test)
+        self._unchecked = {bound.name for bound in self._bounds}
+        self._failed_before = test.session.testsfailed
+
+    def report(self, model: Any, size: Any = None, **options: Any) -> Report:
+        """`memsize.report` of a model: as it is, unless `scenarios` are named. Each of them is held to the limits."""
+        peaks = {LIMITS[bound.name].of_peak for bound in self._bounds} - {""}
+        options = {"scenarios": "as-given"} | ({"gpu": DEFAULT_GPU} if peaks else {}) | options
+        found = api.report(model, size, **options)
+        for result in found.scenario_results:
+            self._check(found, result)
+        if not found.scenario_results:  # without an input: what the model stores
+            self._check(found, ScenarioResult("", "", "unavailable"))
+        return found
+
+    def trace(self, model: Any, size: Any = None, **options: Any) -> StepTrace:
+        """`memsize.trace` of a training step, or of an inference with ``optimizer=None``, held to the limits."""
+        found = api.trace(model, size, **options)
+        inference = options.get("optimizer", "adamw") is None
+        result = ScenarioResult(
+            found.trace.scenario,
+            found.trace.scenario,
+            "run",
+            totals=totals(found.trace),
+            trace=found.trace,
+            inference=found.peak if inference else None,
+            training=None if inference else found.peak,
+        )
+        self._check(Report(found.trace.model, found.trace, (result,)), result)
+        return found
+
+    def fit(self, model: Any, size: Any = None, **options: Any) -> Fit:
+        """`memsize.fit`; with a limit ``fits_batch`` it asks whether that batch fits, and fails where it doesn't."""
+        batches = [bound for bound in self._bounds if bound.unit == "samples"]
+        for bound in batches:
+            options = {"batch_size": bound.amount, "remedies": False} | options
+        options = {"scenarios": "as-given"} | options
+        found = api.fit(model, size, **options)
+        self._hold(against_batch(row, bound) for bound in batches for row in found.fit_rows)
+        return found
+
+    def table(self, model: Any, size: Any = None, *, name: str = "", **options: Any) -> Report:
+        """Compare the layers of a model with a stored file of the test, and fail where they differ.
+
+        The file stands beside the test's in ``memsize_tables``; ``pytest --memsize-update`` writes it. A test with
+        several tables gives each a `name`.
+        """
+        found = self.report(model, size, **options)
+        end = f"--{name}" if name else ""
+        path = folder_of(self._test) / f"{stem_of(self._test)}{end}.txt"
+        text = layer_table(found.trace)
+        stored = path.read_text(encoding="utf-8") if path.exists() else None
+        self._outcome.compared.append(str(path))
+        if stored == text:
+            return found
+        if self._update:
+            write(path, text)
+            self._outcome.written.append(str(path))
+        elif stored is None:
+            why = f"no layer table is stored: pytest --memsize-update writes {os.path.relpath(path)}"
+            pytest.fail(why, pytrace=False)
+        else:
+            changed = difference(stored, text, path)
+            pytest.fail(f"the layers changed (pytest --memsize-update accepts it):\n{changed}", pytrace=False)
+        return found
+
+    def close(self) -> None:
+        """Fail where a limit of the test was never checked."""
+        if self._unchecked and self._test.session.testsfailed == self._failed_before:
+            named = f"memsize_limit({', '.join(sorted(self._unchecked))})"
+            pytest.fail(f"{named}: no question of the test tells it{_hint(self._unchecked)}", pytrace=False)
+
+    def _check(self, found: Report, result: ScenarioResult) -> None:
+        measured = Measured(found, result.name)
+        told = {"": True, "inference": result.inference, "training": result.training}
+        told["either"] = result.training or result.inference
+        bounds = [bound for bound in self._bounds if bound.unit != "samples" and told[LIMITS[bound.name].of_peak]]
+        self._hold(against_limit(measured, bound) for bound in bounds)
+
+    def _hold(self, judged: Iterable[tuple[Figure, Finding | None]]) -> None:
+        broken = []
+        for figure, finding in judged:
+            self._unchecked.discard(figure.name)
+            self._outcome.checked(self._test.nodeid, figure)
+            if finding is not None:
+                broken.append(finding.text())
+        if broken:
+            self._unchecked.clear()
+            pytest.fail("\n".join(broken), pytrace=False)
+
+
+def _limits(test: pytest.Item) -> tuple[Bound, ...]:
+    """The limits of a test's markers, those nearest to it last."""
+    given: dict[str, object] = {}
+    for mark in reversed(list(test.iter_markers("memsize_limit"))):
+        if mark.args:
+            pytest.fail('memsize_limit names its limits: memsize_limit(parameters="40 MiB")', pytrace=False)
+        given |= mark.kwargs
+    try:
+        return parse_limits(given)
+    except InputError as error:
+        refused = str(error)
+    pytest.fail(refused, pytrace=False)
+
+
+def _hint(names: set[str]) -> str:
+    if "fits_batch" in names:
+        return "; memsize.fit does"
+    return '; train="adamw" asks for training steps' if "training_peak" in names else ""
