@@ -23,6 +23,7 @@ from memsize.records.aggregates import live_bytes
 from memsize.records.explanation import Explanation
 from memsize.records.trace import Trace
 from memsize.render import FORMATS, render
+from tests.pages import check_golden
 from tests.snapshots import (
     BACKWARD,
     DATA,
@@ -280,19 +281,12 @@ def test_a_saved_explanation_is_the_same(tmp_path: Path) -> None:
     assert sum(each["bytes"] for each in data["alive"]) == data["requested"] == found.requested
 
 
-GOLDEN = Path(__file__).parent / "golden"
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_golden(format: str, tmp_path: Path) -> None:
     gpu = trained(1, recorded=False)
     gpu.oom(30 * MiB, 2 * MiB, FORWARD)
     found = memsize.explain(written(tmp_path / "oom.pickle", gpu))
-    text = render(found, format)
-    path = GOLDEN / f"explain{FORMATS[format][0]}"
-    if os.environ.get("MEMSIZE_GOLDEN") == "write":
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+    check_golden(f"explain{FORMATS[format][0]}", render(found, format))
 
 
 # -- files that are no snapshots --------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
 from memsize.documents.sections import (
     Bars,
     Cell,
+    Chart,
     Column,
     Label,
     Path,
+    Scene,
     Section,
     Specs,
     Table,
@@ -55,6 +57,14 @@ class ProgramDocument(Document[ProgramRun]):
             *listed("Not written", run.unwritten),
             *listed("Notes", run.trace.notes),
         )
+
+    def scenes(self) -> tuple[Scene, ...]:
+        """The program's run over time."""
+        run = self.answer
+        if not run.trace.events:
+            return ()
+        found = timeline(run.trace, config_of(run), run.card, few=0)
+        return (Scene("run", run.program, lambda: (Chart(found), course_table(step_courses(found)))),)
 
     def verdict(self) -> tuple[Finding, ...]:
         """What was found, most important first."""

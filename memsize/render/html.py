@@ -143,15 +143,24 @@ def _template() -> Template:
 def _timeline_json(found: Timeline) -> str:
     """The JSON of a timeline, without what can be told from the rest of it: there may be many on a page.
 
-    Storages are columns, and levels are what each event changes.
+    Storages are columns; levels and indices are told by how they differ from the event before.
     """
     data = to_data(found)
     del data["live"]
     data["roles"] = tuple(found.live)
     data["storages"] = dict(zip(Storage._fields, zip(*found.storages, strict=True), strict=True))
-    for name in ("allocated", "reserved"):
+    for name in ("storage", "layer", "allocated", "reserved"):
         data[name] = tuple(after - before for before, after in pairwise((0, *data[name])))
-    return dumps(data)
+    data["address"] = tuple(_places(found))
+    return dumps(data, separators=(",", ":"))
+
+
+def _places(found: Timeline) -> Iterator[int]:
+    """Where each event places its storage; 0 where it frees it."""
+    held: dict[int, int] = {}
+    for storage, change, address in zip(found.storage, found.delta, found.address, strict=True):
+        held[storage] = held.get(storage, 0) + change
+        yield address if held[storage] else 0
 
 
 def _packed(text: str) -> str:

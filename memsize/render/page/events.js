@@ -3,13 +3,14 @@
 /** The run that a page carries: its columns as a timeline's JSON has them, and what is looked up again and again. */
 function readRun(data) {
   const events = data.delta.length;
+  for (const name of ["storage", "layer", "allocated", "reserved"]) data[name] = runningSum(data[name]);
   const phaseAt = new Int32Array(events);
   data.phases.forEach((phase, place) => phaseAt.fill(place, phase.start, phase.stop));
   const { role, ...columns } = data.storages;
   const storages = (role ?? []).map((each, place) => ({ role: each, layer: columns.layer[place], op: columns.op[place], dtype: columns.dtype[place], shape: columns.shape[place] }));
   const ofRole = (wanted) => data.delta.map((change, event) => (storages[data.storage[event]].role === wanted ? change : 0));
   const live = Object.fromEntries(data.roles.map((each) => [each, runningSum(ofRole(each))]));
-  return { ...data, events, phaseAt, storages, live, total: runningSum(data.delta), allocated: runningSum(data.allocated), reserved: runningSum(data.reserved) };
+  return { ...data, events, phaseAt, storages, live, total: runningSum(data.delta) };
 }
 
 function runningSum(changes) {
