@@ -11,19 +11,18 @@ const touched = [];
 
 /** Makes the tables and pictures inside `scope` touchable, and lets them point to each other. */
 async function touch(scope) {
-  for (const section of scope.querySelectorAll("section.table")) {
-    const table = touchable(section);
-    touched.push(table);
-    if (table.state.tree) addTreemap(table.state);
-    linkPaths(table.state);
-  }
+  const tables = [...scope.querySelectorAll("section.table")].map(touchable);
+  touched.push(...tables);
+  for (const { state } of tables) if (state.isOfModules) addTreemap(state);
+  // Without a table of modules a module's name leads nowhere.
+  if (touched.some(({ state }) => state.isOfModules)) for (const { state } of tables) linkPaths(state);
   for (const section of scope.querySelectorAll("section.picture")) await addTimeline(section);
   linkLayers(scope);
 }
 
 /** Shows the row of a module, in the first table on the page that has one for it. */
 function showModule(path) {
-  return touched.some(({ state, reveal }) => state.tree && state.table.isConnected && reveal(path));
+  return touched.some(({ state, reveal }) => state.isOfModules && state.table.isConnected && reveal(path));
 }
 
 /** A treemap of each column of bytes in a table of modules. */
@@ -56,7 +55,7 @@ async function addTimeline(section) {
 /** Where another table names a module, its name leads to the module's row. */
 function linkPaths(state) {
   for (const cell of state.table.tBodies[0].querySelectorAll("td[data-path]")) {
-    if (cell.cellIndex === 0 && state.tree) continue;
+    if (cell.cellIndex === 0 && state.isOfModules) continue;
     asButton(cell, () => showModule(cell.dataset.path));
   }
 }
@@ -64,6 +63,7 @@ function linkPaths(state) {
 /** The modules that a finding is about lead to their rows. */
 function linkLayers(scope) {
   for (const link of scope.querySelectorAll("a.layer")) {
+    if (!touched.some(({ state }) => state.isOfModules)) link.removeAttribute("href");
     link.addEventListener("click", (event) => { if (showModule(link.dataset.path)) event.preventDefault(); });
   }
 }

@@ -9,6 +9,7 @@ function touchable(section) {
   const columns = readColumns(table);
   const rows = readRows(table);
   const state = { table, columns, rows, section, sorted: null, direction: 1, wanted: "", tree: null, isFlat: false };
+  state.isOfModules = rows.some((row) => row.path !== null);
   if (rows.some((row) => row.path?.includes("."))) state.tree = moduleTree(state);
   if (rows.length > 1) columns.forEach((column) => addSorting(state, column));
   const tools = make("div", { class: "tools" });
