@@ -8,6 +8,7 @@
     step.peak                                            # what a GPU would show at the peak of a training step
     memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
     memsize.check()                                      # the limits and baselines in pyproject.toml
+    memsize.generate("hf:config.json", prompt=8192, new=512)    # prefill, decode and the KV cache of a language model
     memsize.run("train.py", ["--epochs", "1"], gpu="t4")        # a script of yours, on a GPU that isn't there
     memsize.fit_script("train.py", ["-b", "8"], vary="b")       # the largest value of an argument of its own
     memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         explain,
         fit,
         fit_script,
+        generate,
         guard,
         load,
         read_checkpoint,
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from memsize.records.comparison import Comparison
     from memsize.records.explanation import Explanation
     from memsize.records.fit import Fit
+    from memsize.records.generation import GenerationReport
     from memsize.records.layout import LayoutReport
     from memsize.records.program import ProgramRun
     from memsize.records.report import Report
@@ -78,6 +81,7 @@ __all__ = [
     "Explanation",
     "Fit",
     "ForwardError",
+    "GenerationReport",
     "Guard",
     "InputError",
     "LayoutReport",
@@ -98,6 +102,7 @@ __all__ = [
     "explain",
     "fit",
     "fit_script",
+    "generate",
     "guard",
     "load",
     "read_checkpoint",
@@ -117,6 +122,7 @@ _HOMES = {
         "explain",
         "fit",
         "fit_script",
+        "generate",
         "guard",
         "load",
         "read_checkpoint",
@@ -144,6 +150,7 @@ _HOMES = {
         "UnknownValueError",
     ),
     "memsize.records.fit": ("Fit",),
+    "memsize.records.generation": ("GenerationReport",),
     "memsize.records.layout": ("LayoutReport",),
     "memsize.analysis.guard": ("Guard",),
     "memsize.analysis.step": ("StepTrace",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -107,6 +108,13 @@ class Runner:
         if failed is not None:
             raise failed
         return trace
+
+    def given(self, inputs: ModelInputs, batch_size: int) -> Runner:
+        """A runner of the same model with other inputs, of which it makes `batch_size`."""
+        other = copy(self)
+        other.inputs = replace(inputs, batch_size=batch_size)
+        vars(other).pop("_inputs_are_cast", None)
+        return other
 
     def kept_for_backward(self, scenario: Scenario, batch_size: int) -> int:
         """Bytes that one forward keeps for backward at a batch size, parameters apart."""

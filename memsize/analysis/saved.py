@@ -11,6 +11,7 @@ from memsize.analysis.step import StepTrace
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError, UnknownScenarioError
 from memsize.records.codec import coder
+from memsize.records.generation import GenerationReport
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
 from memsize.records.report import Report
@@ -21,6 +22,7 @@ KINDS = {
     "step": ("memsize.analysis.step", "StepTrace"),
     "program": ("memsize.records.program", "ProgramRun"),
     "fit": ("memsize.records.fit", "Fit"),
+    "generation": ("memsize.records.generation", "GenerationReport"),
     "layout": ("memsize.records.layout", "LayoutReport"),
     "checkpoint": ("memsize.checkpoint.report", "CheckpointReport"),
     "verification": ("memsize.records.verification", "Verification"),
@@ -30,7 +32,13 @@ KINDS = {
 }
 """The record of each kind of saved run. It is imported when a file holds one."""
 
-COMMANDS = {"step": "timeline", "program": "run", "verification": "verify", "explanation": "explain"}
+COMMANDS = {
+    "step": "timeline",
+    "program": "run",
+    "generation": "generate",
+    "verification": "verify",
+    "explanation": "explain",
+}
 """The commands that show a kind, where they have another name."""
 
 
@@ -50,13 +58,13 @@ def load_kind(path: str | os.PathLike[str], kind: str) -> Any:
 
 
 def load_step(path: str | os.PathLike[str], scenario: str | None) -> StepTrace:
-    """The step in a saved run: the one of a timeline or a program, or of a report the run under `scenario` (None: its
-    layers').
+    """The step in a saved run: the one of a timeline or a program, a generation's largest, or of a report the run under
+    `scenario` (None: its layers').
 
     Raises `InputError`, and `ScenarioError` where the report has no such run.
     """
     found = load(path)
-    if isinstance(found, ProgramRun):
+    if isinstance(found, (ProgramRun, GenerationReport)):
         found = StepTrace(found.trace, found.card.name, config_of(found))
     if not isinstance(found, Report):
         return _only(found, path, scenario)
@@ -68,7 +76,7 @@ def load_step(path: str | os.PathLike[str], scenario: str | None) -> StepTrace:
     return StepTrace(trace, found.gpu or DEFAULT_GPU, config_of(found))
 
 
-def config_of(answer: Report | ProgramRun) -> AllocatorConfig:
+def config_of(answer: Report | ProgramRun | GenerationReport) -> AllocatorConfig:
     """The settings of the caching allocator that `answer` was made with."""
     config: AllocatorConfig = coder(AllocatorConfig).read(json.loads(answer.allocator or "{}"))
     return config

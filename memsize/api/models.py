@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memsize.analysis.step import StepTrace
     from memsize.device.config import AllocatorConfig
     from memsize.records.fit import Fit
+    from memsize.records.generation import GenerationReport
     from memsize.records.layout import LayoutReport
     from memsize.records.report import Report
     from memsize.records.verification import Verification
@@ -198,6 +199,57 @@ def fit(
         one = subject.batch_size if varied.batch else None
         request = FitRequest(asked, capacities, trained, settings, one, remedies, crossovers, default=scenarios is None)
         return find_fit(trials, request, found.notes)
+
+
+@_asks_about_a_model
+def generate(
+    model_or_target: nn.Module | str | Subject,
+    input_size: InputSize | Any = None,
+    *,
+    prompt: int | Iterable[int] = 512,
+    new: int = 128,
+    batches: int | Iterable[int] = 1,
+    cache: str | None = None,
+    kv_dtype: str | None = None,
+    beams: int = 1,
+    scenarios: str | Iterable[str] | None = None,
+    gpu: str | None = None,
+    stack: Stack | str | None = None,
+    config: AllocatorConfig | str | None = None,
+    progress: Callable[[str], None] | None = None,
+    **given: Unpack[InputOptions],
+) -> GenerationReport:
+    """What a model holds while it generates tokens: reading the prompt, each step after it, and the KV cache.
+
+    The model is given as to `report`; its own ``generate`` runs, with an input that is made for each length of `prompt`
+    (of a model that isn't a library's, its first dimension after the batch). `new` tokens are generated after it, for
+    each of `batches` sequences. `cache` is ``"dynamic"``, ``"static"``, ``"offloaded"`` or ``"quantized"`` (None: the
+    model's own), `kv_dtype` that of a quantized one: ``"fp8"``, ``"int4"``, ``"int2"``. `beams` is the width of a beam
+    search. `scenarios` are as for `report` (None: as given, and its weights in int8 and int4), `gpu`, `stack` and
+    `config` as for `trace`.
+
+    Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
+    """
+    from memsize.device.cards import card
+    from memsize.device.config import AllocatorConfig
+    from memsize.records.gpu import DEFAULT_GPU
+    from memsize.spec.generation import GENERATED, Generation
+
+    subject = replace(Subject.of(model_or_target, input_size, **given), mode="eval")
+    where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
+    asked = select(GENERATED if scenarios is None else scenarios)
+    lengths, sizes = ((each,) if isinstance(each, int) else tuple(each) for each in (prompt, batches))
+    generations = [Generation(length, new, cache, kv_dtype, beams) for length in lengths]
+    settings = AllocatorConfig.of(config, software.release)
+    with model_of(subject, say, where.name) as loaded:
+        from memsize.analysis.generation.prompts import prompts_of
+        from memsize.analysis.generation.report import GenerationRequest, report_generation
+        from memsize.analysis.runner import Runner
+
+        prompts = prompts_of(subject, lambda prompted: with_inputs(prompted, loaded).run[2])
+        runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), False, gpu=where, stack=software)
+        request = GenerationRequest(generations, sizes, asked, settings)
+        return report_generation(runner, prompts, request, loaded.notes, say)
 
 
 @_asks_about_a_model

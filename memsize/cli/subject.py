@@ -44,6 +44,11 @@ def _question(
     return Subject("", specs, None, maker, batch_size, seq_len, built_with, mode)
 
 
+def _generating(target: str, inputs: tuple[str, ...], arguments: tuple[str, ...]) -> Subject:
+    rest = {"seq_len": None, "batch_size": None, "mode": "eval"}
+    return _subject(target, None, inputs=inputs, arguments=arguments, **rest)
+
+
 def parse_arguments(texts: Iterable[str]) -> dict[str, object]:
     """The arguments that ``name=value`` texts give: Python literals, and anything else as the string it is.
 
@@ -155,6 +160,9 @@ subject_options = grouped("subject", (_TARGET, *_INPUTS, _BATCH, _ARGUMENTS, _MO
 
 several_subjects_options = grouped("subject", (*_INPUTS, _BATCH, _ARGUMENTS, _MODE), _question)
 """The same for a command that names its targets itself: a `Subject` of the model ``""``."""
+
+generation_subject_options = grouped("subject", (_TARGET, _INPUTS[0], _ARGUMENTS), _generating)
+"""The same for a model that generates: its prompts and batches are asked for by options of their own."""
 
 fit_subject_options = grouped("subject", (_TARGET, *_INPUTS, _FIT_BATCH, _ARGUMENTS, _FIT_MODE), _subject)
 """The same where a batch is asked about only if one is given, and the mode follows the training."""

@@ -126,6 +126,7 @@ _DOCUMENTS: Final = {
     "layout": "memsize.documents.layout:LayoutDocument",
     "verification": "memsize.documents.verification:VerificationDocument",
     "checkpoint": "memsize.documents.checkpoint:CheckpointDocument",
+    "generation": "memsize.documents.generation:GenerationDocument",
     "timeline": "memsize.documents.timeline:TimelineDocument",
     "program": "memsize.documents.program:ProgramDocument",
     "comparison": "memsize.documents.comparison:ComparisonDocument",

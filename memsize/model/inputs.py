@@ -25,6 +25,7 @@ from memsize.records.trace import InputTensor
 from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, format_shape
 from memsize.spec.request import InputMaker, Request
 from memsize.spec.subject import Call, Subject, call_of
+from memsize.spec.vary import Dimension
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,22 @@ def resized(tensor: torch.Tensor, dims: Iterable[int], size: int) -> torch.Tenso
         shape[dim] = size
     made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     return made if value is None else set_constant(made, value)
+
+
+def resized_call(call: Call, dimensions: Iterable[Dimension], size: int) -> Call:
+    """The call with the size of some of its inputs' dimensions changed."""
+    dims: dict[str, list[int]] = {}
+    for dimension in dimensions:
+        dims.setdefault(dimension.name, []).append(dimension.dim)
+    args, kwargs = call
+
+    def changed(name: str, value: Any) -> Any:
+        return map_tensors(lambda tensor: resized(tensor, dims[name], size), value) if name in dims else value
+
+    return (
+        tuple(changed(str(position), value) for position, value in enumerate(args)),
+        {name: changed(name, value) for name, value in kwargs.items()},
+    )
 
 
 def _record(name: str, tensor: torch.Tensor, met: set[Hashable]) -> InputTensor:

@@ -29,6 +29,7 @@ TITLES: Final[dict[str, RoleTitle]] = {
     "buffer": RoleTitle("buffers", 35, "#4d7695", "model"),
     "master weight": RoleTitle("master weights", 54, "#3e4d9a", "parameters"),
     "optimizer state": RoleTitle("optimizer state", 56, "#52bca4", "parameters"),
+    "KV cache": RoleTitle("KV cache", 57, "#8010f0"),
     "workspace": RoleTitle("workspaces", 40, "#cfd2d6", "model"),
     "gradient": RoleTitle("gradients", 58, "#b02319", "parameters"),
     "input": RoleTitle("inputs", 20, "#a57155"),
@@ -52,7 +53,8 @@ else:
 """What a storage is for. It has one role, so the roles of live storages add up to the live total.
 
 An `activation` is kept for backward; an `output` is the model's own, and not kept; a `cast copy` is autocast's (or a
-wrapper's) copy of a parameter in another dtype, kept or not; a `temporary` is everything that an op made on the way.
+wrapper's) copy of a parameter in another dtype, kept or not; a `KV cache` is what a language model keeps of the tokens
+that it has seen; a `temporary` is everything that an op made on the way.
 """
 
 

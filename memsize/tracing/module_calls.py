@@ -80,6 +80,8 @@ class Calls:
         """Whether the model has returned once: tables show its first forward, not those of later steps."""
         self.kept: Set[int] = set()
         self.reached: Set[int] = set()
+        self.forward: Callable[[], str] = lambda: "forward"
+        """Called before each forward of the model itself; returns the name of its phase."""
         self._claimed: set[int] = set()
         self._compiler = CompilerImport()
 
@@ -130,7 +132,7 @@ class Calls:
             clock = self.ledger.clock
             if clock.backward or clock.layer >= 0:
                 return call(*args, **kwargs)
-            with clock.during("forward"):
+            with clock.during(self.forward()):
                 result = call(*args, **kwargs)
                 self.ledger.forget_released()
                 for tensor in tensors_in(result):

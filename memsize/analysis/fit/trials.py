@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -12,15 +12,13 @@ from memsize.analysis.fit.footprint import Footprint, Replays
 from memsize.analysis.runner import Runner
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError
-from memsize.internals.pytree import map_tensors
-from memsize.model.inputs import ModelInputs, input_tensors, resized
+from memsize.model.inputs import ModelInputs, input_tensors, resized_call
 from memsize.records.gpu import Card
 from memsize.records.trace import InputTensor, Trace
 from memsize.spec.scenario import Scenario
 from memsize.spec.stack import INSTALLED, Stack
-from memsize.spec.subject import Call
 from memsize.spec.training import Training
-from memsize.spec.vary import Dimension, Vary
+from memsize.spec.vary import Vary
 from memsize.tracing.run import Setup
 from memsize.workloads.training import step_workload
 
@@ -181,7 +179,7 @@ class Trials:
         batch = size if self.vary.batch else self.model_inputs.batch_size
         setup = self._runner(variant).setup(variant.scenario, -(-batch // variant.split))
         if not self.vary.batch:
-            setup = replace(setup, call=_resized(setup.call, self._dimensions, size))
+            setup = replace(setup, call=resized_call(setup.call, self._dimensions, size))
         for edit in variant.edits:
             setup = edit(setup)
         return setup
@@ -199,19 +197,3 @@ class Trials:
             runner = Runner(self.name, self.model, self.model_inputs, self.training, gpu=variant.card, stack=self.stack)
             self._runners[variant.card.kernels] = runner
         return self._runners[variant.card.kernels]
-
-
-def _resized(call: Call, dimensions: Iterable[Dimension], size: int) -> Call:
-    """The call with the size of some of its inputs' dimensions changed."""
-    dims: dict[str, list[int]] = {}
-    for dimension in dimensions:
-        dims.setdefault(dimension.name, []).append(dimension.dim)
-    args, kwargs = call
-
-    def changed(name: str, value: Any) -> Any:
-        return map_tensors(lambda tensor: resized(tensor, dims[name], size), value) if name in dims else value
-
-    return (
-        tuple(changed(str(position), value) for position, value in enumerate(args)),
-        {name: changed(name, value) for name, value in kwargs.items()},
-    )

@@ -1,0 +1,115 @@
+"""Rules about generation: what it takes, where the peak is, what the cache costs, what a step needs for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from memsize.records.finding import Finding, Rules
+from memsize.records.generation import GenerationRow
+from memsize.records.gpu import GpuEstimate
+from memsize.units import Bytes
+
+Evidence = tuple[GenerationRow, ...]
+
+RULES = Rules[Evidence]()
+
+
+@RULES.rule("generation-fits", "generation-exceeds")
+def what_fits(rows: Evidence) -> Iterator[Finding]:
+    """How the first scenario's rows compare with the card."""
+    first = [row for row in _ran(rows) if row.scenario == _ran(rows)[0].scenario]
+    short = next((row for row in first if not row.fits), None)
+    row = short or max(first, key=lambda each: _estimate(each).requested)
+    peak = _estimate(row)
+    values = {
+        "scenario": row.scenario,
+        "batch": row.batch,
+        "sequences": "sequence" if row.batch == 1 else "sequences",
+        "prompt": row.prompt,
+        "new": row.new,
+        "tokens": "token" if row.new == 1 else "tokens",
+        "peak": Bytes(peak.reserved),
+        "phase": peak.peak_phase,
+    }
+    what = "Under {scenario}, {batch} {sequences} of {prompt} + {new} {tokens}"
+    if peak.shortage is None:
+        text = what + " fit: {peak} reserved, at most in {phase}."
+        yield Finding("generation-fits", peak.reserved, (), text, values, brief=text)
+    else:
+        end = peak.shortage
+        values |= {"phase": end.phase, "request": Bytes(end.request), "free": Bytes(end.free)}
+        text = what + " do not fit: {phase} asks for {request} where {free} are free; {peak} would be reserved."
+        yield Finding("generation-exceeds", peak.reserved, (), text, values, brief=text)
+
+
+@RULES.rule("kv-cache")
+def what_the_cache_costs(rows: Evidence) -> Iterator[Finding]:
+    """What the KV cache holds, and how it grows."""
+    row = max(_ran(rows), key=lambda each: each.cache)
+    if not row.cache:
+        text = "The model keeps no KV cache."
+        yield Finding("kv-cache", 0, (), text, brief=text)
+        return
+    values: dict[str, object] = {
+        "cache": Bytes(row.cache),
+        "batch": row.batch,
+        "prompt": row.prompt,
+        "new": row.new,
+        "sequence": Bytes(row.per_sequence),
+        "token": _small(row.per_token // row.batch),
+        "kinds": ", ".join(f"{kind.layers} of {kind.kind}" for kind in row.layers),
+    }
+    grows = "{token} more for each token of a sequence" if row.per_token else "which grows no more"
+    text = "The KV cache holds {cache} in the end, {sequence} for each sequence, " + grows + " (layers: {kinds})."
+    brief = "The KV cache holds {cache} in the end, " + grows + "."
+    yield Finding("kv-cache", row.cache, (), text, values, brief=brief)
+
+
+@RULES.rule("decode-transient")
+def what_a_step_needs(rows: Evidence) -> Iterator[Finding]:
+    """What a decode step needs for a moment."""
+    row = max(_ran(rows), key=lambda each: each.transient)
+    if row.transient * 100 < row.decode.peak:
+        return
+    text = "A decode step needs {transient} for a moment beyond what stays, at batch {batch} under {scenario}."
+    values = {"transient": Bytes(row.transient), "batch": row.batch, "scenario": row.scenario}
+    yield Finding("decode-transient", row.transient, (), text, values)
+
+
+@RULES.rule("prefill-transient")
+def what_the_prefill_needs(rows: Evidence) -> Iterator[Finding]:
+    """What the prefill needs for a moment, where that is what decides."""
+    row = max(_ran(rows), key=lambda each: each.prefill.peak - each.decode.peak)
+    beyond = row.prefill.peak - max(row.decode.peak, row.prefill.end)
+    if beyond * 20 < row.prefill.peak:
+        return
+    text = (
+        "The prefill of {prompt} tokens is what decides at batch {batch}: it needs {beyond} more than any step after "
+        "it. Reading the prompt in chunks (prefill_chunk_size) lowers that."
+    )
+    values = {"prompt": row.prompt, "batch": row.batch, "beyond": Bytes(beyond)}
+    brief = "The prefill decides at batch {batch}: it needs {beyond} more than any step after it."
+    yield Finding("prefill-transient", beyond, (), text, values, brief=brief)
+
+
+@RULES.rule("generation-inexact")
+def what_was_not_checked(rows: Evidence) -> Iterator[Finding]:
+    """Rows whose steps could not all be derived to the byte."""
+    inexact = [row for row in _ran(rows) if not row.exact]
+    if inexact:
+        text = "Decode steps of {count} rows are close to what was derived for them, not equal."
+        yield Finding("generation-inexact", None, (), text, {"count": len(inexact)})
+
+
+def _small(size: int) -> str:
+    """A size that is too small for the unit of the others: what one token takes."""
+    return f"{size / 1024:,.4g} KiB" if size >= 1024 else f"{size} B"
+
+
+def _ran(rows: Sequence[GenerationRow]) -> list[GenerationRow]:
+    return [row for row in rows if row.estimate is not None]
+
+
+def _estimate(row: GenerationRow) -> GpuEstimate:
+    assert row.estimate is not None
+    return row.estimate

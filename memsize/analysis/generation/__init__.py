@@ -1,0 +1,1 @@
+"""Generation: what prefill and decode hold, from a few traced steps, and what a server makes of it."""

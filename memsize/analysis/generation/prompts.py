@@ -1,0 +1,28 @@
+"""Prompts of any length for a model: made for it where its library says how, else the given inputs made longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+from memsize.model.inputs import ModelInputs, input_tensors, resized_call
+from memsize.spec.subject import Subject
+from memsize.spec.vary import parse_vary
+
+Prompts = Callable[[int], ModelInputs]
+"""The inputs of a prompt of so many tokens."""
+
+
+def prompts_of(subject: Subject, inputs: Callable[[Subject], ModelInputs]) -> Prompts:
+    """The prompts of a subject; `inputs` makes those of one like it. Raises `InputError` where they have no length."""
+    if not subject.has_input:
+        return cache(lambda length: inputs(replace(subject, seq_len=length)))
+    given = inputs(subject)
+    dimensions = parse_vary("seq_len").dimensions(input_tensors(given.call()))
+
+    @cache
+    def prompt(length: int) -> ModelInputs:
+        return replace(given, make=lambda batch: resized_call(given.make(batch), dimensions, length))
+
+    return prompt

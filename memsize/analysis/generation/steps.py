@@ -1,0 +1,174 @@
+"""A traced generation cut into steps that can be compared, and put together again at another length.
+
+A step names the storages that its events are about by where they were made: so many steps ago, as the so-manyth of that
+step. Two steps of one `structure` differ in nothing but their `sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from memsize.records.aggregates import split_phase
+from memsize.records.roles import Role
+from memsize.records.trace import Event, Storage, Trace
+from memsize.workloads.generation import DECODE, PREFILL, CachedLayer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Sizes = np.ndarray[Any, np.dtype[np.int64]]
+
+SETUP = -1
+"""The `age` of what was there before the prefill, which is numbered on its own."""
+
+
+class Happening(NamedTuple):
+    """An event of a step: the storage that step − `age` made as its `place`th, in which layer and by which op.
+
+    `stage` tells phases of one step apart.
+    """
+
+    age: int
+    place: int
+    layer: int
+    op: str
+    stage: str
+
+
+class Made(NamedTuple):
+    """A storage that a step makes, apart from its size."""
+
+    role: Role
+    layer: int
+    op: str
+    dtype: str
+    dims: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class Structure:
+    """All of a step that does not depend on lengths. `cached` are the kinds of the layers of its cache."""
+
+    events: tuple[Happening, ...]
+    storages: tuple[Made, ...]
+    cached: tuple[str, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the dimensions of each storage stand among its step's sizes, counted after those of the events."""
+        return tuple(accumulate((made.dims for made in self.storages), initial=len(self.storages)))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step: its structure; and its sizes in this order: the difference of each event, the bytes of each storage,
+    all their dimensions, the bytes of each layer of the cache.
+    """
+
+    structure: Structure
+    sizes: Sizes
+
+    @property
+    def deltas(self) -> Sizes:
+        """The bytes of each event."""
+        return self.sizes[: len(self.structure.events)]
+
+    @property
+    def cached(self) -> tuple[CachedLayer, ...]:
+        """What each layer of the cache holds at its end."""
+        kinds = self.structure.cached
+        sizes = self.sizes[len(self.sizes) - len(kinds) :].tolist()
+        return tuple(map(CachedLayer, kinds, sizes))
+
+    def storage(self, place: int) -> Storage:
+        """The `place`th storage that it makes, as a record has it."""
+        events, made = len(self.structure.events), self.structure.storages[place]
+        size, start = int(self.sizes[events + place]), events + self.structure.offsets[place]
+        shape = tuple(self.sizes[start : start + made.dims].tolist())
+        return Storage(size, made.role, made.layer, made.op, made.dtype, shape, -1, made.stream)
+
+
+def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step]:
+    """The steps of a traced generation: its setup, its prefill, and each decode step; what came after is left out.
+
+    `cached` says what the cache held after the prefill and after each step. Storages without bytes are in no step.
+    """
+    import numpy as np
+
+    numbers = [_number(phase) for phase in trace.phases]
+    cut: list[list[Event]] = [[] for _ in range(len(cached) + 1)]
+    for event in trace.events:
+        number = numbers[event.phase]
+        if number is not None:
+            cut[number + 1].append(event)
+    places: dict[int, tuple[int, int]] = {}
+    steps = []
+    for number, events in enumerate(cut, SETUP):
+        made: list[int] = []
+        happenings = []
+        for event in events:
+            if event.storage not in places:
+                places[event.storage] = number, len(made)
+                made.append(event.storage)
+            born, place = places[event.storage]
+            age = SETUP if born == SETUP else number - born
+            stage = split_phase(trace.phases[event.phase])[0]
+            happenings.append(Happening(age, place, event.layer, event.op, stage))
+        storages = [trace.storages[index] for index in made]
+        layers = cached[number] if number >= 0 else ()
+        kinds = tuple(
+            Made(each.role, each.layer, each.op, each.dtype, len(each.shape), each.stream) for each in storages
+        )
+        sizes = [
+            *(event.delta for event in events),
+            *(each.bytes for each in storages),
+            *(size for each in storages for size in each.shape),
+            *(layer.bytes for layer in layers),
+        ]
+        structure = Structure(tuple(happenings), kinds, tuple(layer.kind for layer in layers))
+        steps.append(Step(structure, np.array(sizes, dtype=np.int64)))
+    return steps
+
+
+def _number(phase: str) -> int | None:
+    """Which step a phase belongs to: `SETUP`, 0 for the prefill, then the decode steps; None for what came after."""
+    name, step = split_phase(phase)
+    return {"setup": SETUP, PREFILL: 0, DECODE: step}.get(name)
+
+
+class Put(NamedTuple):
+    """Steps put together: the phases, storages and events of a record."""
+
+    phases: tuple[str, ...]
+    storages: tuple[Storage, ...]
+    events: tuple[Event, ...]
+
+
+def put_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Put:
+    """The run that makes `steps`, the setup first; of some only the events of these numbers (None: all of them).
+
+    An event of a storage that was left out before must be left out too.
+    """
+    phases: dict[str, int] = {}
+    storages: list[Storage] = []
+    events: list[Event] = []
+    first: list[dict[int, int]] = []
+    for number, (step, kept) in enumerate(steps, SETUP):
+        own: dict[int, int] = {}
+        first.append(own)
+        deltas, happenings = step.deltas.tolist(), step.structure.events
+        for index in range(len(happenings)) if kept is None else kept:
+            age, place, layer, op, stage = happenings[index]
+            born = first[0] if age == SETUP else first[number - age + 1]
+            if place not in born:  # made here: what an earlier step made is known
+                born[place] = len(storages)
+                storages.append(step.storage(place))
+            label = f"{stage} {number}" if number > 0 else stage
+            phase = phases.setdefault(label, len(phases))
+            events.append(Event(born[place], deltas[index], phase, layer, op))
+    return Put(tuple(phases), tuple(storages), tuple(events))

@@ -1,0 +1,87 @@
+"""What a generation is: how many tokens come in and out, and how the KV cache is held. Parsed and checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from memsize.errors import InputError, UnknownInputError
+
+CACHES: Final = ("dynamic", "static", "quantized")
+"""The caches of transformers' `generate`, by its argument `cache_implementation`. A sliding window is the model's own:
+its layers are held so in the first two. Offloaded ones are missing: what is moved to the host is not followed."""
+
+GENERATED: Final = ("as-given", "int8-weight", "int4-weight")
+"""The usual scenarios of a generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """`new` tokens after a prompt of `prompt` tokens, for each of the sequences of a batch.
+
+    `cache` is a name of `CACHES`, None the model's own choice; `kv_dtype` is ``"fp8"``, ``"int4"`` or ``"int2"`` for a
+    quantized cache. `beams` is the width of a beam search, 1 for none. `begun` counts the tokens that the decoder of an
+    encoder-decoder starts with, of which all but the first are given; 0 for a model that continues its prompt.
+    """
+
+    prompt: int
+    new: int = 128
+    cache: str | None = None
+    kv_dtype: str | None = None
+    beams: int = 1
+    begun: int = 0
+
+    def __post_init__(self) -> None:
+        for what, count in (
+            ("prompt", self.prompt),
+            ("number of new tokens", self.new),
+            ("number of beams", self.beams),
+        ):
+            if count < 1:
+                raise InputError(f"a {what} of {count}: it must be at least 1")
+        if self.cache is not None and self.cache not in CACHES:
+            raise UnknownInputError("cache", self.cache, CACHES)
+        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
+            raise UnknownInputError("dtype of a KV cache", self.kv_dtype, KV_DTYPES)
+        if self.kv_dtype is not None and self.cache not in (None, "quantized"):
+            raise InputError(f"a {self.cache} cache keeps the dtype of the model: a KV dtype is for a quantized one")
+
+    @property
+    def start(self) -> int:
+        """The tokens that the decoder reads first."""
+        return self.begun or self.prompt
+
+    @property
+    def last(self) -> int:
+        """The tokens that the decoder has read at the end: the last new one never is."""
+        return self.start + self.new - 1
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether a step now and then differs from the others: group-wise quantization waits for a group of tokens."""
+        return self.kv_dtype in ("int4", "int2") or (self.cache == "quantized" and self.kv_dtype is None)
+
+    def after(self, tokens: int) -> Generation:
+        """The generation that ends where this one does, of which the decoder reads `tokens` tokens first."""
+        new = self.start + self.new - tokens
+        return replace(self, begun=tokens, new=new) if self.begun else replace(self, prompt=tokens, new=new)
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """The arguments of `generate` that ask for it, beside the inputs."""
+        cache = self.cache or ("quantized" if self.kv_dtype else None)
+        # One token more, so that no step that counts is the last, in which `generate` frees everything.
+        asked: dict[str, object] = {"max_new_tokens": self.new + 1, "do_sample": False, "num_beams": self.beams}
+        if cache not in (None, "dynamic"):
+            asked["cache_implementation"] = cache
+        if cache == "quantized":
+            asked["cache_config"] = KV_DTYPES[self.kv_dtype or "int4"]
+        return asked
+
+
+KV_DTYPES: Final[dict[str, dict[str, object]]] = {
+    "fp8": {"backend": "fp8"},
+    "int4": {"backend": "quanto", "nbits": 4},
+    "int2": {"backend": "quanto", "nbits": 2},
+}
+"""The dtypes of a quantized cache, and the `cache_config` that asks transformers for them."""

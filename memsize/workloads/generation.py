@@ -1,0 +1,209 @@
+"""Tokens generated one by one, by the model's own `generate`: the prefill of the prompt, then one step for each token.
+
+Nothing of `generate` is imitated. Each call of the model itself begins a step; the first is the prefill. After as many
+steps as are asked for the run is cut off, since all that follow are alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from memsize.constants.values import set_constant
+from memsize.errors import InputError
+from memsize.internals.pytree import tensors_in
+from memsize.model.tensor_storage import plain_tensors
+from memsize.records.trace import Trace
+from memsize.spec.generation import Generation
+from memsize.tracing.run import Run, Setup
+
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+END: Final = "end"
+"""The phases of a generation: the prompt, each further token, and what came after the run was cut off."""
+
+_CACHES: Final = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
+"""The names by which models of transformers take and return their caches."""
+
+
+_MADE: Final = frozenset(("decoder_input_ids", "decoder_attention_mask", "labels"))
+"""Arguments of a forward that `generate` makes itself."""
+
+
+class CachedLayer(NamedTuple):
+    """What a cache holds for one layer of the model: of which kind, in how many bytes."""
+
+    kind: str
+    bytes: int
+
+
+Observer = Callable[[int, tuple[CachedLayer, ...]], None]
+"""Called after each forward with its number (0: the prefill), and what the cache holds then."""
+
+
+class _Enough(BaseException):
+    """Ends a generation after the steps that were asked for. No exception that a model might catch."""
+
+
+@dataclass(frozen=True)
+class GenerationSteps:
+    """The prefill and the first `steps` decode steps of a generation; all of them with None.
+
+    The setup's inputs are those of the prompt. `observer` is told what the cache holds after each forward.
+    """
+
+    generation: Generation
+    steps: int | None = None
+    observer: Observer = field(default=lambda number, layers: None)
+
+    def run(self, setup: Setup) -> Trace:
+        generate = getattr(setup.model, "generate", None)
+        if not callable(generate):
+            raise InputError(f"{setup.name} has no generate method: it generates no tokens")
+        run = Run(setup)
+        args, kwargs = setup.call
+        kwargs = {name: value for name, value in kwargs.items() if name not in _MADE}
+        if self.generation.begun > 1:
+            kwargs["decoder_input_ids"] = _begun(setup.model, self.generation.begun, setup.batch_size or 1)
+        arguments = _arguments(setup.model, self.generation)
+        with run.recording(), torch.no_grad(), setup.autocast(), run.ledger.clock.during(PREFILL):
+            steps = self.generation.new - 1 if self.steps is None else self.steps
+            with _steps(run, steps, self.observer), _without_end(setup.model, self.generation.last):
+                run.result = generate(*args, **kwargs, **arguments)
+        return run.trace()
+
+
+def _arguments(model: nn.Module, generation: Generation) -> dict[str, object]:
+    """What `generate` is called with beside the inputs: the model's own settings, with those of the generation.
+
+    No sequence ends early: the token that ends one is a value, and there are none.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return generation.arguments
+    config = copy.deepcopy(config)
+    config.update(**generation.arguments)
+    config.eos_token_id, config.max_length = None, None
+    for token in ("pad_token_id", "bos_token_id", "decoder_start_token_id"):
+        if not isinstance(getattr(config, token, None), int):  # which one it is makes no difference
+            setattr(config, token, 0)
+    return {"generation_config": config}
+
+
+def _begun(model: nn.Module, tokens: int, batch: int) -> torch.Tensor:
+    """What a decoder starts with: `generate` would put the first token before any that begin with another."""
+    config: Any = _arguments(model, Generation(1))["generation_config"]
+    first = config.decoder_start_token_id
+    given = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
+    return set_constant(given, torch.full((batch, tokens), first, device="cpu"))
+
+
+@contextmanager
+def _without_end(model: nn.Module, tokens: int) -> Iterator[None]:
+    """While open, `generate` makes static caches for `tokens` tokens, although it is asked for one more than are
+    wanted; and a beam search goes on, whose end is a value.
+    """
+    own: dict[str, Callable[..., Any]] = {}
+    if prepare := getattr(model, "_prepare_static_cache", None):
+        own["_prepare_static_cache"] = lambda *args, **kwargs: prepare(*args, **(kwargs | {"max_cache_len": tokens}))
+    if looks := getattr(model, "_beam_search_has_unfinished_sequences", None):
+        own["_beam_search_has_unfinished_sequences"] = lambda *args, **kwargs: looks(*args, **kwargs) is not None
+    vars(model).update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del vars(model)[name]
+
+
+@contextmanager
+def _steps(run: Run, steps: int, observer: Observer) -> Iterator[None]:
+    """While open, each forward of the model is a step; the run is cut off at the start of the one after `steps`."""
+    clock, begun = run.ledger.clock, 0
+
+    def start() -> str:
+        nonlocal begun
+        if begun > steps:
+            clock.phase = clock.index(END)
+            raise _Enough
+        clock.step, begun = begun, begun + 1
+        name = PREFILL if clock.step == 0 else DECODE
+        clock.phase = clock.index(name)
+        return name
+
+    def forwarded(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if clock.backward or begun == 0:
+            return
+        layers = tuple(_cached(run, _cache_of(kwargs, output)))
+        observer(begun - 1, layers)
+
+    run.calls.forward = start
+    handle = run.setup.model.register_forward_hook(forwarded, with_kwargs=True)
+    try:
+        yield
+        clock.phase = clock.index(END)
+    except _Enough:
+        pass
+    finally:
+        handle.remove()
+        run.calls.forward = lambda: "forward"
+
+
+def _cache_of(kwargs: dict[str, Any], output: Any) -> Any:
+    """The cache that a forward was given or has returned; None where there is none."""
+    for name in _CACHES:
+        found = kwargs.get(name)
+        found = getattr(output, name, None) if found is None else found
+        if found is not None:
+            return found
+    return None
+
+
+def _cached(run: Run, cache: Any) -> Iterator[CachedLayer]:
+    """What each layer of the cache holds; its storages are marked as those of a cache."""
+    met: set[int] = set()
+    for kind, layer in _layers(cache):
+        size = 0
+        for tensor in tensors_in(layer if isinstance(layer, torch.Tensor) else vars(layer)):
+            for piece in plain_tensors(tensor):
+                index = run.ledger.index_of(piece)
+                if index >= 0 and index not in met:
+                    met.add(index)
+                    run.ledger.mark(piece, "KV cache")
+                    size += run.ledger.size(index)
+        if size:
+            yield CachedLayer(kind, size)
+
+
+def _layers(cache: Any) -> Iterator[tuple[str, Any]]:
+    """The layers of a cache, and what they are: transformers' `Cache` knows its own; of others each entry is one."""
+    if cache is None:
+        return
+    crossed = getattr(cache, "cross_attention_cache", None)
+    if crossed is not None:
+        yield from _layers(cache.self_attention_cache)
+        yield from (("cross-attention", layer) for _, layer in _layers(crossed))
+        return
+    layers = getattr(cache, "layers", cache)
+    if not isinstance(layers, (list, tuple)):
+        yield "state", layers
+        return
+    for layer in layers:
+        yield _kind(layer), layer
+
+
+def _kind(layer: Any) -> str:
+    """What a layer of a cache keeps: of every token, of a window's, or a state of fixed size; and how."""
+    if isinstance(layer, torch.Tensor):
+        return "state"
+    name = type(layer).__name__
+    linear, window = "LinearAttention" in name, "SlidingWindow" in name
+    attention = "Attention" in name.removeprefix("LinearAttention").removesuffix("Layer") or not linear
+    kept = (["state"] if linear else []) + ([("sliding window" if window else "full attention")] if attention else [])
+    return " and ".join(kept)

@@ -1,0 +1,301 @@
+"""Generation: KV caches against arithmetic and real runs, and derived steps against steps that were all traced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import memsize
+from memsize.analysis.generation import generator as generators
+from memsize.analysis.generation.curve import Curve
+from memsize.analysis.generation.generator import Generated, Generator
+from memsize.analysis.generation.prompts import prompts_of
+from memsize.analysis.generation.steps import Step, Structure
+from memsize.analysis.runner import Runner
+from memsize.api.opened import model_of, with_inputs
+from memsize.cli import run
+from memsize.device.cards import card
+from memsize.device.gpu_estimate import estimate_gpu
+from memsize.errors import InputError, UnknownInputError
+from memsize.records.aggregates import split_phase
+from memsize.spec.generation import Generation
+from memsize.spec.scenario import scenario_named
+from memsize.spec.subject import Subject
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "dtype": "bfloat16",
+}
+HEAD = 64 // 4
+TOKEN = 2 * 2 * 2 * HEAD * 2
+"""Bytes of one token in the cache: keys and values × layers × key-value heads × width × bytes of bfloat16."""
+WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24}
+T5 = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_heads": 4,
+    "num_layers": 2,
+    "vocab_size": 100,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., str]:
+    def written(**entries: Any) -> str:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(entries))
+        return f"hf:{path}"
+
+    return written
+
+
+def generated(target: str, generation: Generation, batch: int, every: bool = False) -> Generated:
+    """The run of a generation; with `every`, with each of its steps traced."""
+    subject = Subject.of(target, mode="eval")
+    with model_of(subject) as loaded:
+        prompts = prompts_of(subject, lambda prompted: with_inputs(prompted, loaded).run[2])
+        runner = Runner(loaded.name, loaded.model, prompts(generation.prompt), False, gpu=card("a100"))
+        generator = Generator(runner, prompts, scenario_named("as-given"))
+        if not every:
+            return generator.run(generation, batch)
+        if loaded.model.config.is_encoder_decoder:  # type: ignore[union-attr]
+            generation = replace(generation, begun=1)
+        return generators._generated(generator._sample(generation, batch, None), generation)
+
+
+CASES = {
+    "dynamic": (SMALL, {}),
+    "static": (SMALL, {"cache": "static"}),
+    "fp8": (SMALL, {"kv_dtype": "fp8"}),
+    "window filled while decoding": (SMALL | WINDOW, {}),
+    "window filled by the prompt": (SMALL | WINDOW | {"sliding_window": 12}, {}),
+    "encoder-decoder, masks padded to 8": (T5, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_derived_steps_equal_traced_ones(
+    case: str, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries, options = CASES[case]
+    asked = Generation(prompt=16, new=44, **options)
+    target = config(**entries)
+    every = generated(target, asked, 2, every=True)
+    derived = generated(target, asked, 2)
+    peaks = [estimate_gpu(run.trace, card("a100")) for run in (every, derived)]
+    assert peaks[0].requested == peaks[1].requested
+    assert peaks[0].reserved == peaks[1].reserved
+    assert len(derived.trace.events) < len(every.trace.events)
+    monkeypatch.setattr(generators, "_lasting", lambda piece: None)  # leave nothing out
+    derived = generated(target, asked, 2)
+    assert derived.exact
+    assert derived.trace.events == every.trace.events
+    assert derived.trace.storages == every.trace.storages
+    assert derived.trace.phases == every.trace.phases
+    assert derived.cached == every.cached
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("new", [64, 257])
+def test_derived_steps_equal_traced_ones_of_long_generations(
+    new: int, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generators, "_lasting", lambda piece: None)
+    for entries in (SMALL, SMALL | WINDOW | {"sliding_window": 100}):
+        target = config(**entries)
+        every = generated(target, Generation(40, new), 3, every=True)
+        derived = generated(target, Generation(40, new), 3)
+        assert derived.trace.events == every.trace.events
+        assert derived.trace.storages == every.trace.storages
+
+
+@pytest.mark.parametrize(("batch", "prompt", "new"), [(1, 8, 4), (3, 10, 40)])
+def test_a_full_cache_holds_keys_and_values_of_every_token(
+    config: Callable[..., str], batch: int, prompt: int, new: int
+) -> None:
+    report = memsize.generate(config(**SMALL), prompt=prompt, new=new, batches=batch, scenarios="as-given")
+    (row,) = report.ran
+    held = prompt + new - 1  # the last token is never read
+    # transformers counts the tokens that a layer has seen in no tensor of a dynamic cache
+    assert row.cache == batch * held * TOKEN
+    assert row.per_token == batch * TOKEN
+    assert row.per_sequence == held * TOKEN
+    (kind,) = row.layers
+    assert kind == ("full attention", 2, held * TOKEN, TOKEN)
+
+
+def test_a_sliding_window_stops_growing(config: Callable[..., str]) -> None:
+    target = config(**SMALL | WINDOW)
+    report = memsize.generate(target, prompt=20, new=60, scenarios="as-given")
+    (row,) = report.ran
+    # 23 earlier tokens are kept as a view of all 24; beside them 2 layers count their tokens in an int64 each.
+    assert row.layers[0].kind == "sliding window"
+    assert row.cache == 24 * TOKEN + 2 * 8
+    assert row.per_token == 0
+
+
+def test_the_cache_is_that_of_a_real_run(config: Callable[..., str]) -> None:
+    report = memsize.generate(config(**SMALL), prompt=12, new=9, batches=2, scenarios="as-given")
+    torch.manual_seed(0)
+    entries = {name: value for name, value in SMALL.items() if name not in ("architectures", "model_type")}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**entries)).to(torch.bfloat16).eval()
+    tokens = torch.zeros(2, 12, dtype=torch.int64)
+    asked = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        out = model.generate(tokens, attention_mask=tokens + 1, return_dict_in_generate=True, **asked)
+    held = [tensor for layer in out.past_key_values.layers for tensor in (layer.keys, layer.values)]
+    assert report.ran[0].cache == sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+def test_every_figure_is_that_of_the_run(config: Callable[..., str]) -> None:
+    report = memsize.generate(config(**SMALL), prompt=[8, 16], new=20, batches=[1, 2], scenarios="as-given,fp32")
+    assert [(row.scenario, row.batch, row.prompt) for row in report.ran] == [
+        (scenario, batch, prompt) for scenario in ("as-given", "fp32") for batch in (1, 2) for prompt in (8, 16)
+    ]
+    for row in report.ran:
+        assert row.estimate is not None
+        assert max(row.prefill.peak, row.decode.peak) == row.estimate.requested
+        assert row.transient == row.decode.peak - row.decode.end
+        assert row.prefill.end <= row.prefill.peak and row.decode.end <= row.decode.peak
+    half, whole = (next(row for row in report.ran if row.scenario == name) for name in ("as-given", "fp32"))
+    assert whole.cache == 2 * half.cache
+    assert {split_phase(phase)[0] for phase in report.trace.phases} == {"setup", "prefill", "decode"}
+    assert max(split_phase(phase)[1] for phase in report.trace.phases) == 19
+
+
+def test_a_model_of_ones_own_generates(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.table(ids)
+
+        def generate(self, ids: torch.Tensor, max_new_tokens: int = 1, **_: Any) -> torch.Tensor:
+            for _ in range(max_new_tokens):
+                ids = torch.cat([ids, self(ids)[:, -1:, 0].to(torch.int64)], dim=1)
+            return ids
+
+    report = memsize.generate(Own(), "4:int64", prompt=6, new=5, scenarios="as-given")
+    (row,) = report.ran
+    assert row.cache == 0
+    # The last of 4 steps reads 6 + 4 tokens: 8 floats of each.
+    assert row.decode.peak >= 10 * 8 * 4
+    assert "keeps no KV cache" in report.why()[1].text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": 0}, "a prompt of 0: it must be at least 1"),
+        ({"new": 0}, "a number of new tokens of 0"),
+        ({"beams": 0}, "a number of beams of 0"),
+        ({"cache": "stat"}, "no cache 'stat'"),
+        ({"kv_dtype": "int5"}, "no dtype of a KV cache 'int5'"),
+        ({"cache": "static", "kv_dtype": "fp8"}, "a static cache keeps the dtype of the model"),
+    ],
+)
+def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((InputError, UnknownInputError), match=message):
+        memsize.generate("hf:llama", **options)
+
+
+def test_a_model_that_does_not_generate() -> None:
+    with pytest.raises(InputError, match="Linear has no generate method: it generates no tokens"):
+        memsize.generate(nn.Linear(4, 4), (4, 4), prompt=4, new=4)
+
+
+def test_more_tokens_than_positions_are_noted(config: Callable[..., str]) -> None:
+    report = memsize.generate(config(**SMALL | {"max_position_embeddings": 16}), prompt=10, new=8, scenarios="as-given")
+    assert "the model has positions for 16 tokens: its answers to 18 have no meaning" in report.notes
+
+
+def test_the_command_line(config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, saved = config(**SMALL), str(tmp_path / "run.memsize")
+    asked = ["generate", target, "--prompt", "8,16", "--new", "20", "--batch", "2", "-s", "as-given,int8-weight"]
+    assert run([*asked, "--save", saved, "-f", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["schema"] == "memsize.generation/1"
+    assert [(row["scenario"], row["prompt"], row["kv_cache"]) for row in data["generations"]] == [
+        (scenario, prompt, 2 * (prompt + 19) * TOKEN) for scenario in ("as-given", "int8-weight") for prompt in (8, 16)
+    ]
+    assert run(["generate", saved, "-f", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == data
+    assert run(["timeline", saved]) == 0
+    assert {"prefill", "decode"} <= set(capsys.readouterr().out.split())
+    assert run(["generate", target, "--prompt", "8,x"]) == 2
+    assert capsys.readouterr().err == "error: cannot read '8,x' as prompts: write it like 1,8,32\n"
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+def step(*sizes: int, kind: str = "") -> Step:
+    return Step(Structure((), (), (kind,)), np.array(sizes, dtype=np.int64))
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(-(10**6), 10**6)] * 3), min_size=1, max_size=5),
+    st.integers(1, 10**5),
+    st.integers(1, 300),
+)
+def test_polynomials_are_followed_exactly(coefficients: list[tuple[int, int, int]], start: int, count: int) -> None:
+    def trace(length: int) -> Step:
+        return step(*(a + b * length + c * length * length for a, b, c in coefficients))
+
+    curve = Curve(trace, 2)
+    pieces = curve.pieces(range(start, start + count))
+    assert len(curve.traced) <= 4
+    for piece in pieces:
+        assert piece.exact
+        for length in piece.lengths:
+            assert (piece.at(length).sizes == trace(length).sizes).all()
+
+
+@given(st.integers(1, 50), st.integers(30, 120), st.integers(0, 150))
+def test_a_border_is_found(start: int, count: int, border: int) -> None:
+    def trace(length: int) -> Step:
+        return step(3 * length, kind="before") if length < border else step(3 * border + length, kind="after")
+
+    check_follows(Curve(trace, 1), trace, start, count)
+
+
+@given(st.integers(1, 50), st.integers(30, 120))
+def test_what_comes_back_every_eight_lengths_is_found(start: int, count: int) -> None:
+    def trace(length: int) -> Step:
+        return step(-(-length // 8) * 8, kind="padded" if length % 8 else "whole")
+
+    check_follows(Curve(trace, 1), trace, start, count)
+
+
+def check_follows(curve: Curve, trace: Callable[[int], Step], start: int, count: int) -> None:
+    pieces = curve.pieces(range(start, start + count), period=8)
+    found = {length: piece.at(length) for piece in pieces for length in piece.lengths}
+    assert sorted(found) == list(range(start, start + count))
+    assert all(piece.exact for piece in pieces)
+    for length, made in found.items():
+        assert made.structure == trace(length).structure
+        assert (made.sizes == trace(length).sizes).all()
