@@ -37,16 +37,28 @@ def test_a_limit_that_is_near_is_marked() -> None:
     assert last == "┃ T4: 30.00 MiB"
     assert {row.index("┃") for row in rows[2:]} == {38 + 26}  # 35 characters are 40 MiB: 30 are 26.25
     # A limit that is far away would leave the bars no room: it is named alone.
-    assert not any("┃" in row for row in [*lines(replace(TWO, limit=Limit("A100", 81 * MiB)), "MiB", 80)][:-1])
+    far = [*lines(replace(TWO, limit=Limit("A100", 81 * MiB)), "MiB", 80)]
+    assert not any("┃" in row for row in far)
+    assert far[-1] == "A100: 81.00 MiB, of which the longest bar is 49.4%"  # 40 of 81
 
 
 def test_a_part_without_room_for_its_figures_shares_a_column() -> None:
     parts = tuple(Part(role, role, role) for role in ROLES)
     bars = Bars("peak", parts, (Bar((Label("fp32"),), tuple(n * MiB for n in range(1, len(parts) + 1))),))
     title, row = list(lines(bars, "MiB", 80))[-2:]
-    assert "other" in title and row.split()[-1] == "66.00"  # 1 + 2 + … + 11
+    assert "other" in title and row.split()[-1] == "78.00"  # 1 + 2 + … + 12
     figures = [float(word) for word in row.split()[1:-2]]
-    assert sum(figures) == 66 and figures == sorted(figures[:-1]) + figures[-1:]
+    assert sum(figures) == 78 and figures == sorted(figures[:-1]) + figures[-1:]
+
+
+def test_the_smallest_part_makes_room_for_the_others() -> None:
+    names = ("parameters", "cast copies", "kept for backward", "inputs")
+    parts = tuple(Part(role, title, role) for role, title in zip(ROLES, names, strict=False))
+    amp = Bar((Label("amp-fp16"), Label("amp-bf16")), (35 * MiB, 18 * MiB, 12 * MiB, MiB // 20))
+    *titles, row = lines(Bars("held when backward begins", parts, (amp,)), "MiB", 80)
+    # 18 for names, 12, 8, 10 and 7 for figures, 5 for the total and six gaps of 2 leave 8 to 10 for the bar.
+    assert row == "amp-fp16, amp-bf16         35.00   18.00       12.00     0.05  █████░░░▒▒  65.05"
+    assert len(row) == 80 and titles[-1].split()[-4:] == ["copies", "backward", "·", "other"]
 
 
 def test_without_room_for_figures_a_key_says_what_is_what() -> None:
@@ -73,7 +85,7 @@ def test_many_names_are_counted() -> None:
     assert row.startswith("scenario-0 +4")
 
 
-SIZES = st.lists(st.integers(0, 2**40), min_size=11, max_size=11)
+SIZES = st.lists(st.integers(0, 2**40), min_size=len(ROLES), max_size=len(ROLES))
 
 
 @given(st.lists(SIZES, min_size=1, max_size=5), st.integers(60, 240), st.sampled_from(["MiB", "GiB"]))

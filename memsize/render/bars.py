@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from memsize.documents.sections import Bar, Bars
+from memsize.documents.sections import Bar, Bars, Limit
 from memsize.printable import printable
 from memsize.render.cells import draw_bytes, draw_cell, shorten
 from memsize.render.screen import styled
 
 WIDTH: Final = 100
 """How wide bars and their figures are where nobody says."""
-LEAST: Final = 12
+LEAST: Final = 10
 """How long the longest bar is at least, before a part loses its figures to the column of the others."""
 MOST: Final = 60
 LABEL: Final = 22
@@ -63,7 +63,7 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
         found += textwrap.wrap(key, width or WIDTH)
     yield from (_inked(line, bars, marks, colour) for line in found)
     if bars.limit:
-        yield f"{_LIMIT} {printable(bars.limit.title)}: {_draw(bars, bars.limit.size, unit)} {unit}"
+        yield _limit(bars, bars.limit, unit)
 
 
 def _marks(bars: Bars, shown: Sequence[int]) -> dict[int, str]:
@@ -132,11 +132,10 @@ def _figures(bars: Bars, place: int, unit: str, mark: str) -> _Column:
 
 
 def _others(bars: Bars, shown: Sequence[int], unit: str) -> _Column:
-    """The column of all parts that have none of their own; a part that is alone in it keeps its name."""
+    """The column of all parts that have none of their own, even of a single one: its name is what has no room."""
     rest = [place for place in range(len(bars.parts)) if place not in shown]
     figures = tuple(_draw(bars, sum(bar.sizes[place] for place in rest), unit) for bar in bars.bars)
-    title = bars.parts[rest[0]].title if len(rest) == 1 else "other"
-    return _Column(_wrapped(f"{_OTHER} {title}", figures), figures)
+    return _Column((f"{_OTHER} other",), figures)
 
 
 def _wrapped(title: str, figures: Sequence[str]) -> tuple[str, ...]:
@@ -159,6 +158,14 @@ def _bar(bar: Bar, marks: dict[int, str], scale: int, room: int) -> str:
     lengths = (end - start for start, end in zip([0, *ends], ends, strict=False))
     drawn = "".join(marks.get(place, _OTHER) * length for place, length in zip(order, lengths, strict=True))
     return drawn or (marks.get(order[0], _OTHER) if bar.total else "")
+
+
+def _limit(bars: Bars, limit: Limit, unit: str) -> str:
+    """What the limit is, behind its mark; where it is too far away for one, how much of it the longest bar takes."""
+    told = f"{printable(limit.title)}: {_draw(bars, limit.size, unit)} {unit}"
+    if limit.size <= _scale(bars):
+        return f"{_LIMIT} {told}"
+    return f"{told}, of which the longest bar is {max(bar.total for bar in bars.bars) / limit.size:.1%}"
 
 
 def _limited(drawn: str, bars: Bars, scale: int, room: int) -> str:
