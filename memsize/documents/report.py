@@ -22,6 +22,7 @@ from memsize.documents.sections import (
     Chart,
     Column,
     Label,
+    Limit,
     Missing,
     Part,
     Path,
@@ -410,11 +411,12 @@ def _sizes(totals: Totals) -> dict[str, int]:
 def peak_bars(report: Report) -> Bars:
     """What is alive by role at each scenario's peak of a training step, beside the memory of the GPU."""
     looks = [(result, result.training) for result in report.scenario_results if result.training]
-    return Bars.of(
+    bars = Bars.of(
         "peak of a training step",
         map(role_part, in_order(role for _, look in looks for role in look.roles)),
         ((_label(result), look.roles) for result, look in looks),
     )
+    return replace(bars, limit=Limit(report.gpu, card(report.gpu).bytes))
 
 
 def _label(result: ScenarioResult) -> Label:
