@@ -14,6 +14,8 @@ import pytest
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.timeline import timeline
 from memsize.device.cards import card
+from memsize.documents import document
+from memsize.documents.sections import Findings
 from memsize.records.gpu import GpuEstimate, Interval
 from memsize.records.peak_by_module import ModuleShare, peak_by_module
 from memsize.records.program import Assumed, Growth, Holder, KeptGradients, LiveTensor, ProgramRun, Refused
@@ -103,6 +105,19 @@ def test_what_does_not_fit_is_said_with_its_line() -> None:
     assert codes(run) == ["run-out-of-memory"]
     text = RULES.findings(run)[0].text()
     assert "at net.py:12, in forward 2, relu asks for 20.00 MiB where 5.00 MiB are left" in text and "2 times" in text
+
+
+def test_the_verdict_is_short_and_why_says_all() -> None:
+    found = program()
+    run = replace(found, growth=Growth(MiB, "net.py:12", None), kept_gradients=KeptGradients(MiB, "late", "train.py:9"))
+    told = document(replace(run, findings=RULES.findings(run)))
+    assert [finding.in_brief() for finding in told.verdict()] == [
+        "It fits on Tesla T4: 340.00 MiB to 690.00 MiB of 14,909.44 MiB at the peak, in backward 1 of body.",
+        "Every step leaves 1.00 MiB behind, made at net.py:12.",
+        "zero_grad at train.py:9 comes after the forward, which runs beside 1.00 MiB of gradients.",
+    ]
+    (reasons,) = told.reasons()
+    assert isinstance(reasons, Findings) and reasons.findings == RULES.findings(run)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,8 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     if not run.refused:
         return
     first = run.refused[0]
-    template = (
-        "{card} is too small: at {line}, in {phase}, {op} asks for {bytes} where {free} are left; PyTorch raises "
-        "OutOfMemoryError"
-    )
+    brief = "{card} is too small: at {line}, in {phase}, {op} asks for {bytes} where {free} are left"
+    template = f"{brief}; PyTorch raises OutOfMemoryError"
     if len(run.refused) > 1:
         template += ", the first of {count} times"
     if run.failure is None:
@@ -35,7 +33,7 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
         "free": Bytes(first.free),
         "count": len(run.refused),
     }
-    yield Finding("run-out-of-memory", first.bytes, _layers(first.layer), template + ".", values)
+    yield Finding("run-out-of-memory", first.bytes, _layers(first.layer), template + ".", values, brief + ".")
 
 
 @RULES.rule("run-nothing-on-gpu")
@@ -53,10 +51,10 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
     if run.refused or not run.trace.events:
         return
     peak = run.peak
-    template = "It fits on {card}: {low} to {high} of {total} at the peak, in {phase}" + (
+    brief = "It fits on {card}: {low} to {high} of {total} at the peak, in {phase}" + (
         " of {layer}" if peak.peak_layer else ""
     )
-    template += ", which holds {requested} of tensors."
+    template = f"{brief}, which holds {{requested}} of tensors."
     largest = next((tensor for tensor in run.tensors if tensor.line and tensor.role != "workspace"), None)
     if largest is not None:
         template += " The largest, {bytes} of {role}, is made at {line}."
@@ -71,7 +69,7 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
     }
     if largest is not None:
         values |= {"bytes": Bytes(largest.bytes), "role": noun(largest.role), "line": largest.line}
-    yield Finding("run-fits", peak.device.high, _layers(peak.peak_layer), template, values)
+    yield Finding("run-fits", peak.device.high, _layers(peak.peak_layer), template, values, brief + ".")
 
 
 @RULES.rule("run-no-step")
@@ -99,15 +97,17 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
     values: dict[str, object] = {"bytes": Bytes(growth.bytes), "line": growth.line}
     template = "Every step leaves {bytes} behind" + (", made at {line}" if growth.line else "")
     holder = growth.holder
+    brief = template + "."
     if holder is None:
         template += ". A list of losses keeps their graphs: append loss.item() or loss.detach()."
     else:
         values |= {"name": holder.name, "tensors": holder.tensors, "place": holder.line}
         template += ": {name} keeps " + ("it" if holder.tensors == 1 else "{tensors} tensors")
         template += " with their graphs" if holder.graphs else ""
+        brief = template + "."
         template += " (added to at {place})" if holder.line else ""
         template += ". Keep x.item() or x.detach() instead." if holder.graphs else ". Move them to the CPU."
-    yield Finding("run-grows", growth.bytes, (), template, values)
+    yield Finding("run-grows", growth.bytes, (), template, values, brief)
 
 
 @RULES.rule("run-gradients-kept")
@@ -116,14 +116,19 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
     if kept is None:
         return
     templates = {
-        "kept": "zero_grad(set_to_none=False) at {line} keeps {bytes} of gradients through every forward: without the "
-        "argument they are freed for activations.",
-        "late": "zero_grad at {line} comes after the forward, which runs beside {bytes} of gradients: called before "
-        "it, they are freed for activations.",
-        "none": "{bytes} of gradients are alive while the next step's forward runs: no zero_grad frees them.",
+        "kept": (
+            "zero_grad(set_to_none=False) at {line} keeps {bytes} of gradients through every forward",
+            ": without the argument they are freed for activations",
+        ),
+        "late": (
+            "zero_grad at {line} comes after the forward, which runs beside {bytes} of gradients",
+            ": called before it, they are freed for activations",
+        ),
+        "none": ("{bytes} of gradients are alive while the next step's forward runs: no zero_grad frees them", ""),
     }
+    brief, remedy = templates[kept.reason]
     values = {"bytes": Bytes(kept.bytes), "line": kept.line or "a line of a library"}
-    yield Finding("run-gradients-kept", kept.bytes, (), templates[kept.reason], values)
+    yield Finding("run-gradients-kept", kept.bytes, (), f"{brief}{remedy}.", values, f"{brief}.")
 
 
 def _layers(path: str | None) -> tuple[str, ...]:
