@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from memsize.analysis.findings.program import RULES
+from memsize.analysis.real_gpu import needs_gpu
 from memsize.analysis.runner import plans_of, workspaces
 from memsize.analysis.snapshot import snapshot
 from memsize.device.config import AllocatorConfig
@@ -120,6 +121,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         waits=program.waits.line,
         unwritten=program.files.remarks,
         failure=None if trace.failure is None else trace.failure.reason,
+        needs_gpu=needs_gpu(error),
         allocator=json.dumps(plain(program.config)),
     )
     return replace(found, findings=RULES.findings(found))

@@ -76,13 +76,25 @@ class KeptGradients(NamedTuple):
     line: str | None
 
 
+class NeedsGpu(NamedTuple):
+    """What the program failed for want of a real GPU, at `line`: an `op` without a shape rule, a `triton` kernel, an
+    `extension` in C++, or a `package` of CUDA kernels, with what to take `instead` of it.
+    """
+
+    what: Literal["op", "triton", "extension", "package"]
+    name: str | None
+    line: str | None
+    instead: str | None = None
+
+
 @dataclass(frozen=True, repr=False)
 class ProgramRun(Answer):
     """A program's run on `card`: `steps` optimizer steps, after which it was stopped, or its own end.
 
     `capacity` is what the card leaves to PyTorch's allocator, `peak` the peak as the GPU would report it. `waits` is
     the line of a loop that waits for a number which only a GPU computes: the program was stopped there. `failure` is
-    how it ended, where it failed. `allocator` holds the settings of the caching allocator as JSON data.
+    how it ended, where it failed, and `needs_gpu` what it needs a real GPU for. `allocator` holds the settings of the
+    caching allocator as JSON data.
     """
 
     kind: ClassVar = "program"
@@ -103,6 +115,7 @@ class ProgramRun(Answer):
     unwritten: tuple[str, ...] = ()
     """What the program would have written, and was kept from writing."""
     failure: str | None = None
+    needs_gpu: NeedsGpu | None = None
     allocator: str = ""
     findings: tuple[Finding, ...] = field(default=())
 

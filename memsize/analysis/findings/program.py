@@ -36,9 +36,27 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     yield Finding("run-out-of-memory", first.bytes, _layers(first.layer), template + ".", values, brief + ".")
 
 
+@RULES.rule("run-needs-gpu")
+def _needs(run: ProgramRun) -> Iterator[Finding]:
+    needed = run.needs_gpu
+    if needed is None:
+        return
+    fake = "wrap it in torch.library.custom_op and say what it returns with register_fake, or switch it off"
+    templates = {
+        "op": '{name} at {line} has no shape rule: write one with memsize.shape_rule("{name}"), or register a fake of '
+        "it with torch.library.register_fake.",
+        "triton": ("The Triton kernel {name}" if needed.name else "A Triton kernel")
+        + f" that {{line}} launches needs a real GPU: {fake}.",
+        "extension": f"The CUDA extension that {{line}} calls needs a real GPU: {fake}.",
+        "package": "{line} needs {name}, which is made for a real GPU: {instead}.",
+    }
+    values = {"name": needed.name, "line": needed.line or "the program", "instead": needed.instead}
+    yield Finding("run-needs-gpu", None, (), templates[needed.what], values)
+
+
 @RULES.rule("run-nothing-on-gpu")
 def _nothing(run: ProgramRun) -> Iterator[Finding]:
-    if not run.trace.events:
+    if not run.trace.events and run.needs_gpu is None:
         template = (
             "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda or "
             "--accel."
@@ -51,9 +69,10 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
     if run.refused or not run.trace.events:
         return
     peak = run.peak
-    brief = "It fits on {card}: {low} to {high} of {total} at the peak, in {phase}" + (
-        " of {layer}" if peak.peak_layer else ""
+    brief = ("It fits" if run.failure is None else "What ran fits") + (
+        " on {card}: {low} to {high} of {total} at the peak, in {phase}"
     )
+    brief += " of {layer}" if peak.peak_layer else ""
     template = f"{brief}, which holds {{requested}} of tensors."
     largest = next((tensor for tensor in run.tensors if tensor.line and tensor.role != "workspace"), None)
     if largest is not None:

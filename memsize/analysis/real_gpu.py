@@ -1,0 +1,111 @@
+"""What a program needs a real GPU for, by the error that it ended with.
+
+Kernels that PyTorch does not know run where there are values. Packages of such kernels often cannot even be imported
+without CUDA, or are not installed on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+from memsize.errors import message_of
+from memsize.internals.user_code import is_library, is_outside, line_of
+from memsize.records.program import NeedsGpu
+
+_SDPA: Final = 'set attn_implementation="sdpa", PyTorch\'s own attention in linear memory'
+_MAMBA: Final = "leave it out: transformers' Mamba then runs in PyTorch's own ops (use_mamba_kernels=False)"
+_INSTEAD: Final = {
+    "apex": "take torch.optim.AdamW for FusedAdam, torch.nn.LayerNorm for FusedLayerNorm, torch.autocast for amp",
+    "bitsandbytes": 'set optim="adamw_torch", and load the model without a quantization_config',
+    "causal_conv1d": _MAMBA,
+    "deepspeed": "start the script without a DeepSpeed config, with torch.optim.AdamW",
+    "flash_attn": _SDPA,
+    "flash_attn_interface": _SDPA,
+    "fla": "take the model's implementation without it, or register fakes of its kernels",
+    "liger_kernel": "set use_liger_kernel=False",
+    "mamba_ssm": _MAMBA,
+    "transformer_engine": "take torch.nn.Linear and torch.nn.LayerNorm, in bfloat16 instead of float8",
+    "triton": "it comes with PyTorch's CUDA builds, and its kernels want a torch.library.custom_op around them",
+    "unsloth": "load the model with transformers and peft themselves",
+    "xformers": "take torch.nn.functional.scaled_dot_product_attention, as diffusers and transformers do without it",
+}
+"""Packages of CUDA kernels, and what does the same, with about the same memory, in PyTorch's own ops."""
+_RAISED: Final = (ImportError, RuntimeError, OSError, AssertionError)
+"""What such packages raise without a GPU; other errors are the program's own."""
+_WITHOUT_RULE: Final = re.compile(
+    r"Could not run '(\w+::\w+)[\w.]*' with arguments from the '(?:Meta|CPU)' backend"
+    r"|no fake impl registered for <CustomOpDef\((\w+::\w+)\)>"
+    r"|(\w+::\w+): attempted to run this operator with Meta tensors"
+    r"|(\w+\.\w+)\.\w+ has no meta kernel"
+)
+_NATIVE: Final = re.compile(r"(must be|is not|[Ee]xpected)( to be)?( an?)? CUDA tensor|CUDA_HOME environment")
+"""What extensions in C++ say of a tensor that is not on a GPU, and of a machine without a compiler for one."""
+
+
+def needs_gpu(error: BaseException | None) -> NeedsGpu | None:
+    """What `error` says that the program needs a real GPU for; None where it says nothing of the kind."""
+    while error is not None:
+        if isinstance(error, _RAISED) and not isinstance(error, torch.OutOfMemoryError):
+            found = _needed(error)
+            if found is not None:
+                return found
+        error = error.__cause__
+    return None
+
+
+def _needed(error: BaseException) -> NeedsGpu | None:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    line, text = _line(error), message_of(error)
+    op = _op(text)
+    package = _package(error, op, frames)
+    if package is not None and not (package == "triton" and _inside(frames, "triton")):
+        return NeedsGpu("package", package, line, _INSTEAD[package])
+    if op is not None:
+        return NeedsGpu("op", op, line)
+    if _inside(frames, "triton"):
+        return NeedsGpu("triton", _kernel(frames), line)
+    return NeedsGpu("extension", None, line) if _NATIVE.search(text) else None
+
+
+def _op(text: str) -> str | None:
+    """The op that has no shape rule, as its schema names it."""
+    found = _WITHOUT_RULE.search(text)
+    return next(filter(None, found.groups())).replace(".", "::") if found else None
+
+
+def _package(error: BaseException, op: str | None, frames: list[FrameType]) -> str | None:
+    """The package of CUDA kernels that was not found, whose op it is, or that raised the error."""
+    named = [op.partition("::")[0]] if op else []
+    if isinstance(error, ImportError):
+        named += [(error.name or "").partition(".")[0], *re.findall(r"\w+", message_of(error).replace("-", "_"))]
+    named += [root for root in map(_root, reversed(frames)) if root not in ("torch", "memsize", "triton")][:1]
+    return next((name for name in named if name in _INSTEAD), None)
+
+
+def _inside(frames: list[FrameType], package: str) -> bool:
+    return any(_root(frame) == package for frame in frames)
+
+
+def _kernel(frames: list[FrameType]) -> str | None:
+    """The name of the Triton kernel that was launched: its ``run`` is among the calls."""
+    launched: Iterator[Any] = (frame.f_locals.get("self") for frame in frames if _root(frame) == "triton")
+    names = (getattr(getattr(kernel, "fn", None), "__name__", None) for kernel in launched)
+    return next(filter(None, names), None)
+
+
+def _root(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _line(error: BaseException) -> str | None:
+    """The innermost line of the program's own, of a library where there is none."""
+    places = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    outside = [place for place in places if is_outside(place[0])]
+    own = [place for place in outside if not is_library(place[0])]
+    return line_of(*(own or outside)[-1]) if outside else None

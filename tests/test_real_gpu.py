@@ -1,0 +1,137 @@
+"""What a program needs a real GPU for: the one line that names it, and what to do instead."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from memsize.analysis.program import run_program
+from memsize.analysis.real_gpu import needs_gpu
+from memsize.cli import run as command
+from memsize.device.cards import card
+from memsize.device.config import AllocatorConfig
+from memsize.records.program import NeedsGpu
+
+TRITON = """
+class Kernel:
+    def __init__(self, fn):
+        self.fn = fn
+
+    def __getitem__(self, grid):
+        return self.run
+
+    def run(self, *args):
+        raise AssertionError("libcuda.so cannot found!")
+"""
+
+
+def said(tmp_path: Path, text: str) -> tuple[NeedsGpu | None, str]:
+    """What the script needs, and the first sentence of its report."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(text), encoding="utf-8")
+    found, error = run_program(str(script), (), card("t4"), AllocatorConfig(), steps=3, module=False)
+    assert error is not None
+    return found.needs_gpu, found.findings[0].text()
+
+
+@pytest.mark.parametrize("key", ["CUDA", "CUDA, too large for the CPU"])
+def test_an_op_without_a_shape_rule_is_named(tmp_path: Path, key: str) -> None:
+    size = 3 if key == "CUDA" else 2**30
+    needed, sentence = said(
+        tmp_path,
+        f"""
+        import torch
+        lib = torch.library.Library("ofrule{size}", "DEF")
+        lib.define("scan(Tensor x) -> Tensor")
+        lib.impl("scan", lambda x: x.cumsum(0), "CUDA")
+        torch.ops.ofrule{size}.scan(torch.empty({size}, device="cuda"))
+        """,
+    )
+    assert needed == NeedsGpu("op", f"ofrule{size}::scan", "train.py:6")
+    assert sentence.startswith(f"ofrule{size}::scan at train.py:6 has no shape rule: write one with memsize.")
+
+
+def test_a_custom_op_without_a_fake_is_named(tmp_path: Path) -> None:
+    needed, _ = said(
+        tmp_path,
+        """
+        import torch
+        @torch.library.custom_op("offake::scan", mutates_args=())
+        def scan(x: torch.Tensor) -> torch.Tensor:
+            return x.cumsum(0)
+        def main():
+            scan(torch.ones(3, device="cuda"))
+        main()
+        """,
+    )
+    assert needed == NeedsGpu("op", "offake::scan", "train.py:7")
+
+
+def test_a_triton_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = ModuleType("triton")
+    exec(TRITON, vars(triton))
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    needed, sentence = said(
+        tmp_path,
+        """
+        import torch, triton
+        @triton.Kernel
+        def add(x): ...
+        x = torch.ones(3, device="cuda")
+        add[1,](x)
+        """,
+    )
+    assert needed == NeedsGpu("triton", "add", "train.py:6")
+    assert sentence.startswith("The Triton kernel add that train.py:6 launches needs a real GPU: wrap it in ")
+
+
+def test_an_extension_that_wants_tensors_of_cuda(tmp_path: Path) -> None:
+    needed, sentence = said(tmp_path, 'raise RuntimeError("input must be a CUDA tensor")')
+    assert needed == NeedsGpu("extension", None, "train.py:1")
+    assert sentence.startswith("The CUDA extension that train.py:1 calls needs a real GPU: ")
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "bitsandbytes", "deepspeed", "apex", "xformers", "mamba_ssm"])
+def test_packages_of_cuda_kernels_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
+    needed, sentence = said(tmp_path, f"import torch\nfrom {name} import anything\n")
+    assert needed is not None and (needed.what, needed.name, needed.line) == ("package", name, "train.py:2")
+    assert sentence == f"train.py:2 needs {name}, which is made for a real GPU: {needed.instead}."
+
+
+def test_a_package_that_a_library_asks_for() -> None:
+    """As transformers says it."""
+    asked = ImportError("FlashAttention2 cannot be used: the package flash_attn seems to be not installed.")
+    wrapped = RuntimeError("Failed to import the model")
+    wrapped.__cause__ = asked
+    for error in (asked, wrapped):
+        needed = needs_gpu(error)
+        assert needed is not None and needed.name == "flash_attn" and "sdpa" in (needed.instead or "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        None,
+        KeyError("apex"),
+        ModuleNotFoundError("No module named 'yaml'", name="yaml"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        NotImplementedError("Cannot copy out of meta tensor; no data!"),
+    ],
+)
+def test_other_errors_are_the_programs_own(error: BaseException | None) -> None:
+    assert needs_gpu(error) is None
+
+
+def test_the_traceback_comes_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text('import torch\nraise ImportError("apex is not built", name="apex")\n', encoding="utf-8")
+    assert command(["run", str(script)]) == 1
+    written = capfd.readouterr()
+    assert "ImportError: apex is not built" in written.err and "memsize/" not in written.err
+    assert "train.py:2 needs apex, which is made for a real GPU" in " ".join(written.out.split())
