@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import click
 from click.core import ParameterSource
@@ -91,57 +92,60 @@ def fit(
     """
     if argument is not None:
         _refuse_model_options()
-        with working() as progress:
-            from memsize import api
-
-            found = api.fit_script(
-                str(subject.model),
-                script_arguments,
-                vary=argument,
-                gpu=gpu,
-                budget=budget,
-                margin=margin,
-                config=allocator,
-                progress=progress,
-            )
-            output.keep(found)
-            text = output.drawn(found)
-        output.write(text)
+        asked = {"gpu": gpu, "budget": budget, "margin": margin, "config": allocator}
+        script = str(subject.model)
+        _answer(output, lambda api, say: api.fit_script(script, script_arguments, vary=argument, progress=say, **asked))
         return
     if script_arguments:
         raise InputError(f"unexpected {' '.join(script_arguments)}: only a script with --vary-argument takes arguments")
+    question: dict[str, Any] = {
+        "vary": vary,
+        "scenarios": scenarios,
+        "train": training,
+        "gpu": gpu,
+        "budget": budget,
+        "margin": margin,
+        "stack": Stack.of(stack),
+        "config": AllocatorConfig.of(allocator, Stack.of(stack).release),
+        "remedies": remedies,
+        "crossovers": crossovers,
+    }
+    _check(**question)
+    with side_by_side(jobs):
+        _answer(output, lambda api, say: _saved(subject) or api.fit(subject, progress=say, **question))
 
-    # Everything that can be wrong with the command itself shows before torch is loaded.
+
+def _check(
+    *,
+    vary: str,
+    scenarios: str | None,
+    gpu: str | None,
+    budget: str | None,
+    margin: str,
+    stack: Stack,
+    config: AllocatorConfig,
+    **_: object,
+) -> None:
+    """Everything that can be wrong with the command itself shows before torch is loaded."""
     parse_vary(vary)
     select(scenarios)
-    software = Stack.of(stack)
-    config = AllocatorConfig.of(allocator, software.release)
     if LOCAL not in (gpu or ""):
-        budgets(gpu, budget, margin, software, config.memory_fraction)
+        budgets(gpu, budget, margin, stack, config.memory_fraction)
 
+
+def _saved(subject: Subject) -> Any:
+    """The answer in a saved run, where the target is one."""
+    from memsize.analysis.saved import load_kind
+
+    return load_kind(str(subject.model), "fit") if is_saved(subject.model) else None
+
+
+def _answer(output: Destination, ask: Callable[[Any, Callable[[str], None]], Any]) -> None:
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
-    with working() as progress, side_by_side(jobs):
+    with working() as progress:
         from memsize import api
-        from memsize.analysis.saved import load_kind
 
-        found = (
-            load_kind(str(subject.model), "fit")
-            if is_saved(subject.model)
-            else api.fit(
-                subject,
-                vary=vary,
-                scenarios=scenarios,
-                train=training,
-                gpu=gpu,
-                budget=budget,
-                margin=margin,
-                stack=software,
-                config=config,
-                remedies=remedies,
-                crossovers=crossovers,
-                progress=progress,
-            )
-        )
+        found = ask(api, progress)
         progress("writing the answer")
         output.keep(found)
         text = output.drawn(found)
