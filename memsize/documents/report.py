@@ -16,13 +16,12 @@ from memsize.analysis.timeline import timeline
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
+from memsize.documents.peaks import living_table, peak_bars, peak_table, scenario_label
 from memsize.documents.sections import (
     Bars,
     Cell,
     Chart,
     Column,
-    Label,
-    Limit,
     Missing,
     Part,
     Path,
@@ -37,7 +36,6 @@ from memsize.documents.sections import (
     Words,
     input_text,
     listed,
-    role_column,
     role_part,
 )
 from memsize.errors import OutputError, UnknownOutputError
@@ -45,9 +43,8 @@ from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dt
 from memsize.records.answer import FlatTable
 from memsize.records.codec import coder
 from memsize.records.finding import Finding
-from memsize.records.gpu import DEFAULT_GPU, GpuEstimate, LiveStorage, Shortage
+from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
 from memsize.records.report import FIGURES, Report, ScenarioResult, figures
-from memsize.records.roles import Role, in_order
 from memsize.records.trace import Trace
 from memsize.units import Bytes
 
@@ -366,7 +363,7 @@ def scenario_table(report: Report) -> Table:
 
 
 def _scenario_cells(result: ScenarioResult, baseline: Totals | None) -> tuple[Cell, ...]:
-    cells: list[Cell] = [_label(result)]
+    cells: list[Cell] = [scenario_label(result)]
     for name, (_, weight) in zip(FIGURES, _SCENARIO_COLUMNS, strict=True):
         size = result.figure(name)
         cells.append(Missing(result.reason or result.status) if size is None else Bytes(size))
@@ -392,7 +389,7 @@ def scenario_bars(report: Report) -> Bars:
     return Bars.of(
         "held when backward begins",
         _PARTS,
-        ((_label(result), _sizes(result.totals)) for result in report.scenario_results if result.totals),
+        ((scenario_label(result), _sizes(result.totals)) for result in report.scenario_results if result.totals),
     )
 
 
@@ -406,109 +403,3 @@ def _sizes(totals: Totals) -> dict[str, int]:
         "kept": totals.saved_bytes - totals.saved_cast_bytes,
         "input": totals.input_bytes - totals.saved_input_bytes,
     }
-
-
-def peak_bars(report: Report) -> Bars:
-    """What is alive by role at each scenario's peak of a training step, beside the memory of the GPU."""
-    looks = [(result, result.training) for result in report.scenario_results if result.training]
-    bars = Bars.of(
-        "peak of a training step",
-        map(role_part, in_order(role for _, look in looks for role in look.roles)),
-        ((_label(result), look.roles) for result, look in looks),
-    )
-    return replace(bars, limit=Limit(report.gpu, card(report.gpu).bytes))
-
-
-def _label(result: ScenarioResult) -> Label:
-    return Label(result.name, result.status == "modelled", result.title)
-
-
-def peak_table(report: Report) -> Table:
-    """One row per scenario and run: its peak in the allocator's terms, and what is alive there by role."""
-    runs = [(r, run, look) for r in report.scenario_results for run, look in _estimates(r) if look]
-    roles = in_order(role for _, _, look in runs for role in look.roles)
-    columns = (
-        Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
-        Column("run", "peak of", "text", 98, "one forward without gradients, or a training step"),
-        Column("requested", "requested", "bytes", 95, "what tensors ask for"),
-        Column("allocated", "allocated", "bytes", 90, "the caching allocator's blocks"),
-        Column("reserved", "reserved", "bytes", 92, "the caching allocator's segments"),
-        Column("device_low", "device from", "bytes", 80, "reserved and the CUDA context, at least"),
-        Column("device_high", "to", "bytes", 80, "reserved and the CUDA context, at most", beside="device_low"),
-        Column("phase", "in", "text", 85, "the phase that the peak falls in"),
-        Column("layer", "at", "name", 70, "the layer that the peak falls in"),
-        *(role_column(role, " alive at the peak") for role in roles),
-    )
-    # A100, H100, L4 and RTX begin with a vowel when they are read out.
-    article = "an" if report.gpu[:1] in "AHLR" else "a"
-    stack = f" with {report.trace.stack}" if report.trace.stack else ""
-    trained = f", training with {report.optimizer}" if report.optimizer else ""
-    return Table(
-        name="peaks",
-        title="Peaks",
-        caption=f"Peaks on {article} {report.gpu}{stack}{trained}",
-        columns=columns,
-        rows=tuple(_peak_cells(result, run, look, roles) for result, run, look in runs),
-        remarks=(
-            *(Remark(r.name, "training", r.untrained) for r in report.scenario_results if r.untrained),
-            *(Remark(r.name, run, _short(look.shortage)) for r, run, look in runs if look.shortage),
-        ),
-    )
-
-
-def _short(shortage: Shortage) -> str:
-    where = f"{shortage.phase} of {shortage.layer}" if shortage.layer else shortage.phase
-    if shortage.certain:
-        return f"does not fit: it runs out of memory in {where}; its peaks are those with enough memory"
-    return f"may not fit: with a large CUDA context it runs out of memory in {where}"
-
-
-def _estimates(result: ScenarioResult) -> tuple[tuple[str, GpuEstimate | None], ...]:
-    return ("inference", result.inference), ("training", result.training)
-
-
-def _peak_cells(result: ScenarioResult, run: str, look: GpuEstimate, roles: Sequence[Role]) -> tuple[Cell, ...]:
-    return (
-        Label(result.name, result.status == "modelled", result.title),
-        run,
-        Bytes(look.requested),
-        Bytes(look.allocated),
-        Bytes(look.reserved),
-        Bytes(look.device.low),
-        Bytes(look.device.high),
-        look.peak_phase,
-        Path(look.peak_layer) if look.peak_layer else "",
-        *(Bytes(look.roles.get(role, 0)) for role in roles),
-    )
-
-
-def living_table(report: Report, count: int = 8) -> Table:
-    """The largest storages alive at the peak of the first scenario that has one, of its training if that was run."""
-    result, look = next((r, look) for r in report.scenario_results if (look := r.training or r.inference))
-    columns = (
-        Column("bytes", "bytes", "bytes", 100, "the storage's size"),
-        Column("role", "role", "text", 95, "what it is for"),
-        Column("layer", "layer", "name", 90, "the layer that it belongs to or was made in"),
-        Column("op", "op", "text", 70, "the op that made it"),
-        Column("phase", "made in", "text", 60, "the phase that it was made in"),
-        Column("tensor", "tensor", "text", 80, "its dtype and shape"),
-    )
-    run = "training" if result.training else "inference"
-    return Table(
-        name="living",
-        title="Alive at the peak",
-        caption=f"Alive at the peak of {result.name}, {run}: the largest",
-        columns=columns,
-        rows=tuple(map(_living_cells, look.storages[:count])),
-    )
-
-
-def _living_cells(living: LiveStorage) -> tuple[Cell, ...]:
-    return (
-        Bytes(living.bytes),
-        living.role,
-        None if living.layer is None else Path(living.layer),
-        living.op,
-        living.phase,
-        f"{living.dtype}[{','.join(map(str, living.shape))}]",
-    )
