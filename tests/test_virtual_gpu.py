@@ -90,6 +90,35 @@ def test_every_way_to_make_a_tensor_on_the_gpu(make: Callable[[], torch.Tensor])
         assert make().device == torch.device("cuda", 0)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(3).to("cuda:1"),
+        lambda: torch.ones(3).to(device="cuda:1"),
+        lambda: torch.ones(3).to(torch.device("cuda", 1)),
+        lambda: torch.ones(3).to(1),
+        lambda: torch.ones(3).cuda(1),
+        lambda: torch.ones(3, device="cuda").to("cuda:1"),
+        lambda: torch.ones(3, device="cuda:1"),
+        lambda: torch.ones(3, device=1),
+        lambda: torch.tensor([1, 2], device="cuda:1"),
+        lambda: nn.Linear(3, 3).to("cuda:1"),
+        lambda: nn.Linear(3, 3).to(1),
+        lambda: nn.Linear(3, 3).cuda(1),
+        lambda: nn.Linear(3, 3, device="cuda:1"),
+        lambda: torch.Generator("cuda:1"),
+        lambda: torch.cuda.set_device(1),
+    ],
+)
+def test_there_is_no_second_gpu(make: Callable[[], object]) -> None:
+    with gpu():
+        with pytest.raises(torch.AcceleratorError, match="CUDA error: invalid device ordinal"):
+            make()
+        with pytest.raises(torch.AcceleratorError, match="CUDA error: invalid device ordinal"), torch.device("cuda:1"):
+            torch.ones(3)
+        assert torch.ones(3, device="cuda:0").is_cuda
+
+
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
 def test_old_types_make_tensors_and_know_them() -> None:
     with gpu():

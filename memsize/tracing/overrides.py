@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -120,11 +120,30 @@ def _patches_of_torch() -> tuple[Patch, ...]:
     )
 
 
+_checks: list[Callable[[int], None]] = []
+
+
+@contextmanager
+def devices_checked(check: Callable[[int], None]) -> Iterator[None]:
+    """While open, `check` is told the number of each CUDA device that is named by one, and may raise."""
+    _checks.append(check)
+    try:
+        yield
+    finally:
+        _checks.remove(check)
+
+
 def _names_cuda(device: Any) -> bool:
     """Whether `device` is a CUDA device, by name, as an object or by its number."""
     if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return device.startswith("cuda") if isinstance(device, str) else type(device) is int
+        named = device.type == "cuda"
+    else:
+        named = device.startswith("cuda") if isinstance(device, str) else type(device) is int
+    if named and _checks:
+        index = device if type(device) is int else torch.device(device).index
+        for check in _checks if index is not None else ():
+            check(index)
+    return named
 
 
 def _is_meta(device: Any) -> bool:
@@ -287,7 +306,8 @@ def _moved(original: Function) -> Function:
 
 
 def _moved_to_cuda(_: Function) -> Function:
-    def moved(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    def moved(tensor: Tensor, device: Any = None, *_: Any, **__: Any) -> Tensor:
+        _names_cuda(device)
         return tensor.to(_place_for(tensor))
 
     return moved

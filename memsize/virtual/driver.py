@@ -196,7 +196,7 @@ class Driver:
         return {
             "_cuda_getDeviceCount": _returning(1),
             "_cuda_getDevice": _returning(INDEX),
-            "_cuda_setDevice": _checked,
+            "_cuda_setDevice": check_index,
             "_cuda_exchangeDevice": _exchanged,
             "_cuda_maybeExchangeDevice": _exchanged,
             "_cuda_isInBadFork": _returning(False),
@@ -235,7 +235,7 @@ class Driver:
             "_accelerator_getAccelerator": _returning(torch.device("cuda")),
             "_accelerator_getDeviceCapability": lambda device: {"supported_dtypes": set(_TYPES_THERE)},
             "_accelerator_getDeviceIndex": _returning(INDEX),
-            "_accelerator_setDeviceIndex": _checked,
+            "_accelerator_setDeviceIndex": check_index,
             "_accelerator_exchangeDevice": _exchanged,
             "_accelerator_maybeExchangeDevice": _exchanged,
             "_accelerator_getStream": lambda device: Stream(stream_id=self.stream),
@@ -257,12 +257,12 @@ def _returning(answer: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: answer
 
 
-def _checked(device: int) -> None:
+def check_index(device: int) -> None:
     """PyTorch's error for a device that isn't there (c10/cuda/CUDAFunctions.cpp)."""
     if device > INDEX:
         raise torch.AcceleratorError("CUDA error: invalid device ordinal")
 
 
 def _exchanged(device: int) -> int:
-    _checked(device)
+    check_index(device)
     return INDEX if device >= 0 else -1

@@ -18,6 +18,7 @@ from memsize.records.trace import Storage
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
+from memsize.virtual.driver import check_index
 from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
 
 _META = torch.device("meta")
@@ -93,6 +94,7 @@ class VirtualLedger(Ledger):
         if not self._is_on_gpu(func, args, device):
             return self._off_gpu(func, args, kwargs, device)
         if device is not None and device.type == "cuda":
+            check_index(device.index or 0)
             kwargs = {**kwargs, "device": _META}
         with self._turn:
             _thread.depth += 1

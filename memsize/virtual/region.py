@@ -22,9 +22,10 @@ import torch.utils.data
 from memsize.errors import InputError
 from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.ledger import resizes_seen
+from memsize.tracing.overrides import devices_checked
 from memsize.tracing.run import gpu_semantics
 from memsize.virtual import graphs, monitoring, processes, tensors
-from memsize.virtual.driver import Driver, Event, Stream
+from memsize.virtual.driver import Driver, Event, Stream, check_index
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.tensors import Replacement
 from memsize.virtual.threads import Threads
@@ -58,6 +59,7 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
         regions.enter_context(processes.groups_left())
         _forget_answers()
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
+        regions.enter_context(devices_checked(check_index))
         for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
             regions.enter_context(region)
         semantics = regions.enter_context(gpu_semantics(ledger, capability=driver.card.capability))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memsize.constants.values import CONSTANT
-from memsize.virtual.driver import DEVICE, INDEX
+from memsize.virtual.driver import DEVICE, INDEX, check_index
 from memsize.virtual.ledger import below_autograd
 from memsize.virtual.own_meta import is_own_meta
 
@@ -180,7 +180,10 @@ class Generator(torch._C.Generator):
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         made: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
-        made._on_gpu = torch.device(device).type == "cuda"
+        named = torch.device(device)
+        made._on_gpu = named.type == "cuda"
+        if made._on_gpu:
+            check_index(named.index or 0)
         return made
 
     @property
