@@ -24,6 +24,7 @@ from memsize.units import format_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,6 +74,13 @@ class StepTrace(Savable):
     def timeline(self) -> DataFrame:
         """One row per event: its phase, step, layer and op, live bytes by role after it, allocated and reserved."""
         return timeline(self.trace, self.config, card(self.gpu)).tables()["events"].frame()
+
+    def plot(self, unit: str = "MiB") -> Figure:
+        """Live bytes by role over the run's events as a figure of plotly, in `unit`; what the allocator holds as lines.
+
+        Raises `OutputError` without plotly.
+        """
+        return timeline(self.trace, self.config, card(self.gpu)).plot(unit)
 
     def snapshot(self, path: str | Path) -> None:
         """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""

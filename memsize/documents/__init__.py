@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from memsize.documents.sections import Bars, Findings, Scene, Section, Verdict
+from memsize.documents.sections import Bars, Chart, Findings, Scene, Section, Verdict
 from memsize.records.answer import Drawable, FlatTable
 from memsize.records.finding import Finding
 
@@ -80,6 +80,10 @@ class Document(ABC, Generic[A]):
     def bars(self) -> Bars | None:
         """What there is to compare at a glance."""
         return None
+
+    def picture(self) -> Bars | Chart | None:
+        """What a figure draws of it: the bars, unless it is about a run over time."""
+        return self.bars()
 
     def shorter(self, section: Section) -> Iterator[Section]:
         """The same section in fewer lines and fewer, where it can be had so."""

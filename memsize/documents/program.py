@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Final
 
 from memsize.analysis.saved import config_of
@@ -29,7 +30,7 @@ from memsize.records.finding import Finding
 from memsize.records.peak_by_module import ModuleShare, peak_by_module
 from memsize.records.program import Assumed, LiveTensor, ProgramRun
 from memsize.records.roles import Role, in_order, noun
-from memsize.records.timeline import step_courses
+from memsize.records.timeline import Timeline, step_courses
 from memsize.records.trace import TensorSpec
 from memsize.units import Bytes
 
@@ -41,10 +42,15 @@ _LINES: Final = 5
 class ProgramDocument(Document[ProgramRun]):
     """A program's run."""
 
+    @cached_property
+    def _timeline(self) -> Timeline:
+        run = self.answer
+        return timeline(run.trace, config_of(run), run.card, few=0)
+
     def sections(self) -> tuple[Section, ...]:
         """The verdict first, then what it rests on."""
         run = self.answer
-        found = timeline(run.trace, config_of(run), run.card, few=0)
+        found = self._timeline
         told = step_courses(found)
         tables = (course_table(told), alive_table(told), module_table(run)) if told else ()
         return (
@@ -63,7 +69,7 @@ class ProgramDocument(Document[ProgramRun]):
         run = self.answer
         if not run.trace.events:
             return ()
-        found = timeline(run.trace, config_of(run), run.card, few=0)
+        found = self._timeline
         return (Scene("run", run.program, lambda: (Chart(found), course_table(step_courses(found)))),)
 
     def verdict(self) -> tuple[Finding, ...]:
@@ -74,6 +80,10 @@ class ProgramDocument(Document[ProgramRun]):
         """What the peak consists of, the largest first."""
         rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]
         return Bars.each("alive at the peak", rows) if rows else None
+
+    def picture(self) -> Chart:
+        """The program's run over time."""
+        return Chart(self._timeline)
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Everything but the trace."""

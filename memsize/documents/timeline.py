@@ -37,6 +37,10 @@ class TimelineDocument(Document[Timeline]):
         """Where the peak is, and what most of it consists of."""
         return (peak_finding(self.answer),) if len(self.answer) else ()
 
+    def picture(self) -> Chart:
+        """The run over time."""
+        return Chart(self.answer)
+
     def figures(self, unit: str) -> dict[str, Any]:
         """The columns, and the peak."""
         return to_data(self.answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from memsize import files
 from memsize.printable import printable
@@ -13,6 +13,7 @@ from memsize.records.finding import Finding
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
 
 class FlatTable(NamedTuple):
@@ -57,6 +58,11 @@ class Drawable:
         from memsize.render import render
 
         return render(self, format)
+
+    def _plotted(self, picture: Literal["overview", "layers"], unit: str, **view: object) -> Figure:
+        from memsize.render import plotted
+
+        return plotted(self, picture, unit, **view)
 
     def _repr_html_(self) -> str:
         return self._drawn("notebook")
@@ -115,6 +121,13 @@ class Answer(Drawable, Savable):
         if path is not None:
             files.write(path, text, overwrite=True)
         return text
+
+    def plot(self, unit: str = "MiB") -> Figure:
+        """What its page shows first as a figure of plotly, in `unit`: bars, or a program's run over time.
+
+        Raises `OutputError` without plotly, and where there is nothing to plot.
+        """
+        return self._plotted("overview", unit)
 
     def __str__(self) -> str:
         return self._drawn("text").rstrip("\n")

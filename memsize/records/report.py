@@ -5,7 +5,7 @@ The figures stand in the record (`trace`, `scenario_results`, `findings`); every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from memsize.records.trace import Failure, StoredTensor, Trace
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
 Status = Literal["run", "modelled", "unavailable"]
 """How a scenario's figures came about: its trace was run, some are computed from another run, or there are none."""
@@ -141,6 +142,14 @@ class Report(Answer):
     def tensors(self) -> DataFrame:
         """One row per tensor that the model holds: what it claims to be and what it stores."""
         return self.tables()["tensors"].frame()
+
+    def plot_layers(self, columns: Sequence[str] = ("stored", "saved"), unit: str = "MiB") -> Figure:
+        """Columns of bytes of the layer table as a figure of plotly: a treemap each, which one can zoom into.
+
+        By default what is stored and what is kept for backward. Raises `OutputError` without plotly, for a column that
+        there is not, and where no layer has any of it.
+        """
+        return self._plotted("layers", unit, columns=tuple(columns))
 
     def _scenario_rows(self) -> Iterator[tuple[object, ...]]:
         baseline = self.fp32

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.errors import InputError
 from memsize.records.answer import Drawable, FlatTable
 from memsize.records.roles import ROLES, Role
 from memsize.records.trace import Storage
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 SCHEMA: Final = "memsize.timeline/1"
 AROUND: Final = "step"
@@ -143,6 +146,13 @@ class Timeline(Drawable):
         while (found := self._stretches(depth)) and len(found) > most and depth > 0:
             depth -= 1
         return found
+
+    def plot(self, unit: str = "MiB") -> Figure:
+        """Live bytes by role over the run's events as a figure of plotly, in `unit`; what the allocator holds as lines.
+
+        Raises `OutputError` without plotly, and where the run has no events.
+        """
+        return self._plotted("overview", unit)
 
     def tables(self) -> dict[str, FlatTable]:
         """`events`: one row per event. Its layer is None outside the model, its step where the run has none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from json import dumps
 from pkgutil import resolve_name
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from memsize.documents import document
 from memsize.errors import OutputError, UnknownOutputError
@@ -18,7 +18,10 @@ from memsize.records.answer import Drawable
 from memsize.render.screen import Screen, painted
 from memsize.units import DECIMAL, UNITS
 
-__all__ = ["FORMATS", "format_of", "render"]
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+__all__ = ["FORMATS", "format_of", "plotted", "render"]
 
 _FORMATS: Final = {
     "text": ("memsize.render.text:draw", (".txt",)),
@@ -62,12 +65,25 @@ def render(
     """
     if format not in _FORMATS:
         raise UnknownOutputError("format", format, FORMATS)
-    if unit not in UNITS | DECIMAL:
-        raise UnknownOutputError("unit", unit, UNITS | DECIMAL)
+    _check_unit(unit)
     place, _ = _FORMATS[format]
     text: str = resolve_name(place)(document(answer, **view), unit, Screen(width, height, colour))
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
     return painted(text) if colour else printable_lines(text, escape=_in_json if format in ("json", "sarif") else None)
+
+
+def plotted(answer: Drawable, picture: Literal["overview", "layers"], unit: str, **view: Any) -> Figure:
+    """One `picture` of `answer` as a figure of plotly; `view` as in `render`.
+
+    Raises `OutputError` without plotly, where there is nothing to plot, and for an unknown unit or column.
+    """
+    _check_unit(unit)
+    return resolve_name(f"memsize.render.figures:{picture}")(document(answer, **view), unit)
+
+
+def _check_unit(unit: str) -> None:
+    if unit not in UNITS | DECIMAL:
+        raise UnknownOutputError("unit", unit, UNITS | DECIMAL)
 
 
 def _in_json(character: str) -> str:

@@ -55,7 +55,7 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
         columns.append(_others(bars, shown, unit))
     taken = sum(column.width + len(_GAP) for column in (names, *columns, totals))
     room = min(max((width or WIDTH) - taken, LEAST), MOST)
-    scale = _scale(bars)
+    scale = longest_drawn(bars)
     drawn = [_limited(_bar(bar, marks, scale, room), bars, scale, room) for bar in bars.bars]
     found = [*_rows([names, *columns], drawn, totals, room)]
     if not shown and not _plain(bars):
@@ -145,7 +145,7 @@ def _wrapped(title: str, figures: Sequence[str]) -> tuple[str, ...]:
     return tuple(textwrap.wrap(mark + " ".join(words), room))
 
 
-def _scale(bars: Bars) -> int:
+def longest_drawn(bars: Bars) -> int:
     """What as much as the whole room stands for: the longest bar, or the limit where that is near."""
     most = max(bar.total for bar in bars.bars)
     return max(most, bars.limit.size) if bars.limit and bars.limit.size <= _REACH * most else most
@@ -163,7 +163,7 @@ def _bar(bar: Bar, marks: dict[int, str], scale: int, room: int) -> str:
 def _limit(bars: Bars, limit: Limit, unit: str) -> str:
     """What the limit is, behind its mark; where it is too far away for one, how much of it the longest bar takes."""
     told = f"{printable(limit.title)}: {_draw(bars, limit.size, unit)} {unit}"
-    if limit.size <= _scale(bars):
+    if limit.size <= longest_drawn(bars):
         return f"{_LIMIT} {told}"
     return f"{told}, of which the longest bar is {max(bar.total for bar in bars.bars) / limit.size:.1%}"
 

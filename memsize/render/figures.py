@@ -1,0 +1,187 @@
+"""An answer as a figure of plotly, for notebooks and scripts: its bars, its run over time, its layers as areas.
+
+A role has the colour that it has everywhere. Lengths are in the unit of their axis; a bar and an area tell a
+pointer their exact bytes. plotly reads markup in every text, so that names are escaped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, Final
+
+from memsize.documents import Document
+from memsize.documents.sections import Bars, Chart, Column, Path, Table, Title
+from memsize.errors import OutputError
+from memsize.printable import printable
+from memsize.records.roles import TITLES, noun
+from memsize.records.timeline import Phase, Timeline
+from memsize.render.bars import longest_drawn
+from memsize.render.cells import MODEL, draw_phrases
+from memsize.units import DECIMAL, UNITS, format_bytes
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+POINTS: Final = 2000
+"""How many moments of a run are drawn: of each equal stretch of events the highest."""
+MARKS: Final = 40
+"""How many phases, or else steps, are named below a run."""
+_NO_ROLE: Final = "#8a949e"
+_LINE: Final = "#3b4550"
+_PAPER: Final = "rgba(255, 255, 255, 0.8)"
+
+
+def overview(document: Document[Any], unit: str) -> Figure:
+    """What there is to see at a glance: the run over time, or bars."""
+    picture = document.picture()
+    if isinstance(picture, Chart) and len(picture.timeline):
+        return _titled(document, unit, _run(picture.timeline, unit))
+    if isinstance(picture, Bars) and picture.bars:
+        return _titled(document, unit, _bars(picture, unit))
+    raise OutputError(f"there is nothing to plot in this {document.answer.kind}: print it, or look at its tables")
+
+
+def layers(document: Document[Any], unit: str) -> Figure:
+    """The columns of the layer table as one treemap each, side by side; those without any bytes are left out."""
+    tables = (section for section in document.sections() if isinstance(section, Table))
+    table = next(table for table in tables if table.name == "layers")
+    for column in table.columns[1:]:
+        if column.kind != "bytes":
+            raise OutputError(f"the column {column.key!r} is not of bytes, which alone can be plotted")
+    own = [_own(table, place) for place in range(1, len(table.columns))]
+    shown = [(column, sizes) for column, sizes in zip(table.columns[1:], own, strict=True) if any(sizes.values())]
+    if not shown:
+        raise OutputError("there is nothing to plot: no layer has any bytes in these columns")
+    figure = _plotly().Figure()
+    for place, (column, sizes) in enumerate(shown):
+        left, right = ((place + side) / len(shown) for side in (0.01, 0.99))
+        figure.add_trace(_areas(column, sizes, unit).update(domain={"x": [left, right]}))
+    return _titled(document, unit, figure)
+
+
+def _plotly() -> Any:
+    """The part of plotly that figures are made of."""
+    try:
+        import plotly.graph_objects
+    except ImportError as error:
+        raise OutputError("a figure needs plotly: pip install 'memsize[plots]'") from error
+    return plotly.graph_objects
+
+
+def _titled(document: Document[Any], unit: str, figure: Figure) -> Figure:
+    """`figure` below what the document is about."""
+    title = next(section for section in document.sections() if isinstance(section, Title))
+    facts = escape(" · ".join(draw_phrases(title, unit)))
+    text = {"text": escape(printable(title.name)), "subtitle": {"text": facts}}
+    return figure.update_layout(template="plotly_white", title=text, margin={"t": 100})
+
+
+def _bars(bars: Bars, unit: str) -> Figure:
+    """One stacked bar for each row, from the top, and a line at the limit where that is near."""
+    of_bytes = bars.kind == "bytes"
+    scale = (UNITS | DECIMAL)[unit] if of_bytes else 1
+    places = list(range(len(bars.bars)))
+    figure = _plotly().Figure()
+    for place, part in enumerate(bars.parts):
+        sizes = [bar.sizes[place] for bar in bars.bars]
+        figure.add_bar(
+            name=escape(printable(part.title)),
+            orientation="h",
+            x=[size / scale for size in sizes],
+            y=places,
+            customdata=sizes,
+            hovertemplate=f"%{{fullData.name}} %{{customdata:,}}{' B' if of_bytes else ''}<extra></extra>",
+            marker={"color": TITLES[part.role].colour},
+        )
+    names = [escape(printable(", ".join(label.text for label in bar.labels))) for bar in bars.bars]
+    title = escape(printable(f"{bars.title}, {unit}" if of_bytes else bars.title))
+    figure.update_layout(barmode="stack", xaxis={"title": title, "tickformat": ","}, legend={"traceorder": "normal"})
+    figure.update_yaxes(tickvals=places, ticktext=names, autorange="reversed")
+    if bars.limit and bars.limit.size <= longest_drawn(bars):
+        size = format_bytes(bars.limit.size, unit) if of_bytes else f"{bars.limit.size:,}"
+        text = escape(printable(f"{bars.limit.title}: {size}"))
+        figure.add_vline(x=bars.limit.size / scale, line={"color": _LINE, "dash": "dash"}, annotation={"text": text})
+    return figure
+
+
+def _run(found: Timeline, unit: str) -> Figure:
+    """Live bytes after each event, stacked by role, below lines of all of them and of what the allocator holds."""
+    events, scale = found.columns(POINTS), (UNITS | DECIMAL)[unit]
+    figure = _plotly().Figure()
+    for role, column in found.live.items():
+        area = {"stackgroup": "live", "line": {"shape": "hv", "width": 0}, "fillcolor": TITLES[role].colour}
+        _add_level(figure, noun(role), column, events, scale, **area)
+    where = {"text": [_where(found, event) for event in events], "hovertemplate": "%{y:,.2f}, in %{text}"}
+    _add_level(figure, "live", found.total, events, scale, line=_line("solid"), **where)
+    _add_level(figure, "allocated", found.allocated, events, scale, line=_line("dot"))
+    _add_level(figure, "reserved", found.reserved, events, scale, line=_line("dash"))
+    marks = _marks(found)
+    figure.update_xaxes(title="event", tickvals=[mark.start for mark in marks], ticktext=[str(mark) for mark in marks])
+    figure.update_yaxes(title=f"memory, {unit}", rangemode="tozero", tickformat=",")
+    text = f"{format_bytes(found.peak.bytes, unit)} live in {_where(found, found.peak.event)}"
+    figure.add_annotation(x=found.peak.event, y=found.peak.bytes / scale, text=text, bgcolor=_PAPER)
+    return figure.update_layout(hovermode="x unified")
+
+
+def _add_level(
+    figure: Figure, name: str, sizes: Sequence[int], events: Sequence[int], scale: int, **drawn: object
+) -> None:
+    """One line of `figure`: `sizes` after `events`, each of which holds until the next."""
+    heights = [sizes[event] / scale for event in events]
+    figure.add_scatter(
+        **{"name": name, "x": events, "y": heights, "mode": "lines", "hovertemplate": "%{y:,.2f}"} | drawn
+    )
+
+
+def _line(dash: str) -> dict[str, object]:
+    return {"shape": "hv", "width": 1.5, "dash": dash, "color": _LINE}
+
+
+def _where(found: Timeline, event: int) -> str:
+    """The phase, the layer and the op of an event."""
+    layer = found.layer[event]
+    path = found.layers[layer] if layer >= 0 else ""
+    return escape(printable(", ".join(filter(None, (str(found.phase_at(event)), path, found.op[event])))))
+
+
+def _marks(found: Timeline) -> Sequence[Phase]:
+    """The phases that are named below a run, or its steps where these are too many."""
+    return next((marks for marks in (found.phases, found.steps) if len(marks) <= MARKS), ())
+
+
+def _own(table: Table, place: int) -> dict[str, int]:
+    """What each module has itself in one column, by its path."""
+    cells = ((row[0], row[place]) for row in table.rows)
+    return {str(path): size for path, size in cells if isinstance(path, Path) and isinstance(size, int)}
+
+
+def _areas(column: Column, sizes: dict[str, int], unit: str) -> Any:
+    """One column of the layer table: each module's area is what it and the modules in it have."""
+    whole: Counter[str] = Counter()
+    for path, size in sizes.items():
+        whole.update(dict.fromkeys(_around(path), size))
+    paths = [path for path, size in whole.items() if size]
+    heading = f"{escape(column.title)}, {format_bytes(whole[''], unit)}"
+    return _plotly().Treemap(
+        ids=[_shown(path) for path in paths],
+        labels=[_shown(path.rpartition(".")[2]) if path else heading for path in paths],
+        parents=[_shown(path.rpartition(".")[0]) if path else "" for path in paths],
+        values=[whole[path] for path in paths],
+        branchvalues="total",
+        text=[format_bytes(whole[path], unit) for path in paths],
+        hovertemplate="%{id}<br>%{value:,} B<extra></extra>",
+        textinfo="label+text",
+        marker={"colors": [TITLES[column.role].colour if column.role else _NO_ROLE] * len(paths)},
+    )
+
+
+def _around(path: str) -> list[str]:
+    """`path` and the paths of the modules around it, up to the model's, which is empty."""
+    names = path.split(".") if path else []
+    return [".".join(names[:depth]) for depth in range(len(names) + 1)]
+
+
+def _shown(path: str) -> str:
+    return escape(printable(path)) or MODEL
