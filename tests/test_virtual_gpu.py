@@ -812,6 +812,22 @@ def test_the_exit_status_of_a_program_that_refuses_its_arguments(tmp_path: Path)
     assert command(["run", str(tmp_path / "none.py")]) == 2
 
 
+@pytest.mark.parametrize(
+    "launched",
+    [
+        ["torchrun", "--nproc_per_node", "2", "train.py"],
+        ["accelerate", "launch", "train.py"],
+        ["-m", "torch.distributed.run", "train.py"],
+        ["-m", "torch.distributed.launch", "train.py"],
+        ["/usr/bin/torchrun", "train.py"],
+    ],
+)
+def test_what_starts_processes_is_answered_in_one_line(launched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["run", *launched]) == 2
+    said = capsys.readouterr().err
+    assert "starts processes, one for each GPU: give the script itself" in said and len(said.splitlines()) == 1
+
+
 # -- the user's files -------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,8 @@ from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
 
 _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
+_LAUNCHERS = frozenset(("torchrun", "accelerate", "deepspeed", "mpirun"))
+_LAUNCHING_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"))
 
 
 steps_option = click.option(
@@ -79,8 +81,7 @@ def run(
 
         _answer(load_kind(program, ProgramRun.kind), output)
         return 0
-    if not module and not Path(program).is_file():
-        raise InputError(f"no such script: {program} (-m runs a module)")
+    _check_started(program, module)
     say(_STAND_INS)
 
     # stdout is the program's, unless figures for a machine are to come out of it.
@@ -105,6 +106,16 @@ def run(
         _show(error)
     _answer(found, output)
     return 0 if error is None else 1
+
+
+def _check_started(program: str, module: bool) -> None:
+    """Raise `InputError` where PROGRAM is no script or module that trains, or only starts one in other processes."""
+    if (program in _LAUNCHING_MODULES) if module else (Path(program).name in _LAUNCHERS):
+        raise InputError(
+            f"{program} starts processes, one for each GPU: give the script itself, as in memsize run train.py …"
+        )
+    if not module and not Path(program).is_file():
+        raise InputError(f"no such script: {program} (-m runs a module)")
 
 
 def _answer(found: ProgramRun, output: Destination) -> None:
