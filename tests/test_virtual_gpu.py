@@ -182,6 +182,18 @@ def test_the_programs_own_meta_tensors_are_on_no_gpu() -> None:
         assert torch.tensor([1, 2], device="meta").device == there.new_tensor([1]).device == torch.device("meta")
         with pytest.raises(NotImplementedError, match="no data"):
             there.to("cpu")
+        for move in (
+            lambda: there.to("cuda"),
+            lambda: there.to(device=torch.device("cuda", 0), dtype=torch.float16),
+            lambda: there.to(0),
+            lambda: there.to(torch.ones(1, device="cuda")),
+            lambda: there.cuda(),
+            lambda: model.to("cuda"),
+            lambda: model.cuda(),
+        ):
+            with pytest.raises(NotImplementedError, match="no data"):
+                move()
+        assert there.to(torch.float16).device == there.to("meta").device == torch.device("meta")
         assert torch.empty_like(there, device="cpu").device.type == "cpu"
         model.to_empty(device="cuda")
         assert model.weight.is_cuda and torch.cuda.memory_allocated() == 512 * 512 * 4 + 2048

@@ -44,6 +44,8 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     yield Tensor, "device", property(lambda t: DEVICE if is_stand_in(t) else _device.__get__(t))
     yield Tensor, "is_cuda", property(lambda t: is_stand_in(t) or _is_cuda.__get__(t))
     yield Tensor, "data", property(_data.__get__, _setter(moved))
+    yield Tensor, "to", _with_data(Tensor.to)
+    yield Tensor, "cuda", _with_data(Tensor.cuda, always=True)
     yield Tensor, "data_ptr", _tensor_address
     yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
     yield Tensor, "get_device", lambda t: INDEX if is_stand_in(t) else _base.get_device(t)
@@ -63,6 +65,25 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
 def is_stand_in(tensor: Tensor) -> bool:
     """Whether the user's code is to see `tensor` on the GPU."""
     return tensor.is_meta and not below_autograd() and not is_own_meta(tensor)
+
+
+def _with_data(original: Callable[..., Tensor], always: bool = False) -> Callable[..., Tensor]:
+    """PyTorch's error where the program's own `meta` tensors are moved to the GPU; `Module.to` explains it further."""
+
+    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if is_own_meta(tensor) and not below_autograd() and (always or _goes_to_gpu(*args, **kwargs)):
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        return original(tensor, *args, **kwargs)
+
+    return moved
+
+
+def _goes_to_gpu(*args: Any, **kwargs: Any) -> bool:
+    """Whether the arguments of ``x.to`` name the GPU, by itself or by a tensor that is there."""
+    if args and isinstance(args[0], Tensor):
+        return is_stand_in(args[0])
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device is not None and device.type == "cuda"
 
 
 def _tensor_address(tensor: Tensor) -> int:
