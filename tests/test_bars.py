@@ -103,6 +103,14 @@ def test_with_room_every_part_has_its_figures(width: int | None) -> None:
     assert "other" not in "".join(drawn)
 
 
+@pytest.mark.parametrize("width", [40, 400])
+def test_every_role_has_a_mark_of_its_own(width: int) -> None:
+    parts = tuple(Part(role, role, role) for role in ROLES)
+    drawn = "\n".join(lines(Bars("peak", parts, (Bar((Label("fp32"),), (MiB,) * len(ROLES)),)), "MiB", width))
+    marks = [match[0] for role in ROLES for match in [re.search(rf"\S(?= {role.split()[0]}\b)", drawn)] if match]
+    assert len(marks) == len(set(marks)) == len(ROLES)
+
+
 def test_colours_are_those_of_roles() -> None:
     drawn = painted("\n".join(lines(TWO, "MiB", 80, colour=True)))
     blue, orange = (re.search(rf"(\x1b\[38;5;\d+m)█\x1b\[0m {title}", drawn) for title in ("param", "kept"))

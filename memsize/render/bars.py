@@ -23,7 +23,8 @@ LABEL: Final = 22
 _TITLE: Final = 10
 """How wide a title may be above narrower figures."""
 _GAP: Final = "  "
-_MARKS: Final = "█░▒▓▚▞▖"
+_MARKS: Final = "█░▒▓▚▞▖▘▄▀▌▐"
+"""One for each role: without colours nothing else tells parts apart."""
 _OTHER: Final = "·"
 _LIMIT: Final = "┃"
 _REACH: Final = 2
@@ -59,11 +60,17 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
     drawn = [_limited(_bar(bar, marks, scale, room), bars, scale, room) for bar in bars.bars]
     found = [*_rows([names, *columns], drawn, totals, room)]
     if not shown and not _plain(bars):
-        key = _GAP.join(f"{marks[place]} {printable(part.title)}" for place, part in enumerate(bars.parts))
-        found += textwrap.wrap(key, width or WIDTH)
+        found += _key(bars, marks, width or WIDTH)
     yield from (_inked(line, bars, marks, colour) for line in found)
     if bars.limit:
         yield _limit(bars, bars.limit, unit)
+
+
+def _key(bars: Bars, marks: dict[int, str], width: int) -> list[str]:
+    """What each mark stands for, none parted from its name by the end of a line."""
+    parts = (f"{marks[place]} {printable(part.title)}" for place, part in enumerate(bars.parts))
+    key = _GAP.join(part.replace(" ", "\xa0") for part in parts)
+    return [line.replace("\xa0", " ") for line in textwrap.wrap(key, width)]
 
 
 def _marks(bars: Bars, shown: Sequence[int]) -> dict[int, str]:
