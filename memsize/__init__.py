@@ -9,6 +9,7 @@
     memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
     memsize.check()                                      # the limits and baselines in pyproject.toml
     memsize.generate("hf:config.json", prompt=8192, new=512)    # prefill, decode and the KV cache of a language model
+    memsize.serve("hf:config.json", gpu="h100")          # the blocks and tokens of a paged server's cache
     memsize.run("train.py", ["--epochs", "1"], gpu="t4")        # a script of yours, on a GPU that isn't there
     memsize.fit_script("train.py", ["-b", "8"], vary="b")       # the largest value of an argument of its own
     memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         read_checkpoint,
         report,
         run,
+        serve,
         shape_rule,
         trace,
         verify,
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from memsize.records.layout import LayoutReport
     from memsize.records.program import ProgramRun
     from memsize.records.report import Report
+    from memsize.records.serving import ServingReport
     from memsize.records.verification import Verification
     from memsize.spec.stack import Stack
     from memsize.spec.training import Training
@@ -90,6 +93,7 @@ __all__ = [
     "ProgramRun",
     "Report",
     "ScenarioError",
+    "ServingReport",
     "Stack",
     "StepTrace",
     "TargetError",
@@ -108,6 +112,7 @@ __all__ = [
     "read_checkpoint",
     "report",
     "run",
+    "serve",
     "shape_rule",
     "trace",
     "verify",
@@ -128,6 +133,7 @@ _HOMES = {
         "read_checkpoint",
         "report",
         "run",
+        "serve",
         "shape_rule",
         "trace",
         "verify",
@@ -152,6 +158,7 @@ _HOMES = {
     "memsize.records.fit": ("Fit",),
     "memsize.records.generation": ("GenerationReport",),
     "memsize.records.layout": ("LayoutReport",),
+    "memsize.records.serving": ("ServingReport",),
     "memsize.analysis.guard": ("Guard",),
     "memsize.analysis.step": ("StepTrace",),
     "memsize.spec.stack": ("Stack",),

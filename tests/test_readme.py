@@ -31,7 +31,7 @@ import torch
 
 from memsize import cli
 from memsize.analysis import compare
-from memsize.analysis.findings import fit, generation, layout, program, report, snapshot
+from memsize.analysis.findings import fit, generation, layout, program, report, serving, snapshot
 from memsize.checkpoint import findings as checkpoint
 from memsize.cli.session import Session
 from memsize.documents.report import COLUMNS, layer_table
@@ -264,6 +264,7 @@ OTHERS = {"--config", "--epochs", "--index-url", "--lr", "--memsize-update", "--
 def test_every_finding_is_documented() -> None:
     assert set(quoted(rows("layout.md", "Findings"), 0)) == set(layout.RULES.codes)
     assert quoted(rows("generate.md", "Findings"), 0) == [*generation.RULES.codes]
+    assert quoted(rows("serve.md", "Findings"), 0) == [*serving.RULES.codes]
     assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes]
     assert quoted(rows("explain.md", "Findings"), 0) == [*snapshot.RULES.codes]
     page = text_of(DOCS / "findings.md")

@@ -23,6 +23,7 @@ KINDS = {
     "program": ("memsize.records.program", "ProgramRun"),
     "fit": ("memsize.records.fit", "Fit"),
     "generation": ("memsize.records.generation", "GenerationReport"),
+    "serving": ("memsize.records.serving", "ServingReport"),
     "layout": ("memsize.records.layout", "LayoutReport"),
     "checkpoint": ("memsize.checkpoint.report", "CheckpointReport"),
     "verification": ("memsize.records.verification", "Verification"),
@@ -36,6 +37,7 @@ COMMANDS = {
     "step": "timeline",
     "program": "run",
     "generation": "generate",
+    "serving": "serve",
     "verification": "verify",
     "explanation": "explain",
 }

@@ -4,7 +4,7 @@ from memsize.api.checking import check
 from memsize.api.comparing import compare
 from memsize.api.files import explain, load, read_checkpoint
 from memsize.api.guarding import guard
-from memsize.api.models import audit_layout, fit, generate, report, shape_rule, trace, verify
+from memsize.api.models import audit_layout, fit, generate, report, serve, shape_rule, trace, verify
 from memsize.api.programs import fit_script, run, virtual_gpu
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "read_checkpoint",
     "report",
     "run",
+    "serve",
     "shape_rule",
     "trace",
     "verify",

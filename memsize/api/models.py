@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from memsize.api.opened import model_of, opened, with_inputs
+from memsize.errors import InputError
 from memsize.spec.scenario import scenario_named, select
 from memsize.spec.stack import Stack
 from memsize.spec.subject import InputOptions, InputSize, Subject
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from memsize.records.generation import GenerationReport
     from memsize.records.layout import LayoutReport
     from memsize.records.report import Report
+    from memsize.records.serving import ServingReport
     from memsize.records.verification import Verification
 
 Question = TypeVar("Question", bound=Callable[..., Any])
@@ -250,6 +252,66 @@ def generate(
         runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), False, gpu=where, stack=software)
         request = GenerationRequest(generations, sizes, asked, settings)
         return report_generation(runner, prompts, request, loaded.notes, say)
+
+
+@_asks_about_a_model
+def serve(
+    model_or_target: nn.Module | str | Subject,
+    input_size: InputSize | Any = None,
+    *,
+    utilization: float = 0.9,
+    block: int = 16,
+    batched_tokens: int = 8192,
+    seqs: int = 256,
+    context: int | None = None,
+    tp: int = 1,
+    kv_dtype: str | None = None,
+    scenarios: str | Iterable[str] | None = None,
+    gpu: str | None = None,
+    stack: Stack | str | None = None,
+    progress: Callable[[str], None] | None = None,
+    **given: Unpack[InputOptions],
+) -> ServingReport:
+    """What a paged server such as vLLM holds: weights, the largest step, and how many tokens its KV cache has room for.
+
+    The model is a language model of transformers, given as to `report`. The server may take `utilization` of the card;
+    a block of its cache is for `block` tokens, a step runs `batched_tokens` tokens of up to `seqs` sequences, and a
+    request may be `context` tokens long (None: the model's positions). `tp` cards share each layer, which takes a
+    target such as ``"hf:config.json"``; all figures are those of one of them. `kv_dtype` is ``"fp8"``, or None for the
+    model's own. `scenarios` are as for `report` (None: as given, and its weights in fp8 and int4), `gpu` and `stack` as
+    for `trace`.
+
+    Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
+    """
+    from memsize.device.cards import card
+    from memsize.records.gpu import DEFAULT_GPU
+    from memsize.spec.serving import SERVED, Serving
+
+    subject = replace(Subject.of(model_or_target, input_size, **given), mode="eval")
+    serving = Serving(utilization, block, batched_tokens, seqs, context, tp, kv_dtype)
+    where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
+    asked = select(SERVED if scenarios is None else scenarios)
+    if tp > 1:
+        subject = _one_of(tp, subject, say)
+    with model_of(subject, say, where.name) as loaded:
+        from memsize.analysis.generation.prompts import prompts_of
+        from memsize.analysis.runner import Runner
+        from memsize.analysis.serving.report import Server
+
+        prompts = prompts_of(subject, lambda prompted: with_inputs(prompted, loaded).run[2])
+        runner = Runner(loaded.name, loaded.model, prompts(1), False, gpu=where, stack=software)
+        return Server(runner, prompts, serving, say).report(asked, loaded.notes)
+
+
+def _one_of(tp: int, subject: Subject, say: Callable[[str], None]) -> Subject:
+    """The part of a model that one of `tp` cards holds. Raises `InputError` where they cannot share it."""
+    if not (isinstance(subject.model, str) and subject.model.startswith("hf:")):
+        raise InputError("only a target such as hf:config.json can be divided among cards: its config says how")
+    with model_of(subject, say) as loaded:
+        from memsize.analysis.serving.tensor_parallel import divided
+
+        entries = divided(getattr(loaded.model, "config", None), tp, loaded.name)
+    return replace(subject, arguments={**subject.arguments, **entries})
 
 
 @_asks_about_a_model

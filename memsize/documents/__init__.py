@@ -131,6 +131,7 @@ _DOCUMENTS: Final = {
     "verification": "memsize.documents.verification:VerificationDocument",
     "checkpoint": "memsize.documents.checkpoint:CheckpointDocument",
     "generation": "memsize.documents.generation:GenerationDocument",
+    "serving": "memsize.documents.serving:ServingDocument",
     "timeline": "memsize.documents.timeline:TimelineDocument",
     "program": "memsize.documents.program:ProgramDocument",
     "comparison": "memsize.documents.comparison:ComparisonDocument",

@@ -1,0 +1,149 @@
+"""What a paged server holds, row by row: the memory of a card, less weights, the largest step and what isn't PyTorch's.
+
+It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/worker/gpu_worker.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from memsize.analysis.findings.serving import RULES
+from memsize.analysis.generation.generator import Generator
+from memsize.analysis.generation.prompts import Prompts
+from memsize.analysis.runner import Runner
+from memsize.analysis.serving.blocks import BlockLayout, block_layout
+from memsize.device.context import context_on
+from memsize.device.gpu_estimate import estimate_gpu
+from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.internals.isolation import collector_paused
+from memsize.records.gpu import Interval
+from memsize.records.serving import ServingReport, ServingRow
+from memsize.records.trace import Trace
+from memsize.spec.generation import Generation
+from memsize.spec.scenario import Scenario
+from memsize.spec.serving import KV_BYTES, Serving
+from memsize.units import GiB
+from memsize.workloads.generation import CachedLayer
+from memsize.workloads.serving import ProfileRun, text_model
+
+LEAST_OUTSIDE: Final = GiB // 100
+"""The least that vLLM's logs in public repositories call non_torch_memory: 0.01 to 0.08 GiB on one card, 0.16 on an
+H100 (vllm-project/vllm#12126), 0.20 on each of sixteen (#14447). That is what came after the CUDA context was made. The
+most is the whole context, which engines counted until vllm-project/vllm#19312.
+"""
+_WEIGHTS = ("parameter", "buffer")
+_LOOKED = 8
+"""The tokens of the prompt from which the bytes of one more in the cache are found."""
+_ASSUMED = (
+    "the largest step runs transformers' own forward: the fused kernels of a server need less between its layers",
+    "CUDA graphs come on top of what the server may take, and so do adapters and the models of speculative decoding",
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model as one card has it, and how it is served."""
+
+    runner: Runner
+    prompts: Prompts
+    serving: Serving
+    say: Callable[[str], None] = lambda _: None
+
+    def report(self, scenarios: Sequence[Scenario], notes: Sequence[str]) -> ServingReport:
+        """One row for each scenario. Raises `InputError` where the model's cache is not covered, and what running the
+        model raises where it runs under no scenario.
+        """
+        config = _text_config(self.runner)
+        context = self._context(config)
+        rows: list[ServingRow] = []
+        layouts: list[BlockLayout] = []
+        errors: list[Exception] = []
+        with collector_paused():
+            for scenario in scenarios:
+                row = ServingRow(scenario.name, scenario.title)
+                try:
+                    layouts.append(self._layout(scenario, config))
+                    rows.append(self._row(row, scenario, layouts[-1], context))
+                except (ScenarioError, ForwardError) as error:
+                    errors.append(error)
+                    rows.append(replace(row, reason=str(error)))
+        if not layouts or len(errors) == len(rows):
+            raise errors[0]
+        asked = replace(self.serving, context=context)
+        return ServingReport(
+            model=self.runner.name,
+            card=self.runner.gpu,
+            asked=asdict(asked),
+            budget=self._budget,
+            groups=layouts[0].groups,
+            serving_rows=tuple(rows),
+            findings=RULES.findings((tuple(rows), asked, self.runner.gpu, self._budget)),
+            notes=tuple(dict.fromkeys(notes)),
+            assumptions=_ASSUMED,
+        )
+
+    @property
+    def _budget(self) -> int:
+        return int(self.runner.gpu.bytes * self.serving.utilization)
+
+    def _context(self, config: Any) -> int:
+        context = self.serving.context or getattr(config, "max_position_embeddings", None)
+        if not isinstance(context, int):
+            raise InputError(f"{self.runner.name} does not say how long a request may be: give --context")
+        return context
+
+    def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
+        """The blocks of the cache, from one more token in the model's own."""
+        self.say(f"{scenario.name}: the cache of one token")
+        generator = Generator(self.runner, self.prompts, scenario)
+        generated = generator.run(Generation(_LOOKED, 2), 1)
+        own = _width(generated.trace)
+        width = own if self.serving.kv_dtype is None else KV_BYTES[self.serving.kv_dtype]
+        layers = [
+            CachedLayer(now.kind, (now.bytes - before.bytes) // own * width)
+            for now, before in zip(generated.cached, generated.before, strict=True)
+        ]
+        window = getattr(config, "sliding_window", None)
+        return block_layout(layers, window, self.serving.block, self.runner.name)
+
+    def _row(self, row: ServingRow, scenario: Scenario, layout: BlockLayout, context: int) -> ServingRow:
+        self.say(f"{scenario.name}: a step of {self.serving.batched_tokens:,} tokens")
+        serving = self.serving
+        length = serving.batched_tokens // serving.rows
+        texts = -(-serving.batched_tokens // length)
+        runner = self.runner.given(self.prompts(length), texts)
+        trace = runner.run(ProfileRun(serving.rows, serving.tp), scenario)
+        weights = sum(storage.bytes for storage in trace.storages if storage.role in _WEIGHTS)
+        profile = estimate_gpu(trace, runner.gpu).allocated - weights
+        outside = Interval(LEAST_OUTSIDE, context_on(runner.gpu, runner.stack.cuda).high)
+        left = [self._budget - weights - profile - taken for taken in reversed(outside)]
+        row = replace(row, weights=weights, profile=profile, non_torch=outside)
+        if left[1] < layout.block_bytes:
+            return replace(row, shortage=layout.block_bytes - left[1])
+        available = Interval(max(left[0], 0), left[1])
+        return replace(row, paged=layout.paged(available, serving, context))
+
+
+def _width(trace: Trace) -> int:
+    """The bytes of one number in a cache; 1 where there is no cache."""
+    cached = max((storage for storage in trace.storages if storage.role == "KV cache"), default=None)
+    return cached.bytes // math.prod(cached.shape) if cached else 1
+
+
+def _text_config(runner: Runner) -> Any:
+    """The config of a model that is served; raises `InputError` for one that is not covered."""
+    config: Any = getattr(runner.model, "config", None)
+    for name, what in (("vision_config", "images"), ("audio_config", "sound")):
+        if getattr(config, name, None) is not None:
+            raise InputError(f"{runner.name} also reads {what}: serve the config of its text model")
+    if getattr(config, "kv_lora_rank", None):
+        raise InputError(f"{runner.name} has latent attention, whose cache a server compresses: that is not covered")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
+        what = "chunked attention" if "chunked_attention" in kinds else "an encoder"
+        raise InputError(f"{runner.name} has {what}: only full attention and sliding windows are covered")
+    text_model(runner.model, runner.name)
+    return config

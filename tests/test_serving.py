@@ -1,0 +1,270 @@
+"""Serving: blocks by worked arithmetic and vLLM's rules, the parts of a divided model, and what vLLM logged."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import memsize
+from memsize.analysis.serving.blocks import FULL, SLIDING, block_layout
+from memsize.analysis.serving.report import LEAST_OUTSIDE
+from memsize.cli import run
+from memsize.device.cards import card
+from memsize.device.context import context
+from memsize.errors import InputError, UnknownInputError
+from memsize.records.gpu import Interval
+from memsize.spec.serving import Serving
+from memsize.units import GiB, MiB
+from memsize.workloads.generation import CachedLayer
+
+pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 1000,
+    "dtype": "bfloat16",
+}
+LAYER = 2 * 2 * 16 * 2
+"""Bytes of one token in one layer: keys and values × heads × width × bytes of bfloat16."""
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 12,
+    "head_dim": 16,
+    "sliding_window": 100,
+}
+PUBLISHED = Path(__file__).parent.parent.parent / "shared" / "truth" / "published.csv"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., str]:
+    def written(**entries: Any) -> str:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(entries))
+        return f"hf:{path}"
+
+    return written
+
+
+def test_a_cache_takes_what_is_left(config: Callable[..., str]) -> None:
+    report = memsize.serve(config(**SMALL), gpu="t4", scenarios="as-given", batched_tokens=64, seqs=4)
+    (row,) = report.ran
+    assert row.paged is not None
+    # embedding and head, 2 × (query, key, value, output, gate, up, down, 2 norms), a norm; and rotary frequencies
+    hidden, inner, keys = 64, 128, 32
+    weights = (
+        2 * 100 * hidden + 2 * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner + 2 * hidden) + hidden
+    )
+    assert row.weights - 2 * weights in range(0, 200)
+    budget = int(card("t4").bytes * 0.9)
+    assert report.budget == budget
+    assert row.non_torch == (LEAST_OUTSIDE, context().high)
+    assert row.paged.available == tuple(budget - row.weights - row.profile - each for each in row.non_torch[::-1])
+    block = 16 * 2 * LAYER
+    blocks = [size // block for size in row.paged.available]
+    assert row.paged.block_bytes == block
+    assert [*row.paged.blocks] == blocks
+    assert [*row.paged.tokens] == [count * 16 for count in blocks]
+    assert row.paged.request_blocks == 63  # 1,000 positions
+    assert [*row.paged.concurrency] == [count / 63 for count in blocks]
+
+
+def test_the_largest_step_has_the_tokens_and_the_logits_that_were_asked_for(config: Callable[..., str]) -> None:
+    target = config(**SMALL | {"vocab_size": 50_000})
+
+    def profile(**options: int) -> int:
+        return memsize.serve(target, scenarios="as-given", **options).ran[0].profile
+
+    few, more = (profile(batched_tokens=64, seqs=seqs) for seqs in (4, 36))
+    # for each row: logits in bfloat16 and float32, the latter sorted, their places in int64, shares, and a mask
+    assert more - few == pytest.approx(32 * 50_000 * (2 + 4 + 4 + 8 + 4 + 1), rel=0.01)
+    assert profile(batched_tokens=60_000, seqs=1) > 60_000 * (64 + 3 * 128) * 2  # the inside of an MLP
+
+
+def test_windows_and_full_attention_share_one_pool_of_blocks(config: Callable[..., str]) -> None:
+    report = memsize.serve(config(**SMALL | GEMMA), scenarios="as-given", context=1000, batched_tokens=64, seqs=4)
+    paged = report.ran[0].paged
+    assert paged is not None
+    assert sorted(group[1:] for group in report.groups if group.window) == [(2, 100)] * 5
+    assert [group for group in report.groups if not group.window] == [(FULL, 2, None)]
+    assert paged.block_bytes == 16 * 2 * LAYER  # of the 2 layers of a group
+    # 99 + 64 tokens take 11 blocks, and one more; 1,000 tokens take 63
+    assert paged.request_blocks == 5 * 12 + 63
+    assert paged.tokens.low == paged.blocks.low // 6 * 16
+
+
+def test_a_cache_in_fp8_holds_twice_as_many_tokens(config: Callable[..., str]) -> None:
+    own, fp8 = (memsize.serve(config(**SMALL), scenarios="as-given", kv_dtype=dtype).ran[0] for dtype in (None, "fp8"))
+    assert own.paged and fp8.paged
+    assert own.paged.available == fp8.paged.available
+    assert own.paged.block_bytes == 2 * fp8.paged.block_bytes
+
+
+def test_cards_share_heads_widths_and_the_vocabulary(config: Callable[..., str]) -> None:
+    rows = {
+        tp: memsize.serve(config(**SMALL | {"vocab_size": 128}), scenarios="as-given", tp=tp).ran[0] for tp in (1, 2, 4)
+    }
+    norms = 2 * 5 * 64  # held by every card
+    frequencies = rows[1].weights - 2 * (2 * 128 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)) - norms
+    shared = {tp: row.weights - norms - frequencies for tp, row in rows.items()}
+    assert shared[2] * 2 == shared[1]
+    # Two heads of keys and values are held twice by four cards: each has a whole one.
+    assert shared[4] * 4 == shared[1] + 2 * 2 * 2 * 64 * 32
+    sizes = [row.paged.block_bytes for row in rows.values() if row.paged]
+    assert sizes == [16 * 2 * LAYER, 16 * LAYER, 16 * LAYER]
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 64), st.integers(1, 500), st.integers(0, 10**9))
+def test_groups_hold_every_layer_once(full: int, sliding: int, block: int, window: int, size: int) -> None:
+    layers = [CachedLayer(FULL, 64)] * full + [CachedLayer(SLIDING, 64)] * sliding
+    layout = block_layout(layers, window, block, "it")
+    assert sum(group.layers for group in layout.groups if group.kind == FULL) == full
+    assert sum(group.layers for group in layout.groups if group.kind == SLIDING) == sliding
+    assert max(group.layers for group in layout.groups) * 64 * block <= layout.block_bytes
+    paged = layout.paged(Interval(size, 2 * size), Serving(block=block), 1000)
+    assert 0 <= size - paged.blocks.low * layout.block_bytes < layout.block_bytes
+    assert paged.blocks.low <= paged.blocks.high
+    assert paged.request_blocks >= -(-1000 // block)
+
+
+def test_a_little_padding_is_better_than_many_groups() -> None:
+    layers = [CachedLayer(SLIDING, 10)] * 12 + [CachedLayer(FULL, 10)] * 13
+    layout = block_layout(layers, 128, 16, "it")
+    assert layout.groups == ((SLIDING, 12, 128), (FULL, 13, None))
+    assert layout.block_bytes == 16 * 13 * 10
+
+
+def test_too_small_a_card_says_by_how_much(config: Callable[..., str]) -> None:
+    report = memsize.serve(config(**SMALL), gpu="t4", utilization=0.0001, scenarios="as-given", batched_tokens=64)
+    (row,) = report.ran
+    assert row.paged is None
+    assert row.shortage == row.weights + row.profile + LEAST_OUTSIDE + 16 * 2 * LAYER - report.budget
+    assert report.why()[0].code == "serves-none"
+    assert "nothing is left for the KV cache" in str(report)
+
+
+def test_a_request_that_is_longer_than_the_cache(config: Callable[..., str]) -> None:
+    report = memsize.serve(config(**SMALL), gpu="t4", scenarios="as-given", context=10**9)
+    assert [finding.code for finding in report.why()][:2] == ["serves", "request-too-long"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, "has latent attention"),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "has an encoder"),
+        (
+            {"architectures": ["BertModel"], "model_type": "bert", "num_attention_heads": 4},
+            "it takes a body and a head",
+        ),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "caches state"),
+    ],
+)
+def test_what_is_not_covered(entries: dict[str, Any], message: str, config: Callable[..., str]) -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 64}
+    with pytest.raises(InputError, match=message):
+        memsize.serve(config(**small | entries), context=100, scenarios="as-given")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"utilization": 1.5}, r"a utilization of 1\.5"),
+        ({"block": 0}, "a block of 0: it must be at least 1"),
+        ({"context": 0}, "a context of 0"),
+        ({"tp": 3}, "has 4 attention heads: tp 3 does not divide them"),
+        ({"kv_dtype": "int3"}, "no dtype of a paged KV cache 'int3'"),
+    ],
+)
+def test_what_cannot_be_asked(options: dict[str, Any], message: str, config: Callable[..., str]) -> None:
+    with pytest.raises((InputError, UnknownInputError), match=message):
+        memsize.serve(config(**SMALL), scenarios="as-given", **options)
+
+
+def test_only_a_config_can_be_divided() -> None:
+    with pytest.raises(InputError, match=r"only a target such as hf:config\.json can be divided"):
+        memsize.serve(nn.Linear(4, 4), (4,), tp=2)
+
+
+def test_the_command_line(config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, saved = config(**SMALL), str(tmp_path / "run.memsize")
+    asked = ["serve", target, "--gpu", "t4", "--max-batched-tokens", "64", "--max-seqs", "4", "--context", "100"]
+    assert run([*asked, "-s", "as-given,int8-weight", "--save", saved, "-f", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["schema"] == "memsize.serving/1"
+    assert data["asked"]["context"] == 100
+    assert [row["scenario"] for row in data["servings"]] == ["as-given", "int8-weight"]
+    assert all(row["paged"]["request_blocks"] == 7 for row in data["servings"])
+    assert run(["serve", saved, "-f", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == data
+    for format in ("text", "html", "markdown", "csv"):
+        assert run(["serve", saved, "-f", format]) == 0
+        assert "as-given" in capsys.readouterr().out
+    assert run(["serve", target, "--tp", "3"]) == 2
+    assert capsys.readouterr().err.endswith("has 4 attention heads: tp 3 does not divide them\n")
+
+
+# -- what vLLM logged --------------------------------------------------------------------------------------------------
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published figures are not here")
+def test_the_tokens_that_were_published(config: Callable[..., str]) -> None:
+    with PUBLISHED.open(newline="") as lines:
+        published = [row for row in csv.DictReader(lines) if row["source"].startswith("vllm ")]
+    assert published
+    for row in published:
+        assert row["model"] == "Qwen3-1.7B"
+        cache = float(row["config"].removeprefix("KV cache of ").removesuffix(" GiB")) * GiB
+        paged = memsize.serve(config(**QWEN3), gpu="h100", scenarios="as-given").ran[0].paged
+        assert paged is not None
+        assert cache // paged.block_bytes * 16 == pytest.approx(float(row["measured"]), rel=0.02)
+
+
+def test_the_blocks_of_a_log(config: Callable[..., str]) -> None:
+    """Qwen2.5-1.5B on an L40S of 44.39 GiB: 78,115 blocks at a utilization of 0.85, 305.14 requests of 4,096 tokens.
+
+    From a log of vLLM 0.7 in a public repository: weights 2.88 GiB, activations 1.40, outside PyTorch 0.08.
+    """
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1536, "head_dim": 128}
+    qwen |= {"intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+    target = config(**QWEN3 | qwen)
+    utilization = 0.85 * 44.39 * GiB / card("l40s").bytes
+    report = memsize.serve(
+        target, gpu="l40s", utilization=utilization, batched_tokens=4096, context=4096, scenarios="as-given"
+    )
+    (row,) = report.ran
+    assert row.paged is not None
+    assert row.weights == pytest.approx(2.88 * GiB, abs=10 * MiB)
+    for blocks in row.paged.blocks:
+        assert blocks == pytest.approx(78_115, rel=0.02)
+    for requests in row.paged.concurrency:
+        assert requests == pytest.approx(305.14, rel=0.02)
