@@ -205,10 +205,10 @@ def test_how_much_a_table_wants_to_show_a_role() -> None:
     # What a step's peak is mostly made of is left out last; what there is little of, first
     ascending = sorted(TITLES, key=lambda role: TITLES[role].weight)
     assert ascending == [
-        "input", "output", "buffer", "workspace", "cast copy", "master weight", "optimizer state", "temporary",
-        "gradient", "activation", "parameter",
+        "input", "output", "buffer", "workspace", "cast copy", "master weight", "KV cache", "optimizer state",
+        "temporary", "gradient", "activation", "parameter",
     ]  # fmt: skip
-    assert [TITLES[role].weight for role in ascending] == [20, 30, 35, 40, 50, 54, 56, 57, 58, 59, 60]
+    assert [TITLES[role].weight for role in ascending] == [20, 30, 35, 40, 50, 54, 55, 56, 57, 58, 59, 60]
 
 
 # --- tables for Python
@@ -276,7 +276,10 @@ def test_changes_between_two_models() -> None:
     assert table.fillna("").to_dict("list") == {
         "name": ["a", "b", "c"],
         "layer": ["", "", ""],
+        "renamed_from": ["", "a", "a"],
         "before": ["float32", "float32", "float32"],
+        "before_shape": [(10,), (10,), (10,)],
+        "after_shape": [(10,), "", (10,)],
         "after": ["Int8Tensor (int8)", "", "float32"],
         "before_bytes": [40, 40, 40],
         "after_bytes": [20, 0, 40],

@@ -29,7 +29,7 @@ TITLES: Final[dict[str, RoleTitle]] = {
     "buffer": RoleTitle("buffers", 35, "#4d7695", "model"),
     "master weight": RoleTitle("master weights", 54, "#3e4d9a", "parameters"),
     "optimizer state": RoleTitle("optimizer state", 56, "#52bca4", "parameters"),
-    "KV cache": RoleTitle("KV cache", 57, "#8010f0"),
+    "KV cache": RoleTitle("KV cache", 55, "#780c48"),
     "workspace": RoleTitle("workspaces", 40, "#cfd2d6", "model"),
     "gradient": RoleTitle("gradients", 58, "#b02319", "parameters"),
     "input": RoleTitle("inputs", 20, "#a57155"),
