@@ -95,7 +95,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("window filled while decoding", "encoder-decoder, masks padded to 8")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in CASES]
+)
 def test_derived_steps_equal_traced_ones(
     case: str, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
