@@ -24,6 +24,9 @@ OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {
 }
 """Names of optimizers: the class in `torch.optim` and what is passed to it beside the parameters."""
 
+USUAL_STEPS = 3
+"""How many steps are run unless another number is asked for: the first makes state, the third has settled."""
+
 OWN = "own"
 """The optimizer's name that asks for the step that the target itself describes."""
 
@@ -45,7 +48,7 @@ class Training:
 
     optimizer: str | Callable[[Any], Any] = "adamw"
     loss: str | Callable[[Any], Any] | None = None
-    steps: int = 3
+    steps: int = USUAL_STEPS
     accumulate: int = 1
     set_to_none: bool = True
     ema: bool = False

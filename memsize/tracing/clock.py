@@ -76,6 +76,13 @@ class Clock:
             self.phases.append(label)
         return self.phases.index(label)
 
+    def of_this_step(self) -> dict[int, int]:
+        """For each phase of the step before, the one of that name in the current step; all others are themselves."""
+        before = f" {self.step - 1}"
+        names = {index: label.removesuffix(before) for index, label in enumerate(self.phases) if label.endswith(before)}
+        same = {index: index for index in range(len(self.phases))}
+        return same | {index: self.index(name) for index, name in names.items()}
+
     def enter(self, layer: int) -> int:
         """A module starts; returns the layer that was running, for `leave`."""
         if self._outside is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
@@ -54,6 +54,17 @@ class SavedTensor:
         self.tensor = tensor
         self.storages = storages
         self.layer = layer
+
+
+class Row(NamedTuple):
+    """What the ledger knows of a storage. `bytes` is what it takes now; the other columns are those of `Storage`."""
+
+    bytes: int
+    role: Role
+    layer: int
+    op: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class Workspaces(NamedTuple):
@@ -221,17 +232,22 @@ class Ledger(MetaDispatchMode):
         return index
 
     def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        index, clock = len(self._bytes), self.clock
+        clock = self.clock
+        index = self._append(size, role, op, dtype, shape, clock.layer)
+        if size:
+            self.events.append(_new(Event, (index, size, clock.phase, clock.layer, op)))
+        return index
+
+    def _append(self, size: int, role: Role, op: str, dtype: torch.dtype, shape: tuple[int, ...], layer: int) -> int:
+        index = len(self._bytes)
         self._bytes.append(size)
         self._held.append(size)
         self._roles.append(role)
-        self._layers.append(clock.layer)
+        self._layers.append(layer)
         self._ops.append(op)
         self._dtypes.append(dtype)
         self._shapes.append(shape)
         self._saved_by.append(-1)
-        if size:
-            self.events.append(_new(Event, (index, size, clock.phase, clock.layer, op)))
         return index
 
     def _leave(self, reference: Any) -> None:
@@ -317,6 +333,36 @@ class Ledger(MetaDispatchMode):
     def size(self, index: int) -> int:
         """Bytes of storage `index`."""
         return self._bytes[index]
+
+    # -- a step recorded without being run (`memsize.tracing.repetition`) --------------------------------------------
+
+    def row(self, index: int) -> Row:
+        """What is known of storage `index` so far."""
+        return Row(
+            self._held[index],
+            self._roles[index],
+            self._layers[index],
+            self._ops[index],
+            self._dtypes[index],
+            self._shapes[index],
+        )
+
+    def made_again(self, index: int) -> int:
+        """Another storage like storage `index`; returns its index. It is no event."""
+        role, layer, op, dtype, shape = self.row(index)[1:]
+        again = self._append(self._bytes[index], role, op, dtype, shape, layer)
+        self._held[again] = self._held[index]
+        self._saved_by[again] = self._saved_by[index]
+        return again
+
+    def give_role(self, index: int, role: Role) -> None:
+        """Change the role of storage `index`."""
+        self._roles[index] = role
+
+    def renamed(self, indexes: Mapping[int, int]) -> None:
+        """What is alive stands from now on for other storages: those that `indexes` gives."""
+        for reference in self.live.values():
+            reference.index = indexes.get(reference.index, reference.index)
 
     # -- the result of the run ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,92 @@
+"""Steps that would only repeat the one before, recorded without being run.
+
+A training step starts from what the last one left. Once a step has left what the one before it left, and made what
+that one made, the next differs from it in nothing but its number: its events follow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+from memsize.records.trace import Event
+from memsize.tracing.ledger import Ledger, Row
+
+
+class _End(NamedTuple):
+    """What stood in the ledger at the end of a step: how much was recorded, and the storages alive with their rows."""
+
+    events: int
+    storages: int
+    alive: dict[int, Row]
+
+
+class Steps:
+    """The steps of one run, as its ledger has them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._held: dict[int, int] = {}
+        """The bytes of each storage at the last end."""
+        self._ends: list[_End] = []
+        self.ended()
+
+    def ended(self) -> None:
+        """A step is over, or the first is about to begin."""
+        self._ends.append(self._end())
+
+    @property
+    def repeat_themselves(self) -> bool:
+        """Whether the last two steps left the same and made the same, in order: what stays from the earlier one on (an
+        optimizer's state, the libraries' workspaces) is not made again.
+        """
+        if len(self._ends) < 3:
+            return False
+        first, earlier, last = self._ends[-3:]
+        if Counter(earlier.alive.values()) != Counter(last.alive.values()):
+            return False
+        return list(self._made(first, earlier, last.alive)) == list(self._made(earlier, last, ()))
+
+    def repeat(self) -> None:
+        """Record another step like the last one; `repeat_themselves` has to hold.
+
+        What the last step made is made again. Where the last step let go of what the step before had left, this one
+        lets go of what the last one left in its place, whose role then changes as that one's did.
+        """
+        before, last = self._ends[-2:]
+        ledger = self.ledger
+        follows = dict(self._followed(before, last))
+        roles = {later: ledger.row(earlier).role for earlier, later in follows.items()}
+        copies = {index: ledger.made_again(index) for index in range(before.storages, last.storages)}
+        for later, role in roles.items():
+            ledger.give_role(later, role)
+        phases = ledger.clock.of_this_step()
+        for storage, delta, phase, layer, op in ledger.events[before.events : last.events]:
+            index = copies.get(storage, follows.get(storage, storage))
+            ledger.events.append(Event(index, delta, phases[phase], layer, op))
+        ledger.renamed(copies)
+        self.ended()
+
+    def _end(self) -> _End:
+        ledger = self.ledger
+        for event in ledger.events[self._ends[-1].events if self._ends else 0 :]:
+            self._held[event.storage] = self._held.get(event.storage, 0) + event.delta
+            if not self._held[event.storage]:
+                del self._held[event.storage]
+        return _End(len(ledger.events), ledger.count, {index: ledger.row(index) for index in self._held})
+
+    def _made(self, start: _End, end: _End, apart: Container[int]) -> Iterator[tuple[object, ...]]:
+        """The memory that a step took, apart from some storages."""
+        for event in self.ledger.events[start.events : end.events]:
+            if event.delta > 0 and event.storage not in apart:
+                row = self.ledger.row(event.storage)
+                yield event.delta, event.layer, event.op, row.dtype, row.shape
+
+    def _followed(self, before: _End, last: _End) -> Iterator[tuple[int, int]]:
+        """Each storage that the last step let go of, with that which it left in its place."""
+        left: dict[Row, list[int]] = {}
+        for index in sorted(last.alive.keys() - before.alive.keys(), reverse=True):
+            left.setdefault(last.alive[index], []).append(index)
+        for index in sorted(before.alive.keys() - last.alive.keys()):
+            yield index, left[before.alive[index]].pop()
