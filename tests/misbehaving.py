@@ -63,7 +63,7 @@ class Settings(nn.Linear):
         torch.set_grad_enabled(False)
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
-        torch.set_num_threads(1)
+        torch.set_num_threads(3)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.autograd.set_detect_anomaly(True)

@@ -277,3 +277,21 @@ def test_random_numbers_go_on_where_they_were() -> None:
             memsize.report(model, (8,), scenarios="all")
         drawn.append((torch.rand(3).tolist(), random.random(), np.random.rand()))
     assert drawn[0] == drawn[1]
+
+
+def test_a_trace_computes_on_one_thread_and_leaves_the_number_as_it_was() -> None:
+    numbers = []
+
+    class Asking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            numbers.append(torch.get_num_threads())
+            return x + 1
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        memsize.report(Asking(), (2,))
+        assert set(numbers) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

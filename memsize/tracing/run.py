@@ -116,6 +116,9 @@ class Run:
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, attrgetter("tensor"))
         with undisturbed(), globals_kept(self.setup.model), ExitStack() as regions:
+            if self.setup.device == "meta":
+                # Only small constants are computed, a mask at most: on a busy machine threads take many times as long.
+                torch.set_num_threads(1)
             try:
                 watches = (self.calls.watched(inner), resizes_seen(self.ledger), functional_transforms_allowed(), hooks)
                 with exits_caught():
