@@ -341,6 +341,20 @@ def test_damage_is_an_answer_or_one_line(
         render(memsize.explain(path), "text")
 
 
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_stacks_are_those_that_python_reads(tmp_path: Path, protocol: int) -> None:
+    """Of frames that lists share: references of one and of four bytes, and lists that are equal or the same."""
+    calls = frames(*(f"/home/me/train.py:{line}:f{line}" for line in range(400)))
+    stacks = [calls[start % 7 :: 11] + calls[start % 5 : start % 5 + 3] for start in range(40)]
+    entries = [{"action": "alloc", "addr": n, "size": 8, "frames": stack} for n, stack in enumerate(stacks + stacks)]
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [entries]}, protocol))
+    (history,) = read_snapshot(path).histories
+    expected = [[(f["filename"], f["line"], f["name"]) for f in stack] for stack in stacks + stacks]
+    assert [list(map(tuple, entry.stack)) for entry in history] == expected
+    assert len({id(entry.stack) for entry in history}) == 35  # 7 × 5 different ones
+
+
 def test_entries_without_end_are_refused(tmp_path: Path) -> None:
     """One entry that the pickle repeats costs two bytes each time."""
     path = tmp_path / "s.pickle"
@@ -351,12 +365,12 @@ def test_entries_without_end_are_refused(tmp_path: Path) -> None:
 
 def test_a_history_that_is_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "s.pickle", trained(2))
-    monkeypatch.setattr("memsize.checkpoint.unpickler.BUDGET", 6_000)
+    monkeypatch.setattr("memsize.analysis.explain.reading.MOST_WORK", 6_000)
     found = memsize.explain(path)
     assert found.moment == "end" and found.entries == 0
     assert bytes_of(found) == AT_THE_PEAK
     assert "longer than memsize reads" in found.notes[0]
-    monkeypatch.setattr("memsize.checkpoint.unpickler.BUDGET", 100)
+    monkeypatch.setattr("memsize.analysis.explain.reading.MOST_WORK", 100)
     with pytest.raises(memsize.InputError, match="more objects than memsize reads"):
         memsize.explain(path)
 

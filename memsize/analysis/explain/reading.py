@@ -7,11 +7,13 @@ torch/csrc/cuda/memory_snapshot.cpp for the fields, torch/cuda/memory.py for wha
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from memsize.checkpoint.pickle_values import Blob, Dict
 from memsize.checkpoint.source import Source, opened
@@ -21,6 +23,10 @@ from memsize.printable import printable
 
 MOST_RECORDS: Final = 500_000
 """Blocks and entries of a small file that are read; a larger file may have more in proportion."""
+MOST_WORK: Final = 64_000_000
+"""What the unpickler may take for a small file, in the units of `memsize.checkpoint.unpickler.BUDGET`. Half of what it
+makes are stacks, which are kept once.
+"""
 _DEEPEST: Final = 512
 """Frames of a stack that are read, from the innermost on."""
 _LONGEST: Final = 300
@@ -97,8 +103,7 @@ def _read(source: Source) -> Snapshot:
     start = source.read(0, min(source.size, 2), "its first bytes")
     if start[:1] != b"\x80":
         raise _no_snapshot(source.name, "it is not a pickle")
-    source.file.seek(0)
-    unpickler = _Unpickler(source, source.size)
+    unpickler = _Unpickler(source)
     root = unpickler.load()
     if isinstance(root, list):  # torch.cuda.memory_snapshot()
         root = Dict(["segments", root])
@@ -115,6 +120,48 @@ class _Unpickler(Unpickler):
     """Reads plain values alone. Of a history that is too long it keeps the segments, which stand before it."""
 
     cut = False
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(Unpickler.dispatch)
+
+    def __init__(self, source: Source) -> None:
+        # What is looked at ahead is copied each time: a small buffer.
+        self._ahead = io.BufferedReader(io.FileIO(source.file.fileno(), closefd=False), 4096)
+        self._ahead.seek(0)
+        super().__init__(source, source.size, self._ahead)
+        self._runs: dict[bytes, tuple[Any, ...]] = {}
+        self._stacks: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        self._left = int(MOST_WORK * source.scale)
+
+    def load_reference(self) -> None:
+        """BINGET: what the memo has under a number of one byte, and what follows it."""
+        self._follow(pickle.BINGET + self.read(1))
+
+    def load_long_reference(self) -> None:
+        """LONG_BINGET: what the memo has under a number of four bytes, and what follows it."""
+        self._follow(pickle.LONG_BINGET + self.read(4))
+
+    def _follow(self, first: bytes) -> None:
+        """Push what a run of references stands for. A stack is a list of frames that were there before, and the same
+        stacks come again and again: such runs are most of a snapshot.
+        """
+        found = _REFERENCES.match(self._ahead.peek())
+        rest = found[0] if found else b""
+        if rest:
+            self._ahead.seek(len(rest), os.SEEK_CUR)
+        run = first + rest
+        known = self._runs.get(run)
+        if known is None:
+            numbers = [int.from_bytes(reference[1:], "little") for reference in _REFERENCE.findall(run)]
+            known = self._runs[run] = tuple(map(self.memo.__getitem__, numbers))
+            self._left -= 3 * len(known)
+        self._left -= len(known)
+        self.stack += known
+
+    def load_stack(self) -> None:
+        """APPENDS: more of a list. The frames of a stack are kept once: a tuple that is the only item of its lists."""
+        items = self.stack
+        if items and type(items[0]) is Dict and "filename" in items[0].flat and self.metastack[-1][-1:] == [[]]:
+            self.stack = [self._stacks.setdefault(tuple(map(id, items)), tuple(items))]
+        _extend(self)
 
     def find_class(self, module: str, name: str) -> Any:
         """Refuse the file: a snapshot has plain values alone."""
@@ -127,6 +174,14 @@ class _Unpickler(Unpickler):
                 self.cut = True
                 raise pickle._Stop(Dict(["segments", segments]))  # type: ignore[attr-defined]
         return super().exhausted()
+
+
+_extend: Final = Unpickler.dispatch[pickle.APPENDS[0]]
+_Unpickler.dispatch[pickle.APPENDS[0]] = _Unpickler.load_stack
+_Unpickler.dispatch[pickle.BINGET[0]] = _Unpickler.load_reference
+_Unpickler.dispatch[pickle.LONG_BINGET[0]] = _Unpickler.load_long_reference
+_REFERENCE: Final = re.compile(rb"h.|j.{4}", re.DOTALL)
+_REFERENCES: Final = re.compile(rb"(?:h.|j.{4})+", re.DOTALL)
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -217,9 +272,10 @@ class _Reader:
     def _stack(self, value: Any) -> Stack:
         if value is None or value == []:
             return ()
-        found = self._stacks.get(id(value))
+        frames = value[0] if isinstance(_items(value)[0], tuple) else value
+        found = self._stacks.get(id(frames))
         if found is None:
-            found = self._stacks[id(value)] = tuple(map(self._frame, _items(value)[:_DEEPEST]))
+            found = self._stacks[id(frames)] = tuple(map(self._frame, frames[:_DEEPEST]))
         return found
 
     def _frame(self, value: Any) -> Frame:

@@ -7,6 +7,7 @@ A stack tells where a block was made and not what it is for: roles follow from i
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
 from memsize.analysis.explain.reading import Frame, Stack
@@ -60,19 +61,44 @@ def told(stack: Stack) -> Told:
     if not calls:
         nodes = (_NODE.search(frame.name) for frame in stack)
         return Told(_stage(stack), None, next((node[1] for node in nodes if node), ""))
-    above = next((call for call in calls if not _PYTORCH.search(_path(call))), calls[0])
-    own = next((call for call in calls if not _LIBRARY.search(_path(call))), above)
+    above = next((call for call in calls if not _call(call).pytorch), calls[0])
+    own = next((call for call in calls if not _call(call).library), above)
     return Told(_stage(stack), line_of(above), above.name, line_of(own) if own != above else None)
 
 
 def python_calls(stack: Stack) -> tuple[Frame, ...]:
     """The calls of Python in a stack, innermost first."""
-    return tuple(frame for frame in stack if frame.filename.endswith(".py") or frame.filename.startswith("<ipython"))
+    return tuple(frame for frame in stack if _call(frame).python)
 
 
 def line_of(frame: Frame) -> str:
     """A call as ``"train.py:41"``."""
     return f"{_path(frame).rpartition('/')[2]}:{frame.line}"
+
+
+class _Call(NamedTuple):
+    """What a frame tells by itself: the stage of a rule that knows it, whether it recomputes a forward, and whether it
+    is a call of Python, inside PyTorch, inside any library.
+    """
+
+    stage: Stage | None
+    recomputes: bool
+    python: bool
+    pytorch: bool
+    library: bool
+
+
+@lru_cache(maxsize=1 << 14)
+def _call(frame: Frame) -> _Call:
+    """What `frame` tells. A snapshot has some hundred different frames, in ten thousands of stacks."""
+    path = _path(frame)
+    call = f"{path}:{frame.name}"
+    match = _STAGES.search(call)
+    stage = None if match is None or match.lastgroup is None else _RULES[int(match.lastgroup.rpartition("_")[2])][0]
+    python = frame.filename.endswith(".py") or frame.filename.startswith("<ipython")
+    # A forward inside of a backward is that of activation checkpointing.
+    recomputes = stage == "backward" or bool(_RECOMPUTED.search(call))
+    return _Call(stage, recomputes, python, bool(_PYTORCH.search(path)), bool(_LIBRARY.search(path)))
 
 
 def _path(frame: Frame) -> str:
@@ -81,19 +107,12 @@ def _path(frame: Frame) -> str:
 
 def _stage(stack: Stack) -> Stage:
     found: Stage = "other"
-    for frame in stack:
-        call = f"{_path(frame)}:{frame.name}"
+    for call in map(_call, stack):
         if found == "forward":
-            # A forward inside of a backward is that of activation checkpointing.
-            if _RECOMPUTED.search(call) or _matched(call) == "backward":
+            if call.recomputes:
                 return "recomputation"
-        elif (stage := _matched(call)) is not None:
-            found = stage
+        elif call.stage is not None:
+            found = call.stage
             if found != "forward":
                 return found
     return found
-
-
-def _matched(call: str) -> Stage | None:
-    match = _STAGES.search(call)
-    return None if match is None or match.lastgroup is None else _RULES[int(match.lastgroup.rpartition("_")[2])][0]
