@@ -249,7 +249,7 @@ def keys(table: Table) -> list[str]:
 
 
 def test_columns_with_nothing_in_them_are_left_out() -> None:
-    assert keys(table(records.toy_report(), "layers")) == [
+    assert keys(table(records.toy_report(), "layers").usual()) == [
         "layer",
         "type",
         "output",
@@ -258,12 +258,14 @@ def test_columns_with_nothing_in_them_are_left_out() -> None:
         "new",
         "saved",
     ]
-    assert set(keys(table(records.structures_report(), "layers"))) == {*COLUMNS} - {"calls", "dtype", "cast"}
+    optional = {"kernel", "input", "calls", "trainable", "share", "mult_adds", "mult_adds_share"}
+    assert set(keys(table(records.structures_report(), "layers"))) == {*COLUMNS} - {"dtype", "cast"}
+    assert set(keys(table(records.structures_report(), "layers").usual())) == {*COLUMNS} - {"dtype", "cast"} - optional
     assert keys(table(records.toy_report(), "layers", columns=("layer", "cast"))) == ["layer", "cast"]
 
 
 def test_cells_keep_their_type() -> None:
-    layers = table(records.toy_report(), "layers")
+    layers = table(records.toy_report(), "layers").usual()
     assert isinstance(layers.rows[0][4], Bytes)
     assert layers.total is not None
     assert layers.total[3:] == (9223901, 36895604, 25268804, 25317952)

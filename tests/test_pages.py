@@ -171,7 +171,7 @@ def test_sums_that_scripts_draw_read_like_all_others(unit: str, chromium: Any, t
 
 def column(page: Any, place: int, rows: str = "#layers tbody tr") -> list[str]:
     """The texts of a column, as they are shown now."""
-    found: list[str] = page.locator(f"{rows} td:nth-child({place})").all_inner_texts()
+    found: list[str] = page.locator(f"{rows} td:nth-child({place} of :not([hidden]))").all_inner_texts()
     return found
 
 
@@ -214,13 +214,17 @@ def test_modules_fold_and_add_up(chromium: Any, tmp_path: Path) -> None:
         assert page.locator("#layers tbody tr").count() == whole
 
 
-def test_columns_can_be_left_out(chromium: Any, tmp_path: Path) -> None:
+def test_columns_can_be_left_out_and_added(chromium: Any, tmp_path: Path) -> None:
     with opened(chromium, tmp_path, records.toy_report()) as page:
         menu = page.locator("#layers details.menu")
         menu.locator("summary").click()
         menu.get_by_label("output", exact=True).uncheck()
         assert not page.locator("#layers th[data-key=output]").is_visible()
-        assert not page.locator("#layers td.specs").first.is_visible()
+        assert page.locator("#layers td.specs:visible").count() == 0
+        assert not menu.get_by_label("trainable").is_checked()
+        menu.get_by_label("trainable").check()
+        assert page.locator("#layers th[data-key=trainable]").is_visible()
+        assert column(page, 4, "#layers tbody tr:not(.group)") == ["8,400", "1,350,500", "4,501,000", "3,364,001"]
 
 
 def test_the_treemap_zooms_and_leads_to_the_rows(chromium: Any, tmp_path: Path) -> None:

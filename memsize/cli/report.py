@@ -22,8 +22,8 @@ from memsize.cli.subject import subject_options, training_options
 from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
-from memsize.documents.report import COLUMNS
-from memsize.errors import ForwardError, OutputError, UnknownOutputError
+from memsize.documents.report import COLUMNS, column_keys
+from memsize.errors import ForwardError, OutputError
 from memsize.internals.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report
@@ -167,7 +167,4 @@ def _columns(text: str | None) -> tuple[str, ...] | None:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise OutputError(f"no column given: choose from {', '.join(COLUMNS)}")
-    for name in names:
-        if name not in COLUMNS:
-            raise UnknownOutputError("column", name, COLUMNS)
-    return names
+    return column_keys(names)

@@ -83,7 +83,7 @@ class Column:
     """One column: its stable `key`, its title, what its cells are, and how much it matters where room is short.
 
     Its bytes are those of `role`, if they are of one. It goes where the column `beside` it, without which it says
-    nothing, goes.
+    nothing, goes. An `optional` one is shown where it is asked for.
     """
 
     key: str
@@ -93,6 +93,7 @@ class Column:
     help: str = ""
     role: Role | None = None
     beside: str = ""
+    optional: bool = False
 
 
 def role_column(role: Role, meaning: str = "") -> Column:
@@ -244,6 +245,10 @@ class Table:
             rows=tuple(_at(places, row) for row in self.rows),
             total=None if self.total is None else _at(places, self.total),
         )
+
+    def usual(self) -> Table:
+        """The table without optional columns that nobody chose."""
+        return self if self.chosen else self.without(*(column.key for column in self.columns if column.optional))
 
     def without(self, *keys: str) -> Table:
         """The table without the columns of `keys`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from memsize.records.roles import Role
-from memsize.records.trace import Event, Layer, Output, StoredTensor, Trace
+from memsize.records.trace import Event, Layer, Output, StoredTensor, TensorSpec, Trace
 
 COUNTED = ("parameter", "packed")
 """The kinds of tensor that count as parameters: registered ones, and the weights inside packed objects."""
@@ -19,7 +19,7 @@ COUNTED = ("parameter", "packed")
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What one run adds up to, in bytes except `parameters` and `trainable`, which count elements.
+    """What one run adds up to, in bytes except `parameters` and `trainable`, which count elements, and `multiply_adds`.
 
     `attribute_bytes` are tensors that a module holds without registering them, `master_bytes` the copies of parameters
     that a recipe's optimizer keeps outside the model. `saved_bytes` is all that is kept for
@@ -38,6 +38,7 @@ class Totals:
     saved_bytes: int = 0
     saved_cast_bytes: int = 0
     saved_input_bytes: int = 0
+    multiply_adds: int | None = None
 
     @property
     def stored(self) -> int:
@@ -78,7 +79,13 @@ def totals(trace: Trace) -> Totals:
         saved_bytes=sum(layer.saved_bytes for layer in trace.layers),
         saved_cast_bytes=_saved(trace, "cast copy"),
         saved_input_bytes=_saved(trace, "input"),
+        multiply_adds=_multiply_adds(trace.layers),
     )
+
+
+def _multiply_adds(layers: Iterable[Layer]) -> int | None:
+    counts = [layer.multiply_adds for layer in layers if layer.multiply_adds is not None]
+    return sum(counts) if counts else None
 
 
 def _elements(tensor: StoredTensor) -> int:
@@ -119,6 +126,9 @@ class Row:
     cast_bytes: int = 0
     marks: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    inputs: tuple[TensorSpec, ...] = ()
+    kernel: tuple[int, ...] = ()
+    multiply_adds: int | None = None
 
     @property
     def hollow(self) -> bool:
@@ -131,6 +141,7 @@ class Row:
             or self.output_bytes
             or self.saved_bytes
             or self.cast_bytes
+            or self.multiply_adds
         )
 
 
@@ -219,6 +230,9 @@ def _layer_row(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -> 
         cast_bytes=sum(layer.cast_bytes for layer in group.folded),
         marks=tuple(_layer_marks(group, tensors, trace)),
         aliases=group.head.aliases,
+        inputs=group.head.inputs,
+        kernel=group.head.kernel,
+        multiply_adds=_multiply_adds(group.folded),
     )
 
 

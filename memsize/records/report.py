@@ -164,6 +164,8 @@ def _layer_record(row: Row) -> dict[str, object]:
         "type": row.type,
         "depth": row.depth,
         "calls": row.calls,
+        "kernel": "×".join(map(str, row.kernel)),
+        "input": ", ".join(map(str, row.inputs)),
         "output": ", ".join(str(output.spec) for output in row.outputs),
         "stored_as": ", ".join(row.dtypes),
         "parameters": row.parameters,
@@ -174,6 +176,7 @@ def _layer_record(row: Row) -> dict[str, object]:
         "output_bytes": row.output_bytes,
         "saved_bytes": row.saved_bytes,
         "cast_bytes": row.cast_bytes,
+        "multiply_adds": row.multiply_adds,
         "marks": ", ".join(row.marks),
     }
 

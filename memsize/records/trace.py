@@ -61,7 +61,8 @@ class Layer:
     `parameters` counts elements of the parameters registered on the module itself, `parameter_bytes` and `buffer_bytes`
     what they store; a tensor that an earlier module also holds counts there. `output_bytes` is memory that the module's
     outputs brought and no inner module had returned before; `saved_bytes` what its ops keep for backward and no earlier
-    op did, parameters apart; `cast_bytes` the copies of parameters that autocast made in it.
+    op did, parameters apart; `cast_bytes` the copies of parameters that autocast made in it. `inputs` are the tensors
+    that its calls were given, `kernel` is the window that it says it slides over its input (``(3, 3)``).
     """
 
     path: str
@@ -81,6 +82,10 @@ class Layer:
     """Which of `Trace.roots` it belongs to. Where there are several, `path` begins with the root's name."""
     aliases: tuple[str, ...] = ()
     """The paths of the same module elsewhere in the model."""
+    inputs: tuple[TensorSpec, ...] = ()
+    kernel: tuple[int, ...] = ()
+    multiply_adds: int | None = None
+    """Those of its products and convolutions; None where no run counted them."""
 
 
 @dataclass(frozen=True, slots=True)

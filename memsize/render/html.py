@@ -61,6 +61,8 @@ def fragment(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
 
 def _drawn(document: Document[Any], unit: str, *, standalone: bool) -> str:
     sections = document.sections()
+    if not standalone:
+        sections = tuple(section.usual() if isinstance(section, Table) else section for section in sections)
     first = sections[0]
     context = _shared(unit, standalone) | {
         "parts": _typed(sections),
@@ -120,6 +122,7 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "bars": _bars,
         "cell": draw_cell,
         "total": _total,
+        "is_hidden": _is_hidden,
         "side": lambda column: "text" if column.kind in LEFT else "number",
         "packed": lambda found: _packed(_timeline_json(found)),
         "standalone": standalone,
@@ -226,23 +229,30 @@ class _Cell(NamedTuple):
     above: str
     role: Role | None
     label: str
+    is_hidden: bool
 
 
 def _body(table: Table, unit: str) -> Iterator[list[_Cell]]:
     largest = [_largest(table, place) for place in range(len(table.columns))]
     for row in table.rows:
-        yield [_cell(cell, column, unit, most) for cell, column, most in zip(row, table.columns, largest, strict=True)]
+        cells = zip(row, table.columns, largest, strict=True)
+        yield [_cell(table, cell, column, unit, most) for cell, column, most in cells]
 
 
 def _total(table: Table, unit: str) -> list[_Cell]:
-    return [_cell(cell, column, unit, 0) for cell, column in zip(table.total or (), table.columns, strict=True)]
+    return [_cell(table, cell, column, unit, 0) for cell, column in zip(table.total or (), table.columns, strict=True)]
+
+
+def _is_hidden(table: Table, column: Column) -> bool:
+    """Whether the reader of a page must choose the column to see it."""
+    return column.optional and not table.chosen
 
 
 def _largest(table: Table, place: int) -> int:
     return max((cell for cell in (row[place] for row in table.rows) if isinstance(cell, Bytes)), default=0)
 
 
-def _cell(cell: Cell, column: Column, unit: str, largest: int) -> _Cell:
+def _cell(table: Table, cell: Cell, column: Column, unit: str, largest: int) -> _Cell:
     bar = 100 * cell / largest if isinstance(cell, Bytes) and largest else 0
     text = draw_cell(cell, unit)
     path = printable(cell) if isinstance(cell, Path) else None
@@ -250,7 +260,16 @@ def _cell(cell: Cell, column: Column, unit: str, largest: int) -> _Cell:
     label = printable(cell.text) if isinstance(cell, Label) else ""
     value = cell if isinstance(cell, int | float) else None
     return _Cell(
-        text.removeprefix(above), column.kind, _hint(cell), round(bar, 1), value, path, above, column.role, label
+        text.removeprefix(above),
+        column.kind,
+        _hint(cell),
+        round(bar, 1),
+        value,
+        path,
+        above,
+        column.role,
+        label,
+        _is_hidden(table, column),
     )
 
 

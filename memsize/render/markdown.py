@@ -61,7 +61,7 @@ def _block(section: Section, unit: str) -> Iterator[str]:
         case Table():
             yield f"### {_escaped(section.caption or section.title)}"
             yield ""
-            yield from _table(section, unit)
+            yield from _table(section.usual(), unit)
         case Findings():
             yield f"### {section.title}"
             yield ""

@@ -170,7 +170,7 @@ class _Drawn:
 
 
 def _table(table: Table, unit: str, screen: Screen) -> Iterator[str]:
-    width, colour = screen.width, screen.colour
+    width, colour, table = screen.width, screen.colour, table.usual()
     if table.caption:
         yield styled(printable(table.caption), "bold", colour)
     drawn = _columns(table, unit)

@@ -21,6 +21,7 @@ from memsize.cuda.kernels import refuse_mixed
 from memsize.cuda.matmul import BIASED, CUBLAS
 from memsize.cuda.registry import COPIES, RESULT_FIRST, SAME_DTYPE, TEMPORARIES
 from memsize.meta_kernels import rules
+from memsize.tracing.multiply_adds import formula_of
 from memsize.tracing.overrides import overridden
 
 DETACH = torch.ops.aten.detach.default
@@ -33,6 +34,7 @@ class Op:
     __slots__ = (
         "biased",
         "copies",
+        "flops",
         "is_backward",
         "is_forward",
         "multiplies",
@@ -50,6 +52,7 @@ class Op:
         self.traits = traits_of(func)
         self.same = SAME_DTYPE.get(func)
         self.copies = COPIES.get(func)
+        self.flops = formula_of(func)
         self.temporaries = TEMPORARIES.get(func)
         self.multiplies = func in CUBLAS
         self.biased = func in BIASED

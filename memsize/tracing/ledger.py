@@ -26,6 +26,7 @@ from memsize.records.trace import Event, Storage
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import DETACH, MetaDispatchMode, Op, has_own_dispatch
 from memsize.tracing.functional import of_the_same_level
+from memsize.tracing.multiply_adds import FLOPS_OF_ONE
 
 _NOT_KEPT: frozenset[Role] = frozenset(("parameter", "buffer"))
 """What is there anyway does not count as kept for backward."""
@@ -98,6 +99,10 @@ class Ledger(MetaDispatchMode):
         self.last_op = ""
         self.events: list[Event] = []
         self.live: dict[int, _StorageRef] = {}
+        self.counts = True
+        """Whether multiply-adds are counted: tables show those of the first forward."""
+        self.multiply_adds: dict[int, int] = {}
+        """By layer."""
         self.read: set[int] = set()
         """Addresses of storages that some op took as an argument."""
         self._bytes: list[int] = []
@@ -127,6 +132,10 @@ class Ledger(MetaDispatchMode):
             self._keep_workspace(self._handles, self.workspaces.blas, name)
         self._mark_read(args)
         result = self.run_op(func, args, kwargs)
+        if self.counts and op.flops is not None:
+            layer = self.clock.layer
+            added = op.flops(*args, **kwargs, out_val=result) // FLOPS_OF_ONE
+            self.multiply_adds[layer] = self.multiply_adds.get(layer, 0) + added
         copies: Sequence[tuple[int, int]] = ()
         if op.copies is not None and not op.result_first:
             copies = self._begin_copies(op.copies(args, kwargs), name)

@@ -21,7 +21,7 @@ from memsize.internals.ctrl_c import raise_waiting
 from memsize.internals.isolation import CompilerImport
 from memsize.internals.pytree import arguments_in, tensors_in
 from memsize.model.tensor_storage import plain_tensors, spec_of
-from memsize.records.trace import Memory, Output
+from memsize.records.trace import Memory, Output, TensorSpec
 from memsize.tracing.ledger import Ledger
 
 
@@ -52,7 +52,9 @@ class Seen:
     leaf: bool
     module: nn.Module
     aliases: tuple[str, ...] = ()
+    kernel: tuple[int, ...] = ()
     calls: int = 0
+    inputs: list[TensorSpec] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     plain: bool = True
     """Whether each call took a tensor first and returned one tensor."""
@@ -140,6 +142,7 @@ class Calls:
                         self.ledger.mark(piece, "output")
             if not self.complete:
                 self.complete = True
+                self.ledger.counts = False
                 self.kept = {reference.index for reference in self.ledger.live.values()}
                 self.reached = parameters_reached(tensors_in(result))
             return result
@@ -149,6 +152,7 @@ class Calls:
     def _returned(self, index: int, result: Any, start: int, given: list[tuple[torch.Tensor, int]]) -> None:
         seen, met = self.seen[index], dict[torch.Tensor, Output]()
         seen.calls += 1
+        seen.inputs.extend(spec_of(tensor) for tensor, _ in given)
         for tensor in tensors_in(result):
             again = met.get(tensor)
             output = replace(again, bytes=0) if again else self._output(tensor, start, given)
@@ -203,7 +207,15 @@ def _all_seen(model: nn.Module) -> list[Seen]:
 
 def _seen(path: str, module: nn.Module, aliases: tuple[str, ...]) -> Seen:
     depth = path.count(".") + 1 if path else 0
-    return Seen(path, module_type(module), depth, not any(True for _ in module.children()), module, aliases)
+    leaf = not any(True for _ in module.children())
+    return Seen(path, module_type(module), depth, leaf, module, aliases, kernel_size(module))
+
+
+def kernel_size(module: nn.Module) -> tuple[int, ...]:
+    """The window that a convolution or a pooling slides over its input, as its attribute of that name says."""
+    size = getattr(module, "kernel_size", ())
+    sizes = size if isinstance(size, tuple | list) else (size,)
+    return tuple(sizes) if all(type(each) is int for each in sizes) else ()
 
 
 def module_type(module: nn.Module) -> str:

@@ -102,6 +102,7 @@ class Run:
             give_shapes(setup.model, setup.call, setup.training, setup.device)
         self.tensors = setup.stored(setup.model) if tables else ()
         self.ledger = Ledger(setup.device, setup.workspaces)
+        self.ledger.counts = tables
         self.calls = Calls(setup.model, self.ledger)
         self._notes: list[str] = []
         if enter:
@@ -150,7 +151,7 @@ class Run:
             batch_size=setup.batch_size,
             torch=str(torch.__version__),
             inputs=input_tensors(setup.call),
-            layers=layer_rows(self.calls.seen, tensors, storages, self.calls.kept),
+            layers=layer_rows(self.calls.seen, tensors, storages, self.calls.kept, self._multiply_adds()),
             tensors=tensors,
             phases=tuple(ledger.clock.phases),
             storages=storages,
@@ -164,6 +165,9 @@ class Run:
         ledger.close()
         setup.listener(self.calls)
         return trace
+
+    def _multiply_adds(self) -> Mapping[int, int] | None:
+        return self.ledger.multiply_adds if any(seen.calls for seen in self.calls.seen) or self.calls.failed else None
 
     def _enter_inputs(self) -> None:
         ledger, sizes = self.ledger, self.setup.sizes
@@ -229,9 +233,16 @@ def wants_shapes(model: nn.Module) -> bool:
 
 
 def layer_rows(
-    seen: list[Seen], tensors: Iterable[StoredTensor], storages: tuple[Storage, ...], kept: Set[int]
+    seen: list[Seen],
+    tensors: Iterable[StoredTensor],
+    storages: tuple[Storage, ...],
+    kept: Set[int],
+    multiply_adds: Mapping[int, int] | None,
 ) -> tuple[Layer, ...]:
-    """One record per module of `seen`; `kept` are the storages that a forward leaves for backward."""
+    """One record per module of `seen`; `kept` are the storages that a forward leaves for backward.
+
+    `multiply_adds` are by layer, None where nothing ran.
+    """
     saved, cast = [0] * (len(seen) + 1), [0] * (len(seen) + 1)
     for index in kept:
         storage = storages[index]
@@ -242,10 +253,11 @@ def layer_rows(
     own: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         own.setdefault(tensor.layer, []).append(tensor)
-    return tuple(_layer(s, own.get(s.path, []), saved[i], cast[i]) for i, s in enumerate(seen))
+    counts = [None if multiply_adds is None else multiply_adds.get(i, 0) for i in range(len(seen))]
+    return tuple(_layer(s, own.get(s.path, []), saved[i], cast[i], counts[i]) for i, s in enumerate(seen))
 
 
-def _layer(seen: Seen, own: list[StoredTensor], saved: int, cast: int) -> Layer:
+def _layer(seen: Seen, own: list[StoredTensor], saved: int, cast: int, multiply_adds: int | None) -> Layer:
     weights = [t for t in own if t.kind in ("parameter", "packed")]
     return Layer(
         path=seen.path,
@@ -262,6 +274,9 @@ def _layer(seen: Seen, own: list[StoredTensor], saved: int, cast: int) -> Layer:
         saved_bytes=saved,
         cast_bytes=cast,
         aliases=seen.aliases,
+        inputs=tuple(seen.inputs),
+        kernel=seen.kernel,
+        multiply_adds=multiply_adds,
     )
 
 

@@ -20,7 +20,7 @@ from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.records.roles import Role
 from memsize.records.trace import InputTensor, StoredTensor
-from memsize.tracing.module_calls import Calls, Seen, module_type, version_of
+from memsize.tracing.module_calls import Calls, Seen, kernel_size, module_type, version_of
 from memsize.virtual.ledger import VirtualLedger
 
 
@@ -44,6 +44,7 @@ class ProgramCalls(Calls):
 
     def __init__(self, ledger: VirtualLedger, before_forward: Callable[[], None]) -> None:
         super().__init__(None, ledger)
+        ledger.counts = False
         self.roots: list[Root] = []
         self.root_of: list[int] = []
         self._ledger = ledger
@@ -82,7 +83,7 @@ class ProgramCalls(Calls):
                 depth = path.count(".") + 1 if path else 0
                 leaf = not any(True for _ in each.children())
                 held: Any = weakref.proxy(each)
-                self.seen.append(Seen(path, module_type(each), depth, leaf, held))
+                self.seen.append(Seen(path, module_type(each), depth, leaf, held, kernel=kernel_size(each)))
                 self.root_of.append(len(self.roots))
         self.roots.append(root)
         return first
@@ -112,6 +113,7 @@ class ProgramCalls(Calls):
         for tensor in arguments_in((args, kwargs)):
             self.ledger.mark(tensor, "input")
         grad = torch.is_grad_enabled()
+        self.ledger.counts = not root.trained
         if grad and root.called and not root.trained:
             self._forget(root)
         with self.ledger.clock.during("forward" if grad else "evaluation"):
@@ -121,6 +123,7 @@ class ProgramCalls(Calls):
             for tensor in tensors_in(result):
                 for piece in plain_tensors(tensor):
                     self.ledger.mark(piece, "output")
+        self.ledger.counts = False
         if not root.trained:
             self.kept = self.kept | {reference.index for reference in self.ledger.live.values()} if grad else self.kept
             root.inputs = root.inputs or _inputs(args, kwargs)
@@ -131,7 +134,8 @@ class ProgramCalls(Calls):
         """What a forward without gradients showed of `root`."""
         for index, seen in enumerate(self.seen):
             if self.roots[self.root_of[index]] is root:
-                seen.calls, seen.outputs = 0, []
+                seen.calls, seen.inputs, seen.outputs = 0, [], []
+                self.ledger.multiply_adds.pop(index, None)
 
     def _call_module(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> Any:
         clock = self.ledger.clock

@@ -199,7 +199,7 @@ class Program:
             _of_root(tensor, names[number]) for number, root in enumerate(calls.roots) for tensor in root.tensors
         )
         seen = [replace(each, path=_path(names[calls.root_of[i]], each.path)) for i, each in enumerate(calls.seen)]
-        layers = layer_rows(seen, tensors, storages, calls.kept)
+        layers = layer_rows(seen, tensors, storages, calls.kept, ledger.multiply_adds)
         convolutions = ledger.workspaces.convolutions
         recorded = ledger.events[: self._seen if self._end is None else self._end]
         events, phases = self.steps.numbered(recorded, ledger.clock.phases)

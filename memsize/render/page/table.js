@@ -210,7 +210,7 @@ function reveal(state, path) {
 
 function columnMenu(state) {
   const box = (column) => make("label", {},
-    make("input", { type: "checkbox", checked: true, onchange: (event) => showColumn(state, column, event.target.checked) }), ` ${column.title}`);
+    make("input", { type: "checkbox", checked: !column.head.hidden, onchange: (event) => showColumn(state, column, event.target.checked) }), ` ${column.title}`);
   return make("details", { class: "menu" }, make("summary", {}, "Columns"), make("div", {}, ...state.columns.slice(1).map(box)));
 }
 

@@ -1,0 +1,55 @@
+"""How many multiply-adds an op does: the formulas of PyTorch's `FlopCounterMode`, and those that it lacks.
+
+Both count products and convolutions and nothing else: no biases, norms, activations, embeddings or softmax. A mask
+spares attention nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+FLOPS_OF_ONE: Final = 2
+"""The registry counts a multiplication and an addition as two operations."""
+
+Formula = Callable[..., int]
+"""What an op takes, and what it returned as `out_val`, to its floating-point operations."""
+
+
+def formula_of(overload: Any) -> Formula | None:
+    """The formula of an overload; None where it does no products."""
+    packet = overload._overloadpacket
+    return _OWN.get(packet._qualified_op_name) or flop_registry.get(packet)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores and their sums over values, for every head of the query. Some releases of PyTorch refuse shared keys."""
+    return FLOPS_OF_ONE * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _recurrent(tensor: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> int:
+    """Each matrix is multiplied once for each step of each sequence."""
+    steps = tensor.shape[:-1].numel()
+    return FLOPS_OF_ONE * steps * sum(weight.numel() for weight in weights if weight.dim() > 1)
+
+
+def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Every row of `a` meets one group of `b`; where both are batches, each its own, and where neither is, all of `k`
+    is shared out among the groups.
+    """
+    rows = a.shape[0] * a.shape[1] if a.dim() == b.dim() == 3 else a.shape[-2]
+    return FLOPS_OF_ONE * rows * a.shape[-1] * b.shape[-1]
+
+
+_OWN: Final[dict[str, Formula]] = {
+    "aten::_scaled_dot_product_flash_attention": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_efficient_attention": _attention,
+    "aten::_scaled_dot_product_cudnn_attention": _attention,
+    "memsize::flex_attention": _attention,
+    "aten::_cudnn_rnn": _recurrent,
+    "aten::_grouped_mm": _grouped,
+}
