@@ -25,12 +25,13 @@ OR_EXPLAIN = 2>$(LOG) || { cat $(LOG) >&2; exit 1; }
 demo: $(STAMP)
 	$(BIN)/memsize report notebooks/model.py:Test --input 3,64,64
 
+# Each of the tests' processes computes on one thread: those of several would wait for each other.
 test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
