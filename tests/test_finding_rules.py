@@ -278,6 +278,32 @@ def test_copies_of_quantized_weights_that_are_kept() -> None:
         assert not list(structure.quantized_weights_unpacked(evidence))
 
 
+def between(*kept: tuple[int, str, int, int]) -> Evidence:
+    """A net that keeps storages, each of so many bytes, made by an op, kept in a layer and at a line."""
+    storages = tuple(
+        Storage(size, "activation", 1, op, "uint8", (size,), by, line=at, saved_at=at) for size, op, by, at in kept
+    )
+    layers = (layer("", "Net", leaf=False), layer("a", "Linear"))
+    return Evidence(replace(trace(layers=layers), storages=storages, lines=("net.py:5", "net.py:6")))
+
+
+def test_what_functions_keep_is_told_line_by_line() -> None:
+    """Of 1,000 kept bytes 600 and 300 are kept in the model itself, at two lines; a layer keeps the others."""
+    evidence = between((500, "relu", 0, 1), (100, "mul", 0, 1), (300, "addmm", 0, 0), (100, "relu", 1, 0))
+    finding = one(structure.kept_by_functions, evidence)
+    assert (finding.bytes, finding.layers) == (900, ("",))
+    assert finding.text("B") == (
+        "Functions keep 900 B of 1,000 B for backward; the table counts that in the modules that call them, "
+        "the model itself: 600 B at net.py:6 (results of relu and mul), 300 B at net.py:5 (results of addmm)."
+    )
+
+
+def test_little_that_functions_keep_is_not_told() -> None:
+    """99 of 1,000 bytes are below a tenth, 100 are not."""
+    assert list(structure.kept_by_functions(between((100, "relu", 0, 1), (900, "relu", 1, 0))))
+    assert not list(structure.kept_by_functions(between((99, "relu", 0, 1), (901, "relu", 1, 0))))
+
+
 @pytest.mark.parametrize(("elements", "told"), [(127, False), (128, True)])
 def test_integer_buffers_are_told_from_1024_bytes(elements: int, told: bool) -> None:
     given = trace(stored("a.index", "int64", elements, kind="buffer"))

@@ -51,6 +51,34 @@ def without_onednn() -> Iterator[None]:
     torch._C._set_mkldnn_enabled(enabled)
 
 
+class Functions(nn.Module):
+    """Makes a tensor at each of three lines, and keeps the first two at the line that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = nn.functional.relu(value)
+        made = self.fc(value)
+        return nn.functional.gelu(made)
+
+
+def test_lines_that_make_and_keep() -> None:
+    """The innermost line outside of PyTorch, also for what an `nn.Linear` makes; nobody's line for parameters.
+
+    The input needs no gradient, so that `fc` keeps the result of `relu`, not `relu` itself.
+    """
+    trace = forward(Functions(), torch.randn(4, 8))
+    first = Functions.forward.__code__.co_firstlineno
+    at = [f"test_tracing.py:{first + place}" for place in (1, 2, 3)]
+    relu, linear, gelu = (next(s for s in trace.storages if s.op == op) for op in ("relu", "addmm", "gelu"))
+    assert [trace.lines[s.line] for s in (relu, linear, gelu)] == at
+    assert [trace.lines[s.saved_at] for s in (relu, linear)] == at[1:]
+    assert (gelu.saved_at, gelu.saved_by) == (-1, -1)
+    assert {s.line for s in trace.storages if s.role == "parameter"} == {-1}
+
+
 def forward(model: nn.Module, value: object, device: str = "meta", training: bool = True) -> Trace:
     """The trace of one plain forward without CUDA's semantics, on `meta` or really computed on the CPU."""
     if device == "meta":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -113,7 +113,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         peak=peak,
         steps=program.steps.done,
         stopped=program.stopped,
-        tensors=_largest(trace, program.lines),
+        tensors=_largest(trace),
         refused=program.refused,
         assumed=program.assumed,
         growth=_growth(program, trace),
@@ -127,7 +127,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
     return replace(found, findings=RULES.findings(found))
 
 
-def _largest(trace: Trace, lines: dict[int, str]) -> tuple[LiveTensor, ...]:
+def _largest(trace: Trace) -> tuple[LiveTensor, ...]:
     """What is alive at the peak of requested bytes, the largest first."""
     levels = live_bytes(trace.events)
     if not levels:
@@ -135,18 +135,18 @@ def _largest(trace: Trace, lines: dict[int, str]) -> tuple[LiveTensor, ...]:
     live = alive(trace, max(range(len(levels)), key=levels.__getitem__))
     born = {event.storage: event.phase for event in trace.events if event.delta > 0}
     largest = sorted(live, key=lambda index: (-live[index], index))[:LARGEST]
-    return tuple(_tensor(trace, index, live[index], trace.phases[born[index]], lines.get(index)) for index in largest)
+    return tuple(_tensor(trace, index, live[index], trace.phases[born[index]]) for index in largest)
 
 
-def _tensor(trace: Trace, index: int, size: int, phase: str, line: str | None) -> LiveTensor:
+def _tensor(trace: Trace, index: int, size: int, phase: str) -> LiveTensor:
     storage = trace.storages[index]
     layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
-    return LiveTensor(size, storage.role, storage.dtype, storage.shape, layer, storage.op, phase, line or None)
+    return LiveTensor(size, storage.role, storage.dtype, storage.shape, layer, storage.op, phase, trace.line_of(index))
 
 
 def _growth(program: Program, trace: Trace) -> Growth | None:
     """What every step leaves behind: made at lines of which more storages are alive at the end of each step."""
-    at_ends = [_by_line(trace, end - 1, program.lines) for end in program.steps.ends]
+    at_ends = [_by_line(trace, end - 1) for end in program.steps.ends]
     if len(at_ends) < _ENOUGH:
         return None
     last, before = at_ends[-1], at_ends[-2]
@@ -159,12 +159,12 @@ def _growth(program: Program, trace: Trace) -> Growth | None:
     return Growth(sum(sizes.values()), most or None, _holder(program.held, kept, trace))
 
 
-def _by_line(trace: Trace, place: int, lines: Mapping[int, str]) -> defaultdict[str, set[int]]:
+def _by_line(trace: Trace, place: int) -> defaultdict[str, set[int]]:
     """The storages alive after event `place` that have no reason to stay, by the line that made them."""
     found = defaultdict[str, set[int]](set)
     for index in alive(trace, place):
         if trace.storages[index].role not in _OWN:
-            found[lines.get(index, "")].add(index)
+            found[trace.line_of(index) or ""].add(index)
     return found
 
 

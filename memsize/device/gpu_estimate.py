@@ -11,7 +11,7 @@ from memsize.device.workspace_bounds import Requests, dispensable, requests, var
 from memsize.records.aggregates import alive, live_bytes, split_phase
 from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, Shortage
 from memsize.records.roles import Role
-from memsize.records.trace import Storage, Trace
+from memsize.records.trace import Trace
 from memsize.spec.stack import Stack
 
 
@@ -139,9 +139,11 @@ def _roles(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
 def _largest(trace: Trace, live: Mapping[int, int], count: int) -> tuple[LiveStorage, ...]:
     born = {event.storage: event.phase for event in trace.events if event.delta > 0}
     ordered: Iterable[int] = sorted(live, key=lambda storage: (-live[storage], storage))
-    return tuple(_live_storage(trace, trace.storages[i], live[i], born[i]) for i in list(ordered)[:count])
+    return tuple(_live_storage(trace, i, live[i], born[i]) for i in list(ordered)[:count])
 
 
-def _live_storage(trace: Trace, storage: Storage, size: int, phase: int) -> LiveStorage:
+def _live_storage(trace: Trace, index: int, size: int, phase: int) -> LiveStorage:
+    storage = trace.storages[index]
     layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
-    return LiveStorage(size, storage.role, layer, storage.op, trace.phases[phase], storage.dtype, storage.shape)
+    made = storage.op, trace.phases[phase], storage.dtype, storage.shape
+    return LiveStorage(size, storage.role, layer, *made, trace.line_of(index))

@@ -98,15 +98,17 @@ def living_table(report: Report, count: int = 8) -> Table:
         Column("op", "op", "text", 70, "the op that made it"),
         Column("phase", "made in", "text", 60, "the phase that it was made in"),
         Column("tensor", "tensor", "text", 80, "its dtype and shape"),
+        Column("line", "line", "text", 75, "the line of the forward that made it"),
     )
     run = "training" if result.training else "inference"
-    return Table(
+    table = Table(
         name="living",
         title="Alive at the peak",
         caption=f"Alive at the peak of {result.name}, {run}: the largest",
         columns=columns,
         rows=tuple(map(_living_cells, look.storages[:count])),
     )
+    return table.without_empty("line")
 
 
 def _living_cells(living: LiveStorage) -> tuple[Cell, ...]:
@@ -117,4 +119,5 @@ def _living_cells(living: LiveStorage) -> tuple[Cell, ...]:
         living.op,
         living.phase,
         f"{living.dtype}[{','.join(map(str, living.shape))}]",
+        living.line,
     )

@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch
 
 _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen ")
+_STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")},)
+_WORKLOADS = str(Path(__file__).parents[1] / "workloads")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -30,7 +32,7 @@ def is_outside(file: str) -> bool:
 @cache
 def is_library(file: str) -> bool:
     """Whether the source `file` is Python's own or an installed package's."""
-    return file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return file.startswith(_INSTALLED) or is_packaged(file)
 
 
 def running_line(until: CodeType | None = None, libraries: bool = True) -> str:
@@ -40,6 +42,34 @@ def running_line(until: CodeType | None = None, libraries: bool = True) -> str:
     """
     frame = next(users_frames(until, libraries), None)
     return "" if frame is None else line_of(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_in_forward() -> tuple[str, int] | None:
+    """The file and the number of the innermost line outside of PyTorch and memsize, below what memsize itself calls.
+
+    It is asked for with every tensor of a run, so that a line's text is left to `line_of`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        side = _side(code.co_filename)
+        if side:
+            return (code.co_filename, frame.f_lineno) if side > 0 else None
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _side(file: str) -> int:
+    """1 for the source of a model, 0 for that of what calls or serves it, -1 where what memsize calls begins."""
+    if file.startswith(_WORKLOADS):
+        return -1
+    return int(is_outside(file) and (not file.startswith(_STANDARD) or is_packaged(file)))
+
+
+def is_packaged(file: str) -> bool:
+    """Whether the source `file` is that of an installed package."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def users_frames(until: CodeType | None = None, libraries: bool = False) -> Iterator[FrameType]:

@@ -53,7 +53,7 @@ class Interval(NamedTuple):
 
 
 class LiveStorage(NamedTuple):
-    """One storage at the peak, the layer and the phase that it was made in."""
+    """One storage at the peak: the layer, the phase and, in a forward, the line that it was made in."""
 
     bytes: int
     role: Role
@@ -62,6 +62,7 @@ class LiveStorage(NamedTuple):
     phase: str
     dtype: str
     shape: tuple[int, ...]
+    line: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

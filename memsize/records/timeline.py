@@ -91,6 +91,8 @@ class Timeline(Drawable):
     storages: tuple[Storage, ...] = ()
     segments: tuple[Segment, ...] = ()
     """The stretches of memory that the allocator got from CUDA and gave back, in order."""
+    lines: tuple[str, ...] = ()
+    """The lines that storages come from: what `Storage.line` and `Storage.saved_at` index."""
 
     def __len__(self) -> int:
         return len(self.delta)
@@ -315,6 +317,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "address": _numbers,
     "storages": lambda items: tuple(Storage(**item | {"shape": tuple(item["shape"])}) for item in items),
     "segments": lambda items: tuple(Segment(**item) for item in items),
+    "lines": tuple,
 }
-_NEW: Final = frozenset(("storage", "address", "storages", "segments"))
+_NEW: Final = frozenset(("storage", "address", "storages", "segments", "lines"))
 """What the first files of this version lack."""

@@ -145,6 +145,8 @@ class Storage(NamedTuple):
     """One block of memory of the run. `layer` and `saved_by` index `Trace.layers`; -1 is none.
 
     `stream` is the CUDA stream that it is allocated on: the caching allocator reuses a block on its own stream only.
+    `line` and `saved_at` index `Trace.lines`: the line of a forward that made it, and the one whose op keeps it for
+    backward. A backward itself runs no lines.
     """
 
     bytes: int
@@ -155,6 +157,8 @@ class Storage(NamedTuple):
     shape: tuple[int, ...]
     saved_by: int
     stream: int = 0
+    line: int = -1
+    saved_at: int = -1
 
 
 class Event(NamedTuple):
@@ -225,6 +229,8 @@ class Trace:
     roots: tuple[str, ...] = ("",)
     """The names of the root modules: ``""`` for the only one."""
     world: World = World()
+    lines: tuple[str, ...] = ()
+    """The lines outside of PyTorch that storages come from, the innermost of each (``"model.py:12"``)."""
     stack: str = ""
     """The PyTorch and CUDA that a GPU was simulated with (``"torch=2.6,cuda=12.4"``); empty for the installed ones."""
 
@@ -232,6 +238,11 @@ class Trace:
     def ran(self) -> bool:
         """Whether the model was run; where it had no input, only what it stores is known."""
         return bool(self.storages or self.failure or any(layer.calls for layer in self.layers))
+
+    def line_of(self, storage: int) -> str | None:
+        """The line that made a storage, where that is known."""
+        line = self.storages[storage].line
+        return self.lines[line] if line >= 0 else None
 
     @property
     def streams(self) -> dict[int, int]:

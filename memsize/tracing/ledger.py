@@ -20,6 +20,7 @@ from memsize.constants.propagation import carry_over
 from memsize.cuda.convolution import Convolutions
 from memsize.cuda.matmul import takes_cublaslt
 from memsize.cuda.registry import Temporary
+from memsize.internals.user_code import line_in_forward, line_of
 from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
@@ -46,15 +47,16 @@ class SavedTensor:
     """What autograd holds in the place of a tensor that it saves for backward, and lets go of with its graph.
 
     `tensor` is the saved one without its graph: a graph that held its own result would never be freed. `storages` are
-    the indexes of what it keeps alive, parameters and buffers apart, and `layer` is where that was saved.
+    the indexes of what it keeps alive, parameters and buffers apart, and `layer` and `line` are where that was saved.
     """
 
-    __slots__ = ("__weakref__", "layer", "storages", "tensor")
+    __slots__ = ("__weakref__", "layer", "line", "storages", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, storages: Sequence[int], layer: int) -> None:
+    def __init__(self, tensor: torch.Tensor, storages: Sequence[int], layer: int, line: int) -> None:
         self.tensor = tensor
         self.storages = storages
         self.layer = layer
+        self.line = line
 
 
 class Row(NamedTuple):
@@ -66,6 +68,7 @@ class Row(NamedTuple):
     op: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    line: int
 
 
 class Workspaces(NamedTuple):
@@ -114,6 +117,10 @@ class Ledger(MetaDispatchMode):
         self._dtypes: list[torch.dtype] = []
         self._shapes: list[tuple[int, ...]] = []
         self._saved_by: list[int] = []
+        self._saved_at: list[int] = []
+        self._lines: list[int] = []
+        self._numbers: dict[tuple[str, int], int] = {}
+        """The lines that were met, each with its place in `lines`."""
         self._saved: list[weakref.ref[SavedTensor]] = []
         self._handles: set[bool] = set()
         self._lt_handles: set[bool] = set()
@@ -242,12 +249,14 @@ class Ledger(MetaDispatchMode):
 
     def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
         clock = self.clock
-        index = self._append(size, role, op, dtype, shape, clock.layer)
+        index = self._append(size, role, op, dtype, shape, clock.layer, self._line())
         if size:
             self.events.append(_new(Event, (index, size, clock.phase, clock.layer, op)))
         return index
 
-    def _append(self, size: int, role: Role, op: str, dtype: torch.dtype, shape: tuple[int, ...], layer: int) -> int:
+    def _append(
+        self, size: int, role: Role, op: str, dtype: torch.dtype, shape: tuple[int, ...], layer: int, line: int
+    ) -> int:
         index = len(self._bytes)
         self._bytes.append(size)
         self._held.append(size)
@@ -257,6 +266,8 @@ class Ledger(MetaDispatchMode):
         self._dtypes.append(dtype)
         self._shapes.append(shape)
         self._saved_by.append(-1)
+        self._saved_at.append(-1)
+        self._lines.append(line)
         return index
 
     def _leave(self, reference: Any) -> None:
@@ -304,16 +315,17 @@ class Ledger(MetaDispatchMode):
         else:  # a wrapper keeps what it is made of
             pieces = map(self.index_of, plain_tensors(tensor)) if is_wrapper(tensor) else ()
             kept = [each for each in pieces if each >= 0 and self._roles[each] not in _NOT_KEPT]
-        saved = SavedTensor(_without_graph(tensor), kept, self.clock.layer)
+        line = self._line() if kept else -1
+        saved = SavedTensor(_without_graph(tensor), kept, self.clock.layer, line)
         if kept:
             self._saved.append(weakref.ref(saved))
             for each in kept:
-                self._keep(each)
+                self._keep(each, line)
         return saved
 
-    def _keep(self, index: int) -> None:
+    def _keep(self, index: int, line: int) -> None:
         if self._saved_by[index] < 0:
-            self._saved_by[index] = self.clock.layer
+            self._saved_by[index], self._saved_at[index] = self.clock.layer, line
             if self._roles[index] == "temporary":
                 self._roles[index] = "activation"
 
@@ -321,14 +333,22 @@ class Ledger(MetaDispatchMode):
         """What autograd has let go of, and something else keeps alive, is not kept for backward."""
         alive = [saved for reference in self._saved if (saved := reference()) is not None]
         self._saved = list(map(weakref.ref, alive))
-        saved_by: dict[int, int] = {}
+        saved_by: dict[int, tuple[int, int]] = {}
         for saved in alive:
             for index in saved.storages:
-                saved_by.setdefault(index, saved.layer)
+                saved_by.setdefault(index, (saved.layer, saved.line))
         for index in (reference.index for reference in self.live.values()):
-            self._saved_by[index] = saved_by.get(index, -1)
+            self._saved_by[index], self._saved_at[index] = saved_by.get(index, (-1, -1))
             if index not in saved_by and self._roles[index] == "activation":
                 self._roles[index] = "temporary"
+
+    def _line(self) -> int:
+        place = None if self.clock.backward else self._place()
+        return -1 if place is None else self._numbers.setdefault(place, len(self._numbers))
+
+    def _place(self) -> tuple[str, int] | None:
+        """The file and the number of the line that is running."""
+        return line_in_forward()
 
     def kept(self, alive: Set[int]) -> int:
         """Bytes of those storages among `alive` that are kept for backward."""
@@ -354,14 +374,15 @@ class Ledger(MetaDispatchMode):
             self._ops[index],
             self._dtypes[index],
             self._shapes[index],
+            self._lines[index],
         )
 
     def made_again(self, index: int) -> int:
         """Another storage like storage `index`; returns its index. It is no event."""
-        role, layer, op, dtype, shape = self.row(index)[1:]
-        again = self._append(self._bytes[index], role, op, dtype, shape, layer)
+        role, layer, op, dtype, shape, line = self.row(index)[1:]
+        again = self._append(self._bytes[index], role, op, dtype, shape, layer, line)
         self._held[again] = self._held[index]
-        self._saved_by[again] = self._saved_by[index]
+        self._saved_by[again], self._saved_at[again] = self._saved_by[index], self._saved_at[index]
         return again
 
     def give_role(self, index: int, role: Role) -> None:
@@ -383,8 +404,15 @@ class Ledger(MetaDispatchMode):
         """Everything that appeared, in order; `saved_by` is set for those in `kept` only."""
         dtypes = map(dtype_name, self._dtypes)
         saved_by = [by if by < 0 or index in kept else -1 for index, by in enumerate(self._saved_by)]
-        columns = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes, saved_by, repeat(0))
+        saved_at = [at if by >= 0 else -1 for at, by in zip(self._saved_at, saved_by, strict=True)]
+        made = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes)
+        columns = (*made, saved_by, repeat(0), self._lines, saved_at)
         return tuple(map(partial(_new, Storage), zip(*columns, strict=False)))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines that storages come from, in the order in which they were met."""
+        return tuple(line_of(*place) for place in self._numbers)
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

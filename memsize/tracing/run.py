@@ -160,6 +160,7 @@ class Run:
             notes=(*setup.notes, *self._notes, *ledger.evaluator.notes, *(convolutions.notes if convolutions else ())),
             cudnn=convolutions.source if convolutions else None,
             failure=failure,
+            lines=ledger.lines,
             stack=str(setup.stack),
         )
         ledger.close()

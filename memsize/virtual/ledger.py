@@ -157,6 +157,13 @@ class VirtualLedger(Ledger):
             self.streams[index] = stream
         return index
 
+    def made_at(self, storage: int, file: str, line: int) -> None:
+        """The program's line `line` of `file` made `storage`."""
+        self._lines[storage] = self._numbers.setdefault((file, line), len(self._numbers))
+
+    def _place(self) -> None:
+        """Far above PyTorch's own calls: looked up for large storages alone, by the program (`made_at`)."""
+
     def storages(self, kept: Set[int]) -> tuple[Storage, ...]:
         """As the base class has them, with their streams."""
         found = list(super().storages(kept))

@@ -67,8 +67,6 @@ class Program:
         self.waits = Waits()
         self.held: tuple[Held, ...] = ()
         """The variables that hold tensors on the GPU when the program is stopped."""
-        self.lines: dict[int, str] = {}
-        """The line of the program that made each large storage."""
         self.files = files or Files()
         self.ledger = VirtualLedger(workspaces, self._after_op)
         self.ledger.evaluator.observer = self._relied
@@ -121,8 +119,8 @@ class Program:
     def _after_op(self) -> None:
         events = self.ledger.events
         for event in events[self._seen :]:
-            if event.delta >= _LINE_FROM:
-                self.lines[event.storage] = running_line(libraries=False)
+            if event.delta >= _LINE_FROM and (frame := next(users_frames(), None)) is not None:
+                self.ledger.made_at(event.storage, frame.f_code.co_filename, frame.f_lineno)
         try:
             self.memory.follow()
         except OutOfDeviceMemoryError as error:
@@ -220,6 +218,7 @@ class Program:
             cudnn=convolutions.source if convolutions else None,
             failure=_failure(error, ledger, seen),
             roots=tuple(names),
+            lines=ledger.lines,
         )
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 from memsize.analysis.findings.evidence import Evidence, bytes_of, layers_of
 from memsize.records.aggregates import stored_dtypes
-from memsize.records.finding import Finding, Rules
-from memsize.records.trace import StoredTensor
+from memsize.records.finding import Finding, Rules, join_names
+from memsize.records.trace import Storage, StoredTensor
 from memsize.units import Bytes
 
 RULES = Rules[Evidence]()
+_TOLD_FROM: Final = 0.1
+"""What share of all that is kept for backward functions must keep for this to be told."""
+_LINES: Final = 3
+"""How many of the lines that keep most are named."""
 
 
 @RULES.rule("quantization-leaves-layers")
@@ -92,6 +98,45 @@ def _wide(tensor: StoredTensor) -> bool:
     """Whether torchao keeps a low-bit tensor unpacked: the class name says so, and each value takes one int8."""
     unpacked = "UnpackedToInt8" in (tensor.wrapper or "")
     return unpacked and any(part.spec.dtype == "int8" for part in tensor.parts)
+
+
+@RULES.rule("kept-by-functions")
+def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
+    """What is kept for backward in no layer of its own but between layers: by `F.relu`, by `+`, by attention."""
+    trace = evidence.given
+    kept = [s for s in trace.storages if s.saved_by >= 0]
+    between = [s for s in kept if s.saved_at >= 0 and not trace.layers[s.saved_by].leaf]
+    size = sum(s.bytes for s in between)
+    if not size or size < _TOLD_FROM * sum(s.bytes for s in kept):
+        return
+    by_line = Counter[int]()
+    for storage in between:
+        by_line[storage.saved_at] += storage.bytes
+    lines = by_line.most_common(_LINES)
+    named = {f"line{place}": _with_ops(between, line, trace.lines[line]) for place, (line, _) in enumerate(lines)}
+    told = ", ".join(f"{{bytes{place}}} at {{line{place}}}" for place in range(len(lines)))
+    layers = tuple(dict.fromkeys(trace.layers[s.saved_by].path for s in between))
+    yield Finding(
+        "kept-by-functions",
+        size,
+        layers,
+        "Functions keep {size} of {all} for backward; the table counts that in the modules that call them, {layers}: "
+        + told
+        + (f" and the rest at {len(by_line) - _LINES} more lines." if len(by_line) > _LINES else "."),
+        {
+            "size": Bytes(size),
+            "all": Bytes(sum(s.bytes for s in kept)),
+            "layers": layers,
+            **named,
+            **{f"bytes{place}": Bytes(held) for place, (_, held) in enumerate(lines)},
+        },
+    )
+
+
+def _with_ops(kept: Iterable[Storage], line: int, name: str) -> str:
+    """A line's name, and which ops made what it keeps."""
+    ops = dict.fromkeys(storage.op for storage in kept if storage.saved_at == line and storage.op)
+    return f"{name} (results of {join_names(tuple(ops))})" if ops else name
 
 
 @RULES.rule("unregistered-tensors")

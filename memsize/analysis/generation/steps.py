@@ -48,6 +48,7 @@ class Made(NamedTuple):
     dtype: str
     dims: int
     stream: int
+    line: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Step:
         events, made = len(self.structure.events), self.structure.storages[place]
         size, start = int(self.sizes[events + place]), events + self.structure.offsets[place]
         shape = tuple(self.sizes[start : start + made.dims].tolist())
-        return Storage(size, made.role, made.layer, made.op, made.dtype, shape, -1, made.stream)
+        return Storage(size, made.role, made.layer, made.op, made.dtype, shape, -1, made.stream, made.line)
 
 
 def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step]:
@@ -122,7 +123,8 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
         storages = [trace.storages[index] for index in made]
         layers = cached[number] if number >= 0 else ()
         kinds = tuple(
-            Made(each.role, each.layer, each.op, each.dtype, len(each.shape), each.stream) for each in storages
+            Made(each.role, each.layer, each.op, each.dtype, len(each.shape), each.stream, each.line)
+            for each in storages
         )
         sizes = [
             *(event.delta for event in events),

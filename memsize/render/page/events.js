@@ -7,7 +7,7 @@ function readRun(data) {
   const phaseAt = new Int32Array(events);
   data.phases.forEach((phase, place) => phaseAt.fill(place, phase.start, phase.stop));
   const { role, ...columns } = data.storages;
-  const storages = (role ?? []).map((each, place) => ({ role: each, layer: columns.layer[place], op: columns.op[place], dtype: columns.dtype[place], shape: columns.shape[place] }));
+  const storages = (role ?? []).map((each, place) => ({ role: each, layer: columns.layer[place], op: columns.op[place], dtype: columns.dtype[place], shape: columns.shape[place], line: data.lines[columns.line[place]] ?? "" }));
   const ofRole = (wanted) => data.delta.map((change, event) => (storages[data.storage[event]].role === wanted ? change : 0));
   const live = Object.fromEntries(data.roles.map((each) => [each, runningSum(ofRole(each))]));
   return { ...data, events, phaseAt, storages, live, total: runningSum(data.delta) };

@@ -62,7 +62,7 @@ function storageTable(panel, alive) {
     ? make("button", { type: "button", onclick: () => { panel.isWhole = true; panel.list.replaceChildren(storageTable(panel, alive)); } },
       `and ${count(rest.length)} more, ${size(rest.reduce((sum, entry) => sum + entry.bytes, 0))}`)
     : null;
-  const heads = [["number", `bytes`], ["text", "role"], ["text", "tensor"], ["text", "made by"], ["text", "in"], ["text", "during"], ...(run.lines ? [["text", "line"]] : [])];
+  const heads = [["number", `bytes`], ["text", "role"], ["text", "tensor"], ["text", "made by"], ["text", "in"], ["text", "during"], ...(run.lines.length ? [["text", "line"]] : [])];
   return make("div", {}, make("table", { class: "living" },
     make("thead", {}, make("tr", {}, ...heads.map(([side, title]) => make("th", { class: side, scope: "col" }, title, title === "bytes" ? make("small", {}, unit.name) : null)))),
     make("tbody", {}, ...rows)), more);
@@ -75,7 +75,7 @@ function storageRow(panel, { storage: index, bytes, born }) {
     make("td", { class: "bytes", "data-value": bytes, title: `${count(bytes)} B` }, amount(bytes)),
     make("td", {}, swatch(storage.role), ` ${storage.role}`), make("td", { class: "name" }, tensorText(storage)),
     make("td", {}, storage.op), make("td", { class: "name" }, module), make("td", { class: "text" }, phaseName(run.phases[run.phaseAt[born]])),
-    run.lines ? make("td", { class: "name" }, run.lines[index] ?? "") : null);
+    run.lines.length ? make("td", { class: "name" }, storage.line) : null);
 }
 
 /** The bytes alive, module by module and role by role; what belongs to no module stands beside them. */
@@ -121,7 +121,7 @@ function blockMap(run, event, alive) {
 
 function addBlock(picture, run, block, boxes) {
   const storage = run.storages[block.storage];
-  const lines = [`${size(block.bytes)} · ${storage.role}`, tensorText(storage), [storage.op, layerName(run, storage.layer)].filter(Boolean).join(" · ")];
+  const lines = [`${size(block.bytes)} · ${storage.role}`, tensorText(storage), [storage.op, layerName(run, storage.layer), storage.line].filter(Boolean).join(" · ")];
   for (const box of boxes) {
     if (box.width < 0.25) continue;
     picture.append(draw("rect", { class: "block", ...box, fill: roleColour(storage.role), onpointermove: (event) => hint.show(lines, event.clientX, event.clientY), onpointerleave: () => hint.hide() }));
