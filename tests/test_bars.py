@@ -45,10 +45,15 @@ def test_a_limit_that_is_near_is_marked() -> None:
 def test_a_part_without_room_for_its_figures_shares_a_column() -> None:
     parts = tuple(Part(role, role, role) for role in ROLES)
     bars = Bars("peak", parts, (Bar((Label("fp32"),), tuple(n * MiB for n in range(1, len(parts) + 1))),))
-    title, row = list(lines(bars, "MiB", 80))[-2:]
+    drawn = list(lines(bars, "MiB", 80))
+    place = next(place for place, line in enumerate(drawn) if line.startswith("fp32"))
+    title, row, key = drawn[place - 1], drawn[place], "  ".join(drawn[place + 1 :])
     assert "other" in title and row.split()[-1] == "78.00"  # 1 + 2 + … + 12
     figures = [float(word) for word in row.split()[1:-2]]
     assert sum(figures) == 78 and figures == sorted(figures[:-1]) + figures[-1:]
+    # What shares the column keeps its mark, but for 1 of 78, which is below a fiftieth.
+    named = set(re.findall(r"\S (\w[\w ]*?)(?=  |$)", key.removeprefix("other:")))
+    assert named == {*ROLES[1 : 12 - len(figures[:-1])]}
 
 
 def test_the_smallest_part_makes_room_for_the_others() -> None:

@@ -27,6 +27,8 @@ _MARKS: Final = "█░▒▓▚▞▖▘▄▀▌▐"
 """One for each role: without colours nothing else tells parts apart."""
 _OTHER: Final = "·"
 _LIMIT: Final = "┃"
+_SPLINTERS: Final = 50
+"""A part below this fraction of the longest bar needs no mark of its own where it has no column."""
 _REACH: Final = 2
 """A limit this many times as long as the longest bar is worth drawing beside it."""
 
@@ -59,23 +61,31 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
     scale = longest_drawn(bars)
     drawn = [_limited(_bar(bar, marks, scale, room), bars, scale, room) for bar in bars.bars]
     found = [*_rows([names, *columns], drawn, totals, room)]
-    if not shown and not _plain(bars):
-        found += _key(bars, marks, width or WIDTH)
+    if not _plain(bars):
+        found += _key(bars, [place for place in marks if place not in shown], marks, width or WIDTH, bool(shown))
     yield from (_inked(line, bars, marks, colour) for line in found)
     if bars.limit:
         yield _limit(bars, bars.limit, unit)
 
 
-def _key(bars: Bars, marks: dict[int, str], width: int) -> list[str]:
-    """What each mark stands for, none parted from its name by the end of a line."""
-    parts = (f"{marks[place]} {printable(part.title)}" for place, part in enumerate(bars.parts))
-    key = _GAP.join(part.replace(" ", "\xa0") for part in parts)
+def _key(bars: Bars, places: Sequence[int], marks: dict[int, str], width: int, others: bool) -> list[str]:
+    """What the marks of `places` stand for, none parted from its name by the end of a line; `others`: they share a
+    column.
+    """
+    parts = [f"{marks[place]} {printable(bars.parts[place].title)}" for place in places]
+    key = _GAP.join(part.replace(" ", "\xa0") for part in (*(["other:"] if others and parts else []), *parts))
     return [line.replace("\xa0", " ") for line in textwrap.wrap(key, width)]
 
 
 def _marks(bars: Bars, shown: Sequence[int]) -> dict[int, str]:
-    """The parts that are told apart, each with a private character that stands for its mark until it is inked."""
-    return {place: chr(0xE800 + place) for place in shown or range(len(bars.parts))}
+    """The parts that are told apart, each with a private character that stands for its mark until it is inked.
+
+    Those with figures come first, then what shares a column but is no splinter of the longest bar.
+    """
+    least = max(bar.total for bar in bars.bars) / _SPLINTERS
+    seen = (place for place in range(len(bars.parts)) if max(bar.sizes[place] for bar in bars.bars) >= least)
+    places = dict.fromkeys((*shown, *seen)) if shown else range(len(bars.parts))
+    return {place: chr(0xE800 + place) for place in places}
 
 
 def _inked(line: str, bars: Bars, marks: dict[int, str], colour: bool) -> str:
@@ -142,7 +152,8 @@ def _others(bars: Bars, shown: Sequence[int], unit: str) -> _Column:
     """The column of all parts that have none of their own, even of a single one: its name is what has no room."""
     rest = [place for place in range(len(bars.parts)) if place not in shown]
     figures = tuple(_draw(bars, sum(bar.sizes[place] for place in rest), unit) for bar in bars.bars)
-    return _Column((f"{_OTHER} other",), figures)
+    mark = "" if set(rest) <= _marks(bars, shown).keys() else f"{_OTHER} "
+    return _Column((f"{mark}other",), figures)
 
 
 def _wrapped(title: str, figures: Sequence[str]) -> tuple[str, ...]:
