@@ -32,6 +32,8 @@ settings.load_profile("memsize")
 # library to test with is kept for processes that pytest starts, which import this again.
 CUDNN = os.environ.setdefault("MEMSIZE_TESTED_CUDNN", os.environ.get("MEMSIZE_CUDNN", ""))
 os.environ["MEMSIZE_CUDNN"] = "none"
+# On a busy machine any command may be slow enough to say on stderr what it is doing.
+os.environ["MEMSIZE_PROGRESS"] = "never"
 
 # Before anything imports torchvision: what it registers on the way to failing cannot be taken back.
 declare()

@@ -17,7 +17,7 @@ import pytest
 
 from memsize import api
 from memsize.cli import main, run
-from memsize.cli.progress import Progress
+from memsize.cli.progress import Progress, remaining
 from memsize.cli.report import describe_failure
 from memsize.cli.subject import parse_arguments
 from memsize.errors import ForwardError, InputError
@@ -330,6 +330,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.usefixtures("talking")
 def test_progress_shows_only_what_takes_long_and_wipes_itself() -> None:
     terminal = Terminal()
     with Progress(terminal, patience=0.0) as progress:
@@ -340,11 +341,42 @@ def test_progress_shows_only_what_takes_long_and_wipes_itself() -> None:
     assert terminal.getvalue().endswith("\r\x1b[2K")
 
 
+@pytest.fixture
+def talking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMSIZE_PROGRESS")
+
+
+@pytest.mark.usefixtures("talking")
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
-def test_progress_is_silent_in_a_quick_run_and_off_a_terminal(stream: io.StringIO) -> None:
-    with Progress(stream, patience=60.0 if stream.isatty() else 0.0) as progress:
+def test_progress_is_silent_in_a_quick_run(stream: io.StringIO) -> None:
+    with Progress(stream) as progress:
         progress("scenario")
     assert stream.getvalue() == ""
+
+
+@pytest.mark.usefixtures("talking")
+def test_a_file_gets_a_line_now_and_then() -> None:
+    """Lines that end, without a terminal's codes, and nothing to wipe."""
+    file = io.StringIO()
+    with Progress(file, patience=0.0, tick=0.01) as progress:
+        progress("fp16, 2 of 3")
+        while file.getvalue().count("\n") < 2:
+            time.sleep(0.001)
+    assert set(file.getvalue().splitlines()) == {"memsize: fp16, 2 of 3 … 0 s, about 0 s left"}
+    assert "\x1b" not in file.getvalue() and file.getvalue().endswith("\n")
+
+
+def test_progress_can_be_switched_off() -> None:
+    terminal = Terminal()
+    with Progress(terminal, patience=0.0) as progress:
+        progress("scenario")
+    assert terminal.getvalue() == ""
+
+
+def test_what_remains_is_estimated_from_a_count() -> None:
+    assert remaining("fp16, 3 of 7", 10) == "10 s, about 25 s left"  # two took 10 s, five remain
+    assert remaining("fp16, 1 of 7", 10) == remaining("fp16", 10) == "10 s"
+    assert remaining("2 of 3: net: fp16, 1 of 4", 100) == "1 min 40 s, about 3 min 20 s left"
 
 
 # As a process

@@ -209,6 +209,7 @@ def test_what_goes_wrong_is_short_and_harmless(
 
 
 def test_what_is_being_done_is_said_in_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMSIZE_PROGRESS")
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
     with Progress(stream, patience=0) as progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -57,6 +57,18 @@ class _Own:
     readings: tuple[Reading, ...]
 
 
+def numbered(say: Callable[[str], None], names: Set[str]) -> Callable[[str], None]:
+    """`say` with a count behind each of `names` as they are begun, whatever their order: ``fp16, 3 of 7``."""
+    begun: dict[str, int] = {}
+
+    def told(text: str) -> None:
+        if text in names:
+            text = f"{text}, {begun.setdefault(text, len(begun) + 1)} of {len(names)}"
+        say(text)
+
+    return told
+
+
 class ReportBuilder:
     """The runs of a report. Each is made when it is first needed, and kept.
 
@@ -86,7 +98,8 @@ class ReportBuilder:
 
     def build(self, asked: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
         """The report over the scenarios `asked`; `default` leaves out `as-given` where it is what fp32 is."""
-        with collector_paused(), Workers(self, self.say) as workers:
+        names = {_OWN.name, *(scenario.name for scenario in asked)} - {_FP32.name}
+        with collector_paused(), Workers(self, numbered(self.say, names)) as workers:
             self.say = workers.say
             return self._build(asked, default, notes, workers)
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -50,9 +51,11 @@ def check(
     if update and not any(target.baseline for target in project.targets):
         raise OutputError(f'{project.file.name} names no baseline: add baseline = "memsize-baseline.json" to a target')
     start, written = Path.cwd(), []
+    say, count = progress or (lambda _: None), len(project.targets)
     with contextlib.chdir(project.file.parent):
         checked = [
-            _checked(target, project, rules, update, start, progress or (lambda _: None)) for target in project.targets
+            _checked(target, project, rules, update, start, partial(_counted, say, f"{place} of {count}"))
+            for place, target in enumerate(project.targets, 1)
         ]
         for name in dict.fromkeys(target.baseline for target in project.targets if update and target.baseline):
             found = {
@@ -92,6 +95,10 @@ class _Rules:
         kept = [each for each in told if each[0] != "note" or each[1].code in OWN or each[1].code in self.chosen]
         for level in ("error", "warning", "note"):
             yield from (Problem(severity, f, case) for severity, f, case in kept if severity == level)
+
+
+def _counted(say: Callable[[str], None], count: str, text: str) -> None:
+    say(f"{count}: {text}")
 
 
 def _checked(

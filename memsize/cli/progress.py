@@ -1,9 +1,14 @@
-"""`Progress`: one line on a terminal's stderr that says what is being done, once it takes longer than a second."""
+"""`Progress`: what is being done, on stderr, and about how long that will go on.
+
+A terminal shows it in one line once it takes longer than a second, and wipes the line at the end. A file or a pipe gets
+a line every few seconds, none for quick work. `MEMSIZE_PROGRESS=never` silences both.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 import threading
@@ -14,7 +19,12 @@ from typing import TextIO
 from memsize.printable import printable
 
 _PATIENCE = 1.0
+_FILE_PATIENCE = 3.0
+_TICK = 1.0
+_FILE_TICK = 5.0
 _CLEAR = "\r\x1b[2K"
+_COUNT = re.compile(r"\b(\d+) of (\d+)\b")
+"""A count in what is being done, from which the rest is estimated: ``fp16, 3 of 7``."""
 _writing = threading.Lock()
 if hasattr(os, "register_at_fork"):
     # A process that is forked while the timer's thread writes would wait for that thread, which it does not have.
@@ -22,51 +32,79 @@ if hasattr(os, "register_at_fork"):
 
 
 class Progress:
-    """Call it with what is being done now. It shows on a terminal only, not in a quick run, and is wiped at the end."""
+    """Call it with what is being done now; `patience` and `tick` are the seconds before and between its lines."""
 
-    def __init__(self, stream: TextIO | None = None, patience: float = _PATIENCE) -> None:
+    def __init__(self, stream: TextIO | None = None, patience: float | None = None, tick: float | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._patience = patience
+        self._on_terminal = self._stream is not None and self._stream.isatty()
+        self._patience = (_PATIENCE if self._on_terminal else _FILE_PATIENCE) if patience is None else patience
+        self._tick = (_TICK if self._on_terminal else _FILE_TICK) if tick is None else tick
         self._text = ""
         self._shown = False
-        self._timer: threading.Timer | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
-        if self._stream is not None and self._stream.isatty():  # there is no stderr where it is closed
-            self._due = time.monotonic() + self._patience
-            self._timer = threading.Timer(self._patience, self._show)
-            self._timer.daemon = True
-            self._timer.start()
+        self._start = time.monotonic()
+        # There is no stderr where it is closed.
+        if self._stream is not None and os.environ.get("MEMSIZE_PROGRESS") != "never":
+            self._thread = threading.Thread(target=self._tell, daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._timer is None:
-            return
-        self._timer.cancel()
+        self._over.set()
         with _writing:
-            self._timer = None
-            if self._shown:
-                self._stream.write(_CLEAR)
-                self._stream.flush()
+            if self._shown and self._on_terminal:
+                self._write(_CLEAR)
+            self._thread = None
 
     def wipe(self) -> None:
         """Wipe the line where the process is about to end: without the lock, which its own thread may hold."""
-        if self._shown:
+        if self._shown and self._on_terminal:
             with contextlib.suppress(OSError, ValueError):
                 os.write(self._stream.fileno(), _CLEAR.encode())
 
     def __call__(self, text: str) -> None:
         self._text = text
-        if self._timer is not None and time.monotonic() >= self._due:
+        if self._on_terminal and time.monotonic() >= self._start + self._patience:
             self._show()
+
+    def _tell(self) -> None:
+        wait = self._patience
+        while not self._over.wait(wait):
+            self._show()
+            wait = self._tick
 
     def _show(self) -> None:
         with _writing:
-            if self._timer is None or not self._text:
+            if self._thread is None or not self._text or self._over.is_set():
                 return
-            room = shutil.get_terminal_size().columns - 3
-            self._stream.write(f"{_CLEAR}{printable(self._text)[:room]} …")
-            self._stream.flush()
+            line = f"{printable(self._text)} … {remaining(self._text, time.monotonic() - self._start)}"
+            if self._on_terminal:
+                self._write(f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}")
+            else:
+                self._write(f"memsize: {line}\n")
             self._shown = True
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def remaining(text: str, elapsed: float) -> str:
+    """How long it has taken so far, and about how much longer where `text` counts: ``12 s, about 16 s left``."""
+    spent = _seconds(elapsed)
+    count = _COUNT.search(text)
+    done, all_ = (int(count[1]) - 1, int(count[2])) if count else (0, 0)
+    if not done or done >= all_:
+        return spent
+    return f"{spent}, about {_seconds(elapsed * (all_ - done) / done)} left"
+
+
+def _seconds(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60} s"
