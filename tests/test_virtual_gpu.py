@@ -108,6 +108,8 @@ def test_every_way_to_make_a_tensor_on_the_gpu(make: Callable[[], torch.Tensor])
         lambda: nn.Linear(3, 3, device="cuda:1"),
         lambda: torch.Generator("cuda:1"),
         lambda: torch.cuda.set_device(1),
+        lambda: torch.cuda.mem_get_info(1),
+        lambda: torch.cuda.mem_get_info("cuda:1"),
     ],
 )
 def test_there_is_no_second_gpu(make: Callable[[], object]) -> None:
@@ -212,6 +214,16 @@ def test_what_pytorch_makes_beside_a_tensor_on_the_gpu_is_there_too() -> None:
         assert torch.ones(8).to(data.long()).dtype is torch.int64
 
 
+def test_recurrent_weights_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds for CUDA would have cuDNN put them into one buffer, and ask the driver on the way."""
+    monkeypatch.setattr(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
+    with gpu():
+        model = nn.LSTM(4, 4).to("cuda")
+        model(torch.randn(8, 2, 4, device="cuda"))[0].sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    assert torch._use_cudnn_rnn_flatten_weight()
+
+
 def test_streams_events_and_random_state() -> None:
     with gpu():
         stream, start, end = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event()
@@ -264,6 +276,30 @@ def test_memory_statistics_are_those_of_the_simulated_allocator() -> None:
         free, total = torch.cuda.mem_get_info()
         assert total == card("t4").bytes and free < total - 2 * MiB
         del kept
+
+
+def test_free_rests_of_split_segments_are_counted_where_pytorch_counts_them() -> None:
+    """Blocks of 512 B and 3 MiB in segments of 2 and 20 MiB; between three blocks of 3 MiB the middle one is a rest."""
+
+    def rests(place: str) -> tuple[int, int, int]:
+        stats = torch.cuda.memory_stats()
+        of = [stats[f"{name}.{place}.current"] for name in ("inactive_split", "inactive_split_bytes")]
+        return of[0], of[1], stats[f"inactive_split_bytes.{place}.peak"]
+
+    with gpu("t4"):
+        assert rests("all") == (0, 0, 0)
+        small = torch.empty(1, device="cuda")
+        assert rests("small_pool") == rests("all") == (1, 2 * MiB - 512, 2 * MiB - 512)
+        blocks = [torch.empty(3 * MiB, dtype=torch.uint8, device="cuda") for _ in range(3)]
+        assert rests("large_pool") == (1, 11 * MiB, 17 * MiB)
+        blocks[1] = torch.empty(0, device="cuda")
+        assert rests("large_pool") == (2, 14 * MiB, 17 * MiB)
+        blocks[1] = torch.empty(3 * MiB, dtype=torch.uint8, device="cuda")  # the rest that fits exactly, as a whole
+        assert rests("large_pool") == (1, 11 * MiB, 17 * MiB)
+        del blocks, small
+        assert rests("all") == (0, 0, 19 * MiB - 512)  # whole segments are no rests
+        stats = torch.cuda.memory_stats()
+        assert stats["inactive_split_bytes.all.allocated"] == stats["inactive_split_bytes.all.freed"]
 
 
 def test_what_exceeds_the_card_raises_pytorchs_error_and_takes_nothing() -> None:

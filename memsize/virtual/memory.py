@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from memsize.device.allocator import Allocator
 from memsize.device.config import BLOCK, SMALL, AllocatorConfig
-from memsize.device.pools import SHIFT, Pool
+from memsize.device.pools import ADDRESS, SHIFT, Pool
 from memsize.records.trace import Event
 
 _BLOCKS: Final = ("allocation", "active", "allocated_bytes", "active_bytes", "requested_bytes")
@@ -79,7 +79,7 @@ class DeviceMemory:
         limits = (total - outside, config.allowed(total)) if bounded else (None, None)
         self._allocator = Allocator(config, *limits)
         self._live: dict[int, tuple[int, int, Pool]] = {}
-        self._stats = {(name, pool): _Stat() for name in (*_BLOCKS, *_SEGMENTS) for pool in _POOLS}
+        self._stats = {(name, pool): _Stat() for name in (*_BLOCKS, *_SEGMENTS, *_SPLIT) for pool in _POOLS}
         self._done = 0
 
     @property
@@ -131,15 +131,23 @@ class DeviceMemory:
                 raise OutOfDeviceMemoryError(storage, request)
         self._live[storage] = (request, block, pool)
         self._count_block(pool, 1, request, (block >> SHIFT) * BLOCK)
+        self._count_rests(pool, _rests_after_taking(pool, block))
 
     def _give(self, held: tuple[int, int, Pool]) -> None:
         request, block, pool = held
-        pool.give(block)
+        self._count_rests(pool, _rests_after_giving(pool, block))
         self._count_block(pool, -1, -request, -(block >> SHIFT) * BLOCK)
 
     def _count_block(self, pool: Pool, one: int, request: int, size: int) -> None:
         for place in ("all", self._name(pool)):
             for name, amount in zip(_BLOCKS, (one, one, size, size, request), strict=True):
+                self._stats[name, place].add(amount)
+
+    def _count_rests(self, pool: Pool, change: tuple[int, int]) -> None:
+        if self._config.expandable_segments:
+            return  # PyTorch counts none there
+        for place in ("all", self._name(pool)):
+            for name, amount in zip(_SPLIT, change, strict=True):
                 self._stats[name, place].add(amount)
 
     def _count_segments(self) -> bool:
@@ -191,10 +199,27 @@ class DeviceMemory:
         self.follow()
         nothing = _Stat().as_dict()
         found: dict[str, Any] = {
-            name: {pool: self._stats[name, pool].as_dict() for pool in _POOLS} for name in (*_BLOCKS, *_SEGMENTS)
+            name: {pool: self._stats[name, pool].as_dict() for pool in _POOLS}
+            for name in (*_BLOCKS, *_SEGMENTS, *_SPLIT)
         }
-        found |= {name: {pool: dict(nothing) for pool in _POOLS} for name in _SPLIT}
         found |= {name: dict(nothing) for name in _SINGLE}
         split = -1 if self._config.max_split_size is None else self._config.max_split_size
         counts = {"num_ooms": self._failures, "num_alloc_retries": self._retries, "max_split_size": split}
         return found | dict.fromkeys(_ZEROS, 0) | counts
+
+
+def _rests_after_taking(pool: Pool, block: int) -> tuple[int, int]:
+    """How the free rests of split segments, and their bytes, changed when `block` was cut off."""
+    size, start = block >> SHIFT, block & ADDRESS
+    rest = pool.starts.get(start + size, 0) >> SHIFT
+    whole = pool.segments.get(start) == size + rest
+    return bool(rest) - (not whole), (rest if whole else -size) * BLOCK
+
+
+def _rests_after_giving(pool: Pool, block: int) -> tuple[int, int]:
+    """Give `block` back, and how that changes the free rests of split segments, and their bytes."""
+    size, start = block >> SHIFT, block & ADDRESS
+    neighbours = (start in pool.ends) + (start + size in pool.starts)
+    merged = pool.give(block)
+    whole = pool.segments.get(merged & ADDRESS) == merged >> SHIFT
+    return (not whole) - neighbours, (size - (merged >> SHIFT) if whole else size) * BLOCK

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memsize.virtual.driver import Driver
+from memsize.virtual.driver import Driver, check_index
 from memsize.virtual.tensors import Replacement
 
 _SUCCESS = 0
@@ -24,10 +24,13 @@ class Runtime:
     """The functions of the CUDA runtime that PyTorch binds: each that is not about memory succeeds and does nothing."""
 
     def __init__(self, driver: Driver) -> None:
-        self._known = {
-            "cudaError": SimpleNamespace(success=_SUCCESS),
-            "cudaMemGetInfo": lambda device=0: (driver.memory.free, driver.memory.total),
-        }
+        self._memory = driver.memory
+        self._known = {"cudaError": SimpleNamespace(success=_SUCCESS)}
+
+    def cudaMemGetInfo(self, device: int = 0) -> tuple[int, int]:  # noqa: N802
+        """What is free on the card, and all it has."""
+        check_index(device)
+        return self._memory.free, self._memory.total
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cuda"):
@@ -42,7 +45,6 @@ def replacements(driver: Driver) -> Iterator[Replacement]:
     yield cuda, "_cudart", runtime
     yield cuda, "cudart", lambda: runtime
     for owner in (cuda, cuda.memory):
-        yield owner, "mem_get_info", lambda device=None: (memory.free, memory.total)
         yield owner, "list_gpu_processes", lambda device=None: "GPU:0\nno processes are running"
     yield from ((cuda, name, lambda device=None: 0) for name in _IDLE)
     yield cuda, "memory_usage", lambda device=None: round(100 * (1 - memory.free / memory.total))

@@ -108,9 +108,12 @@ def _of_cuda(driver: Driver) -> Iterator[Replacement]:
 
 
 def _of_backends() -> Iterator[Replacement]:
-    cudnn: Any = torch.backends.cudnn
+    cudnn: Any = torch.backends.cudnn.m  # type: ignore[attr-defined]  # the module behind its stand-in
     yield cudnn, "is_available", lambda: True
+    yield cudnn, "_init", lambda: True
     yield cudnn, "version", lambda: _CUDNN
+    # Recurrent weights that cuDNN has put into one buffer take what they take apart; its own code asks the driver.
+    yield torch, "_use_cudnn_rnn_flatten_weight", lambda: False
     yield torch.backends.cuda, "is_built", lambda: True
     if torch.version.cuda is None:
         yield torch.version, "cuda", _CUDA
