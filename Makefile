@@ -1,4 +1,4 @@
-# make demo | test | bench | page-libraries: each sets up its own virtual environment first, and again when the requirements change.
+# make demo | test | bench | docs | page-libraries: each sets up its own virtual environment first, and again when the requirements change.
 #
 # PYTHON=…          the interpreter to build it with (the first of the list below that is 3.11 or newer)
 # TORCH_INDEX=…     the index to get PyTorch and torchvision from: that of their small CPU builds, say
@@ -19,7 +19,7 @@ BUILDS := $(shell grep -E '^(torch|torchvision)==' constraints.txt)
 # pip shows how far it is; its warnings and errors are shown where it fails.
 OR_EXPLAIN = 2>$(LOG) || { cat $(LOG) >&2; exit 1; }
 
-.PHONY: demo test bench format page-libraries clean
+.PHONY: demo test bench docs format page-libraries clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -35,6 +35,17 @@ test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+# The site has the README as its first page, and the files that pages link to at the same places as here.
+SITE := build/pages
+
+docs: $(STAMP)
+	@$(PIP) --constraint constraints.txt --editable '.[docs]' $(OR_EXPLAIN)
+	rm -rf $(SITE) && mkdir -p $(SITE)
+	git ls-files -z README.md CHANGELOG.md LICENSE docs notebooks benchmarks memsize/render/page/vendor | \
+		xargs -0 cp --parents -t $(SITE)
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "Wrote build/site/index.html"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

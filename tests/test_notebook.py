@@ -1,10 +1,11 @@
-"""The notebook runs, and what it shows is what it prints.
+"""The notebooks run, and what they show is what they print.
 
-Its cells are run in order by a plain interpreter of their own, with warnings as errors: standard output, then the value
-of a last expression as its text and as its HTML. That is what a Jupyter kernel shows of such cells, without a kernel,
-its dozen packages and its sockets in the tests. So the notebook must do without magics and rich display calls.
+The cells of each are run in order by a plain interpreter of its own, with warnings as errors: standard output, then the
+value of a last expression as its text and as its HTML. That is what a Jupyter kernel shows of such cells, without a
+kernel, its dozen packages and its sockets in the tests. So notebooks must do without magics and rich display calls. The
+first one runs with every test run, the others with ``-m slow``.
 
-`MEMSIZE_GOLDEN=write pytest tests/test_notebook.py` writes the outputs into the notebook; read the difference.
+`MEMSIZE_GOLDEN=write pytest tests/test_notebook.py -m ""` writes the outputs into the notebooks; review the difference.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOK = ROOT / "notebooks" / "why_didnt_it_shrink.ipynb"
+FIRST = ROOT / "notebooks" / "why_didnt_it_shrink.ipynb"
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WRITE = os.environ.get("MEMSIZE_GOLDEN") == "write"
 
 Cell = dict[str, Any]
@@ -63,36 +65,40 @@ def lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
-@pytest.fixture(scope="module")
-def notebook() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def test_shows_what_it_prints(notebook: dict[str, Any]) -> None:
-    path = f"{NOTEBOOK.parent}{os.pathsep}{ROOT}"  # a kernel looks for modules beside the notebook
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", "COLUMNS": "80"}
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path == FIRST else pytest.mark.slow, id=path.stem) for path in NOTEBOOKS],
+)
+def test_shows_what_it_prints(path: Path) -> None:
+    notebook = read(path)
+    around = f"{path.parent}{os.pathsep}{ROOT}"  # a kernel looks for modules beside the notebook
+    environment = os.environ | {"PYTHONPATH": around, "PYTHONIOENCODING": "utf-8", "COLUMNS": "80"}
     done = subprocess.run(
         [sys.executable, "-P", "-W", "error", __file__],
         input=json.dumps(["".join(cell["source"]) for cell in code_cells(notebook)]),
-        cwd=NOTEBOOK.parent,
+        cwd=path.parent,
         env=environment,
         capture_output=True,
         encoding="utf-8",
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
     fresh = json.loads(done.stdout)
     if WRITE:
         for number, (cell, shown) in enumerate(zip(code_cells(notebook), fresh, strict=True), 1):
             cell |= {"execution_count": number, "outputs": shown}
-        NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     assert [cell["outputs"] for cell in code_cells(notebook)] == fresh
+    assert done.stderr == ""
 
 
-def test_holds_the_figures_of_the_question(notebook: dict[str, Any]) -> None:
-    text = json.dumps([cell["outputs"] for cell in code_cells(notebook)])
+def test_holds_the_figures_of_the_question() -> None:
+    text = json.dumps([cell["outputs"] for cell in code_cells(read(FIRST))])
     for figure in ("9223901", "35.19", "18,447,802 bytes, 17.59 MiB", "36.90 MB", "18.45 MB", "26803609"):
         assert figure in text
     assert "PyTorch 25,317,952   memsize 25,317,952" in text

@@ -328,6 +328,17 @@ def test_the_index_lists_every_page() -> None:
     assert sorted([*listed, "index"]) == [page.stem for page in PAGES if page != README]
 
 
+def test_the_site_lists_every_page() -> None:
+    listed = re.findall(r"docs/(\w+)\.md$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)
+    assert sorted(listed) == [page.stem for page in PAGES if page != README]
+
+
+def test_every_picture_is_shown_and_small() -> None:
+    for picture in (DOCS / "pictures").glob("*.png"):
+        assert f"](pictures/{picture.name})" in text_of(DOCS / f"{picture.stem}.md")
+        assert picture.stat().st_size < 150_000
+
+
 def test_the_glossary_has_every_role() -> None:
     assert {row[0] for row in rows("glossary.md", "Roles")} == set(get_args(Role))
 
