@@ -1,4 +1,4 @@
-"""A check as a document: each figure beside its limit and its baseline, and what is wrong, target by target."""
+"""A check as a document: what is wrong, target by target, and each figure beside its limit and its baseline."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class CheckDocument(Document[Check]):
     """What holds and what does not."""
 
     def sections(self) -> tuple[Section, ...]:
-        """How it ended, the figures, and what is wrong with each target."""
+        """How it ended, what is wrong with each target, and the figures."""
         check = self.answer
         return (
             Title(_verdict(check), ((check.project,),)),
-            *([_table(check)] if any(model.figures for model in check.models) else []),
             *(section for model in check.models for section in _told(model)),
+            *([_table(check)] if any(model.figures for model in check.models) else []),
             *listed("Baselines written", check.written),
         )
 
