@@ -10,6 +10,7 @@
     memsize.check()                                      # the limits and baselines in pyproject.toml
     memsize.generate("hf:config.json", prompt=8192, new=512)    # prefill, decode and the KV cache of a language model
     memsize.serve("hf:config.json", gpu="h100")          # the blocks and tokens of a paged server's cache
+    memsize.sweep("sweep.toml", results="sweep.jsonl")   # a grid of models, batches, scenarios and GPUs as one table
     memsize.run("train.py", ["--epochs", "1"], gpu="t4")        # a script of yours, on a GPU that isn't there
     memsize.fit_script("train.py", ["-b", "8"], vary="b")       # the largest value of an argument of its own
     memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         run,
         serve,
         shape_rule,
+        sweep,
         trace,
         verify,
         virtual_gpu,
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from memsize.records.program import ProgramRun
     from memsize.records.report import Report
     from memsize.records.serving import ServingReport
+    from memsize.records.sweep import Sweep
     from memsize.records.verification import Verification
     from memsize.spec.stack import Stack
     from memsize.spec.training import Training
@@ -96,6 +99,7 @@ __all__ = [
     "ServingReport",
     "Stack",
     "StepTrace",
+    "Sweep",
     "TargetError",
     "Training",
     "UnknownValueError",
@@ -114,6 +118,7 @@ __all__ = [
     "run",
     "serve",
     "shape_rule",
+    "sweep",
     "trace",
     "verify",
     "virtual_gpu",
@@ -135,6 +140,7 @@ _HOMES = {
         "run",
         "serve",
         "shape_rule",
+        "sweep",
         "trace",
         "verify",
         "virtual_gpu",
@@ -159,6 +165,7 @@ _HOMES = {
     "memsize.records.generation": ("GenerationReport",),
     "memsize.records.layout": ("LayoutReport",),
     "memsize.records.serving": ("ServingReport",),
+    "memsize.records.sweep": ("Sweep",),
     "memsize.analysis.guard": ("Guard",),
     "memsize.analysis.step": ("StepTrace",),
     "memsize.spec.stack": ("Stack",),

@@ -31,7 +31,7 @@ import torch
 
 from memsize import cli
 from memsize.analysis import compare
-from memsize.analysis.findings import fit, generation, layout, program, report, serving, snapshot
+from memsize.analysis.findings import fit, generation, layout, program, report, serving, snapshot, sweep
 from memsize.checkpoint import findings as checkpoint
 from memsize.cli.session import Session
 from memsize.documents.report import COLUMNS, layer_table
@@ -49,7 +49,7 @@ WIDTH = 100
 HEIGHT, TALL = 40, 1000
 """Lines of the terminal that the README shows, and of the one that the other pages do: room for everything."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE = re.compile(r"# (\w+\.py)\n")
+FILE = re.compile(r"# (\w+\.(?:py|toml))\n")
 MARK = "--- end of a block ---"
 
 
@@ -88,7 +88,7 @@ def printed(page: Path, folder: Path) -> dict[Example, str]:
         shutil.copy(ROOT / name, folder / name)
     torch.save(Toy().half().state_dict(), folder / "last.pt")
     for kind, text in blocks(page):
-        if kind == "python" and (name := FILE.match(text)):
+        if kind in ("python", "toml") and (name := FILE.match(text)):
             (folder / name[1]).write_text(text, encoding="utf-8")
     found = list(examples(page))
     height = HEIGHT if page == README else TALL
@@ -265,6 +265,7 @@ def test_every_finding_is_documented() -> None:
     assert set(quoted(rows("layout.md", "Findings"), 0)) == set(layout.RULES.codes)
     assert quoted(rows("generate.md", "Findings"), 0) == [*generation.RULES.codes]
     assert quoted(rows("serve.md", "Findings"), 0) == [*serving.RULES.codes]
+    assert quoted(rows("sweep.md", "Findings"), 0) == [*sweep.RULES.codes]
     assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes]
     assert quoted(rows("explain.md", "Findings"), 0) == [*snapshot.RULES.codes]
     page = text_of(DOCS / "findings.md")

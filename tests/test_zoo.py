@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -125,14 +126,17 @@ def test_a_worker_tells_what_came_of_each_case() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "part"),
-    [(Limits(seconds=0.1), "took more than 0.1 s"), (Limits(memory=2**20), "the process ended with status")],
+    [
+        (Limits(seconds=0.01), "took more than 0.01 s"),
+        (Limits(memory=2**20), "MemoryError|ImportError|the process .* ended"),
+    ],
 )
-def test_a_worker_that_dies_ends_neither_the_run_nor_the_next_case(limits: Limits, part: str) -> None:
+def test_a_limit_ends_neither_the_run_nor_the_next_case(limits: Limits, part: str) -> None:
     cases = [Case("hf", "resnet"), Case("hf", "bert"), Case("hf", "vit")]
     found = list(outcomes(cases, 2, limits))
     assert sorted(each.case.name for each in found) == ["bert", "resnet", "vit"]
     for outcome in found:
-        assert part in outcome.inference.reason and outcome.inference.reason == outcome.training.reason
+        assert re.search(part, outcome.inference.reason) and outcome.inference.reason == outcome.training.reason
         assert outcome.uncounted == outcome.training.reason and not outcome.counts_agree
 
 

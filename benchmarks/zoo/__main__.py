@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("libraries", nargs="*", metavar="LIBRARY", help=f"whose models: {', '.join(FILES)} (default: all)")
     add("--only", default="*", metavar="PATTERN", help="models whose name fits, such as 'resnet*'")
-    add("--workers", type=int, default=1, help="processes side by side (default: %(default)s)")
+    add("--workers", type=int, default=2, help="processes side by side, 1: this one (default: %(default)s)")
     add("--seconds", type=float, default=120, help="the most that one model may take (default: %(default)s)")
     add("--memory", type=float, default=4, help="GiB that a worker may hold, 0: no limit (default: %(default)s)")
     add("--results", type=Path, default=Path("zoo.jsonl"), help="the results file (default: %(default)s)")

@@ -11,6 +11,7 @@ from benchmarks.zoo.case import BATCH, Case
 from benchmarks.zoo.inputs import inputs
 from benchmarks.zoo.sources import source
 from memsize.errors import MemsizeError
+from memsize.internals.spread import TimeLimitError, is_late
 
 Part = tuple[str, Any]
 STEPS = 1
@@ -53,10 +54,11 @@ def _asked(call: Callable[[], Any]) -> tuple[Any, str]:
     """What `call` returns and why it returns nothing; what is no error of memsize's own is named by its type."""
     try:
         return call(), ""
-    except MemsizeError as error:
-        return None, _one_line(str(error))
     except Exception as error:
-        return None, _one_line(f"{type(error).__name__}: {error}")
+        if is_late(error):
+            raise TimeLimitError from error
+        own = isinstance(error, MemsizeError)
+        return None, _one_line(str(error) if own else f"{type(error).__name__}: {error}")
 
 
 def _one_line(text: str) -> str:

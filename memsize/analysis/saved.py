@@ -24,6 +24,7 @@ KINDS = {
     "fit": ("memsize.records.fit", "Fit"),
     "generation": ("memsize.records.generation", "GenerationReport"),
     "serving": ("memsize.records.serving", "ServingReport"),
+    "sweep": ("memsize.records.sweep", "Sweep"),
     "layout": ("memsize.records.layout", "LayoutReport"),
     "checkpoint": ("memsize.checkpoint.report", "CheckpointReport"),
     "verification": ("memsize.records.verification", "Verification"),

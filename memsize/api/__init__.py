@@ -6,6 +6,7 @@ from memsize.api.files import explain, load, read_checkpoint
 from memsize.api.guarding import guard
 from memsize.api.models import audit_layout, fit, generate, report, serve, shape_rule, trace, verify
 from memsize.api.programs import fit_script, run, virtual_gpu
+from memsize.api.sweeping import sweep
 
 __all__ = [
     "audit_layout",
@@ -22,6 +23,7 @@ __all__ = [
     "run",
     "serve",
     "shape_rule",
+    "sweep",
     "trace",
     "verify",
     "virtual_gpu",

@@ -30,7 +30,7 @@ _USER, _BUG, _PIPE_CLOSED = 2, 1, 141
 _QUESTIONS = {
     "What is each byte for, and why did it not shrink?": ("report", "checkpoint", "layout"),
     "What happens on a GPU, and when?": ("run", "timeline", "explain"),
-    "Will it fit?": ("fit", "generate", "serve"),
+    "Will it fit?": ("fit", "sweep", "generate", "serve"),
     "What changed, and is it right?": ("diff", "check", "verify"),
 }
 """The commands by the question that they answer, each in a file of its name but for those of `_FILES`."""

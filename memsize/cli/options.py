@@ -156,5 +156,8 @@ _DEBUG = click.option(
 WITH_SNAPSHOT = {**FORMATS, "snapshot": (".pickle", ".pkl")}
 """The formats of what holds a run's events: a snapshot is for PyTorch's memory viewer."""
 
+WITH_PARQUET = {**FORMATS, "parquet": (".parquet",)}
+"""The formats of a table that other programs read."""
+
 output_options = output_options_for(FORMATS)
 """The parameter `output` in one of the formats of a report, and the flag --debug."""

@@ -64,7 +64,7 @@ Color = Literal["auto", "always", "never"]
 Formats = Mapping[str, tuple[str, ...]]
 """What a command can write: each format with the suffixes of its files."""
 
-BINARY = ("snapshot",)
+BINARY = ("snapshot", "parquet")
 """Formats that are no text."""
 
 

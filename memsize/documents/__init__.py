@@ -132,6 +132,7 @@ _DOCUMENTS: Final = {
     "checkpoint": "memsize.documents.checkpoint:CheckpointDocument",
     "generation": "memsize.documents.generation:GenerationDocument",
     "serving": "memsize.documents.serving:ServingDocument",
+    "sweep": "memsize.documents.sweep:SweepDocument",
     "timeline": "memsize.documents.timeline:TimelineDocument",
     "program": "memsize.documents.program:ProgramDocument",
     "comparison": "memsize.documents.comparison:ComparisonDocument",

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from memsize import files
-from memsize.errors import InputError, UnknownInputError, quoted
+from memsize.errors import InputError, quoted
 from memsize.records.check import SEVERITIES, Severity
-from memsize.spec.inputs import parse_input
 from memsize.spec.limits import LIMITS, Bound, Growth, parse_limits
 from memsize.spec.scenario import scenario_named
+from memsize.spec.section import MODEL_KEYS, Keys, check_type, parsed_toml, refuse_unknown, subject_of, training_of
 from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
 NAME: Final = "pyproject.toml"
 SECTION: Final = "[[tool.memsize.target]]"
-_MOST_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +84,16 @@ def find_project(start: Path) -> Path:
     if not start.is_dir():
         raise InputError(f"no such file or folder: {start}")
     for folder in (start.absolute(), *start.absolute().parents):
-        if (folder / NAME).is_file() and _section(_parsed(folder / NAME)[1]):
+        if (folder / NAME).is_file() and _section(parsed_toml(folder / NAME)[1]):
             return folder / NAME
     raise InputError(f"no {NAME} here or above has a {SECTION}: memsize check --init TARGET writes one")
 
 
 def read_project(file: Path) -> Project:
     """The sections of `file`; raises `InputError`, naming the line, for what cannot be meant."""
-    text, data = _parsed(file)
+    text, data = parsed_toml(file)
     section = _section(data)
-    _refuse_unknown("key", section, ("target", "select", "ignore", "severity"), f"{file.name}: [tool.memsize]")
+    refuse_unknown("key", section, ("target", "select", "ignore", "severity"), f"{file.name}: [tool.memsize]")
     sections = section.get("target", [])
     if not (isinstance(sections, list) and all(isinstance(each, dict) for each in sections)):
         raise InputError(f"{file.name}: write targets as {SECTION}, with two brackets")
@@ -110,16 +107,6 @@ def read_project(file: Path) -> Project:
         raise InputError(f'{file.name}: two targets are {quoted(twice)}: give each a name = "…" of its own')
     select, ignore = (_codes(file, section, key) for key in ("select", "ignore"))
     return Project(file, targets, select, ignore, _severities(file, section))
-
-
-def _parsed(file: Path) -> tuple[str, dict[str, Any]]:
-    try:
-        text = files.read(file, _MOST_BYTES).decode()
-        return text, tomllib.loads(text)
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is no TOML: {error}") from None
 
 
 def _section(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,24 +128,9 @@ def _told(file: Path, line: int, section: Mapping[str, Any]) -> CheckedTarget:
         raise InputError(f"{file.name}:{line}: {error}") from None
 
 
-_KEYS: Final[Mapping[str, tuple[type, ...]]] = {
+_KEYS: Final[Keys] = {
     "name": (str,),
-    "target": (str,),
-    "input": (str, list),
-    "inputs": (str,),
-    "arguments": (dict,),
-    "batch_size": (int,),
-    "seq_len": (int,),
-    "mode": (str,),
-    "train": (str,),
-    "loss": (str,),
-    "accumulate": (int,),
-    "ema": (bool,),
-    "scenario": (str,),
-    "gpu": (str,),
-    "stack": (str,),
-    "allocator": (str,),
-    "execute": (bool,),
+    **MODEL_KEYS,
     "limits": (dict,),
     "baseline": (str,),
     "max_growth": (str, int),
@@ -168,17 +140,16 @@ _KEYS: Final[Mapping[str, tuple[type, ...]]] = {
 
 def parse_section(section: Mapping[str, Any], line: int = 1) -> CheckedTarget:
     """One section as a value; raises `InputError` for a key or a value that cannot be meant."""
-    _refuse_unknown("key", section, _KEYS, SECTION)
+    refuse_unknown("key", section, _KEYS, SECTION)
     for key, value in section.items():
-        if not isinstance(value, _KEYS[key]) or (isinstance(value, bool) and bool not in _KEYS[key]):
-            raise InputError(f"{key} is {quoted(str(value))}: it should be {_words(_KEYS[key])}")
+        check_type(key, value, _KEYS[key])
     if not section.get("target"):
         raise InputError(f'{SECTION} needs a target, such as target = "model.py:Net"')
     target = CheckedTarget(
         section.get("name", section["target"]),
-        _subject(section),
+        subject_of(section),
         line,
-        _training(section),
+        training_of(section),
         scenario_named(section.get("scenario", "as-given")).name,
         section.get("gpu"),
         str(Stack.parse(section["stack"])) if "stack" in section else None,
@@ -192,51 +163,12 @@ def parse_section(section: Mapping[str, Any], line: int = 1) -> CheckedTarget:
     return target
 
 
-def _subject(section: Mapping[str, Any]) -> Subject:
-    given = section.get("input", [])
-    texts = [given] if isinstance(given, str) else given
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError('input is a text such as "3,64,64", or a list of such texts')
-    specs = tuple(map(parse_input, texts))
-    if specs and "inputs" in section:
-        raise InputError("give the inputs as input or as inputs, not as both")
-    return Subject(
-        section["target"],
-        specs,
-        source=section.get("inputs"),
-        batch_size=section.get("batch_size", 1),
-        seq_len=section.get("seq_len"),
-        arguments=section.get("arguments", {}),
-        mode=section.get("mode", "train"),
-    )
-
-
-def _training(section: Mapping[str, Any]) -> Training | None:
-    given = {key: section[key] for key in ("loss", "accumulate", "ema") if key in section}
-    if "train" not in section:
-        if given:
-            raise InputError(f'{next(iter(given))} is for training steps: name an optimizer, such as train = "adamw"')
-        return None
-    return Training(section["train"], **given)
-
-
 def _refuse_contradictions(target: CheckedTarget, section: Mapping[str, Any]) -> None:
     for bound in target.limits:
         if LIMITS[bound.name].of_peak == "training" and target.training is None:
             raise InputError(f'the limit {bound.name} needs training steps: name an optimizer, such as train = "adamw"')
     if "max_growth" in section and target.baseline is None:
         raise InputError('max_growth compares with a baseline: name its file, such as baseline = "memsize.json"')
-
-
-def _refuse_unknown(kind: str, given: Mapping[str, Any], known: Any, where: str) -> None:
-    for key in given:
-        if key not in known:
-            raise UnknownInputError(kind, key, known, problem=f"{where} has no {kind} {quoted(key)}")
-
-
-def _words(types: tuple[type, ...]) -> str:
-    words = {str: "a text", list: "a list", dict: "a table", int: "a whole number", bool: "true or false"}
-    return " or ".join(words[each] for each in types)
 
 
 def _codes(file: Path, section: Mapping[str, Any], key: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 250_000
 """Modules of a library's model: one of 384 experts in each of 60 layers has 120,000."""
 
-_FILES = {"hf": "huggingface", "timm": "pytorch_image_models", "torchvision": "vision"}
+FILES: Final = {"hf": "huggingface", "timm": "pytorch_image_models", "torchvision": "vision"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def named(target: Target, arguments: Mapping[str, object]) -> Named:
     Raises `TargetError` where the library is missing or broken, does not know the name, or cannot build it.
     """
     assert target.library is not None and target.name is not None
-    library = importlib.import_module(f"memsize.loading.hubs.{_FILES[target.library]}")
+    library = importlib.import_module(f"memsize.loading.hubs.{FILES[target.library]}")
     with random_numbers_kept(), quiet(), torchvision_importable(), compiler_late():
         found: Named = library.load(target.name, {**dict(target.options), **arguments})
     return found

@@ -46,6 +46,11 @@ _TABLES = (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPI
            "MODEL_FOR_BACKBONE_MAPPING_NAMES", "MODEL_FOR_PRETRAINING_MAPPING_NAMES")  # fmt: skip
 
 
+def names() -> list[str]:
+    """The model types that transformers has."""
+    return list(imported("transformers").CONFIG_MAPPING)
+
+
 def load(name: str, arguments: Mapping[str, object]) -> Named:
     """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it.
 

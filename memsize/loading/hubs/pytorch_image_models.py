@@ -10,6 +10,12 @@ from memsize.loading.hubs import Named, constructed, imported, unknown
 from memsize.spec.request import InputMaker, Request
 
 
+def names() -> list[str]:
+    """The models that timm has."""
+    found: list[str] = imported("timm").list_models()
+    return found
+
+
 def load(name: str, arguments: Mapping[str, object]) -> Named:
     """The model that timm builds by `name` without pretrained weights, and one batch of its images."""
     timm = imported("timm")

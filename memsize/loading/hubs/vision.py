@@ -21,6 +21,12 @@ _OBJECTS = 2
 _KEYPOINTS = 17
 
 
+def names() -> list[str]:
+    """The models that torchvision has."""
+    found: list[str] = imported("torchvision").models.list_models()
+    return found
+
+
 def load(name: str, arguments: Mapping[str, object]) -> Named:
     """The model that torchvision builds by `name` without weights, and one batch of what it takes."""
     models = imported("torchvision").models

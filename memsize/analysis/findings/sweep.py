@@ -1,0 +1,97 @@
+"""Rules about a sweep: what fits where, what needs most, which card is enough, and what could not be run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from memsize.records.finding import Finding, Rules
+from memsize.records.roles import noun
+from memsize.records.sweep import SweepRow, phrase_of, varying
+from memsize.units import Bytes
+
+Rows = Sequence[SweepRow]
+RULES = Rules[Rows]()
+
+
+@RULES.rule("sweep-fits")
+def what_fits(rows: Rows) -> Iterator[Finding]:
+    """How many cells fit each card, the smallest first."""
+    cards = _by_card(_ran(rows))
+    if not cards:
+        return
+    parts: list[str] = []
+    values: dict[str, object] = {}
+    for number, (name, found) in enumerate(cards.items()):
+        values |= {f"fit{number}": sum(row.outcome == "fits" for row in found), f"all{number}": len(found)}
+        values[f"gpu{number}"] = name
+        parts.append(f"{{fit{number}}} of {{all{number}}} on {{gpu{number}}}")
+    text = f"Of the cells that ran, these fit: {', '.join(parts)}."
+    yield Finding("sweep-fits", None, (), text, values, brief=text)
+
+
+@RULES.rule("sweep-smallest-card", "sweep-no-card")
+def the_smallest_card(rows: Rows) -> Iterator[Finding]:
+    """Where several cards were asked about: the smallest on which all fits."""
+    cards = _by_card(_ran(rows))
+    if len(cards) < 2:
+        return
+    enough = next((name for name, found in cards.items() if all(row.outcome == "fits" for row in found)), None)
+    if enough is None:
+        text = "No card fits all."
+        yield Finding("sweep-no-card", None, (), text, brief=text)
+    else:
+        text = "The smallest card that fits all is {gpu}."
+        yield Finding("sweep-smallest-card", None, (), text, {"gpu": enough}, brief=text)
+
+
+@RULES.rule("sweep-largest")
+def what_needs_most(rows: Rows) -> Iterator[Finding]:
+    """The cell with the largest peak, and what that consists of."""
+    ran = _ran(rows)
+    if len(ran) < 2:
+        return
+    row = max(ran, key=lambda each: each.reserved or 0)
+    role = max(row.roles, key=lambda each: row.roles[each])
+    values = {
+        "cell": phrase_of(row.settings, varying(rows)),
+        "reserved": Bytes(row.reserved or 0),
+        "role": noun(role),
+        "part": Bytes(row.roles[role]),
+        "phase": row.phase,
+    }
+    text = "The largest peak is that of {cell}: {reserved} reserved, {part} of them {role}, in {phase}."
+    yield Finding(
+        "sweep-largest",
+        row.reserved,
+        (),
+        text,
+        values,
+        brief="The largest peak is that of {cell}: {reserved} reserved.",
+    )
+
+
+@RULES.rule("sweep-failed")
+def what_failed(rows: Rows) -> Iterator[Finding]:
+    """The cells that could not be run, by reason."""
+    reasons: dict[str, list[SweepRow]] = {}
+    for row in rows:
+        if row.outcome == "failed":
+            reasons.setdefault(row.reason or "", []).append(row)
+    for number, (reason, found) in enumerate(sorted(reasons.items(), key=lambda each: -len(each[1]))):
+        targets = tuple(dict.fromkeys(row.settings["target"] for row in found))
+        failed = "1 cell" if len(found) == 1 else f"{len(found):,} cells"
+        text = "{failed} could not be run ({targets}): {reason}."
+        values = {"failed": failed, "targets": targets, "reason": reason}
+        yield Finding("sweep-failed", None, (), text, values, brief=text if number == 0 else "")
+
+
+def _ran(rows: Rows) -> list[SweepRow]:
+    return [row for row in rows if row.outcome != "failed"]
+
+
+def _by_card(rows: Rows) -> Mapping[str, list[SweepRow]]:
+    """The rows by the name of their card, the smallest card first."""
+    cards: dict[str, list[SweepRow]] = {}
+    for row in sorted(rows, key=lambda each: each.gpu_bytes or 0):
+        cards.setdefault(str(row.settings["gpu"]), []).append(row)
+    return cards

@@ -1,0 +1,213 @@
+"""A sweep as a document: what fits where in short, the largest batches that do, and every cell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from memsize.documents import Document, findings_data
+from memsize.documents.sections import (
+    Bars,
+    Cell,
+    Column,
+    Kind,
+    Label,
+    Limit,
+    Missing,
+    Path,
+    Remark,
+    Section,
+    Table,
+    Title,
+    listed,
+    role_part,
+)
+from memsize.records.roles import TITLES, noun
+from memsize.records.sweep import Sweep, SweepRow, phrase_of, setting_text
+from memsize.units import Bytes
+
+SCHEMA: Final = "memsize.sweep/1"
+MOST_BARS: Final = 12
+"""How many cells are drawn: those that need most, where there are more."""
+_OUTCOMES: Final = {"fits": "yes", "exceeds": "no", "unsure": "perhaps", "failed": "failed"}
+_SETTINGS: Final[Mapping[str, tuple[str, Kind, str]]] = {
+    "target": ("target", "name", "the model"),
+    "arguments": ("arguments", "text", "what it is built with"),
+    "input": ("input", "text", "the shape of its input"),
+    "inputs": ("inputs", "text", "the function that makes its inputs"),
+    "train": ("train", "text", "the optimizer; none is inference"),
+    "loss": ("loss", "text", "the loss"),
+    "accumulate": ("accumulate", "count", "backward passes in each step"),
+    "ema": ("EMA", "text", "whether an averaged copy of the parameters is kept"),
+    "scenario": ("scenario", "text", "how the model is stored and run"),
+    "mode": ("mode", "text", "training or evaluation mode"),
+    "stack": ("stack", "text", "PyTorch and CUDA on the GPU"),
+    "allocator": ("allocator", "text", "settings of the caching allocator"),
+    "execute": ("execute", "text", "whether it was really computed"),
+    "seq_len": ("tokens", "count", "tokens of each text"),
+    "batch_size": ("batch", "count", "samples in each batch"),
+    "gpu": ("GPU", "text", "where it is run"),
+}
+
+
+class SweepDocument(Document[Sweep]):
+    """A sweep."""
+
+    def sections(self) -> tuple[Section, ...]:
+        """The answer first; the largest batches where batches vary; then every cell."""
+        sweep = self.answer
+        return (
+            _title(sweep),
+            *self.opening(),
+            *([batch_table(sweep)] if "batch_size" in sweep.varying else []),
+            cell_table(sweep),
+            *self.reasons(),
+            *listed("Notes", tuple(_notes(sweep))),
+        )
+
+    def bars(self) -> Bars | None:
+        """The largest peak of each model; of one model, that of each way to run it."""
+        sweep = self.answer
+        keys = ("target",) if "target" in sweep.varying else tuple(key for key in sweep.varying if key != "gpu")
+        largest: dict[str, SweepRow] = {}
+        for row in sweep.sweep_rows:
+            name = " ".join(str(_setting(key, row) or "–") for key in keys or ("gpu",))
+            if row.requested is not None and row.requested > (largest[name].requested or 0 if name in largest else 0):
+                largest[name] = row
+        shown = sorted(largest.items(), key=lambda item: -(item[1].requested or 0))[:MOST_BARS]
+        if not shown:
+            return None
+        title = "largest peaks" if len(shown) < len(largest) else "peak" if keys != ("target",) else "largest peak"
+        rows = ((Label(name), row.roles) for name, row in shown)
+        bars = Bars.of(title, map(role_part, TITLES), rows)
+        cards = {(str(row.settings["gpu"]), row.gpu_bytes or 0) for row in sweep.sweep_rows}
+        return replace(bars, limit=Limit(*cards.pop())) if len(cards) == 1 else bars
+
+    def shorter(self, section: Section) -> Iterator[Section]:
+        """The first cells."""
+        if isinstance(section, Table):
+            for count in (40, 20, 10, 5):
+                if count < len(section.rows):
+                    caption = f"{section.title}: the first {count} of {len(section.rows):,} rows"
+                    yield replace(section, rows=section.rows[:count], remarks=(), caption=caption)
+
+    def figures(self, unit: str) -> dict[str, Any]:
+        """Every cell with its roles."""
+        sweep = self.answer
+        records = sweep.tables()["rows"].records()
+        cells = [
+            record | {"roles": dict(row.roles), "notes": row.notes}
+            for record, row in zip(records, sweep.sweep_rows, strict=True)
+        ]
+        return {
+            "schema": SCHEMA,
+            "name": sweep.name,
+            "varying": sweep.varying,
+            "reused": sweep.reused,
+            "cells": cells,
+            "findings": findings_data(sweep.findings, unit),
+        }
+
+
+def _title(sweep: Sweep) -> Title:
+    """Its name, how many cells there are, and what is the same for all of them."""
+    count = len(sweep.sweep_rows)
+    same = [key for key in sweep.used if key not in sweep.varying]
+    settings = sweep.sweep_rows[0].settings if count else {}
+    cells = f"{count:,} cell{'' if count == 1 else 's'}"
+    return Title(sweep.name, ((cells,), *((phrase_of(settings, [key]),) for key in same)))
+
+
+def batch_table(sweep: Sweep) -> Table:
+    """The largest of the batches that fits each GPU, for each model and way to run it."""
+    keys = [key for key in sweep.varying if key not in ("batch_size", "gpu")] or ["target"]
+    gpus = list(dict.fromkeys(str(row.settings["gpu"]) for row in sweep.sweep_rows))
+    found: dict[tuple[str, ...], dict[str, list[SweepRow]]] = {}
+    for row in sweep.sweep_rows:
+        place = tuple(str(_setting(key, row)) for key in keys)
+        found.setdefault(place, {}).setdefault(str(row.settings["gpu"]), []).append(row)
+    columns = (
+        *(_column(key, 100 - number) for number, key in enumerate(keys)),
+        *(Column(gpu, gpu, "count", 90, f"the largest batch that fits {gpu}") for gpu in gpus),
+    )
+    rows = tuple(
+        (
+            *(Label(part) if number == 0 else part for number, part in enumerate(place)),
+            *(_largest(of.get(gpu, ())) for gpu in gpus),
+        )
+        for place, of in found.items()
+    )
+    return Table("batches", "Batches", columns, rows, caption="The largest of these batches that fits")
+
+
+def _largest(rows: Sequence[SweepRow]) -> Cell:
+    fitting = [int(str(row.settings["batch_size"])) for row in rows if row.outcome == "fits"]
+    if fitting:
+        return max(fitting)
+    failed = next((row for row in rows if row.outcome == "failed"), None)
+    return Missing(failed.reason or "failed") if failed else "none" if rows else None
+
+
+def cell_table(sweep: Sweep) -> Table:
+    """Every cell: what it needs, whether it fits, and where its peak is."""
+    keys = list(dict.fromkeys(["target", *sweep.varying]))
+    columns = (
+        *(_column(key, 100 - number) for number, key in enumerate(keys)),
+        Column("outcome", "fits", "text", 89, "whether it fits the GPU"),
+        Column("reserved", "reserved", "bytes", 88, "what the caching allocator holds at its peak"),
+        Column("device", "device", "bytes", 87, "what nvidia-smi would show, at most"),
+        Column("left", "left", "bytes", 80, "what is left of the GPU, at least"),
+        Column("parameters", "parameters", "count", 60, "how many parameters the model has"),
+        Column("stored", "stored", "bytes", 62, "what the model itself stores"),
+        Column("mostly", "mostly", "text", 70, "the role with most bytes at the peak"),
+        Column("phase", "in", "text", 68, "the phase of the peak"),
+        Column("layer", "at", "name", 50, "the layer of the peak"),
+    )
+    rows = tuple((*(_named(key, row) for key in keys), *_figures(row)) for row in sweep.sweep_rows)
+    remarks = tuple(
+        Remark(phrase_of(row.settings, keys), "failed", row.reason or "") for row in sweep.sweep_rows if row.reason
+    )
+    return Table("cells", "Cells", columns, rows, remarks=remarks)
+
+
+def _column(key: str, weight: int) -> Column:
+    title, kind, meaning = _SETTINGS[key]
+    return Column(key, title, kind, weight, meaning)
+
+
+def _named(key: str, row: SweepRow) -> Cell:
+    return Label(str(row.settings[key])) if key == "target" else _setting(key, row)
+
+
+def _setting(key: str, row: SweepRow) -> str | int | None:
+    value = setting_text(row.settings.get(key))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, int) or value is None else str(value)
+
+
+def _figures(row: SweepRow) -> tuple[Cell, ...]:
+    if row.device is None:
+        return (_OUTCOMES[row.outcome], *[Missing(row.reason or "failed")] * 5, None, None, None)
+    return (
+        _OUTCOMES[row.outcome],
+        Bytes(row.reserved or 0),
+        Bytes(row.device.high),
+        Bytes(row.left or 0),
+        row.parameters,
+        Bytes(row.stored or 0),
+        noun(max(row.roles, key=lambda role: row.roles[role])) if row.roles else None,
+        row.phase,
+        Path(row.layer),
+    )
+
+
+def _notes(sweep: Sweep) -> Iterator[str]:
+    """What is to be said of the runs, each once, with how many cells it is about where not about all."""
+    ran = [row for row in sweep.sweep_rows if row.outcome != "failed"]
+    for note, count in Counter(note for row in ran for note in row.notes).items():
+        yield note if count == len(ran) else f"{count:,} of {len(ran):,} cells: {note}"
+    if sweep.reused:
+        yield f"{sweep.reused:,} of the cells were in the results file already"
