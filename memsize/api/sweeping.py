@@ -90,13 +90,15 @@ def sweep(
             if row is not None and not (retry and row.outcome == "failed"):
                 found[place] = row
         reused = len(found)
-        watch = _Watch(len(cells) - reused, say)
+        left, failed = len(cells) - reused, 0
+        say(f"running {left} cells")
         tasks = _tasks(asked.folder, {n: cell for n, cell in enumerate(cells) if n not in found}, jobs, timeout)
         for task, rows in _outcomes(tasks, jobs, backend, scheduler):
             found |= zip(task.places, rows, strict=True)
             if file:
                 file.add((row, made[row.settings["target"]]) for row in rows)
-            watch.done(rows)
+            failed += sum(row.outcome == "failed" for row in rows)
+            say(f"{len(found) - reused} of {left} cells" + (f", {failed} failed" if failed else ""))
     ordered = tuple(found[place] for place in range(len(cells)))
     return Sweep(asked.name, ordered, RULES.findings(ordered), reused)
 
@@ -323,31 +325,3 @@ def _reason(error: BaseException, timeout: float | None) -> str:
     if is_late(error):
         return f"it took more than {timeout:g} s"
     return str(error) if isinstance(error, MemsizeError) else f"this is a bug in memsize: {in_one_line(error)}"
-
-
-# -- progress ----------------------------------------------------------------------------------------------------------
-
-
-class _Watch:
-    """Says how far a sweep of `total` cells is, and about how long the rest takes."""
-
-    def __init__(self, total: int, say: Callable[[str], None]) -> None:
-        self._total, self._say = total, say
-        self._begun = time.monotonic()
-        self._done = self._failed = 0
-        say(f"running {total} cells")
-
-    def done(self, rows: Sequence[SweepRow]) -> None:
-        """Count some more cells."""
-        self._done += len(rows)
-        self._failed += sum(row.outcome == "failed" for row in rows)
-        left = (time.monotonic() - self._begun) / self._done * (self._total - self._done)
-        failed = f", {self._failed} failed" if self._failed else ""
-        self._say(f"{self._done} of {self._total} cells{failed}, about {_duration(left)} left")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
