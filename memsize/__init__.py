@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from memsize.records.serving import ServingReport
     from memsize.records.sweep import Sweep
     from memsize.records.verification import Verification
+    from memsize.records.world import World
     from memsize.spec.stack import Stack
     from memsize.spec.training import Training
 
@@ -104,6 +105,7 @@ __all__ = [
     "Training",
     "UnknownValueError",
     "Verification",
+    "World",
     "audit_layout",
     "check",
     "compare",
@@ -169,6 +171,7 @@ _HOMES = {
     "memsize.analysis.guard": ("Guard",),
     "memsize.analysis.step": ("StepTrace",),
     "memsize.spec.stack": ("Stack",),
+    "memsize.records.world": ("World",),
     "memsize.spec.training": ("Training",),
     "memsize.records.verification": ("Verification",),
     "memsize.cli.magic": ("load_ipython_extension",),

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 from benchmarks.zoo.operators import declare
 from memsize.cuda.cudnn.library import Library, installed
+from memsize.records.world import World
 
 # The plugin under test, also where the project was not installed anew since it became an entry point.
 pytest_plugins = ["memsize.pytest_plugin", "pytester"]
@@ -27,6 +29,8 @@ settings.register_profile(
     "memsize", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("memsize")
+# Of any sizes and ranks few are a world.
+st.register_type_strategy(World, st.builds(lambda nodes: World(6 * nodes, 6 * nodes - 1, nodes), st.integers(1, 9)))
 
 # What is shown must not depend on what else is installed: cuDNN is asked only by the tests that are about it. The
 # library to test with is kept for processes that pytest starts, which import this again.

@@ -190,14 +190,15 @@ def test_the_first_of_equal_peaks_counts() -> None:
 
 def test_roles_are_told_in_the_order_in_which_they_stay() -> None:
     expected = [
-        "parameter", "buffer", "master weight", "optimizer state", "workspace", "gradient", "input", "activation",
-        "cast copy", "output", "temporary",
+        "parameter", "buffer", "master weight", "optimizer state", "workspace", "gradient", "gathered parameter",
+        "unsharded gradient", "input", "activation", "cast copy", "communication", "output", "temporary",
     ]  # fmt: skip
     assert in_order(reversed(expected)) == expected  # type: ignore[arg-type]
     assert in_order(["output", "input", "output"]) == ["input", "output"]
     assert [noun(role) for role in in_order(expected)] == [  # type: ignore[arg-type]
-        "parameters", "buffers", "master weights", "optimizer state", "workspaces", "gradients", "inputs",
-        "activations", "cast copies", "outputs", "temporaries",
+        "parameters", "buffers", "master weights", "optimizer state", "workspaces", "gradients",
+        "gathered parameters", "unsharded gradients", "inputs", "activations", "cast copies", "communication buffers",
+        "outputs", "temporaries",
     ]  # fmt: skip
 
 
@@ -205,10 +206,11 @@ def test_how_much_a_table_wants_to_show_a_role() -> None:
     # What a step's peak is mostly made of is left out last; what there is little of, first
     ascending = sorted(TITLES, key=lambda role: TITLES[role].weight)
     assert ascending == [
-        "input", "output", "buffer", "workspace", "cast copy", "master weight", "KV cache", "optimizer state",
-        "temporary", "gradient", "activation", "parameter",
+        "input", "output", "buffer", "workspace", "cast copy", "communication", "unsharded gradient",
+        "gathered parameter", "master weight", "KV cache", "optimizer state", "temporary", "gradient", "activation",
+        "parameter",
     ]  # fmt: skip
-    assert [TITLES[role].weight for role in ascending] == [20, 30, 35, 40, 50, 54, 55, 56, 57, 58, 59, 60]
+    assert [TITLES[role].weight for role in ascending] == [20, 30, 35, 40, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60]
 
 
 # --- tables for Python
@@ -613,4 +615,4 @@ def test_words_stand_at_the_left_of_their_column_and_numbers_at_the_right(
 
 def test_what_decides_the_bytes_of_each_role() -> None:
     assert {"parameter", "gradient", "optimizer state", "master weight"} == PER_PARAMETER
-    assert PER_PARAMETER | {"buffer", "workspace"} == FIXED
+    assert PER_PARAMETER | {"buffer", "workspace", "gathered parameter", "unsharded gradient"} == FIXED

@@ -191,7 +191,7 @@ class FormatRun(Run):
         # The instruments of a plain run have only seen the inputs.
         self.ledger = FormatLedger(setup.device)
         self.calls = FormatCalls(setup.model, self.ledger)
-        self._enter_inputs()
+        self.enter_inputs()
 
     def found(self) -> FormatsRun:
         """What was seen."""

@@ -96,14 +96,15 @@ class Runner:
         setup = replace(self.setup(scenario), listener=listener)
         if scenario.recipe != "quantized" and not self.late:
             setup = replace(setup, stored=partial(self._stored_tensors, _held_as(scenario)))
-        before = set(_registered(setup.model))
+        before = _registered(setup.model)
         failed: ForwardError | None = None
         try:
             trace = workload.run(setup)
         except ForwardError as error:
             failed = error
-        if not self.late and (late := [name for name in _registered(setup.model) if name not in before]):
-            self.late = tuple(late)
+        after = _registered(setup.model)
+        if not self.late and len(after) > len(before):  # a wrapper inside the model gives them other names
+            self.late = tuple(name for name in after if name not in before)
             return self.run(workload, scenario, listener=listener)
         if failed is not None:
             raise failed

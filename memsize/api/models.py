@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from memsize.records.report import Report
     from memsize.records.serving import ServingReport
     from memsize.records.verification import Verification
+    from memsize.records.world import World
+    from memsize.workloads import Workload
 
+_ONE_RANK = (
+    "one process of many runs with step=, a function that shards the model and returns the body of its loop, "
+    "and without execute"
+)
 Question = TypeVar("Question", bound=Callable[..., Any])
 
 
@@ -109,6 +115,7 @@ def trace(
     loss: str | Callable[[Any], Any] | None = None,
     steps: int = 3,
     step: Callable[..., Any] | None = None,
+    world: World | None = None,
     accumulate: int = 1,
     set_to_none: bool = True,
     ema: bool = False,
@@ -127,8 +134,10 @@ def trace(
     output, or None for the loss that the output suggests. `steps` steps are run, each with `accumulate` backwards;
     `set_to_none` is `zero_grad`'s, `ema` keeps an averaged copy of the parameters, `scaler` uses a GradScaler (None:
     under float16 autocast). `step` replaces all of that by a loop of your own: ``step(model)`` is called once with a
-    copy of the model and returns the body of the loop, which is called `steps` times with the inputs. `gpu` is the GPU
-    to simulate, `stack` its PyTorch and CUDA, `config` the settings of its caching allocator, as
+    copy of the model and returns the body of the loop, which is called `steps` times with the inputs. With `world` it
+    runs as one process of many: ``step(model)`` shards or wraps the copy by PyTorch's own code (`fully_shard`,
+    `DistributedDataParallel`, `parallelize_module`), in a process group that is there already. `gpu` is the GPU to
+    simulate, `stack` its PyTorch and CUDA, `config` the settings of its caching allocator, as
     `PYTORCH_CUDA_ALLOC_CONF` writes them. `execute` really computes, on the CPU.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
@@ -142,12 +151,17 @@ def trace(
     where, asked, software = card(gpu or DEFAULT_GPU), scenario_named(scenario), Stack.of(stack)
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
     settings = AllocatorConfig.of(config, software.release)
+    if world is not None and (step is None or execute):
+        raise InputError(_ONE_RANK)
     with opened(subject, gpu=where.name, own=training is not None and training.is_own) as found:
         from memsize.analysis.runner import Runner, plans_of
+        from memsize.workloads.ranks import RankLoop
         from memsize.workloads.training import OwnLoop, step_workload
 
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans_of(where), stack=software)
-        workload = step_workload(training) if step is None else OwnLoop(step, steps)
+        workload: Workload = step_workload(training) if step is None else OwnLoop(step, steps)
+        if step is not None and world is not None:
+            workload = RankLoop(step, world, where, steps)
         return StepTrace(runner.run(workload, asked), where.name, settings)
 
 

@@ -94,7 +94,8 @@ def _refuse_sharded(model: nn.Module) -> None:
     )
     if sharded is not None:
         raise MemsizeError(
-            f"{type(sharded).__name__} holds shards of its parameters: pass the model as it is before it is sharded"
+            f"{type(sharded).__name__} holds shards of its parameters: pass the model as it is before it is sharded, "
+            "and shard it in the step of memsize.trace(…, world=…, step=…)"
         )
 
 

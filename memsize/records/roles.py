@@ -32,9 +32,12 @@ TITLES: Final[dict[str, RoleTitle]] = {
     "KV cache": RoleTitle("KV cache", 55, "#780c48"),
     "workspace": RoleTitle("workspaces", 40, "#cfd2d6", "model"),
     "gradient": RoleTitle("gradients", 58, "#b02319", "parameters"),
+    "gathered parameter": RoleTitle("gathered parameters", 53, "#7800d8", "model"),
+    "unsharded gradient": RoleTitle("unsharded gradients", 52, "#8a425a", "model"),
     "input": RoleTitle("inputs", 20, "#a57155"),
     "activation": RoleTitle("activations", 59, "#e08b2e"),
     "cast copy": RoleTitle("cast copies", 50, "#e4bf21"),
+    "communication": RoleTitle("communication buffers", 51, "#90fc8a"),
     "output": RoleTitle("outputs", 30, "#c38de6"),
     "temporary": RoleTitle("temporaries", 57, "#8fd48a"),
 }
@@ -54,7 +57,9 @@ else:
 
 An `activation` is kept for backward; an `output` is the model's own, and not kept; a `cast copy` is autocast's (or a
 wrapper's) copy of a parameter in another dtype, kept or not; a `KV cache` is what a language model keeps of the tokens
-that it has seen; a `temporary` is everything that an op made on the way.
+that it has seen. Where parameters are sharded, `parameter` and `gradient` are this rank's shards, a `gathered
+parameter` is a whole one while its layer runs, and an `unsharded gradient` is that of a whole one. A `communication`
+buffer is what a collective reads or writes, and nothing else. A `temporary` is everything that an op made on the way.
 """
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from memsize.records.roles import Role
+from memsize.records.world import ALONE, Collective, World
 
 Kind = Literal["parameter", "buffer", "attribute", "packed", "master"]
 """How a tensor is held: registered, as a plain attribute, inside a packed object of a quantized module; or, outside the
@@ -196,14 +197,6 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """Which process the run is that of: `rank` of `size`."""
-
-    size: int = 1
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
     """Everything one run showed. `layers` is in registration order, the model itself first; so is each further root."""
 
@@ -228,7 +221,9 @@ class Trace:
     failure: Failure | None = None
     roots: tuple[str, ...] = ("",)
     """The names of the root modules: ``""`` for the only one."""
-    world: World = World()
+    world: World = ALONE
+    collectives: tuple[Collective, ...] = ()
+    """In which the process took part, in order."""
     lines: tuple[str, ...] = ()
     """The lines outside of PyTorch that storages come from, the innermost of each (``"model.py:12"``)."""
     stack: str = ""

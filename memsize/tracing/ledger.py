@@ -29,8 +29,10 @@ from memsize.tracing.dispatch import DETACH, MetaDispatchMode, Op, has_own_dispa
 from memsize.tracing.functional import of_the_same_level
 from memsize.tracing.multiply_adds import FLOPS_OF_ONE
 
-_NOT_KEPT: frozenset[Role] = frozenset(("parameter", "buffer"))
+_NOT_KEPT: frozenset[Role] = frozenset(("parameter", "buffer", "gathered parameter"))
 """What is there anyway does not count as kept for backward."""
+_UNCLAIMED: frozenset[Role] = frozenset(("temporary", "communication"))
+"""Roles that a storage has until it turns out what it is for."""
 _new: Callable[..., Any] = tuple.__new__
 """Makes a named tuple of its values in order: a third of what its constructor takes, which is a function in Python."""
 
@@ -291,10 +293,7 @@ class Ledger(MetaDispatchMode):
     @staticmethod
     def addresses(tensor: torch.Tensor) -> set[int]:
         """The memory of `tensor`, as `read` names it; for a wrapper subclass, that of each inner tensor."""
-        if is_wrapper(tensor):
-            names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            return set().union(*(Ledger.addresses(getattr(tensor, name)) for name in names))
-        return {_address(tensor)}
+        return set(map(_address, plain_tensors(tensor)))
 
     def index_of(self, tensor: torch.Tensor) -> int:
         """The index of the live storage of `tensor`, -1 when the ledger has not seen it."""
@@ -303,9 +302,10 @@ class Ledger(MetaDispatchMode):
 
     def mark(self, tensor: torch.Tensor, role: Role) -> None:
         """Give the storage of `tensor` a role, unless it has one already."""
-        index = self.index_of(tensor)
-        if index >= 0 and self._roles[index] == "temporary":
-            self._roles[index] = role
+        for piece in plain_tensors(tensor):
+            index = self.index_of(piece)
+            if index >= 0 and self._roles[index] in _UNCLAIMED:
+                self._roles[index] = role
 
     def saved(self, tensor: torch.Tensor) -> SavedTensor:
         """A pack hook (`torch.autograd.graph.saved_tensors_hooks`): autograd keeps `tensor` for backward."""
@@ -326,7 +326,7 @@ class Ledger(MetaDispatchMode):
     def _keep(self, index: int, line: int) -> None:
         if self._saved_by[index] < 0:
             self._saved_by[index], self._saved_at[index] = self.clock.layer, line
-            if self._roles[index] == "temporary":
+            if self._roles[index] in _UNCLAIMED:
                 self._roles[index] = "activation"
 
     def forget_released(self) -> None:

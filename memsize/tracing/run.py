@@ -52,6 +52,20 @@ def gpu_semantics(
         yield semantics
 
 
+class Machine:
+    """Where the tensors of a run are: what records them, and what is open around the run."""
+
+    def ledger(self, setup: Setup) -> Ledger:
+        """A ledger of a run of `setup` here."""
+        return Ledger(setup.device, setup.workspaces)
+
+    def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
+        """The regions in which `ledger` records, the outermost first."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
+        watches = (resizes_seen(ledger), functional_transforms_allowed(), hooks)
+        return (*watches, ledger, setup.semantics(ledger))
+
+
 @dataclass(frozen=True)
 class Setup:
     """What to run: a copy of the user's model that memsize may run and change, its arguments, and the regions around
@@ -62,7 +76,7 @@ class Setup:
     scenario stores, and `sizes` gives the bytes of such parameters, by name. `stored` finds what the model stores.
     `masters` asks for float32 master weights in the optimizer, `scaled` for a GradScaler. `buckets` are those of
     distributed training, `workspaces` those of the simulated GPU with its software `stack`. `listener` receives the
-    calls that the run recorded.
+    calls that the run recorded, and `machine` is where it happens.
     """
 
     name: str
@@ -84,6 +98,7 @@ class Setup:
     stored: Callable[[nn.Module], tuple[StoredTensor, ...]] = stored_tensors
     listener: Callable[[Calls], None] = lambda _: None
     notes: tuple[str, ...] = ()
+    machine: Machine = field(default_factory=Machine)
 
 
 def stored_only(name: str, model: nn.Module) -> Trace:
@@ -101,12 +116,12 @@ class Run:
             in_mode(setup.model, setup.training)
             give_shapes(setup.model, setup.call, setup.training, setup.device)
         self.tensors = setup.stored(setup.model) if tables else ()
-        self.ledger = Ledger(setup.device, setup.workspaces)
+        self.ledger = setup.machine.ledger(setup)
         self.ledger.counts = tables
         self.calls = Calls(setup.model, self.ledger)
         self._notes: list[str] = []
         if enter:
-            self._enter_inputs()
+            self.enter_inputs()
 
     @contextmanager
     def recording(self, inner: bool = True) -> Iterator[None]:
@@ -115,15 +130,14 @@ class Run:
 
         With `inner` False only calls of the model itself are recorded, and nothing is known about layers.
         """
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.ledger.saved, attrgetter("tensor"))
         with undisturbed(), globals_kept(self.setup.model), ExitStack() as regions:
             if self.setup.device == "meta":
                 # Only small constants are computed, a mask at most: on a busy machine threads take many times as long.
                 torch.set_num_threads(1)
             try:
-                watches = (self.calls.watched(inner), resizes_seen(self.ledger), functional_transforms_allowed(), hooks)
+                machine = self.setup.machine.regions(self.setup, self.ledger)
                 with exits_caught():
-                    for region in (*watches, self.ledger, self.setup.semantics(self.ledger)):
+                    for region in (self.calls.watched(inner), *machine):
                         regions.enter_context(region)
                     yield
                     regions.close()
@@ -170,7 +184,8 @@ class Run:
     def _multiply_adds(self) -> Mapping[int, int] | None:
         return self.ledger.multiply_adds if any(seen.calls for seen in self.calls.seen) or self.calls.failed else None
 
-    def _enter_inputs(self) -> None:
+    def enter_inputs(self) -> None:
+        """Record what is there before the run: what the model stores, and its inputs."""
         ledger, sizes = self.ledger, self.setup.sizes
         for index, seen in enumerate(self.calls.seen):
             ledger.clock.layer = index

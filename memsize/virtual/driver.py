@@ -20,9 +20,8 @@ import torch
 
 from memsize.records.gpu import Card
 from memsize.virtual.memory import DeviceMemory
+from memsize.virtual.seat import SEAT, check_index
 
-INDEX: Final = 0
-DEVICE: Final = torch.device("cuda", INDEX)
 _TYPE: Final = 1
 """The number of the device type in streams (c10/core/DeviceType.h)."""
 
@@ -97,8 +96,8 @@ class Stream:
     """Of new streams: there is a pool of them, handed out in turn."""
 
     def __init__(self, device: Any = None, priority: int = 0, **known: Any) -> None:
-        self.device = DEVICE
-        self.device_index, self.device_type = INDEX, _TYPE
+        self.device = SEAT.device
+        self.device_index, self.device_type = SEAT.index, _TYPE
         self.priority = priority
         self.stream_id: int = known["stream_id"] if "stream_id" in known else next(self.numbers)
         self.cuda_stream = self.native_handle = self.stream_id
@@ -107,7 +106,7 @@ class Stream:
         return isinstance(other, Stream) and other.stream_id == self.stream_id
 
     def __hash__(self) -> int:
-        return hash((DEVICE, self.stream_id))
+        return hash((SEAT.device, self.stream_id))
 
     def __enter__(self) -> Stream:
         self._outer = torch.cuda.current_stream()
@@ -139,7 +138,7 @@ class Event:
     """A CUDA event: the time on the host when it was recorded."""
 
     def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
-        self.device = DEVICE
+        self.device = SEAT.device
         self.cuda_event = self.event_id = 0
         self._time = 0.0
 
@@ -194,8 +193,8 @@ class Driver:
         memory = self.memory
         arch = " ".join(f"sm_{major}{minor}" for major, minor in [self.card.capability])
         return {
-            "_cuda_getDeviceCount": _returning(1),
-            "_cuda_getDevice": _returning(INDEX),
+            "_cuda_getDeviceCount": _returning(SEAT.count),
+            "_cuda_getDevice": _returning(SEAT.index),
             "_cuda_setDevice": check_index,
             "_cuda_exchangeDevice": _exchanged,
             "_cuda_maybeExchangeDevice": _exchanged,
@@ -210,8 +209,8 @@ class Driver:
             "_cuda_isCurrentStreamCapturing": _returning(False),
             "_cuda_get_sync_debug_mode": _returning(0),
             "_cuda_set_sync_debug_mode": _returning(None),
-            "_cuda_getCurrentStream": lambda device: (self.stream, INDEX, _TYPE),
-            "_cuda_getDefaultStream": lambda device: (0, INDEX, _TYPE),
+            "_cuda_getCurrentStream": lambda device: (self.stream, SEAT.index, _TYPE),
+            "_cuda_getDefaultStream": lambda device: (0, SEAT.index, _TYPE),
             "_cuda_getCurrentRawStream": lambda device: self.stream,
             "_cuda_setStream": self._set_stream,
             "_cuda_memoryStats": lambda device: memory.stats(),
@@ -230,11 +229,12 @@ class Driver:
             "_cuda_record_memory_history": _returning(None),
             "_cuda_record_memory_history_legacy": _returning(None),
             "_cuda_memorySnapshot": lambda *pool: self.snapshot(),
-            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, INDEX, _TYPE),
-            "_scatter": lambda tensor, *rest: (tensor.to(DEVICE),),
+            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, SEAT.index, _TYPE),
+            "_scatter": lambda tensor, *rest: (tensor.to(SEAT.device),),
+            "_get_accelerator": _returning(torch.device("cuda")),
             "_accelerator_getAccelerator": _returning(torch.device("cuda")),
             "_accelerator_getDeviceCapability": lambda device: {"supported_dtypes": set(_TYPES_THERE)},
-            "_accelerator_getDeviceIndex": _returning(INDEX),
+            "_accelerator_getDeviceIndex": _returning(SEAT.index),
             "_accelerator_setDeviceIndex": check_index,
             "_accelerator_exchangeDevice": _exchanged,
             "_accelerator_maybeExchangeDevice": _exchanged,
@@ -249,7 +249,7 @@ class Driver:
             "_accelerator_resetAccumulatedStats": lambda device: memory.reset_accumulated(),
         }
 
-    def _set_stream(self, stream_id: int, device_index: int = INDEX, device_type: int = _TYPE) -> None:
+    def _set_stream(self, stream_id: int, device_index: int = 0, device_type: int = _TYPE) -> None:
         self._current.stream = stream_id
 
 
@@ -257,12 +257,6 @@ def _returning(answer: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: answer
 
 
-def check_index(device: int) -> None:
-    """PyTorch's error for a device that isn't there (c10/cuda/CUDAFunctions.cpp)."""
-    if device > INDEX:
-        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
-
-
 def _exchanged(device: int) -> int:
     check_index(device)
-    return INDEX if device >= 0 else -1
+    return SEAT.index if device >= 0 else -1

@@ -7,19 +7,35 @@ imported with ``from torch import zeros``) is answered here, where its op is dis
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from memsize.internals.pytree import arguments_in
+from memsize.model.tensor_storage import plain_tensors
+from memsize.ranks.collectives import (
+    NAMESPACES,
+    alike,
+    answer,
+    bytes_moved,
+    is_given_buffers,
+    kind_of,
+    ranks_of,
+    wrapped,
+    wraps,
+)
 from memsize.records.roles import Role
 from memsize.records.trace import Storage
+from memsize.records.world import Collective
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
-from memsize.virtual.driver import check_index
 from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
+from memsize.virtual.seat import check_index
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -82,6 +98,11 @@ class VirtualLedger(Ledger):
         self.current_stream: Callable[[], int] = lambda: 0
         self.streams: dict[int, int] = {}
         """The stream of each storage that is not on the default one."""
+        self.collectives: list[Collective] = []
+        self.alone = True
+        """Whether this process runs without the others of its group, if it is in one: collectives are answered here."""
+        self._in_pytorch = False
+        self._elsewhere: dict[int, torch.UntypedStorage] = {}
         super().__init__("meta", workspaces)
         self.evaluator.lenient = True
         self._observer = observer
@@ -90,11 +111,16 @@ class VirtualLedger(Ledger):
         if types and has_own_dispatch(types):
             return NotImplemented
         kwargs = kwargs or {}
+        if func.namespace in NAMESPACES and self.alone:
+            return self._between_ranks(func, types, args, kwargs)
+        return self._run(func, types, args, kwargs)
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
         if not self._is_on_gpu(func, args, device):
             return self._off_gpu(func, args, kwargs, device)
         if device is not None and device.type == "cuda":
-            check_index(device.index or 0)
+            check_index(-1 if device.index is None else device.index)
             kwargs = {**kwargs, "device": _META}
         with self._turn:
             _thread.depth += 1
@@ -106,12 +132,50 @@ class VirtualLedger(Ledger):
                 _thread.depth -= 1
                 self._observer()
 
+    def _between_ranks(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A collective; one on the GPU is recorded, and the buffers that it works on are marked."""
+        kind, given, clock = kind_of(func), is_given_buffers(func), self.clock
+        if wraps(func):
+            return wrapped(args[0])
+        with self._turn:
+            clock.tick()
+            before = len(self.events)
+            result = answer(kind, func, args) if given else self._run(func, types, args, kwargs)
+            self.last_op = func._overloadpacket.__name__
+            if kind is not None and on_gpu(args):
+                moved, ranks = bytes_moved(args, None if given else result), ranks_of(args)
+                self.collectives.append(Collective(kind, moved, ranks, clock.phase, clock.layer, before))
+                for tensor in arguments_in(args) if given else ():
+                    self.mark(tensor, "communication")
+            elif kind is not None and given:
+                alike(kind, args)
+        return result
+
+    @contextmanager
+    def in_pytorch(self) -> Iterator[None]:
+        """While open, PyTorch's own C++ code makes tensors like those that it has: on the GPU."""
+        self._in_pytorch = True
+        try:
+            yield
+        finally:
+            self._in_pytorch = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While open, this thread asks PyTorch about shapes: it runs ops that are none of the program's."""
+        with _disable_current_modes():
+            _thread.depth += 1
+            try:
+                yield
+            finally:
+                _thread.depth -= 1
+
     def _is_on_gpu(self, func: Any, args: Any, device: torch.device | None) -> bool:
         if on_gpu(args) or (func is _SET_STORAGE and args[0].is_meta):
             return True
         if device is None or device.type == "cpu" or (func is _TO_COPY and is_own_meta(args[0])):
             return False
-        return _names_gpu(device) or self.clock.layer >= 0 or bool(self.clock.backward)
+        return _names_gpu(device) or self._in_pytorch or self.clock.layer >= 0 or bool(self.clock.backward)
 
     def _off_gpu(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> Any:
         """Run an op on the CPU, or on the program's own `meta` tensors, which nobody records."""
@@ -171,12 +235,36 @@ class VirtualLedger(Ledger):
             found[index] = found[index]._replace(stream=stream)
         return tuple(found)
 
+    @contextmanager
+    def elsewhere(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """While open, these tensors are not on the GPU: whoever shards or moves them there makes others."""
+        storages = [piece.untyped_storage() for tensor in tensors for piece in plain_tensors(tensor)]
+        self._elsewhere = {storage._cdata: storage for storage in storages}
+        try:
+            yield
+        finally:
+            self._elsewhere = {}
+
+    def enter(self, tensor: torch.Tensor, role: Role, op: str = "", size: int | None = None) -> int:
+        """As the base class; nothing for what is `elsewhere`."""
+        if self._elsewhere and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._elsewhere:
+            return -1
+        return super().enter(tensor, role, op, size)
+
     def place(self, tensor: torch.Tensor, role: Role, layer: int) -> None:
         """Give the storage of `tensor` a role and a layer that were not known when it was made."""
         index = self.index_of(tensor)
         if index >= 0:
             self._roles[index] = role
             self._layers[index] = layer
+
+    def own(self, module: nn.Module, layer: int) -> None:
+        """What `module` itself stores is a parameter or a buffer of its layer."""
+        roles: tuple[tuple[Role, Any], ...] = (("parameter", module._parameters), ("buffer", module._buffers))
+        for role, held in roles:
+            for tensor in held.values():
+                for piece in () if tensor is None else plain_tensors(tensor):
+                    self.place(piece, role, layer)
 
     def belongs(self, tensor: torch.Tensor, owner: torch.Tensor) -> None:
         """Let the storage of `tensor`, which no module made, be in the layer of that of `owner`."""

@@ -18,7 +18,6 @@ from memsize.internals.pytree import arguments_in, tensors_in
 from memsize.internals.user_code import users_frames, variables
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors, spec_of
-from memsize.records.roles import Role
 from memsize.records.trace import InputTensor, StoredTensor
 from memsize.tracing.module_calls import Calls, Seen, kernel_size, module_type, version_of
 from memsize.virtual.ledger import VirtualLedger
@@ -79,7 +78,7 @@ class ProgramCalls(Calls):
         for path, each in module.named_modules():
             if self._index(each) < 0:
                 self._known[id(each)] = weakref.ref(each), len(self.seen)
-                self._own(each, len(self.seen))
+                self._ledger.own(each, len(self.seen))
                 depth = path.count(".") + 1 if path else 0
                 leaf = not any(True for _ in each.children())
                 held: Any = weakref.proxy(each)
@@ -95,13 +94,6 @@ class ProgramCalls(Calls):
         names = [name for name, value in around if value is module and name != "self" and name not in taken]
         name = names[0] if names else module_type(module)
         return next(each for each in chain([name], (f"{name}#{n}" for n in count(2))) if each not in taken)
-
-    def _own(self, module: nn.Module, index: int) -> None:
-        roles: tuple[tuple[Role, Any], ...] = (("parameter", module._parameters), ("buffer", module._buffers))
-        for role, held in roles:
-            for tensor in held.values():
-                for piece in () if tensor is None else plain_tensors(tensor):
-                    self._ledger.place(piece, role, index)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

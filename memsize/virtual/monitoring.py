@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from memsize.virtual.driver import Driver, check_index
+from memsize.virtual.driver import Driver
+from memsize.virtual.seat import check_index
 from memsize.virtual.tensors import Replacement
 
 _SUCCESS = 0

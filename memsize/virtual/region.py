@@ -20,13 +20,16 @@ import torch.cuda.nvtx
 import torch.utils.data
 
 from memsize.errors import InputError
+from memsize.ranks import group
+from memsize.records.world import World
 from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.ledger import resizes_seen
 from memsize.tracing.overrides import devices_checked
 from memsize.tracing.run import gpu_semantics
 from memsize.virtual import graphs, monitoring, processes, tensors
-from memsize.virtual.driver import Driver, Event, Stream, check_index
+from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.seat import SEAT, check_index, seated
 from memsize.virtual.tensors import Replacement
 from memsize.virtual.threads import Threads
 
@@ -45,18 +48,23 @@ _open = threading.Lock()
 
 
 @contextmanager
-def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacement] = ()) -> Iterator[None]:
+def virtual_gpu(
+    driver: Driver, ledger: VirtualLedger, more: Iterable[Replacement] = (), world: World | None = None
+) -> Iterator[None]:
     """While open, this process has the GPU of `driver`, and what happens on it is recorded in `ledger`; `more` is
-    replaced besides.
+    replaced besides. It is one of the processes of `world`, as a launcher would have started it; with None, it was
+    started alone.
 
-    Raises `InputError` when a region is open already.
+    Raises `InputError` when a region is open already, or when this process is in a group that `world` is not.
     """
     if not _open.acquire(blocking=False):
         raise InputError("this process has a virtual GPU already")
     with ExitStack() as regions:
         regions.callback(_open.release)
         regions.callback(_forget_answers)
-        regions.enter_context(processes.groups_left())
+        ledger.alone = not group.is_joined()
+        regions.enter_context(group.started(world))
+        regions.enter_context(seated(world or World()))
         _forget_answers()
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
         regions.enter_context(devices_checked(check_index))
@@ -65,7 +73,8 @@ def virtual_gpu(driver: Driver, ledger: VirtualLedger, more: Iterable[Replacemen
         semantics = regions.enter_context(gpu_semantics(ledger, capability=driver.card.capability))
         ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
-        regions.enter_context(_replaced((threads.replacement(), *_replacements(driver, ledger), *more)))
+        replaced = (threads.replacement(), *_replacements(driver, ledger, world or World()), *more)
+        regions.enter_context(_replaced(replaced))
         yield
 
 
@@ -77,11 +86,11 @@ def _forget_answers() -> None:
                 known.cache_clear()
 
 
-def _replacements(driver: Driver, ledger: VirtualLedger) -> Iterator[Replacement]:
+def _replacements(driver: Driver, ledger: VirtualLedger, world: World) -> Iterator[Replacement]:
     yield torch, "compile", _uncompiled(ledger)
     yield from graphs.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from monitoring.replacements(driver)
-    yield from processes.replacements()
+    yield from processes.replacements(world, ledger)
     yield from tensors.replacements(lambda parameter: ledger.mark(parameter, "parameter"))
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
@@ -95,6 +104,7 @@ def _of_cuda(driver: Driver) -> Iterator[Replacement]:
     yield cuda, "_cached_device_count", None
     yield cuda, "_is_in_bad_fork", lambda: False
     yield cuda, "_get_device_properties", lambda device: driver.properties
+    yield cuda, "current_device", lambda: SEAT.index
     yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
     yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
     yield cuda, "default_generators", (driver.seed,)

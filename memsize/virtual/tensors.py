@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from memsize.constants.values import CONSTANT
-from memsize.virtual.driver import DEVICE, INDEX, check_index
 from memsize.virtual.ledger import below_autograd
 from memsize.virtual.own_meta import is_own_meta
+from memsize.virtual.seat import SEAT, check_index
 
 _TYPES = {
     f"{name}Tensor": getattr(torch, dtype)
@@ -41,19 +41,20 @@ _data: Any = vars(_base)["data"]
 def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     """What `Tensor` has to answer; `moved` is called with each parameter whose data went to the GPU."""
     original_type = Tensor.type
-    yield Tensor, "device", property(lambda t: DEVICE if is_stand_in(t) else _device.__get__(t))
+    yield Tensor, "device", property(lambda t: SEAT.device if is_stand_in(t) else _device.__get__(t))
     yield Tensor, "is_cuda", property(lambda t: is_stand_in(t) or _is_cuda.__get__(t))
     yield Tensor, "data", property(_data.__get__, _setter(moved))
     yield Tensor, "to", _with_data(Tensor.to)
     yield Tensor, "cuda", _with_data(Tensor.cuda, always=True)
     yield Tensor, "data_ptr", _tensor_address
     yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
-    yield Tensor, "get_device", lambda t: INDEX if is_stand_in(t) else _base.get_device(t)
+    yield Tensor, "get_device", lambda t: SEAT.index if is_stand_in(t) else _base.get_device(t)
     yield Tensor, "pin_memory", lambda t, *device: t
     yield Tensor, "is_pinned", lambda t, *device: False
     yield Tensor, "record_stream", lambda t, stream: None
     yield Tensor, "type_as", lambda t, other: t.to(other)
     yield Tensor, "type", _type(original_type)
+    yield Tensor, "_make_wrapper_subclass", staticmethod(_on_meta(Tensor._make_wrapper_subclass))
     yield torch._C._nn, "_parse_to", _by_number(torch._C._nn._parse_to)
     yield torch, "_has_compatible_shallow_copy_type", _compatible(torch._has_compatible_shallow_copy_type)
     yield torch, "Generator", Generator
@@ -92,6 +93,18 @@ def _tensor_address(tensor: Tensor) -> int:
     if is_stand_in(tensor):
         address = tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
     return address
+
+
+def _on_meta(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A wrapper around stand-ins is where they are: autograd asks each tensor's device for its streams."""
+
+    def made(*args: Any, **options: Any) -> Tensor:
+        device = options.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            options["device"] = torch.device("meta")
+        return original(*args, **options)
+
+    return made
 
 
 def _storage_address(original: Callable[[Any], int]) -> Callable[[Any], int]:
@@ -142,7 +155,7 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
             name: str = original(tensor)
             return name.replace("torch.meta.", "torch.cuda.") if is_stand_in(tensor) else name
         kind = _old_type(dtype)
-        return original(tensor, dtype, **options) if kind is None else tensor.to(DEVICE, kind)
+        return original(tensor, dtype, **options) if kind is None else tensor.to(SEAT.device, kind)
 
     return answer
 
@@ -155,8 +168,8 @@ class _OldType(type):
     def __call__(cls, *args: Any) -> Tensor:
         sizes = len(args) == 1 and isinstance(args[0], torch.Size)
         if sizes or all(isinstance(size, int) for size in args):
-            return torch.empty(*args or (0,), dtype=cls.dtype, device=DEVICE)
-        return torch.as_tensor(args[0], dtype=cls.dtype).to(DEVICE)
+            return torch.empty(*args or (0,), dtype=cls.dtype, device=SEAT.device)
+        return torch.as_tensor(args[0], dtype=cls.dtype).to(SEAT.device)
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_cuda and value.dtype is cls.dtype
@@ -175,7 +188,7 @@ def _default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
     def choose(named: Any) -> None:
         kind = _old_type(named)
-        torch.set_default_device(None if kind is None else DEVICE)
+        torch.set_default_device(None if kind is None else SEAT.device)
         if kind is None:
             original(named)
         elif kind.is_floating_point:
@@ -204,10 +217,10 @@ class Generator(torch._C.Generator):
         named = torch.device(device)
         made._on_gpu = named.type == "cuda"
         if made._on_gpu:
-            check_index(named.index or 0)
+            check_index(-1 if named.index is None else named.index)
         return made
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where its numbers are drawn."""
-        return DEVICE if self._on_gpu else torch.device("cpu")
+        return SEAT.device if self._on_gpu else torch.device("cpu")

@@ -69,8 +69,8 @@ def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
 @contextmanager
 def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
-    """While open, every optimizer's `step` in this thread, or `everywhere`, is its own phase, and the state that it
-    makes is marked.
+    """While open, every optimizer's `step` in this thread, or `everywhere`, is its own phase; the gradients that it
+    takes and the state that it makes are marked.
     """
     phases: defaultdict[int, list[Any]] = defaultdict(list)
     thread = threading.get_ident()
@@ -78,6 +78,9 @@ def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         here = threading.get_ident()
         if everywhere or here == thread:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                if parameter.grad is not None:
+                    ledger.mark(parameter.grad, "gradient")
             phases[here].append(ledger.clock.during("optimizer"))
             phases[here][-1].__enter__()
 

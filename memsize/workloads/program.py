@@ -20,6 +20,7 @@ from memsize.internals.user_code import line_of, running_line, users_frames
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
 from memsize.records.trace import Failure, Layer, StoredTensor, Trace
+from memsize.records.world import World
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import layer_rows
 from memsize.units import format_bytes
@@ -47,6 +48,8 @@ class StopProgram(BaseException):
 class Program:
     """A program on a GPU that isn't there, until it has made `steps` optimizer steps (0: to its own end).
 
+    `world` is the job of which it is one process (None: it was started alone).
+
     `snapshot` makes of what has run what `torch.cuda.memory._snapshot` returns.
     """
 
@@ -59,10 +62,12 @@ class Program:
         steps: int = 3,
         files: Files | None = None,
         snapshot: Callable[[Trace, AllocatorConfig], dict[str, Any]] = lambda trace, config: {},
+        world: World | None = None,
     ) -> None:
         self.name = name
         self.card = card
         self.config = config
+        self.world = world
         self.stopped = False
         self.waits = Waits()
         self.held: tuple[Held, ...] = ()
@@ -106,7 +111,7 @@ class Program:
         shown = threading, "excepthook", _unless_stopped(threading.excepthook)
         own = (self.calls.replacement(), *self.steps.replacements(), shown, *self.files.replacements())
         with (
-            virtual_gpu(driver, self.ledger, (*own, *more)),
+            virtual_gpu(driver, self.ledger, (*own, *more), self.world),
             steps_watched(self.ledger, everywhere=True),
             self.steps.counted(),
             trackers_off(),
@@ -219,6 +224,8 @@ class Program:
             failure=_failure(error, ledger, seen),
             roots=tuple(names),
             lines=ledger.lines,
+            world=self.world or World(),
+            collectives=tuple(ledger.collectives),
         )
 
 

@@ -107,8 +107,6 @@ class ProgramSteps:
         self._begun()
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             self._ledger.mark(parameter, "parameter")
-            if parameter.grad is not None:
-                self._ledger.mark(parameter.grad, "gradient")
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, state in optimizer.state.items():

@@ -79,14 +79,20 @@ class OwnLoop:
         args, kwargs = setup.call
         with run.recording(), _as_trained(run):
             with run.ledger.clock.during("setup"):
-                body: Any = self.make_body(setup.model)
-            if not callable(body):
-                raise InputError(f"step(model) returned {body!r}: it has to return the body of the loop, a function")
+                body = body_of(self.make_body, setup.model)
             for number in range(1, self.steps + 1):
                 run.ledger.clock.step = number
                 with run.ledger.clock.during("step"), setup.autocast():
                     body(*args, **kwargs)
         return run.trace()
+
+
+def body_of(make_body: Callable[[nn.Module], Body], model: nn.Module) -> Body:
+    """The body of a loop; raises `InputError` where none was returned."""
+    body: Any = make_body(model)
+    if not callable(body):
+        raise InputError(f"step(model) returned {body!r}: it has to return the body of the loop, a function")
+    return body  # type: ignore[no-any-return]
 
 
 def step_workload(training: Training | None) -> Inference | TrainingSteps:
@@ -98,13 +104,22 @@ def step_workload(training: Training | None) -> Inference | TrainingSteps:
 def _as_trained(run: Run) -> Iterator[None]:
     """Gradient mode, optimizers' steps as phases, and gradients marked as they are accumulated."""
     trained, buckets = _trainable(run.setup.model), run.setup.buckets
-    handles = [p.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for p in trained]
     held = buckets.hold(trained, run.ledger) if buckets else []
     try:
-        with torch.enable_grad(), steps_watched(run.ledger):
+        with torch.enable_grad(), steps_watched(run.ledger), gradients_marked(run):
             yield
     finally:
         held.clear()
+
+
+@contextmanager
+def gradients_marked(run: Run) -> Iterator[None]:
+    """While open, the gradients of the run's model are marked as they are accumulated."""
+    trained = _trainable(run.setup.model)
+    handles = [each.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for each in trained]
+    try:
+        yield
+    finally:
         for handle in handles:
             handle.remove()
 

@@ -1,0 +1,145 @@
+"""Collectives without the other ranks: what each operator of `c10d` returns, which tensors it moves, how many bytes.
+
+Nothing is sent: the other ranks are taken to have sent what this one sends. A broadcast leaves its buffers as they are,
+and on the CPU, where code reads it, so does each part of what is gathered; what other collectives write is not known.
+
+The schemas are those of torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from memsize.constants.values import state_of
+from memsize.errors import InputError
+from memsize.internals.pytree import arguments_in
+from memsize.records.world import CollectiveKind
+
+_KINDS: Final[dict[str, CollectiveKind | None]] = {
+    "c10d::allreduce_": "all-reduce",
+    "c10d::allreduce_coalesced_": "all-reduce",
+    "c10d::allgather_": "all-gather",
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::allgather_coalesced_": "all-gather",
+    "c10d::allgather_into_tensor_coalesced_": "all-gather",
+    "c10d::reduce_scatter_": "reduce-scatter",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "c10d::alltoall_": "all-to-all",
+    "c10d::alltoall_base_": "all-to-all",
+    "c10d::broadcast_": "broadcast",
+    "c10d::reduce_": "reduce",
+    "c10d::gather_": "gather",
+    "c10d::scatter_": "scatter",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+    "c10d::recv_any_source_": "receive",
+    "c10d::barrier": "barrier",
+    "c10d::monitored_barrier_": "barrier",
+    "c10d::check_for_nan": None,
+    "_c10d_functional::all_reduce": "all-reduce",
+    "_c10d_functional::all_reduce_": "all-reduce",
+    "_c10d_functional::all_reduce_coalesced": "all-reduce",
+    "_c10d_functional::all_reduce_coalesced_": "all-reduce",
+    "_c10d_functional::all_gather_into_tensor": "all-gather",
+    "_c10d_functional::all_gather_into_tensor_out": "all-gather",
+    "_c10d_functional::all_gather_into_tensor_coalesced": "all-gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    "_c10d_functional::reduce_scatter_tensor_out": "reduce-scatter",
+    "_c10d_functional::reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "_c10d_functional::all_to_all_single": "all-to-all",
+    "_c10d_functional::broadcast": "broadcast",
+    "_c10d_functional::broadcast_": "broadcast",
+    "_c10d_functional::isend": "send",
+    "_c10d_functional::irecv": "receive",
+    "_c10d_functional::batch_p2p_ops": "send",
+    "_c10d_functional::wait_tensor": None,
+    "_c10d_functional::_wrap_tensor_autograd": None,
+    "_dtensor::shard_dim_alltoall": "all-to-all",
+}
+"""What each operator does; None for one that moves nothing."""
+NAMESPACES: Final = frozenset(name.partition("::")[0] for name in _KINDS)
+_LEFT: Final = (None, "broadcast", "send", "barrier")
+"""What leaves the buffers as they are, where the ranks are alike."""
+_ON_BUFFERS: Final = "c10d"
+"""The operators that work on buffers that are given; the others return new ones, and have `meta` kernels."""
+
+
+def kind_of(func: Any) -> CollectiveKind | None:
+    """What the operator `func`, of one of the `NAMESPACES`, does; None where it moves nothing.
+
+    Raises `InputError` for one that is not known.
+    """
+    name = f"{func.namespace}::{func._overloadpacket.__name__}"
+    if name not in _KINDS:
+        raise InputError(f"no known collective: {name}, which memsize would have to answer for the other ranks")
+    return _KINDS[name]
+
+
+def is_given_buffers(func: Any) -> bool:
+    """Whether `func` works on buffers that it is given, and returns no new ones."""
+    return bool(func.namespace == _ON_BUFFERS)
+
+
+def wraps(func: Any) -> bool:
+    """Whether `func` only wraps what a collective returned, until somebody waits for it."""
+    return bool(func._overloadpacket.__name__ == "_wrap_tensor_autograd")
+
+
+def wrapped(tensor: Tensor) -> Tensor:
+    """What such an operator returns on a GPU: its kernel for `meta` returns a copy."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(tensor)
+
+
+def bytes_moved(args: Any, result: Any) -> int:
+    """The larger of what goes into a collective and what comes out of it."""
+    sides = [sum(tensor.numel() * tensor.element_size() for tensor in _tensors(side)) for side in (*args, result)]
+    return max(sides, default=0)
+
+
+def ranks_of(args: Any) -> int:
+    """How many ranks take part in a collective with these arguments."""
+    for each in args:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in each._type().name():  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(each).size()
+    names = [each for each in args if isinstance(each, str)]
+    groups: Any = dist.distributed_c10d
+    group = groups._resolve_process_group(names[-1]) if names else groups._get_default_group()
+    return int(group.size())
+
+
+def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
+    """What an operator of ``c10d`` on given buffers returns: those, and work that is done already."""
+    buffers = list(_tensors(args[:1]))
+    for tensor in () if kind in _LEFT else buffers:
+        if tensor.is_meta and (state := state_of(tensor)) is not None:
+            state.invalidate()
+    results = [_done(buffers) if "Work" in str(each.type) else args[0] for each in func._schema.returns]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _done(buffers: Sequence[Tensor]) -> Any:
+    """Work that is over, with a future that holds `buffers`: DistributedDataParallel's reducer waits for that."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(list(buffers))
+    module: Any = torch._C._distributed_c10d
+    return module._create_work_from_future(future).boxed()
+
+
+def _tensors(value: Any) -> Any:
+    return arguments_in(value if isinstance(value, (list, tuple)) else (value,))
+
+
+def alike(kind: CollectiveKind, args: Any) -> None:
+    """Fill what a collective writes on the CPU as if each rank sent what this one sends."""
+    if kind in ("all-gather", "gather"):
+        source = next(_tensors(args[1:2])).reshape(-1)
+        for output in _tensors(args[:1]):
+            output.view(-1).copy_(source.repeat(output.numel() // max(source.numel(), 1)))

@@ -1,0 +1,120 @@
+"""The process group of one rank: PyTorch's own fake one, of as many processes as the world has, in this process alone.
+
+Whoever joins a group here, by any backend, joins this one; subgroups and device meshes are PyTorch's own over it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from memsize.errors import InputError
+from memsize.records.world import World
+
+Replacement = tuple[Any, str, Any]
+"""What is replaced: its owner, its name there, and what takes its place."""
+JOINED: Final = (
+    "this process is in a process group already, which memsize leaves alone: ask before init_process_group, "
+    "or after destroy_process_group"
+)
+_OPENS: Final = ("new_group", "split_group")
+"""What makes subgroups, with a backend of their own."""
+
+
+def environment(world: World) -> dict[str, str]:
+    """The variables that torchrun sets for a process, by name."""
+    return {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        "GROUP_RANK": str(world.node),
+        "GROUP_WORLD_SIZE": str(world.nodes),
+        "ROLE_RANK": str(world.rank),
+        "ROLE_WORLD_SIZE": str(world.size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def wanted(size: int, world: World) -> str:
+    """Says that a program asked for another number of processes than it is run with."""
+    gpus = f"{world.size} GPUs" if world.size > 1 else "one GPU"
+    return f"this program wants {size} processes, one for each GPU, and it is run with {gpus}"
+
+
+def is_available() -> bool:
+    """Whether this build of PyTorch has process groups."""
+    return dist.is_available()
+
+
+def is_joined() -> bool:
+    """Whether this process is in a group."""
+    return is_available() and dist.is_initialized()
+
+
+@contextmanager
+def started(world: World | None) -> Iterator[None]:
+    """While open, this process has the environment of that rank, if any is named; afterwards it is in no group that it
+    joined meanwhile.
+
+    Raises `InputError` for a rank of a process that is in a group already, which may be of real processes.
+    """
+    there = is_joined()
+    if world is not None and not is_available():
+        raise InputError("this build of PyTorch has no torch.distributed")
+    if world is not None and there:
+        raise InputError(JOINED)
+    if world is not None:
+        import torch.distributed.optim  # noqa: F401 (TorchScript compiles it, from functions that are replaced next)
+    before, hook = dict(os.environ), sys.excepthook
+    os.environ.update({} if world is None else environment(world))
+    try:
+        yield
+    finally:
+        if not there and is_joined():
+            dist.destroy_process_group()
+        sys.excepthook = hook
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def replacements(world: World) -> Iterator[Replacement]:
+    """What joins this process to groups."""
+    import torch.distributed.device_mesh as meshes
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    group: Any = dist.distributed_c10d
+    original = group.init_process_group
+
+    def joined(backend: Any = None, method: Any = None, timeout: Any = None, world_size: int = -1, **_: Any) -> None:
+        if world_size not in (-1, world.size):
+            raise InputError(wanted(world_size, world))
+        if not dist.is_initialized():  # a loop of the user's own may begin with it, where the group is there
+            original("fake", rank=world.rank, world_size=world.size, store=FakeStore())
+
+    for owner in (dist, group, meshes):
+        yield owner, "init_process_group", joined
+        for name in _OPENS:
+            if hasattr(owner, name):
+                yield owner, name, _without_backend(getattr(group, name))
+    for owner in (dist, group):
+        yield owner, "is_nccl_available", lambda: True
+
+
+def _without_backend(original: Callable[..., Any]) -> Callable[..., Any]:
+    def opened(*args: Any, **options: Any) -> Any:
+        for name in ("backend", "pg_options", "device_id"):
+            options.pop(name, None)
+        return original(*args[:2], **options)
+
+    return opened

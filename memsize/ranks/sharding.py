@@ -1,0 +1,79 @@
+"""What PyTorch's own sharding code does beside the run, set aside; and what its tensors are for.
+
+DTensor asks what shape a result has by running each op once more, on tensors of the whole size that are never there.
+FSDP's collectives work on buffers, from which it fills those of the gathered parameters.
+
+Source: torch/distributed/tensor/_sharding_prop.py, torch/distributed/fsdp/_fully_shard (2.11 to 2.14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.nn.parallel.distributed
+
+from memsize.ranks.group import Replacement
+from memsize.tracing.ledger import Ledger
+
+Region = Callable[[], AbstractContextManager[None]]
+
+
+def replacements(ledger: Ledger, aside: Region, in_pytorch: Region) -> Iterator[Replacement]:
+    """What is replaced while sharded code runs under `ledger`: within `aside` nothing is recorded, and within
+    `in_pytorch` tensors of no named device are on the GPU.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.nn.parallel import DistributedDataParallel
+
+    yield _within(aside, ShardingPropagator, "_propagate_tensor_meta_non_cached")
+    for name in ("_ddp_init_helper", "_pre_forward"):  # makes the buckets, and makes them once more
+        yield _within(in_pytorch, DistributedDataParallel, name)
+    name = "init_all_gather_outputs"
+    yield FSDPParam, name, _gathering(getattr(FSDPParam, name), ledger)
+    name = "post_backward"
+    yield FSDPParamGroup, name, _reducing(getattr(FSDPParamGroup, name), ledger)
+    # It knows clocks of CPUs and CUDA only, and warns.
+    distributed: Any = torch.distributed
+    yield distributed.Logger, "set_runtime_stats_and_log", lambda logger: None
+    # It compares shapes on the CPU with those that the other processes send.
+    yield torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *args, **options: None
+
+
+def _within(region: Region, owner: Any, name: str) -> Replacement:
+    original = getattr(owner, name)
+
+    def called(*args: Any, **options: Any) -> Any:
+        with region():
+            return original(*args, **options)
+
+    return owner, name, called
+
+
+def _gathering(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
+    def init(parameter: Any, *args: Any, **options: Any) -> None:
+        original(parameter, *args, **options)
+        for tensor in parameter.all_gather_outputs:
+            ledger.mark(tensor, "gathered parameter")
+
+    return init
+
+
+def _reducing(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
+    def post_backward(group: Any, *args: Any) -> None:
+        for each in group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            for gradient in (getattr(whole, "grad", None), each.unsharded_accumulated_grad):
+                if gradient is not None:
+                    ledger.mark(gradient, "unsharded gradient")
+        original(group, *args)
+        for each in group.fsdp_params:
+            if each.sharded_param.grad is not None:
+                ledger.mark(each.sharded_param.grad, "gradient")
+
+    return post_backward

@@ -1,0 +1,75 @@
+"""`World`: which process of a distributed job a run is that of; and the collectives in which it takes part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from memsize.errors import InputError
+
+MOST_RANKS: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Process `rank` of `size`, spread evenly over `nodes` machines; ranks are counted from 0, machine by machine.
+
+    Raises `InputError` where there is no such process.
+    """
+
+    size: int = 1
+    rank: int = 0
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("size", self.size), ("rank", self.rank), ("number of nodes", self.nodes)):
+            if type(value) is not int:
+                raise InputError(f"the {name} of a world is a whole number, not {value!r}")
+        if not 1 <= self.size <= MOST_RANKS:
+            raise InputError(f"a world of {self.size} processes: it has from 1 to {MOST_RANKS:,}")
+        if not 0 <= self.rank < self.size:
+            raise InputError(f"no rank {self.rank} among {self.size}: they are counted from 0 to {self.size - 1}")
+        if self.nodes < 1 or self.size % self.nodes:
+            raise InputError(f"{self.size} processes cannot be spread evenly over {self.nodes} nodes")
+
+    @property
+    def local_size(self) -> int:
+        """How many processes, and GPUs, each machine has."""
+        return self.size // self.nodes
+
+    @property
+    def local_rank(self) -> int:
+        """The number of the process, and of its GPU, on its own machine."""
+        return self.rank % self.local_size
+
+    @property
+    def node(self) -> int:
+        """The number of its machine."""
+        return self.rank // self.local_size
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+
+ALONE: Final = World()
+"""A process that is the only one."""
+
+CollectiveKind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "reduce", "gather", "scatter", "send",
+    "receive", "barrier",
+]  # fmt: skip
+
+
+class Collective(NamedTuple):
+    """One collective of a run, or one message to another rank.
+
+    `bytes` is the larger of what this rank gives and what it gets: the whole of what is gathered, scattered or reduced.
+    `ranks` is how many take part. `phase` and `layer` are as in `Event`; `event` is how many events came before.
+    """
+
+    kind: CollectiveKind
+    bytes: int
+    ranks: int
+    phase: int
+    layer: int
+    event: int

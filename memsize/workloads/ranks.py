@@ -1,0 +1,80 @@
+"""The user's own loop as one process of many, as a `Trace`: sharded by PyTorch's own code, on a virtual GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from memsize.device.config import AllocatorConfig
+from memsize.device.context import context
+from memsize.model.meta_copy import in_mode
+from memsize.records.gpu import Card
+from memsize.records.trace import Trace
+from memsize.records.world import World
+from memsize.tracing.ledger import Ledger
+from memsize.tracing.run import Machine, Run, Setup
+from memsize.virtual.driver import Driver
+from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.memory import DeviceMemory
+from memsize.virtual.region import virtual_gpu
+from memsize.workloads.optimizers import steps_watched
+from memsize.workloads.training import Body, body_of, gradients_marked
+
+
+@dataclass(frozen=True)
+class RankMachine(Machine):
+    """The GPU `card` of one process of `world`; what is larger than its memory is there all the same."""
+
+    world: World
+    card: Card
+
+    def ledger(self, setup: Setup) -> VirtualLedger:
+        return VirtualLedger(setup.workspaces, lambda: None)
+
+    def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
+        assert isinstance(ledger, VirtualLedger)
+        config = AllocatorConfig()
+        memory = DeviceMemory(self.card.bytes, context().low, config, ledger.events, ledger.streams, bounded=False)
+        return (virtual_gpu(Driver(self.card, memory), ledger, world=self.world),)
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoop:
+    """The user's own loop, run as one process of `world`.
+
+    `make_body(model)` is called once with a copy of the user's model, of which nothing is on the GPU yet: it shards the
+    model, or wraps it, and returns the body, which is called `steps` times with the inputs. What the copy still stores
+    then is on the GPU from the first step on, and whole parameters that were sharded never are.
+    """
+
+    make_body: Callable[[nn.Module], Body]
+    world: World
+    card: Card
+    steps: int = 3
+
+    def run(self, setup: Setup) -> Trace:
+        setup = replace(setup, machine=RankMachine(self.world, self.card))
+        run = Run(setup, enter=False, tables=False)
+        ledger, model = run.ledger, in_mode(setup.model, setup.training)
+        assert isinstance(ledger, VirtualLedger)
+        args, kwargs = setup.call
+        with run.recording(), torch.enable_grad(), steps_watched(ledger):
+            with ledger.clock.during("setup"), ledger.elsewhere(chain(model.parameters(), model.buffers())):
+                torch.distributed.init_process_group()
+                body = body_of(self.make_body, model)
+            run.tensors, ledger.counts = setup.stored(model), True
+            for index, seen in enumerate(run.calls.seen):
+                ledger.own(seen.module, index)
+            run.enter_inputs()
+            with gradients_marked(run):
+                for number in range(1, self.steps + 1):
+                    ledger.clock.step = number
+                    with ledger.clock.during("step"), setup.autocast():
+                        body(*args, **kwargs)
+        return replace(run.trace(), world=self.world, collectives=tuple(ledger.collectives))

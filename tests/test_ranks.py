@@ -1,0 +1,325 @@
+"""One rank of many: PyTorch's own sharding on its fake process group, what each rank holds, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memsize
+from memsize.errors import ForwardError, InputError, MemsizeError
+from memsize.records.aggregates import alive
+from memsize.records.trace import Trace
+from memsize.records.world import World
+
+distributed = pytest.importorskip("torch.distributed")
+if not distributed.is_available():
+    pytest.skip("torch.distributed is not in this PyTorch", allow_module_level=True)
+
+LAYERS, WIDTH = 4, 64
+BLOCK = WIDTH * 4 * WIDTH
+"""Elements of each of a block's two weights."""
+IDS = torch.zeros(2, 8, dtype=torch.long)
+Step = Callable[[nn.Module], Callable[[torch.Tensor], None]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """An embedding of 96 tokens, four blocks and a head."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(96, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.head = nn.Linear(width, 96, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+PARAMETERS = 2 * 96 * WIDTH + 2 * LAYERS * BLOCK
+
+
+def loop(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
+    def body(ids: torch.Tensor) -> None:
+        model(ids).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return body
+
+
+def fsdp(**options: Any) -> Step:
+    def step(model: Any) -> Callable[[torch.Tensor], None]:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        options.setdefault("mp_policy", MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        return loop(model, torch.optim.AdamW(model.parameters()))
+
+    return step
+
+
+def ddp(zero: bool = False, **options: Any) -> Step:
+    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        wrapped = nn.parallel.DistributedDataParallel(model, **options)
+        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3) if zero else None
+        return loop(wrapped, sharded or torch.optim.AdamW(model.parameters()))
+
+    return step
+
+
+def traced(step: Step, world: World, model: nn.Module | None = None, **options: Any) -> memsize.StepTrace:
+    return memsize.trace(model or Model(), IDS, world=world, step=step, gpu="t4", **options)
+
+
+def most(trace: Trace, role: str) -> int:
+    """The most bytes of `role` that are alive at one time."""
+    live = found = 0
+    for event in trace.events:
+        if trace.storages[event.storage].role == role:
+            live += event.delta
+            found = max(found, live)
+    return found
+
+
+def at_the_end(trace: Trace) -> Counter[str]:
+    held: Counter[str] = Counter()
+    for storage, size in alive(trace, len(trace.events) - 1).items():
+        held[trace.storages[storage].role] += size
+    return held
+
+
+# -- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Trace:
+    return traced(fsdp(), World(8, rank=3)).trace
+
+
+def test_a_rank_stores_its_shards_and_the_optimizer_state_of_them(sharded: Trace) -> None:
+    assert sharded.world == World(8, 3)
+    held = at_the_end(sharded)
+    assert held["parameter"] == PARAMETERS * 4 // 8
+    # two moments of each shard, and a counter of 4 bytes for each of the 10 parameters, which AdamW keeps on the CPU
+    assert held["optimizer state"] == 2 * PARAMETERS * 4 // 8
+    assert sum(tensor.bytes for tensor in sharded.tensors) == PARAMETERS * 4 // 8
+
+
+def test_at_most_two_layers_are_whole_beside_the_root(sharded: Trace) -> None:
+    # The root's own, the embedding and the head, stay gathered from its forward to its backward.
+    root, block = 2 * 2 * 96 * WIDTH, 2 * 2 * BLOCK
+    assert most(sharded, "gathered parameter") == root + block
+    # The next layer's are in the buffer of its all-gather, which is there beside the last layer's.
+    buffers = [each.role == "communication" and each.dtype == "bfloat16" for each in sharded.storages]
+    live = [alive(sharded, place) for place in range(len(sharded.events))]
+    sizes = [sum(size for storage, size in held.items() if buffers[storage]) for held in live]
+    assert max(sizes) == 2 * block
+
+
+def test_a_gradient_is_whole_until_it_is_reduced(sharded: Trace) -> None:
+    assert most(sharded, "gradient") == PARAMETERS * 4 // 8
+    # bfloat16, as its layer computed it: those of one block, or of the root's embedding and head
+    assert most(sharded, "unsharded gradient") >= 2 * 2 * BLOCK
+
+
+def test_collectives_are_counted_with_their_bytes(sharded: Trace) -> None:
+    step = Counter(
+        (each.kind, each.bytes, each.ranks) for each in sharded.collectives if sharded.phases[each.phase][-1] == "3"
+    )
+    root, block = 2 * 96 * WIDTH, 2 * BLOCK
+    assert step == {
+        ("all-gather", 2 * root, 8): 1,  # in the forward; the backward finds it gathered
+        ("all-gather", 2 * block, 8): 2 * LAYERS,
+        ("reduce-scatter", 4 * root, 8): 1,
+        ("reduce-scatter", 4 * block, 8): LAYERS,
+    }
+
+
+def test_collectives_work_on_streams_of_their_own(sharded: Trace) -> None:
+    assert len(set(sharded.streams.values())) == 2
+    assert "communication" in {sharded.storages[index].role for index in sharded.streams}
+    # What is copied out of the buffers is on the stream that works with it.
+    assert not any(each.stream for each in sharded.storages if each.role == "gathered parameter")
+
+
+def test_without_resharding_every_layer_stays_gathered() -> None:
+    trace = traced(fsdp(reshard_after_forward=False), World(8)).trace
+    assert most(trace, "gathered parameter") == 2 * PARAMETERS
+
+
+def test_uneven_shards_are_padded_to_the_largest() -> None:
+    # 96 rows over 5 ranks: 20 each, the last 16; 256 over 5: 52, the last 48; 64 over 5: 13, the last 12
+    padded = 4 * WIDTH * (2 * 20 + LAYERS * (52 + 4 * 13))
+    first, last = (traced(fsdp(), World(5, rank)).trace for rank in (0, 4))
+    assert at_the_end(first)["parameter"] == padded
+    assert at_the_end(last)["parameter"] == padded
+
+
+def test_hybrid_sharding_shards_within_a_node_and_reduces_between_them() -> None:
+    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return fsdp(mesh=init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard")))(model)
+
+    trace = traced(step, World(8, rank=5, nodes=2)).trace
+    assert at_the_end(trace)["parameter"] == PARAMETERS * 4 // 4
+    assert {(each.kind, each.ranks) for each in trace.collectives} == {
+        ("all-gather", 4), ("reduce-scatter", 4), ("all-reduce", 2),
+    }  # fmt: skip
+
+
+# -- DDP and ZeRO-1 ---------------------------------------------------------------------------------------------------
+
+
+def test_ddp_has_buckets_beside_the_gradients_or_gradients_in_them() -> None:
+    beside, within = (traced(ddp(gradient_as_bucket_view=views), World(4)).trace for views in (False, True))
+    assert at_the_end(beside)["parameter"] == at_the_end(within)["parameter"] == PARAMETERS * 4
+    assert most(beside, "gradient") == PARAMETERS * 4
+    ends = [(at_the_end(each)["gradient"], at_the_end(each)["communication"]) for each in (beside, within)]
+    assert ends == [(0, PARAMETERS * 4), (PARAMETERS * 4, 0)]
+    reduced = [each for each in beside.collectives if each.kind == "all-reduce"]
+    assert sum(each.bytes for each in reduced) == 3 * PARAMETERS * 4
+
+
+def test_zero_gives_whole_parameters_to_the_rank_that_has_least() -> None:
+    states = [at_the_end(traced(ddp(zero=True), World(4, rank), steps=2).trace)["optimizer state"] for rank in range(4)]
+    # Eight weights of 16,384 elements, two for each rank; then the two of 6,144 for the first two ranks
+    assert states == [8 * (2 * BLOCK + 96 * WIDTH)] * 2 + [8 * 2 * BLOCK] * 2
+
+
+# -- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+def tensor_parallel(model: Any) -> Callable[[torch.Tensor], None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cuda", (4,))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return loop(model, torch.optim.AdamW(model.parameters(), foreach=False))
+
+
+def test_tensor_parallel_weights_are_split_and_their_sums_reduced() -> None:
+    trace = traced(tensor_parallel, World(4, rank=1)).trace
+    assert at_the_end(trace)["parameter"] == 4 * (2 * 96 * WIDTH + 2 * LAYERS * BLOCK // 4)
+    kinds = Counter(each.kind for each in trace.collectives if trace.phases[each.phase] == "forward 2")
+    assert kinds == {"all-reduce": LAYERS}
+    # 2 x 8 positions of 64 numbers
+    assert {each.bytes for each in trace.collectives if each.kind == "all-reduce"} == {2 * 8 * WIDTH * 4}
+
+
+# -- the process afterwards -------------------------------------------------------------------------------------------
+
+
+def test_nothing_stays_behind() -> None:
+    before, hook, put = dict(os.environ), sys.excepthook, torch.cuda.current_device
+    traced(fsdp(), World(2), steps=1)
+
+    def failing(model: nn.Module) -> Any:
+        assert os.environ["WORLD_SIZE"] == "2" and distributed.get_world_size() == 2
+        raise ValueError("on purpose")
+
+    with pytest.raises(ForwardError, match="on purpose"):
+        traced(failing, World(2), steps=1)
+    assert not distributed.is_initialized()
+    assert dict(os.environ) == before and sys.excepthook is hook and torch.cuda.current_device is put
+
+
+def test_the_model_itself_is_left_alone() -> None:
+    model = Model()
+    traced(fsdp(), World(2), model, steps=1)
+    assert type(model.blocks[0]) is Block and not model.head.weight.is_meta
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 8, "rank": 8}, "no rank 8 among 8: they are counted from 0 to 7"),
+        ({"size": 8, "rank": -1}, "no rank -1 among 8"),
+        ({"size": 0}, "a world of 0 processes"),
+        ({"size": 8, "nodes": 3}, "8 processes cannot be spread evenly over 3 nodes"),
+        ({"size": 2.0}, "the size of a world is a whole number, not 2.0"),
+    ],
+)
+def test_a_world_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        World(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_ranks_are_counted_machine_by_machine() -> None:
+    world = World(32, rank=13, nodes=4)
+    assert (world.local_size, world.local_rank, world.node, str(world)) == (8, 5, 1, "rank 13 of 32")
+
+
+def test_a_group_that_is_there_is_refused_and_stays() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(InputError, match="in a process group already"):
+            traced(fsdp(), World(2))
+        assert distributed.is_initialized() and distributed.get_backend() == "gloo"
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_world_wants_a_step_of_ones_own() -> None:
+    with pytest.raises(MemsizeError, match="runs with step="):
+        memsize.trace(Model(), IDS, world=World(2))
+
+
+def test_a_mesh_that_is_not_the_world_is_pytorchs_error() -> None:
+    def step(model: nn.Module) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh("cuda", (3, 4))
+
+    with pytest.raises(ForwardError, match="12"):
+        traced(step, World(8))
+
+
+def test_an_unknown_collective_is_named() -> None:
+    with torch.library._scoped_library("_c10d_functional", "FRAGMENT") as library:
+        library.define("telepathy(Tensor x) -> Tensor")
+
+        def step(model: nn.Module) -> Any:
+            return torch.ops._c10d_functional.telepathy(next(model.parameters()))
+
+        with pytest.raises(MemsizeError, match="no known collective: _c10d_functional::telepathy"):
+            traced(step, World(2))
+
+
+def test_the_gpus_of_other_ranks_are_out_of_reach() -> None:
+    def step(model: nn.Module) -> Any:
+        assert torch.cuda.device_count() == 4 and torch.zeros(2, device="cuda").device == torch.device("cuda:3")
+        return torch.zeros(2, device="cuda:1")
+
+    with pytest.raises(ForwardError, match="cuda:1 is the GPU of another process, this one has cuda:3"):
+        traced(step, World(4, rank=3))
