@@ -44,7 +44,7 @@ docs: $(STAMP)
 	rm -rf $(SITE) && mkdir -p $(SITE)
 	git ls-files -z README.md CHANGELOG.md LICENSE docs notebooks benchmarks memsize/render/page/vendor | \
 		xargs -0 cp --parents -t $(SITE)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Wrote build/site/index.html"
 
 format: $(STAMP)
