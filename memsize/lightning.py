@@ -15,6 +15,7 @@ from memsize import api
 from memsize.analysis.guard import Guard
 from memsize.api.guarding import OnExcess, budget_of, remade, warn_or_stop
 from memsize.errors import BudgetError, MemsizeError
+from memsize.loading.own_step import LightningStep
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,10 +72,10 @@ def _loop(module: Any, optimizers: list[Any]) -> Callable[[Any], Callable[[Any],
     def begin(copy: Any) -> Callable[[Any], None]:
         trained = [parameter for parameter in copy.parameters() if parameter.requires_grad]
         made = [make(trained) for make in makers]
+        own = LightningStep(copy)
 
         def step(batch: Any) -> None:
-            output = copy.training_step(batch, 0)
-            loss = output["loss"] if isinstance(output, dict) else output
+            loss = own.loss(batch)
             for optimizer in made:
                 optimizer.zero_grad()
             loss.backward()

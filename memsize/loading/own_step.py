@@ -42,11 +42,15 @@ class OwnStep(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         with self._own_forward():
-            found = self.loss(kwargs or (args[0] if len(args) == 1 else args))
-        loss = found.get("loss") if isinstance(found, Mapping) else found
+            return {"loss": self.loss(kwargs or (args[0] if len(args) == 1 else args))}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch; raises `InputError` where none is returned."""
+        found = self.result(batch)
+        loss: torch.Tensor | None = found.get("loss") if isinstance(found, Mapping) else found
         if loss is None:
             raise InputError(f"{self.name}: no loss was returned")
-        return {"loss": loss}
+        return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnStep:
         copied = copy.copy(self)
@@ -63,7 +67,7 @@ class OwnStep(ABC):
             attributes["forward"] = self
 
     @abstractmethod
-    def loss(self, batch: Any) -> Any:
+    def result(self, batch: Any) -> Any:
         """The loss of a batch, or a mapping that holds it."""
 
     @abstractmethod
@@ -92,7 +96,7 @@ class LightningStep(OwnStep):
 
     name = "training_step with configure_optimizers"
 
-    def loss(self, batch: Any) -> Any:
+    def result(self, batch: Any) -> Any:
         model: Any = self.model
         if not model.automatic_optimization:
             raise InputError("the module optimizes by itself (automatic_optimization): memsize run shows its script")
@@ -122,7 +126,7 @@ class TrainerStep(OwnStep):
         super().__init__(model)
         self._trainer = trainer
 
-    def loss(self, batch: Any) -> Any:
+    def result(self, batch: Any) -> Any:
         return self._trainer.compute_loss(self.model, dict(batch))
 
     def optimizer(self) -> torch.optim.Optimizer:
