@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -323,3 +324,10 @@ def test_the_gpus_of_other_ranks_are_out_of_reach() -> None:
 
     with pytest.raises(ForwardError, match="cuda:1 is the GPU of another process, this one has cuda:3"):
         traced(step, World(4, rank=3))
+
+
+def test_the_text_names_the_rank_and_lines_up_its_roles() -> None:
+    first, *lines = str(traced(fsdp(), World(8, 3))).splitlines()
+    assert ", rank 3 of 8: in " in first
+    roles = [line.strip() for line in lines if line.startswith("    ")]
+    assert len({len(re.match(r"[a-z ]+", role)[0]) for role in roles}) == 1

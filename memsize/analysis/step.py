@@ -108,12 +108,14 @@ class StepTrace(Savable):
         where = f"in {peak.peak_phase}" + (f" of {peak.peak_layer}" if peak.peak_layer else "")
         under = "" if self.trace.scenario == "as-given" else f" under {self.trace.scenario}"
         stack = f" with {self.trace.stack}" if self.trace.stack else ""
-        lines = [f"{self.trace.model}{under} on {self.gpu}{stack}: {where}"]
+        rank = f", {self.trace.world}" if self.trace.world.size > 1 else ""
+        lines = [f"{self.trace.model}{under} on {self.gpu}{stack}{rank}: {where}"]
         lines += [
             f"  {name:<10} {format_bytes(getattr(peak, name))}" for name in ("requested", "allocated", "reserved")
         ]
         lines += [f"  device     {format_bytes(peak.device.low)} to {format_bytes(peak.device.high)}"]
-        lines += [f"    {role:<16} {format_bytes(size)}" for role, size in peak.roles.items()]
+        width = max(map(len, ("optimizer state", *peak.roles)))
+        lines += [f"    {role:<{width}}  {format_bytes(size)}" for role, size in peak.roles.items()]
         if peak.shortage:
             lines.append(out_of_memory(peak.shortage, "the run", self.gpu).text())
         return "\n".join(map(printable, lines))
