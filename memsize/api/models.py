@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from memsize.api.opened import model_of, opened, with_inputs
 from memsize.errors import InputError
+from memsize.spec.parallel import Parallel, spread_of
 from memsize.spec.scenario import scenario_named, select
 from memsize.spec.stack import Stack
 from memsize.spec.subject import InputOptions, InputSize, Subject
@@ -116,6 +117,7 @@ def trace(
     steps: int = 3,
     step: Callable[..., Any] | None = None,
     world: World | None = None,
+    parallel: Parallel | str | None = None,
     accumulate: int = 1,
     set_to_none: bool = True,
     ema: bool = False,
@@ -136,8 +138,9 @@ def trace(
     under float16 autocast). `step` replaces all of that by a loop of your own: ``step(model)`` is called once with a
     copy of the model and returns the body of the loop, which is called `steps` times with the inputs. With `world` it
     runs as one process of many: ``step(model)`` shards or wraps the copy by PyTorch's own code (`fully_shard`,
-    `DistributedDataParallel`, `parallelize_module`), in a process group that is there already. `gpu` is the GPU to
-    simulate, `stack` its PyTorch and CUDA, `config` the settings of its caching allocator, as
+    `DistributedDataParallel`, `parallelize_module`), in a process group that is there already. `parallel` does that
+    without code: ``"fsdp=8"``, ``"ddp=8"`` and ``"hsdp=4x8"`` run the usual loop as the first process of many. `gpu` is
+    the GPU to simulate, `stack` its PyTorch and CUDA, `config` the settings of its caching allocator, as
     `PYTORCH_CUDA_ALLOC_CONF` writes them. `execute` really computes, on the CPU.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
@@ -153,13 +156,14 @@ def trace(
     settings = AllocatorConfig.of(config, software.release)
     if world is not None and (step is None or execute):
         raise InputError(_ONE_RANK)
+    spread = spread_of(parallel, training, loop=step is not None, execute=execute)
     with opened(subject, gpu=where.name, own=training is not None and training.is_own) as found:
         from memsize.analysis.runner import Runner, plans_of
-        from memsize.workloads.ranks import RankLoop
-        from memsize.workloads.training import OwnLoop, step_workload
+        from memsize.workloads.ranks import RankLoop, steps_on
+        from memsize.workloads.training import OwnLoop
 
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans_of(where), stack=software)
-        workload: Workload = step_workload(training) if step is None else OwnLoop(step, steps)
+        workload: Workload = steps_on(training, spread, where) if step is None else OwnLoop(step, steps)
         if step is not None and world is not None:
             workload = RankLoop(step, world, where, steps)
         return StepTrace(runner.run(workload, asked), where.name, settings)

@@ -99,6 +99,12 @@ allocator_option = click.option(
     help="Settings of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True …",
 )
 
+parallel_option = click.option(
+    "--parallel",
+    metavar="STRATEGY",
+    help="Train on several GPUs, and show one of them: ddp=8, fsdp=8, or hsdp=4x8 (4 groups, each of 8 shards).",
+)
+
 jobs_option = click.option(
     "-j",
     "--jobs",

@@ -14,6 +14,7 @@ from memsize.cli.options import (
     execute_option,
     gpu_option,
     output_options_for,
+    parallel_option,
     scenario_option,
     stack_option,
 )
@@ -24,6 +25,7 @@ from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.parallel import spread_of
 from memsize.spec.scenario import scenario_named
 from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     Examples:
       memsize timeline model.py:Net --input 3,224,224 --train adamw
       memsize timeline model.py:Net --input 3,224,224 --train adamw --scenario amp-bf16 -o step.html
+      memsize timeline hf:config.json --seq-len 2048 --train adamw --parallel fsdp=8 --gpu h100
       memsize timeline model.py:Net --input 3,224,224 --train sgd -o step.pickle
 
     \b
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 )
 @subject_options
 @training_options
+@parallel_option
 @gpu_option
 @stack_option
 @allocator_option
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
 def timeline(
     subject: Subject,
     training: Training | None,
+    parallel: str | None,
     gpu: str | None,
     stack: str | None,
     allocator: str | None,
@@ -70,6 +75,7 @@ def timeline(
     # Everything that can be wrong with the command itself shows before torch is loaded.
     asked, where, software = scenario_named(scenario), card(gpu or DEFAULT_GPU), Stack.of(stack)
     config = AllocatorConfig.of(allocator, software.release)
+    spread = spread_of(parallel, training, execute=execute)
 
     # What the user's model prints goes to stderr: stdout holds the timeline and nothing else.
     with working() as progress:
@@ -85,6 +91,7 @@ def timeline(
                 subject,
                 **(asdict(training) if training else {"optimizer": None}),
                 scenario=asked.name,
+                parallel=spread,
                 gpu=where.name,
                 stack=software,
                 config=config,

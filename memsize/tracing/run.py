@@ -72,11 +72,11 @@ class Setup:
     it.
 
     `name` is what the user calls the model. `semantics` is open during the whole run and may report cast copies to the
-    ledger, `autocast` during forwards and losses. `rewrite` turns the tensors that `model` stores into those that the
-    scenario stores, and `sizes` gives the bytes of such parameters, by name. `stored` finds what the model stores.
-    `masters` asks for float32 master weights in the optimizer, `scaled` for a GradScaler. `buckets` are those of
-    distributed training, `workspaces` those of the simulated GPU with its software `stack`. `listener` receives the
-    calls that the run recorded, and `machine` is where it happens.
+    ledger, `autocast` during forwards and losses, `forward` during forwards alone. `rewrite` turns the tensors that
+    `model` stores into those that the scenario stores, and `sizes` gives the bytes of such parameters, by name.
+    `stored` finds what the model stores. `masters` asks for float32 master weights in the optimizer, `scaled` for a
+    GradScaler. `buckets` are those of distributed training, `workspaces` those of the simulated GPU with its software
+    `stack`. `listener` receives the calls that the run recorded, and `machine` is where it happens.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Setup:
     device: str = "meta"
     semantics: Callable[[Ledger], AbstractContextManager[Any]] = lambda _: nullcontext()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     rewrite: Callable[[tuple[StoredTensor, ...]], tuple[StoredTensor, ...]] = lambda tensors: tensors
     sizes: Mapping[str, int] = field(default_factory=dict)
     masters: bool = False

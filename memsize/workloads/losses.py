@@ -36,6 +36,11 @@ class Losses:
         self.name = name
         return _KINDS[name](self, output)
 
+    @property
+    def note(self) -> str:
+        """Which loss was used."""
+        return f"the loss is {_LOSS_NAMES.get(self.name, self.name)}"
+
     def own(self, output: Any) -> torch.Tensor:
         """The loss that the model itself returned."""
         loss = _named(output, "loss")
@@ -49,17 +54,18 @@ class Losses:
         if logits.dim() == 3:
             logits = logits.flatten(0, 1)
         shape = (logits.shape[0], *logits.shape[2:])
-        return functional.cross_entropy(logits, self._target(shape, torch.int64))
+        return functional.cross_entropy(logits, self._target(shape, torch.int64, logits.device))
 
     def mse(self, output: Any) -> torch.Tensor:
         """Mean squared error against a target like the first floating output."""
         first = _floating(output)[0]
-        return functional.mse_loss(first, self._target(tuple(first.shape), first.dtype))
+        return functional.mse_loss(first, self._target(tuple(first.shape), first.dtype, first.device))
 
     def bce(self, output: Any) -> torch.Tensor:
         """Binary cross-entropy with logits against a target like the first floating output."""
         first = _floating(output)[0]
-        return functional.binary_cross_entropy_with_logits(first, self._target(tuple(first.shape), first.dtype))
+        target = self._target(tuple(first.shape), first.dtype, first.device)
+        return functional.binary_cross_entropy_with_logits(first, target)
 
     def mean(self, output: Any) -> torch.Tensor:
         """The sum of the means of all floating outputs that require a gradient."""
@@ -69,11 +75,11 @@ class Losses:
         """The sum of all floating outputs that require a gradient."""
         return _total(tensor.sum() for tensor in _floating(output))
 
-    def _target(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _target(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         key = (shape, dtype)
         if key not in self.targets:
             with torch.no_grad():
-                target = torch.empty(shape, dtype=dtype, device=self.ledger.device)
+                target = torch.empty(shape, dtype=dtype, device=device)
             if dtype is torch.int64 and target.is_meta:
                 set_constant(target, torch.zeros((), dtype=dtype).expand(shape))
             elif not target.is_meta:
@@ -127,3 +133,13 @@ def _total(terms: Any) -> torch.Tensor:
     for term in rest:
         first = first + term.to(first.dtype)
     return first  # type: ignore[no-any-return]
+
+
+_LOSS_NAMES = {
+    "own": "the model's own",
+    "cross_entropy": "cross-entropy of the output",
+    "mse": "the mean squared error of the output",
+    "bce": "the binary cross-entropy of the output",
+    "mean": "the mean of the floating outputs",
+    "sum": "the sum of the floating outputs",
+}

@@ -1,10 +1,11 @@
-"""The user's own loop as one process of many, as a `Trace`: sharded by PyTorch's own code, on a virtual GPU."""
+"""Training as one process of many, as a `Trace`: sharded by PyTorch's own code, on a virtual GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,18 +14,25 @@ from torch import nn
 
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context
+from memsize.errors import ScenarioError
 from memsize.model.meta_copy import in_mode
+from memsize.model.stored import stored_tensors
+from memsize.ranks.strategies import how, spread
 from memsize.records.gpu import Card
 from memsize.records.trace import Trace
 from memsize.records.world import World
+from memsize.spec.parallel import Parallel
+from memsize.spec.scenario import scenario_named
+from memsize.spec.training import Training
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Machine, Run, Setup
 from memsize.virtual.driver import Driver
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.memory import DeviceMemory
 from memsize.virtual.region import virtual_gpu
+from memsize.workloads import Workload
 from memsize.workloads.optimizers import steps_watched
-from memsize.workloads.training import Body, body_of, gradients_marked
+from memsize.workloads.training import Body, Loop, body_of, gradients_marked, step_workload
 
 
 @dataclass(frozen=True)
@@ -59,22 +67,78 @@ class RankLoop:
     steps: int = 3
 
     def run(self, setup: Setup) -> Trace:
-        setup = replace(setup, machine=RankMachine(self.world, self.card))
-        run = Run(setup, enter=False, tables=False)
-        ledger, model = run.ledger, in_mode(setup.model, setup.training)
-        assert isinstance(ledger, VirtualLedger)
         args, kwargs = setup.call
-        with run.recording(), torch.enable_grad(), steps_watched(ledger):
-            with ledger.clock.during("setup"), ledger.elsewhere(chain(model.parameters(), model.buffers())):
-                torch.distributed.init_process_group()
-                body = body_of(self.make_body, model)
-            run.tensors, ledger.counts = setup.stored(model), True
-            for index, seen in enumerate(run.calls.seen):
-                ledger.own(seen.module, index)
-            run.enter_inputs()
-            with gradients_marked(run):
-                for number in range(1, self.steps + 1):
-                    ledger.clock.step = number
-                    with ledger.clock.during("step"), setup.autocast():
-                        body(*args, **kwargs)
-        return replace(run.trace(), world=self.world, collectives=tuple(ledger.collectives))
+
+        def made(run: Run) -> Callable[[], None]:
+            body = body_of(self.make_body, run.setup.model)
+
+            def step() -> None:
+                with setup.autocast():
+                    body(*args, **kwargs)
+
+            return step
+
+        return _run_rank(setup, self.world, self.card, self.steps, made)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSteps:
+    """The usual training loop with these options, as the process of `parallel` whose GPU holds most."""
+
+    options: Training
+    parallel: Parallel
+    card: Card
+
+    def run(self, setup: Setup) -> Trace:
+        """The trace; raises `ScenarioError` for a scenario that cannot be trained so."""
+        scenario, parallel = scenario_named(setup.scenario), self.parallel
+        if reason := parallel.refuses(scenario):
+            raise ScenarioError(reason)
+        notes = (*setup.notes, *how(setup.model, parallel, scenario))
+        setup = replace(setup, notes=notes, buckets=None, stored=stored_tensors)
+        if parallel.shards_parameters:  # its mixed precision takes the place of autocast, except in the loss
+            setup = replace(setup, forward=partial(torch.autocast, "cuda", enabled=False))
+
+        def made(run: Run) -> Callable[[], None]:
+            model = spread(run.setup.model, parallel, scenario)
+            loop = Loop(replace(run.setup, model=model), run.ledger, self.options)
+
+            def step() -> None:
+                loop()
+                if run.ledger.clock.step == self.options.steps:
+                    run.note(loop.losses.note)
+
+            return step
+
+        return _run_rank(setup, parallel.world, self.card, self.options.steps, made)
+
+
+def steps_on(training: Training | None, parallel: Parallel | None, card: Card) -> Workload:
+    """Training steps with these options, as one process of `parallel` if there is any; without `training` one
+    inference.
+    """
+    if training is None or parallel is None:
+        return step_workload(training)
+    return ParallelSteps(training, parallel, card)
+
+
+def _run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[[Run], Callable[[], None]]) -> Trace:
+    """The trace of `steps` steps of rank `world` on `card`; `make` shards the model of its run and returns a step."""
+    setup = replace(setup, machine=RankMachine(world, card))
+    run = Run(setup, enter=False, tables=False)
+    ledger, model = run.ledger, in_mode(setup.model, setup.training)
+    assert isinstance(ledger, VirtualLedger)
+    with run.recording(), torch.enable_grad(), steps_watched(ledger):
+        with ledger.clock.during("setup"), ledger.elsewhere(chain(model.parameters(), model.buffers())):
+            torch.distributed.init_process_group()
+            step = make(run)
+        run.tensors, ledger.counts = setup.stored(model), True
+        for index, seen in enumerate(run.calls.seen):
+            ledger.own(seen.module, index)
+        run.enter_inputs()
+        with gradients_marked(run):
+            for number in range(1, steps + 1):
+                ledger.clock.step = number
+                with ledger.clock.during("step"):
+                    step()
+    return replace(run.trace(), world=world, collectives=tuple(ledger.collectives))

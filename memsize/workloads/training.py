@@ -48,7 +48,7 @@ class TrainingSteps:
                 with run.ledger.clock.during("step"):
                     body()
                 steps.ended()
-            run.note(f"the loss is {_LOSS_NAMES.get(body.losses.name, body.losses.name)}")
+            run.note(body.losses.note)
         return run.trace()
 
     @property
@@ -183,7 +183,8 @@ class Loop:
     def _forward_and_backward(self) -> None:
         args, kwargs = self.setup.call
         with self.setup.autocast():
-            output = self.setup.model(*args, **kwargs)
+            with self.setup.forward():
+                output = self.setup.model(*args, **kwargs)
             with self.ledger.clock.during("loss"):
                 loss = _one_number(self.losses(output))
                 if self.training.accumulate > 1:
@@ -236,13 +237,3 @@ def _copies(parameters: list[torch.Tensor], ledger: Ledger, role: Any) -> list[t
     for copy in tensors_in(copies):
         ledger.mark(copy, role)
     return copies
-
-
-_LOSS_NAMES = {
-    "own": "the model's own",
-    "cross_entropy": "cross-entropy of the output",
-    "mse": "the mean squared error of the output",
-    "bce": "the binary cross-entropy of the output",
-    "mean": "the mean of the floating outputs",
-    "sum": "the sum of the floating outputs",
-}

@@ -1,0 +1,55 @@
+"""The blocks of a model that are sharded one by one: its own hints, else the layers that repeat."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from memsize.records.finding import join_names
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+
+
+class Blocks(NamedTuple):
+    """The modules to shard, the innermost first, and the words for where they are from."""
+
+    modules: tuple[nn.Module, ...]
+    source: str
+
+    def __str__(self) -> str:
+        kinds = Counter(type(module).__name__ for module in self.modules)
+        return join_names(tuple(f"{count:,} x {kind}" for kind, count in kinds.items()))
+
+
+def blocks_of(model: nn.Module) -> Blocks:
+    """What a library's model says must not be split (``_no_split_modules``); else the children of one class that a
+    list or a sequence holds, those with children of their own where there are any; else nothing.
+    """
+    hinted = {name for module in model.modules() for name in _hints(module)}
+    own = [module for module in model.modules() if type(module).__name__ in hinted and module is not model]
+    if own:
+        return Blocks(_inner_first(own), "the model's own _no_split_modules")
+    repeated = [child for module in model.modules() if isinstance(module, _LISTS) for child in _alike(module)]
+    nested = [module for module in repeated if any(True for _ in module.children())]
+    return Blocks(_inner_first(nested or repeated), "the layers that repeat in a list or a sequence")
+
+
+def _hints(module: Any) -> Iterable[str]:
+    hints = getattr(module, "_no_split_modules", None)
+    return hints if isinstance(hints, (list, tuple, set)) else ()
+
+
+def _alike(several: nn.Module) -> list[nn.Module]:
+    children = list(dict.fromkeys(several.children()))
+    one_class = len({type(child) for child in children}) == 1 and len(children) > 1
+    usable = one_class and not isinstance(children[0], _WITHOUT_FORWARD)
+    return [child for child in children if any(True for _ in child.parameters())] if usable else []
+
+
+def _inner_first(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """Each once, after all that are inside it: modules are listed before their children."""
+    return tuple(reversed(dict.fromkeys(modules)))

@@ -1,0 +1,65 @@
+"""A model spread over the GPUs of a job by PyTorch's own code: `fully_shard` or `DistributedDataParallel`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memsize.ranks.blocks import blocks_of
+from memsize.spec.parallel import Parallel
+from memsize.spec.scenario import Scenario
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def spread(model: nn.Module, parallel: Parallel, scenario: Scenario) -> nn.Module:
+    """`model` as one process of `parallel` has it, in a process group that is there already.
+
+    The model is changed. What is returned is to be called in its place.
+    """
+    if not parallel.shards_parameters:
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    replicated = parallel.kind == "hsdp"
+    shape = (parallel.replicas, parallel.shards) if replicated else (parallel.shards,)
+    names = ("replicate", "shard") if replicated else ("shard",)
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cuda", shape, mesh_dim_names=names),
+        "mp_policy": policy_of(scenario),
+    }
+    for block in blocks_of(model).modules:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def policy_of(scenario: Scenario) -> MixedPrecisionPolicy:
+    """How sharded parameters are gathered: what autocast is for a whole model, this is for a sharded one.
+
+    The shards and what the optimizer keeps are float32, layers run in parameters that are gathered in the lower
+    precision, and gradients are reduced in float32. Under the other scenarios nothing is cast.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if scenario.autocast is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, scenario.autocast), reduce_dtype=torch.float32)
+
+
+def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, ...]:
+    """What a reader must know about how `model` is spread, before it is."""
+    where = f"{parallel.world} ({parallel})"
+    if not parallel.shards_parameters:
+        return (f"these are figures of {where}: the whole model on each GPU, in DistributedDataParallel",)
+    blocks = blocks_of(model)
+    units = f"{blocks}, {blocks.source}" if blocks.modules else "the whole model at once: no layers repeat in it"
+    lower = scenario.autocast and (
+        f"{scenario.name} is FSDP's mixed precision here, not autocast: shards in float32, layers in "
+        f"{scenario.autocast}, gradients reduced in float32"
+    )
+    return tuple(filter(None, (f"these are figures of {where}: fully_shard on {units}", lower)))

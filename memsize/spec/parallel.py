@@ -1,0 +1,183 @@
+"""How a training is spread over several GPUs, in a few words: ``fsdp=8``, ``ddp=4``, ``hsdp=4x8``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
+
+from memsize.errors import InputError, UnknownInputError
+from memsize.records.world import MOST_RANKS, World
+from memsize.spec.scenario import Scenario
+from memsize.spec.training import Training
+
+Kind = Literal["ddp", "fsdp", "hsdp"]
+
+_OWN_LOOP: Final = "shard the model in a step= of your own instead, with memsize.trace(world=…)"
+_REFUSED: Final = {
+    "tp": f"tensor parallelism needs a plan for the model's layers: {_OWN_LOOP}",
+    "pp": f"pipeline stages need the model cut into parts: {_OWN_LOOP}",
+    "cp": f"context parallelism needs the loop's own context_parallel region: {_OWN_LOOP}",
+    "ep": f"expert parallelism needs the model's own dispatch: {_OWN_LOOP}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """One strategy on `replicas` x `shards` GPUs.
+
+    ``ddp`` holds the whole model `replicas` times, ``fsdp`` shards it over `shards` GPUs, and ``hsdp`` does both:
+    `replicas` groups of `shards` GPUs each.
+    """
+
+    kind: Kind
+    replicas: int = 1
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.shards < 1 or self.size > MOST_RANKS:
+            raise InputError(f"{self} is on {self.size} GPUs: it has to be on 1 to {MOST_RANKS:,}")
+
+    @property
+    def size(self) -> int:
+        """How many GPUs it is on."""
+        return self.replicas * self.shards
+
+    @property
+    def world(self) -> World:
+        """The process whose GPU holds most: the first. Shards are padded to the largest, so that all are alike."""
+        return World(self.size)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are sharded, by PyTorch's ``fully_shard``."""
+        return self.kind != "ddp"
+
+    def on(self, gpus: int) -> Parallel:
+        """The same strategy on so many GPUs; ``hsdp`` keeps its groups as large as they are.
+
+        Raises `InputError` where they cannot be divided into such groups.
+        """
+        if self.kind == "fsdp":
+            return replace(self, shards=gpus)
+        if gpus % self.shards:
+            raise InputError(f"{gpus} GPUs are no whole number of groups of {self.shards}, which {self} shards over")
+        return replace(self, replicas=gpus // self.shards)
+
+    def refuses(self, scenario: Scenario) -> str | None:
+        """Why `scenario` cannot be trained so; None where it can."""
+        if scenario.recipe == "apex":
+            return f"apex's own wrappers are older than PyTorch's {self.kind}: amp-fp16 and amp-bf16 take their place"
+        if scenario.recipe == "quantized":
+            return f"quantized weights cannot be trained, under {self.kind} as elsewhere"
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.kind}={_numbers(self)}"
+
+
+def _numbers(parallel: Parallel) -> str:
+    if parallel.kind == "hsdp":
+        return f"{parallel.replicas}x{parallel.shards}"
+    return str(parallel.size)
+
+
+def spread_of(
+    given: Parallel | str | None, training: Training | None, *, loop: bool = False, execute: bool = False
+) -> Parallel | None:
+    """The strategy by which `training` is spread; None where none is asked for.
+
+    Raises `InputError` where there is no usual loop that could be: an inference, a `loop` of one's own, a step of the
+    target's own, or a run that really computes (`execute`).
+    """
+    parallel = parse_parallel(given) if isinstance(given, str) else given
+    if parallel is None:
+        return None
+    if training is None:
+        raise InputError(f"{parallel} spreads a training: name its optimizer, such as adamw")
+    if loop or training.is_own:
+        raise InputError(f"{parallel} spreads the usual training loop: one's own does that itself")
+    if execute:
+        raise InputError(f"{parallel} is one process of {parallel.size}: it cannot really compute alone")
+    return parallel
+
+
+def parse_parallel(text: str) -> Parallel:
+    """The strategy that ``ddp=8``, ``fsdp=8`` or ``hsdp=4x8`` names.
+
+    Raises `InputError` for one that is unknown, or whose numbers cannot be.
+    """
+    kinds = [_kind(part.partition("=")[0].strip()) for part in text.split(",")]
+    if len(kinds) > 1:
+        raise InputError(f"one strategy at a time, not {text!r}: hsdp=4x8 is sharded and replicated")
+    (kind,), (_, equals, numbers) = kinds, (part.strip() for part in text.partition("="))
+    if not equals:
+        raise InputError(f"on how many GPUs? write it like {_EXAMPLES[kind]}")
+    found = re.fullmatch(r"(\d+)x(\d+)" if kind == "hsdp" else r"(\d+)", numbers)
+    if found is None:
+        raise InputError(f"cannot read --parallel {text!r}: write it like {_EXAMPLES[kind]}")
+    given = tuple(map(int, found.groups()))
+    if kind == "hsdp":
+        return Parallel(kind, *given)
+    return Parallel(kind, shards=given[0]) if kind == "fsdp" else Parallel(kind, given[0])
+
+
+_EXAMPLES: Final[dict[Kind, str]] = {"ddp": "ddp=8", "fsdp": "fsdp=8", "hsdp": "hsdp=4x8 (4 groups, each of 8 shards)"}
+
+
+def _kind(name: str) -> Kind:
+    kinds = get_args(Kind)
+    if name in _REFUSED:
+        raise InputError(f"--parallel {name}: {_REFUSED[name]}")
+    if name not in kinds:
+        raise UnknownInputError("strategy", name, kinds)
+    return name  # type: ignore[return-value]
+
+
+def on_each(text: str | None, gpus: str | Iterable[int] | None) -> tuple[Parallel | None, ...]:
+    """The strategies to compare: `text` on each of the numbers of GPUs; just itself where none are given.
+
+    ``"1..128"`` doubles from 1 to 128, ``"6,12"`` are two numbers. Without a number of its own, ``fsdp`` and ``ddp``
+    take any; ``hsdp=x8`` has groups of 8 GPUs. With one, it has to be the number that is asked about.
+    """
+    if text is None:
+        if gpus is not None:
+            raise InputError("--gpus goes with --parallel: how should the model be spread over them? (--parallel fsdp)")
+        return (None,)
+    if gpus is None:
+        return (parse_parallel(text),)
+    return tuple(_on(text, number) for number in _counts(gpus))
+
+
+def _on(text: str, gpus: int) -> Parallel:
+    name, equals, numbers = (part.strip() for part in text.partition("="))
+    if equals and not (name == "hsdp" and numbers.startswith("x")):
+        found = parse_parallel(text)
+        if found.size != gpus:
+            raise InputError(f"{found} is on {found.size} GPUs, not on {gpus}: leave out one of the two numbers")
+        return found
+    if _kind(name) == "hsdp":
+        if not equals:
+            raise InputError("hsdp shards over groups of how many GPUs? write it like hsdp=x8 with --gpus")
+        return parse_parallel(f"hsdp=1{numbers}").on(gpus)
+    return parse_parallel(f"{name}={gpus}")
+
+
+def _counts(gpus: str | Iterable[int]) -> tuple[int, ...]:
+    parts = gpus.split(",") if isinstance(gpus, str) else list(map(str, gpus))
+    counts = [number for part in parts for number in _doubled(part.strip())]
+    if not counts:
+        raise InputError("no number of GPUs given: write it like 8, 1..128 or 6,12")
+    return tuple(dict.fromkeys(counts))
+
+
+def _doubled(text: str) -> Iterable[int]:
+    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last <= MOST_RANKS:
+        raise InputError(f"cannot read the number of GPUs {text!r}: write it like 8, 1..128 (doubling) or 6,12")
+    while first < last:
+        yield first
+        first *= 2
+    yield last

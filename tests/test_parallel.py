@@ -1,0 +1,238 @@
+"""Strategies in a few words: how they are read, which blocks are sharded, and what one of the GPUs then holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import memsize
+from memsize.cli import run
+from memsize.errors import InputError, ScenarioError
+from memsize.ranks.blocks import blocks_of
+from memsize.records.trace import Trace
+from memsize.records.world import World
+from memsize.spec.parallel import Parallel, on_each, parse_parallel
+from tests.conftest import Write
+from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most
+
+# -- how they are read ------------------------------------------------------------------------------------------------
+
+
+def test_a_strategy_is_read_and_written_alike() -> None:
+    for text, size in (("fsdp=8", 8), ("ddp=6", 6), ("hsdp=4x8", 32)):
+        assert str(parse_parallel(text)) == text
+        assert parse_parallel(text).world == World(size)
+    assert parse_parallel(" hsdp = 4x8 ") == Parallel("hsdp", replicas=4, shards=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fsdp", "on how many GPUs? write it like fsdp=8"),
+        ("fsdp=x", "cannot read --parallel 'fsdp=x': write it like fsdp=8"),
+        ("fsdp=0", "fsdp=0 is on 0 GPUs"),
+        ("ddp=9999999", "it has to be on 1 to 1,048,576"),
+        ("hsdp=8", "write it like hsdp=4x8"),
+        ("fdsp=8", "no strategy 'fdsp'"),
+        ("fsdp=32,tp=8", "tensor parallelism needs a plan"),
+        ("fsdp=4,ddp=2", "one strategy at a time"),
+        ("pp=4", "pipeline stages need the model cut into parts"),
+        ("", "no strategy ''"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_parallel(text)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_numbers_of_gpus_double_or_are_listed() -> None:
+    assert [str(each) for each in on_each("fsdp", "1..8")] == ["fsdp=1", "fsdp=2", "fsdp=4", "fsdp=8"]
+    assert [str(each) for each in on_each("ddp", "6,12,6")] == ["ddp=6", "ddp=12"]
+    assert [str(each) for each in on_each("fsdp", [3, 4])] == ["fsdp=3", "fsdp=4"]
+    assert [str(each) for each in on_each("fsdp", "3..10")] == ["fsdp=3", "fsdp=6", "fsdp=10"]
+    assert [str(each) for each in on_each("hsdp=x8", "8..32")] == ["hsdp=1x8", "hsdp=2x8", "hsdp=4x8"]
+    assert on_each("fsdp=8", None) == on_each("fsdp=8", "8") == (Parallel("fsdp", shards=8),)
+    assert on_each(None, None) == (None,)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "message"),
+    [
+        ("fsdp=8", "16", "fsdp=8 is on 8 GPUs, not on 16"),
+        ("hsdp=4x8", "16", "hsdp=4x8 is on 32 GPUs, not on 16"),
+        ("hsdp=x8", "12", "12 GPUs are no whole number of groups of 8"),
+        ("hsdp", "16", "write it like hsdp=x8"),
+        ("fsdp", "8..1", "cannot read the number of GPUs '8..1'"),
+        ("fsdp", "0", "cannot read the number of GPUs '0'"),
+        ("fsdp", "many", "cannot read the number of GPUs 'many'"),
+        (None, "8", "--gpus goes with --parallel"),
+    ],
+)
+def test_numbers_of_gpus_that_cannot_be(text: str | None, gpus: str, message: str) -> None:
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        on_each(text, gpus)
+
+
+# -- which blocks -----------------------------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(4), Block(4))
+        self.merge = nn.Linear(4, 4)
+
+
+def test_blocks_are_the_layers_that_repeat_the_inner_ones_first() -> None:
+    assert [type(each) for each in blocks_of(Model()).modules] == [Block] * LAYERS
+    stages = nn.Sequential(Stage(), Stage())
+    assert str(blocks_of(stages)) == "4 x Block and 2 x Stage"
+    modules = blocks_of(stages).modules
+    assert [type(each) for each in modules] == [Block, Block, Stage] * 2
+
+
+def test_layers_without_children_are_blocks_where_no_others_are() -> None:
+    linears = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert str(blocks_of(linears)) == "2 x Linear"
+    # one alone, different ones, and lists that nobody calls, don't repeat
+    lists = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]) for _ in range(2))
+    for model in (nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), lists, nn.Linear(2, 2)):
+        assert not blocks_of(model).modules
+
+
+def test_a_librarys_model_names_its_blocks_itself() -> None:
+    class Hinted(Model):
+        _no_split_modules = ("Block", "Embedding")
+
+    found = blocks_of(Hinted())
+    assert (str(found), found.source) == ("4 x Block and 1 x Embedding", "the model's own _no_split_modules")
+
+
+# -- what a GPU holds -------------------------------------------------------------------------------------------------
+
+
+def traced(parallel: str, scenario: str = "as-given", **options: Any) -> Trace:
+    return memsize.trace(Model(), IDS, parallel=parallel, scenario=scenario, gpu="t4", **options).trace
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Trace:
+    return traced("fsdp=8", "amp-bf16")
+
+
+def test_a_gpu_stores_an_eighth_of_all_in_float32(mixed: Trace) -> None:
+    held = at_the_end(mixed)
+    assert mixed.world == World(8)
+    assert held["parameter"] == PARAMETERS * 4 // 8
+    assert held["optimizer state"] == 2 * PARAMETERS * 4 // 8
+    assert most(mixed, "gradient") == PARAMETERS * 4 // 8
+
+
+def test_layers_are_gathered_in_the_precision_of_autocast(mixed: Trace) -> None:
+    root, block = 2 * 2 * 96 * WIDTH, 2 * 2 * BLOCK
+    assert most(mixed, "gathered parameter") == root + block
+    gathered = {each.dtype for each in mixed.storages if each.role == "gathered parameter"}
+    assert gathered == {"bfloat16"}
+    # Gradients are computed in bfloat16 and reduced in float32, four bytes for each element.
+    reduced = {each.bytes for each in mixed.collectives if each.kind == "reduce-scatter"}
+    assert reduced == {4 * 2 * BLOCK, 4 * 2 * 96 * WIDTH}
+    assert not [each for each in mixed.storages if each.role == "cast copy"]
+
+
+def test_the_loss_is_computed_in_float32_as_under_autocast(mixed: Trace) -> None:
+    logits = [each for each in mixed.storages if each.shape == (16, 96) and each.dtype == "float32"]
+    assert logits and "the loss is cross-entropy of the output" in mixed.notes
+
+
+@pytest.mark.parametrize(("scenario", "width"), [("fp32", 4), ("bf16", 2)])
+def test_without_autocast_nothing_is_cast(scenario: str, width: int) -> None:
+    trace = traced("fsdp=4", scenario, optimizer="sgd", steps=2)
+    assert at_the_end(trace)["parameter"] == PARAMETERS * width // 4
+    assert most(trace, "gathered parameter") == width * (2 * 96 * WIDTH + 2 * BLOCK)
+    assert {each.bytes for each in trace.collectives} == {width * 2 * BLOCK, width * 2 * 96 * WIDTH}
+
+
+def test_copies_of_the_model_hold_all_of_it_and_reduce_it_in_buckets() -> None:
+    trace = traced("ddp=4", "amp-bf16")
+    held = at_the_end(trace)
+    assert held["parameter"] == held["communication"] == PARAMETERS * 4
+    assert held["optimizer state"] == 2 * PARAMETERS * 4
+    reduced = [each for each in trace.collectives if each.kind == "all-reduce"]
+    assert sum(each.bytes for each in reduced) == 3 * PARAMETERS * 4
+    assert {each.ranks for each in reduced} == {4}
+
+
+def test_hybrid_groups_shard_and_reduce_between_them() -> None:
+    trace = traced("hsdp=2x4", optimizer="sgd", steps=1)
+    assert at_the_end(trace)["parameter"] == PARAMETERS * 4 // 4
+    kinds = {(each.kind, each.ranks) for each in trace.collectives}
+    assert kinds == {("all-gather", 4), ("reduce-scatter", 4), ("all-reduce", 2)}
+
+
+def test_what_was_sharded_is_said(mixed: Trace) -> None:
+    first, second, *_ = mixed.notes
+    assert first == (
+        "these are figures of rank 0 of 8 (fsdp=8): fully_shard on 4 x Block, the layers that repeat in a list or a "
+        "sequence"
+    )
+    assert second.startswith("amp-bf16 is FSDP's mixed precision here, not autocast")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [("apex-O2", "apex's own wrappers are older"), ("int8-weight", "quantized weights cannot be trained")],
+)
+def test_scenarios_that_cannot_be_trained_so(scenario: str, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        traced("fsdp=2", scenario)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": None}, "spreads a training: name its optimizer"),
+        ({"optimizer": "own"}, "spreads the usual training loop"),
+        ({"step": lambda model: model}, "spreads the usual training loop"),
+        ({"execute": True}, "it cannot really compute alone"),
+    ],
+)
+def test_only_the_usual_loop_is_spread(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        traced("fsdp=2", **options)
+
+
+NET = """
+from torch import nn
+from tests.conftest import Write
+from tests.test_ranks import Block
+
+def build():
+    return nn.Sequential(*(Block() for _ in range(4)))
+"""
+
+
+def test_the_command_shows_one_of_the_gpus(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    target = f"{write('net.py', NET)}:build"
+    command = ["timeline", target, "--input", "64", "--train", "sgd", "--steps", "1", "--gpu", "t4"]
+    assert run([*command, "--parallel", "fsdp=4"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "gathered parameters" in shown and "rank 0 of 4 (fsdp=4): fully_shard on 4 x Block" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train", "adamw", "--parallel", "tp=4"], "--parallel tp: tensor parallelism needs a plan"),
+        (["--parallel", "fsdp=4"], "fsdp=4 spreads a training: name its optimizer, such as adamw"),
+        (["--train", "adamw", "--parallel", "ddp=4", "--execute"], "it cannot really compute alone"),
+    ],
+)
+def test_what_is_wrong_with_the_command(
+    options: list[str], message: str, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = f"{write('net.py', NET)}:build"
+    assert run(["timeline", target, "--input", "64", *options]) == 2
+    assert message in capsys.readouterr().err
