@@ -91,7 +91,7 @@ def test_blocks_are_the_layers_that_repeat_the_inner_ones_first() -> None:
     stages = nn.Sequential(Stage(), Stage())
     assert str(blocks_of(stages)) == "4 x Block and 2 x Stage"
     modules = blocks_of(stages).modules
-    assert [type(each) for each in modules] == [Block, Block, Stage] * 2
+    assert [type(each) for each in modules] == [Block] * 4 + [Stage] * 2
 
 
 def test_layers_without_children_are_blocks_where_no_others_are() -> None:
