@@ -62,7 +62,7 @@ class Evaluator:
         if result is not NotImplemented:
             return result
         if op.data_dependent is not None and args[0].is_meta:
-            result = op.data_dependent(self._rely_on, *args, **kwargs)
+            result = op.data_dependent(self.rely_on, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if op.quantizes:
@@ -79,7 +79,7 @@ class Evaluator:
                 raise
             return self._with_host_tensors_moved(func, args, kwargs, error)
 
-    def _rely_on(self, assumption: str | None) -> None:
+    def rely_on(self, assumption: str | None) -> None:
         """Note that a decision of the model rests on `assumption`."""
         if assumption is not None:
             self.assumptions[assumption] = None
@@ -90,7 +90,7 @@ class Evaluator:
         """The same for a number that the model reads. A loop that waits for an assumed number to change never ends."""
         if assumption is None:
             return
-        self._rely_on(assumption)
+        self.rely_on(assumption)
         if self.lenient:
             return
         line = running_line()
@@ -112,7 +112,7 @@ class Evaluator:
             self._decide_on(ITEM_IS_ONE)
             return 1.0
         if self.lenient:
-            self._rely_on(COPIED_VALUES)
+            self.rely_on(COPIED_VALUES)
             return _plausible(tensor.dtype)
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise DataDependentError(
@@ -129,7 +129,7 @@ class Evaluator:
             is_check = a.dim() == 0 and a.dtype is torch.bool  # PyTorch itself asks whether something is wrong (istft)
             self._decide_on(CHECKS_PASS if is_check else COMPARED_EQUAL)
             return not is_check
-        self._rely_on(assumption_of((a, b), {}))
+        self.rely_on(assumption_of((a, b), {}))
         return torch.allclose(left, right, *options, **more) if options or more else torch.equal(left, right)
 
     def _draw(self, size: list[int], **options: Any) -> Any:
@@ -149,10 +149,10 @@ class Evaluator:
         if diagonals is not None:
             value = filled(diagonals, tensor.shape)
         if value is None:
-            self._rely_on(COPIED_VALUES)
+            self.rely_on(COPIED_VALUES)
             value = torch.full(tensor.shape, _plausible(tensor.dtype), dtype=tensor.dtype, device="cpu")
         else:
-            self._rely_on(first_assumption([state_of(tensor)]))
+            self.rely_on(first_assumption([state_of(tensor)]))
         dtype = options.get("dtype")
         return value.to(dtype) if dtype is not None and dtype is not value.dtype else value.clone()
 
@@ -177,7 +177,7 @@ class Evaluator:
         """Whether a padded batch can become a nested tensor, which is not followed here."""
         if not tensor.is_meta:
             return NotImplemented
-        self._rely_on(PADDING_COMPUTED)
+        self.rely_on(PADDING_COMPUTED)
         return False
 
     # -- what has no meta kernel --------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Evaluator:
         decides = [t for t in tensors if op.dynamic and (len(tensors) == 1 or not t.is_floating_point())]
         if any(constant_of(t) is None for t in decides):
             raise DataDependentError(f"the output shape of {func._overloadpacket} depends on the data")
-        self._rely_on(first_assumption([state_of(t) for t in decides if t.is_meta]))
+        self.rely_on(first_assumption([state_of(t) for t in decides if t.is_meta]))
 
     def _with_host_tensors_moved(self, func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
         there = map_tensors(lambda each: each if each.is_meta else _to_meta_with_constant(each), (args, kwargs))
@@ -222,6 +222,11 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("aten::equal", "aten::allclose"), Evaluator._compare),
 }
 """Ops that ask for values, by name, and the functions that evaluate them; NotImplemented leaves an op to PyTorch."""
+
+
+def is_special(name: str) -> bool:
+    """Whether an op of this name is evaluated in a way of its own."""
+    return name in _SPECIAL
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:

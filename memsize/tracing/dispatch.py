@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsize.constants.evaluation import Evaluator
+from memsize.constants.evaluation import Evaluator, is_special
 from memsize.constants.op_traits import traits_of
 from memsize.constants.propagation import carry_over, propagate
 from memsize.cuda.convolution import BACKWARD, FORWARD
@@ -33,6 +33,7 @@ class Op:
 
     __slots__ = (
         "biased",
+        "composite",
         "copies",
         "flops",
         "is_backward",
@@ -50,6 +51,7 @@ class Op:
         self.name: str = func._overloadpacket.__name__
         self.rule = rules()[func]
         self.traits = traits_of(func)
+        self.composite = self.rule is None and not is_special(self.traits.name) and _is_composite(self.traits.name)
         self.same = SAME_DTYPE.get(func)
         self.copies = COPIES.get(func)
         self.flops = formula_of(func)
@@ -59,6 +61,12 @@ class Op:
         self.result_first = func in RESULT_FIRST
         self.is_forward = func is FORWARD
         self.is_backward = func is BACKWARD
+
+
+def _is_composite(name: str) -> bool:
+    """Whether an op only calls others. Autograd runs those, except where a tensor's own dispatch is below it."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
 
 
 class _Ops(dict[Any, Op]):
@@ -108,6 +116,9 @@ class MetaDispatchMode(TorchDispatchMode):
         if self._computes:
             return func(*args, **kwargs)
         op = self.known[func]
+        if op.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
         if op.same is not None:
             refuse_mixed(func, args[op.same])
         result = NotImplemented if op.rule is None else op.rule(*args, **kwargs)
