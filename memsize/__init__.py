@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from memsize.records.generation import GenerationReport
     from memsize.records.layout import LayoutReport
     from memsize.records.program import ProgramRun
+    from memsize.records.ranks import RankRuns
     from memsize.records.report import Report
     from memsize.records.serving import ServingReport
     from memsize.records.sweep import Sweep
@@ -95,6 +96,7 @@ __all__ = [
     "MemsizeError",
     "OutputError",
     "ProgramRun",
+    "RankRuns",
     "Report",
     "ScenarioError",
     "ServingReport",
@@ -151,6 +153,7 @@ _HOMES = {
     "memsize.records.comparison": ("Comparison",),
     "memsize.records.explanation": ("Explanation",),
     "memsize.records.program": ("ProgramRun",),
+    "memsize.records.ranks": ("RankRuns",),
     "memsize.records.report": ("Report",),
     "memsize.errors": (
         "BudgetError",

@@ -248,8 +248,7 @@ def test_files_that_are_no_python(models: None, capsys: pytest.CaptureFixture[st
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_second_gpu_is_refused_in_cudas_words(models: None, capsys: pytest.CaptureFixture[str]) -> None:
     Path("asks.py").write_text("import torch\ntorch.cuda.set_device(3)\n")
-    told = refused(capsys, "report", "asks.py:net")
-    assert "asks.py:2: AcceleratorError: CUDA error: invalid device ordinal; a target's machine has one GPU" in told
+    assert "asks.py:2: AcceleratorError: CUDA error: invalid device ordinal" in refused(capsys, "report", "asks.py:net")
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ import torch
 
 from memsize import cli
 from memsize.analysis import compare
-from memsize.analysis.findings import fit, generation, layout, program, report, serving, snapshot, sweep
+from memsize.analysis.findings import fit, generation, layout, program, ranks, report, serving, snapshot, sweep
 from memsize.checkpoint import findings as checkpoint
 from memsize.cli.session import Session
 from memsize.documents.report import COLUMNS, layer_table
@@ -83,7 +83,7 @@ def examples(page: Path) -> Iterator[Example]:
 
 def printed(page: Path, folder: Path) -> dict[Example, str]:
     """What each example of a page prints; the commands run first, because a script may read what a command wrote."""
-    for name in ("notebooks/model.py", "notebooks/train.py", "benchmarks/resnet.py"):
+    for name in ("notebooks/model.py", "notebooks/train.py", "notebooks/train_fsdp.py", "benchmarks/resnet.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     torch.save(Toy().half().state_dict(), folder / "last.pt")
@@ -267,6 +267,7 @@ def test_every_finding_is_documented() -> None:
     assert quoted(rows("serve.md", "Findings"), 0) == [*serving.RULES.codes]
     assert quoted(rows("sweep.md", "Findings"), 0) == [*sweep.RULES.codes]
     assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes]
+    assert quoted(rows("run.md", "Several GPUs"), 0) == [*ranks.RULES.codes]
     assert quoted(rows("explain.md", "Findings"), 0) == [*snapshot.RULES.codes]
     page = text_of(DOCS / "findings.md")
     # A page that says "in this order" means it. What a comparison finds as a report does is told once.

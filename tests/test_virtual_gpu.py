@@ -901,7 +901,8 @@ def test_the_exit_status_of_a_program_that_refuses_its_arguments(tmp_path: Path)
 def test_what_starts_processes_is_answered_in_one_line(launched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["run", *launched]) == 2
     said = capsys.readouterr().err
-    assert "starts processes, one for each GPU: give the script itself" in said and len(said.splitlines()) == 1
+    assert "give the script itself and how many, as in memsize run --gpus 8 train.py" in said
+    assert "starts processes, one for each GPU" in said and len(said.splitlines()) == 1
 
 
 # -- the user's files -------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from memsize.records.codec import plain
 from memsize.records.gpu import Card
 from memsize.records.program import Growth, Holder, KeptGradients, LiveTensor, ProgramRun
 from memsize.records.trace import Trace
+from memsize.records.world import World
 from memsize.virtual.files import Files
 from memsize.virtual.holders import Held
 from memsize.virtual.kept import Kept
@@ -32,7 +33,7 @@ from memsize.workloads.program_steps import Zeroed
 
 LARGEST: Final = 15
 """How many of the storages alive at the peak are listed."""
-_OWN: Final = ("parameter", "buffer", "optimizer state", "gradient", "workspace")
+_OWN: Final = ("parameter", "buffer", "optimizer state", "gradient", "workspace", "communication")
 """Roles of what may stay from step to step."""
 _ENOUGH: Final = 3
 """How many steps it takes to see that memory grows: the second may keep what the first had nothing of."""
@@ -47,9 +48,14 @@ def run_program(
     steps: int,
     module: bool,
     allow_writes: bool = False,
+    world: World | None = None,
 ) -> tuple[ProgramRun, BaseException | None]:
-    """Run a script (or a module) with its own arguments; the error that it ended with, if any, comes with the run."""
-    program = Program(path, card, workspaces(card, plans_of(card)), config, steps, Files(allow_writes), snapshot)
+    """Run a script (or a module) with its own arguments, as one process of `world` if it is named.
+
+    The error that it ended with, if any, comes with the run.
+    """
+    files = Files(allow_writes)
+    program = Program(path, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world)
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     with isolated():
@@ -79,13 +85,21 @@ class VirtualGpu:
 
 @contextmanager
 def virtual_gpu(
-    card: Card, config: AllocatorConfig, *, steps: int, allow_writes: bool, name: str = "this program"
+    card: Card,
+    config: AllocatorConfig,
+    *,
+    steps: int,
+    allow_writes: bool,
+    name: str = "this program",
+    world: World | None = None,
 ) -> Iterator[VirtualGpu]:
-    """Let the block have a virtual GPU; it ends after `steps` optimizer steps (0: at its own end).
+    """Let the block have a virtual GPU, as a process of `world` if it is named; it ends after `steps` optimizer steps
+    (0: at its own end).
 
     Modules that the block moves there are back on the CPU, with their values, when it is over.
     """
-    program = Program(name, card, workspaces(card, plans_of(card)), config, steps, Files(allow_writes), snapshot)
+    files = Files(allow_writes)
+    program = Program(name, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world)
     region = VirtualGpu(program)
     error: BaseException | None = None
     kept = Kept()

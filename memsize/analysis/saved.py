@@ -21,6 +21,7 @@ KINDS = {
     "report": ("memsize.records.report", "Report"),
     "step": ("memsize.analysis.step", "StepTrace"),
     "program": ("memsize.records.program", "ProgramRun"),
+    "ranks": ("memsize.records.ranks", "RankRuns"),
     "fit": ("memsize.records.fit", "Fit"),
     "generation": ("memsize.records.generation", "GenerationReport"),
     "serving": ("memsize.records.serving", "ServingReport"),
@@ -37,6 +38,7 @@ KINDS = {
 COMMANDS = {
     "step": "timeline",
     "program": "run",
+    "ranks": "run",
     "generation": "generate",
     "serving": "serve",
     "verification": "verify",
@@ -50,10 +52,10 @@ def load(path: str | os.PathLike[str]) -> Any:
     return read_run(path, _record_of)
 
 
-def load_kind(path: str | os.PathLike[str], kind: str) -> Any:
-    """The answer in a saved run of one kind; raises `InputError` also where it is of another."""
+def load_kind(path: str | os.PathLike[str], *kinds: str) -> Any:
+    """The answer in a saved run of one of these kinds; raises `InputError` also where it is of another."""
     found = load(path)
-    if found.kind != kind:
+    if found.kind not in kinds:
         command = COMMANDS.get(found.kind, found.kind)
         hint = "memsize.load reads it" if found.kind == "comparison" else f"memsize {command} shows it"
         raise InputError(f"{path} holds a {found.kind}: {hint}")

@@ -5,13 +5,50 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
     from memsize.analysis.program import VirtualGpu
     from memsize.device.config import AllocatorConfig
     from memsize.records.fit import Fit
     from memsize.records.program import ProgramRun
+    from memsize.records.ranks import RankRuns, Which
+    from memsize.records.world import World
+
+
+@overload
+def run(
+    script: str | os.PathLike[str],
+    arguments: Iterable[str] = ...,
+    *,
+    gpu: str | None = ...,
+    steps: int = ...,
+    module: bool = ...,
+    config: AllocatorConfig | str | None = ...,
+    allow_writes: bool = ...,
+    gpus: int | None = ...,
+    nodes: int = ...,
+    rank: int = ...,
+) -> ProgramRun: ...
+
+
+@overload
+def run(
+    script: str | os.PathLike[str],
+    arguments: Iterable[str] = ...,
+    *,
+    gpu: str | None = ...,
+    steps: int = ...,
+    module: bool = ...,
+    config: AllocatorConfig | str | None = ...,
+    allow_writes: bool = ...,
+    gpus: int,
+    nodes: int = ...,
+    rank: Which,
+    jobs: int | None = ...,
+    progress: Callable[[str], None] | None = ...,
+) -> RankRuns: ...
 
 
 def run(
@@ -23,7 +60,12 @@ def run(
     module: bool = False,
     config: AllocatorConfig | str | None = None,
     allow_writes: bool = False,
-) -> ProgramRun:
+    gpus: int | None = None,
+    nodes: int = 1,
+    rank: int | Which = 0,
+    jobs: int | None = 1,
+    progress: Callable[[str], None] | None = None,
+) -> ProgramRun | RankRuns:
     """What a script that was written for a GPU would do to one, from a run of it on a GPU that isn't there.
 
     `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
@@ -31,24 +73,40 @@ def run(
     GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone
     unless `allow_writes` is set. `gpu` and `config` are as for `trace`.
 
-    Raises `InputError` where there is no such script, and `ForwardError` when the script itself fails.
+    `gpus` is for a script that ``torchrun`` starts once for each GPU: how many there are on all `nodes` together. It
+    is run as process `rank` of them. With ``"all"`` each rank is run, in a process of its own where the platform forks,
+    `jobs` side by side (None: one per core); with ``"distinct"`` the first and the last, and those between only where
+    they differ. The answer is then a `RankRuns`. `progress` is called with what is being done.
+
+    Raises `InputError` where there is no such script or rank, and `ForwardError` when the script itself fails; of
+    several ranks it says in the answer which failed.
     """
     from memsize.analysis.program import run_program
+    from memsize.analysis.ranks import run_ranks
+    from memsize.analysis.script_imports import import_packages
     from memsize.device.cards import card
     from memsize.device.config import AllocatorConfig
     from memsize.errors import ForwardError
     from memsize.records.gpu import DEFAULT_GPU
+    from memsize.spec.ranks import asked_world
 
-    where = card(gpu or DEFAULT_GPU)
-    found, error = run_program(
-        os.fspath(script),
+    where, settings, world = card(gpu or DEFAULT_GPU), AllocatorConfig.of(config), asked_world(gpus, nodes, rank)
+    path = os.fspath(script)
+    run_rank = partial(
+        run_program,
+        path,
         tuple(arguments),
         where,
-        AllocatorConfig.of(config),
+        settings,
         steps=steps,
         module=module,
         allow_writes=allow_writes,
     )
+    if world is not None and not isinstance(rank, int):
+        if not module:
+            import_packages(path, where, settings)
+        return run_ranks(lambda each: run_rank(world=each)[0], world.size, nodes, rank, jobs, progress)
+    found, error = run_rank(world=world)
     if error is not None and not found.refused:
         raise ForwardError(f"{script} failed: {type(error).__name__}: {error}", found.trace) from error
     return found
@@ -95,6 +153,7 @@ def virtual_gpu(
     steps: int = 0,
     config: AllocatorConfig | str | None = None,
     allow_writes: bool = False,
+    world: World | None = None,
 ) -> AbstractContextManager[VirtualGpu]:
     """Let the code in a ``with`` block have a GPU that isn't there, as `run` gives it to a script.
 
@@ -103,7 +162,8 @@ def virtual_gpu(
         gpu.run, gpu.trace
 
     The block ends after `steps` optimizer steps (0: at its own end). Modules that it moves to the GPU are back on the
-    CPU, with their values, when it is over. Raises `InputError` when one is open already.
+    CPU, with their values, when it is over. With a `world`, such as ``World(8, rank=3)``, the block is that process of
+    a distributed job. Raises `InputError` when one is open already, and for a process that is in a group already.
     """
     from memsize.analysis import program
     from memsize.device.cards import card
@@ -112,4 +172,4 @@ def virtual_gpu(
 
     where = card(gpu or DEFAULT_GPU)
     settings = AllocatorConfig.of(config)
-    return program.virtual_gpu(where, settings, steps=steps, allow_writes=allow_writes)
+    return program.virtual_gpu(where, settings, steps=steps, allow_writes=allow_writes, world=world)

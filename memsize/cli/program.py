@@ -6,18 +6,22 @@ import contextlib
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import click
 
 from memsize.cli.messages import say
-from memsize.cli.options import WITH_SNAPSHOT, allocator_option, gpu_option, output_options_for
+from memsize.cli.options import WITH_SNAPSHOT, allocator_option, gpu_option, jobs_option, output_options_for
 from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
+from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
+from memsize.records.ranks import RankRuns
+from memsize.spec.ranks import asked_world, parse_rank
 
 _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
 _LAUNCHERS = frozenset(("torchrun", "accelerate", "deepspeed", "mpirun"))
@@ -46,6 +50,8 @@ writes_option = click.option(
       memsize run train.py --epochs 1 --batch-size 64
       memsize run --gpu t4 --steps 5 train.py --batch-size 64
       memsize run --gpu h100 -o step.html -m mypackage.train --config c.yaml
+      memsize run --gpus 8 train_fsdp.py                   as torchrun --nproc-per-node 8 starts it, rank 0
+      memsize run --gpus 32 --nodes 4 --rank distinct train_fsdp.py
 
     \b
     Options of memsize come before the script, the script's own after it. A .pickle is a PyTorch memory snapshot, which
@@ -57,6 +63,16 @@ writes_option = click.option(
 @steps_option
 @click.option("-m", "module", is_flag=True, help="PROGRAM is a module, as for python -m.")
 @writes_option
+@click.option("--gpus", type=int, metavar="N", help="Run it as one of N processes, one for each GPU of a job.")
+@click.option("--nodes", default=1, show_default=True, metavar="N", help="Machines that the GPUs are spread over.")
+@click.option(
+    "--rank",
+    default="0",
+    show_default=True,
+    metavar="RANK",
+    help="Which of the processes: its number, all, or distinct: as many as it takes to know what each holds.",
+)
+@jobs_option
 @output_options_for(WITH_SNAPSHOT)
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -66,6 +82,10 @@ def run(
     steps: int,
     module: bool,
     allow_writes: bool,
+    gpus: int | None,
+    nodes: int,
+    rank: str,
+    jobs: int | None,
     program: str,
     arguments: tuple[str, ...],
     output: Destination,
@@ -75,13 +95,33 @@ def run(
     Its tensors on the GPU take their place in a simulated memory and hold no values; everything else is the program's
     own. It is stopped after a few optimizer steps. PROGRAM may also be a saved run.
     """
-    where, config = card(gpu or DEFAULT_GPU), AllocatorConfig.parse(allocator or "")
+    where, config, which = card(gpu or DEFAULT_GPU), AllocatorConfig.parse(allocator or ""), parse_rank(rank)
+    world = asked_world(gpus, nodes, which)
     if not module and is_saved(program):
         from memsize.analysis.saved import load_kind
 
-        _answer(load_kind(program, ProgramRun.kind), output)
+        _answer(load_kind(program, ProgramRun.kind, RankRuns.kind), output)
         return 0
     _check_started(program, module)
+    options: dict[str, Any] = {"steps": steps, "module": module, "allow_writes": allow_writes}
+    if not isinstance(which, int):
+        from memsize import api
+
+        with working() as progress:
+            several = api.run(
+                program,
+                arguments,
+                gpu=gpu,
+                config=config,
+                gpus=gpus or 1,
+                nodes=nodes,
+                rank=which,
+                jobs=jobs,
+                progress=progress,
+                **options,
+            )
+        _answer(several, output)
+        return 0 if all(group.run.failure is None for group in several.groups) else 1
     say(_STAND_INS)
 
     # stdout is the program's, unless figures for a machine are to come out of it.
@@ -89,15 +129,7 @@ def run(
     with own:
         from memsize.analysis.program import run_program
 
-        found, error = run_program(
-            program,
-            arguments,
-            where,
-            config,
-            steps=steps,
-            module=module,
-            allow_writes=allow_writes,
-        )
+        found, error = run_program(program, arguments, where, config, world=world, **options)
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, SystemExit) and not found.trace.events:
@@ -112,19 +144,21 @@ def _check_started(program: str, module: bool) -> None:
     """Raise `InputError` where PROGRAM is no script or module that trains, or only starts one in other processes."""
     if (program in _LAUNCHING_MODULES) if module else (Path(program).name in _LAUNCHERS):
         raise InputError(
-            f"{program} starts processes, one for each GPU: give the script itself, as in memsize run train.py …"
+            f"{program} starts processes, one for each GPU: give the script itself and how many, as in memsize run "
+            "--gpus 8 train.py …"
         )
     if not module and not Path(program).is_file():
         raise InputError(f"no such script: {program} (-m runs a module)")
 
 
-def _answer(found: ProgramRun, output: Destination) -> None:
+def _answer(found: ProgramRun | RankRuns, output: Destination) -> None:
     output.keep(found)
     if output.format == "snapshot":
         from memsize.analysis.saved import config_of
         from memsize.analysis.snapshot import pickled
 
-        output.write(pickled(found.trace, config_of(found)))
+        run = found.worst.run if isinstance(found, RankRuns) else found
+        output.write(pickled(run.trace, config_of(run)))
     else:
         output.write(output.drawn(found))
 

@@ -135,6 +135,7 @@ _DOCUMENTS: Final = {
     "sweep": "memsize.documents.sweep:SweepDocument",
     "timeline": "memsize.documents.timeline:TimelineDocument",
     "program": "memsize.documents.program:ProgramDocument",
+    "ranks": "memsize.documents.ranks:RanksDocument",
     "comparison": "memsize.documents.comparison:ComparisonDocument",
     "check": "memsize.documents.check:CheckDocument",
     "explanation": "memsize.documents.explanation:ExplanationDocument",

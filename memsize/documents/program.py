@@ -49,14 +49,14 @@ class ProgramDocument(Document[ProgramRun]):
 
     def sections(self) -> tuple[Section, ...]:
         """The verdict first, then what it rests on."""
+        return (program_title(self.answer), *self.opening(), *self.reasons(), *self.inside())
+
+    def inside(self) -> tuple[Section, ...]:
+        """What the verdict rests on."""
         run = self.answer
-        found = self._timeline
-        told = step_courses(found)
+        told = step_courses(self._timeline)
         tables = (course_table(told), alive_table(told), module_table(run)) if told else ()
         return (
-            program_title(run),
-            *self.opening(),
-            *self.reasons(),
             *tables,
             *((tensor_table(run),) if run.tensors else ()),
             *listed("Assumed", tuple(map(_assumed, run.assumed))),
@@ -126,7 +126,8 @@ def _growth_data(run: ProgramRun) -> dict[str, Any] | None:
 def program_title(run: ProgramRun) -> Title:
     """The program's command line, how far it ran, and where."""
     steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
-    return Title(run.program, ((steps,), (f"on {run.card.name}",)))
+    ranks = ((str(run.trace.world),),) if run.trace.world.size > 1 else ()
+    return Title(run.program, (*ranks, (steps,), (f"on {run.card.name}",)))
 
 
 def module_table(run: ProgramRun) -> Table:

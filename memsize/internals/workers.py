@@ -40,14 +40,15 @@ Request = tuple[Any, ...]
 @contextlib.contextmanager
 def side_by_side(jobs: int | None) -> Iterator[None]:
     """While open, `Workers` fork up to `jobs` processes; None: one for each core that this process may use."""
-    outer = _jobs.set(_cores() if jobs is None else jobs)
+    outer = _jobs.set(cores() if jobs is None else jobs)
     try:
         yield
     finally:
         _jobs.reset(outer)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

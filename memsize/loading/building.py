@@ -183,9 +183,7 @@ def lacks_gpu(error: BaseException | None) -> bool:
 
 
 def gpu_advice(error: BaseException) -> str:
-    """What to do about an error that `lacks_gpu`, or that wants a second one; empty for any other error."""
-    if "invalid device ordinal" in str(error):
-        return "; a target's machine has one GPU, cuda:0"
+    """What to do about an error that `lacks_gpu`; empty for any other error."""
     if not lacks_gpu(error):
         return ""
     return (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -49,7 +50,7 @@ def environment(world: World) -> dict[str, str]:
 def wanted(size: int, world: World) -> str:
     """Says that a program asked for another number of processes than it is run with."""
     gpus = f"{world.size} GPUs" if world.size > 1 else "one GPU"
-    return f"this program wants {size} processes, one for each GPU, and it is run with {gpus}"
+    return f"this program wants {size} processes, one for each GPU, and it is run with {gpus} (memsize run --gpus N)"
 
 
 def is_available() -> bool:
@@ -75,7 +76,9 @@ def started(world: World | None) -> Iterator[None]:
     if world is not None and there:
         raise InputError(JOINED)
     if world is not None:
-        import torch.distributed.optim  # noqa: F401 (TorchScript compiles it, from functions that are replaced next)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of TorchScript, which compiles it from functions that are replaced next
+            import torch.distributed.optim  # noqa: F401
     before, hook = dict(os.environ), sys.excepthook
     os.environ.update({} if world is None else environment(world))
     try:

@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing
 
 from memsize.errors import InputError
-from memsize.ranks import group, sharding
+from memsize.ranks import group, objects, sharding
 from memsize.records.world import World
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.tensors import Replacement
@@ -25,6 +25,7 @@ def replacements(world: World, ledger: VirtualLedger) -> Iterator[Replacement]:
         yield owner, "spawn", _spawning(world)
     if group.is_available():
         yield from group.replacements(world)
+        yield from objects.replacements(ledger.evaluator.rely_on)
         yield from sharding.replacements(ledger, ledger.aside, ledger.in_pytorch)
 
 

@@ -107,7 +107,7 @@ def _of_cuda(driver: Driver) -> Iterator[Replacement]:
     yield cuda, "current_device", lambda: SEAT.index
     yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
     yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
-    yield cuda, "default_generators", (driver.seed,)
+    yield cuda, "default_generators", (driver.seed,) * SEAT.count
     yield torch.storage, "_to", _storage_to(torch._utils._to)
     yield cuda.nvtx, "_nvtx", _Silent()
     for owner in (torch, cuda, cuda.streams):

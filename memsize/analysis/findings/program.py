@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from memsize.ranks.group import environment
 from memsize.records.finding import Finding, Rules
 from memsize.records.program import ProgramRun
 from memsize.records.roles import noun
+from memsize.records.world import ALONE
 from memsize.units import Bytes
 
 RULES: Final = Rules[ProgramRun]()
@@ -52,6 +54,14 @@ def _needs(run: ProgramRun) -> Iterator[Finding]:
     }
     values = {"name": needed.name, "line": needed.line or "the program", "instead": needed.instead}
     yield Finding("run-needs-gpu", None, (), templates[needed.what], values)
+
+
+@RULES.rule("run-needs-launcher")
+def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
+    missing = next((name for name in environment(ALONE) if run.failure == f"KeyError: '{name}'"), None)
+    if missing is not None and run.trace.world == ALONE:
+        template = "The program wants {name}, which torchrun sets: --gpus 8 runs it as one of 8 processes."
+        yield Finding("run-needs-launcher", None, (), template, {"name": missing})
 
 
 @RULES.rule("run-nothing-on-gpu")

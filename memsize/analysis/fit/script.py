@@ -7,23 +7,19 @@ runs so far says where to look, and the answer and the next value are run.
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import importlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
-from typing import Any, Final
+from typing import Final
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.fit.fit import growing_row
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, largest
-from memsize.analysis.program import run_program, virtual_gpu
+from memsize.analysis.program import run_program
+from memsize.analysis.script_imports import import_packages
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, first_line
-from memsize.internals.user_code import is_library, parsed
+from memsize.internals.silence import silent
 from memsize.internals.workers import Workers, can_fork
 from memsize.records.fit import Budget, Fit, FitRow
 from memsize.records.gpu import Card
@@ -70,13 +66,7 @@ class ScriptRuns:
 
     def silent_trace(self, value: int) -> tuple[Trace, str]:
         """`trace` in a process of its own, where nobody reads what the script prints."""
-        with (
-            open(os.devnull, "w") as nothing,
-            contextlib.redirect_stdout(nothing),
-            contextlib.redirect_stderr(nothing),
-        ):
-            for descriptor in (1, 2):
-                os.dup2(nothing.fileno(), descriptor)
+        with silent():
             return self.trace(value)
 
     def trace(self, value: int) -> tuple[Trace, str]:
@@ -87,15 +77,6 @@ class ScriptRuns:
         )
         failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
         return found.trace, failure
-
-    def import_packages(self) -> None:
-        """Import what the script imports at its top level from installed packages, once for all runs."""
-        with virtual_gpu(self._card, self._config, steps=0, allow_writes=False):
-            for name in _imported(self.script.path):
-                # What fails here fails in the script too, or was meant to.
-                with contextlib.suppress(Exception):
-                    if _is_installed(name):
-                        importlib.import_module(name)
 
 
 def fit_script(
@@ -112,7 +93,7 @@ def fit_script(
     no effect on the memory of the GPU.
     """
     runs = ScriptRuns(script, budgets[0].card, config, steps, say)
-    runs.import_packages()
+    import_packages(script.path, budgets[0].card, config)
     first, second = runs.run(script.value), runs.run(2 * script.value)
     if first.pairs == second.pairs:
         raise InputError(
@@ -146,17 +127,3 @@ def _row(runs: ScriptRuns, budget: Budget, first: Footprint, second: Footprint) 
     )
     row = FitRow("as-given", "as the script runs", budget.name, budget.allocator, "unavailable")
     return growing_row(found, row, linear=True)
-
-
-def _imported(path: str) -> Iterator[str]:
-    tree = parsed(path)
-    for node in tree.body if tree else ():
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-
-
-def _is_installed(name: str) -> bool:
-    spec: Any = find_spec(name.partition(".")[0])
-    return spec is not None and bool(spec.origin) and is_library(spec.origin)

@@ -1,0 +1,106 @@
+"""What several ranks of one program say: whether all fit, which needs most, and what differs between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from memsize.records.finding import Finding, Rules
+from memsize.records.ranks import RankGroup, RankRuns, spans
+from memsize.records.roles import noun
+from memsize.units import Bytes
+
+RULES: Final = Rules[RankRuns]()
+
+
+@RULES.rule("ranks-failed")
+def _failed(runs: RankRuns) -> Iterator[Finding]:
+    for group in runs.groups:
+        if group.run.failure is not None and not group.run.refused:
+            template = "{ranks} failed: {failure}. --rank {first} shows where."
+            values = {"ranks": named(group), "failure": group.run.failure, "first": group.ran[0]}
+            yield Finding("ranks-failed", None, (), template, values)
+
+
+@RULES.rule("ranks-out-of-memory")
+def _refused(runs: RankRuns) -> Iterator[Finding]:
+    for group in runs.groups:
+        if group.run.refused:
+            first = group.run.refused[0]
+            template = (
+                "{card} is too small for {ranks} of {size}: at {line}, in {phase}, {op} asks for {bytes} where {free} "
+                "are left."
+            )
+            values = {
+                "card": group.run.card.name,
+                "ranks": named(group).lower(),
+                "size": runs.size,
+                "line": first.line or "a line of PyTorch's own",
+                "phase": first.phase,
+                "op": first.op,
+                "bytes": Bytes(first.bytes),
+                "free": Bytes(first.free),
+            }
+            yield Finding("ranks-out-of-memory", first.bytes, (), template, values)
+
+
+@RULES.rule("ranks-fit")
+def _fit(runs: RankRuns) -> Iterator[Finding]:
+    group = runs.worst
+    run, peak = group.run, group.run.peak
+    if run.refused or not run.trace.events or any(each.run.failure for each in runs.groups):
+        return
+    template = "All {size} ranks fit on {card}: " + ("each takes" if len(runs.groups) == 1 else "{ranks} needs most,")
+    template += " {low} to {high} of {total} at the peak, in {phase}" + (" of {layer}." if peak.peak_layer else ".")
+    values = {
+        "size": runs.size,
+        "card": run.card.name,
+        "ranks": named(group).lower(),
+        "low": Bytes(peak.device.low),
+        "high": Bytes(peak.device.high),
+        "total": Bytes(run.card.bytes),
+        "phase": f"{peak.peak_phase} {peak.peak_step}" if peak.peak_step else peak.peak_phase,
+        "layer": peak.peak_layer,
+    }
+    if len(group.ranks) > 1:
+        template = template.replace("needs most", "need most")
+    layers = (peak.peak_layer,) if peak.peak_layer else ()
+    yield Finding("ranks-fit", peak.device.high, layers, template, values)
+
+
+@RULES.rule("ranks-differ")
+def _differ(runs: RankRuns) -> Iterator[Finding]:
+    most, least = runs.worst, runs.least
+    if any(group.run.refused or group.run.failure for group in runs.groups):
+        return
+    difference = most.run.peak.requested - least.run.peak.requested
+    if difference <= 0:
+        return
+    sizes = {role: most.run.peak.roles.get(role, 0) - least.run.peak.roles.get(role, 0) for role in most.run.peak.roles}
+    role = max(sizes, key=sizes.__getitem__)
+    template = "{least} hold{s} {bytes} less of tensors at the peak, {part} of it {role}."
+    values = {
+        "least": named(least),
+        "s": "" if len(least.ranks) > 1 else "s",
+        "bytes": Bytes(difference),
+        "part": Bytes(sizes[role]),
+        "role": noun(role),
+    }
+    yield Finding("ranks-differ", difference, (), template, values)
+
+
+@RULES.rule("ranks-between")
+def _between(runs: RankRuns) -> Iterator[Finding]:
+    ran = [rank for group in runs.groups for rank in group.ran]
+    if len(ran) < runs.size:
+        template = (
+            "{count} of {size} ranks were run: {ran}. Each of the others lies between two that hold the same, and "
+            "shards never grow from one rank to the next."
+        )
+        values = {"count": len(ran), "size": runs.size, "ran": spans(ran)}
+        yield Finding("ranks-between", None, (), template, values, "{count} of {size} ranks were run: {ran}.")
+
+
+def named(group: RankGroup) -> str:
+    """The ranks of a group as the subject of a sentence."""
+    return f"{'Rank' if len(group.ranks) == 1 else 'Ranks'} {spans(group.ranks)}"

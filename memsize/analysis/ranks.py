@@ -1,0 +1,127 @@
+"""Several ranks of one program: each is run in a process of its own where the platform forks.
+
+Which ranks are `distinct` follows from how PyTorch shards: by `torch.chunk`, so that a rank's part of a dimension is
+never larger than that of a rank before it. Where the first and the last rank of a job come out the same, so do those
+between. Where they differ, the same is asked of each half. Ranks that send each other messages are stages of a
+pipeline, and of stages nothing of the kind is known: then all are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from memsize.analysis.findings.ranks import RULES
+from memsize.internals.silence import silent
+from memsize.internals.workers import Workers, can_fork, cores, side_by_side
+from memsize.records.program import ProgramRun
+from memsize.records.ranks import RankGroup, RankRuns, Which
+from memsize.records.world import ALONE, World
+
+_MESSAGES: Final = frozenset(("send", "receive"))
+_MOST: Final = 2
+"""How many ranks are run before it is known whether others have to be."""
+
+
+class RankProcesses:
+    """The ranks of a program, each run once: `jobs` of them side by side."""
+
+    def __init__(
+        self, run_rank: Callable[[World], ProgramRun], size: int, nodes: int, jobs: int, say: Callable[[str], None]
+    ) -> None:
+        self._run_rank = run_rank
+        self.size, self.nodes = size, nodes
+        self.made: dict[int, ProgramRun] = {}
+        self._jobs = jobs
+        self._say = say
+
+    def run(self, ranks: Sequence[int]) -> None:
+        """Run those of `ranks` that were not run yet."""
+        waiting = [rank for rank in dict.fromkeys(ranks) if rank not in self.made]
+        for start in range(0, len(waiting), self._jobs):
+            batch = waiting[start : start + self._jobs]
+            self._say(f"running {_named(batch)} of {self.size}, {len(self.made)} done")
+            self.made |= zip(batch, self._side_by_side(batch), strict=True)
+
+    def _side_by_side(self, ranks: Sequence[int]) -> list[ProgramRun]:
+        """The runs of as many ranks as there are processes, so that each has one to itself."""
+        if not can_fork():
+            return [self.rank(rank) for rank in ranks]
+        with side_by_side(len(ranks)), Workers(self, self._say) as workers:
+            if len(ranks) == 1:
+                return [workers.apart(("rank", ranks[0]))]
+            return workers.each([("rank", rank) for rank in ranks])
+
+    def rank(self, rank: int) -> ProgramRun:
+        """One rank's run; nobody reads what it prints."""
+        world = World(self.size, rank, self.nodes)
+        if not can_fork():
+            return self._run_rank(world)
+        with silent():
+            return self._run_rank(world)
+
+
+def run_ranks(
+    run_rank: Callable[[World], ProgramRun],
+    size: int,
+    nodes: int,
+    which: Which,
+    jobs: int | None,
+    say: Callable[[str], None] | None = None,
+) -> RankRuns:
+    """All ranks of a program, or as many as it takes to know what each holds; `run_rank` runs one of them.
+
+    `jobs` are run side by side; None: one for each core.
+    """
+    processes = RankProcesses(run_rank, size, nodes, cores() if jobs is None else jobs, say or (lambda _: None))
+    if which == "all":
+        processes.run(range(size))
+        between: dict[int, int] = {}
+    else:
+        between = distinct(processes)
+    found = RankRuns(size, nodes, tuple(_groups(processes.made, between)))
+    return replace(found, findings=RULES.findings(found))
+
+
+def distinct(processes: RankProcesses) -> dict[int, int]:
+    """Run the ranks by which the others are known: for each of these, one that was run and is the same."""
+    known: dict[int, int] = {}
+    parts = [range(processes.size)]
+    while parts:
+        processes.run([rank for part in parts for rank in (part[0], part[-1])])
+        if any(_is_stage(run) for run in processes.made.values()):
+            processes.run(range(processes.size))
+            return {}
+        again: list[range] = []
+        for part in parts:
+            if _same(processes.made[part[0]], processes.made[part[-1]]):
+                known |= dict.fromkeys(part[1:-1], part[0])
+            elif len(part) > _MOST:
+                middle = len(part) // 2
+                again += [part[:middle], part[middle:]]
+        parts = again
+    return known
+
+
+def _groups(made: dict[int, ProgramRun], between: dict[int, int]) -> Iterator[RankGroup]:
+    """Ranks that hold the same, in the order of their first."""
+    waiting = sorted(made)
+    while waiting:
+        run = made[waiting[0]]
+        ran = tuple(rank for rank in waiting if _same(run, made[rank]))
+        yield RankGroup(ran, run, tuple(rank for rank, like in between.items() if like in ran))
+        waiting = [rank for rank in waiting if rank not in ran]
+
+
+def _same(one: ProgramRun, other: ProgramRun) -> bool:
+    """Whether two ranks did the same on their GPUs."""
+    return replace(one.trace, world=ALONE) == replace(other.trace, world=ALONE)
+
+
+def _is_stage(run: ProgramRun) -> bool:
+    return any(each.kind in _MESSAGES for each in run.trace.collectives)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,128 @@
+"""Several ranks of a program as a document: whether all fit, ranks beside one another, and the worst from inside."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Final
+
+from memsize.documents import MOST_SENTENCES, Document, findings_data
+from memsize.documents.program import ProgramDocument
+from memsize.documents.sections import (
+    Bars,
+    Cell,
+    Chart,
+    Column,
+    Findings,
+    Label,
+    Path,
+    Scene,
+    Section,
+    Table,
+    Title,
+    role_column,
+    role_part,
+)
+from memsize.records.finding import Finding
+from memsize.records.ranks import RankGroup, RankRuns, spans
+from memsize.records.roles import in_order
+from memsize.units import Bytes
+
+SCHEMA: Final = "memsize.ranks/1"
+_TOLD_OF_ALL: Final = ("run-out-of-memory", "run-fits")
+"""Findings about one rank that are made about all of them."""
+
+
+class RanksDocument(Document[RankRuns]):
+    """Ranks beside one another."""
+
+    @cached_property
+    def _worst(self) -> ProgramDocument:
+        return ProgramDocument(self.answer.worst.run)
+
+    def sections(self) -> tuple[Section, ...]:
+        """The verdict and the ranks first, then the one that needs most as if it had been run alone."""
+        runs = self.answer
+        return (ranks_title(runs), *self.opening(), rank_table(runs), *self._remarks(), *self._worst.inside())
+
+    def verdict(self) -> tuple[Finding, ...]:
+        """What was found, most important first."""
+        return self.answer.findings[:MOST_SENTENCES]
+
+    def _remarks(self) -> tuple[Findings, ...]:
+        """What the verdict has not told whole, and what else is to be said of the rank that needs most."""
+        told = {finding.code for finding in self.verdict() if not finding.brief}
+        rest = (finding for finding in self.findings if finding.code not in told)
+        own = (finding for finding in self._worst.findings if finding.code not in _TOLD_OF_ALL)
+        remarks = (*rest, *own)
+        return (Findings("Why", remarks),) if remarks else ()
+
+    def scenes(self) -> tuple[Scene, ...]:
+        """The run of the rank that needs most over time."""
+        return self._worst.scenes()
+
+    def bars(self) -> Bars | None:
+        """What is alive at the peak of each kind of rank."""
+        groups = [group for group in self.answer.groups if group.run.peak.roles]
+        parts = map(role_part, in_order(role for group in groups for role in group.run.peak.roles))
+        rows = ((Label(spans(group.ranks)), dict(group.run.peak.roles)) for group in groups)
+        return Bars.of("alive at the peak, by rank", parts, rows) if groups else None
+
+    def picture(self) -> Chart:
+        """The run of the rank that needs most over time."""
+        return self._worst.picture()
+
+    def figures(self, unit: str) -> dict[str, Any]:
+        """Each kind of rank with the figures of its run."""
+        runs = self.answer
+        return {
+            "schema": SCHEMA,
+            "program": runs.program,
+            "size": runs.size,
+            "nodes": runs.nodes,
+            "groups": [_group_data(group, unit) for group in runs.groups],
+            "findings": findings_data(runs.findings, unit),
+        }
+
+
+def _group_data(group: RankGroup, unit: str) -> dict[str, Any]:
+    run = ProgramDocument(group.run).figures(unit)
+    return {"ran": group.ran, "between": group.between, "run": run}
+
+
+def ranks_title(runs: RankRuns) -> Title:
+    """The program's command line, how many ranks it has, and where they run."""
+    ranks = f"{runs.size} rank{'' if runs.size == 1 else 's'}"
+    machines = f" on {runs.nodes} nodes" if runs.nodes > 1 else ""
+    return Title(runs.program, ((f"{ranks}{machines}",), (f"each on {runs.groups[0].run.card.name}",)))
+
+
+def rank_table(runs: RankRuns) -> Table:
+    """One row for each kind of rank."""
+    roles = in_order(role for group in runs.groups for role in group.run.peak.roles)
+    columns = (
+        Column("ranks", "ranks", "name", 100, "those that hold the same"),
+        Column("ran", "run", "text", 60, "those of them that were run"),
+        Column("requested", "tensors", "bytes", 98, "live bytes at the peak"),
+        Column("reserved", "reserved", "bytes", 97, "the allocator's segments at their peak"),
+        Column("device", "GPU, at most", "bytes", 99, "what the GPU shows at the peak, at most"),
+        Column("phase", "in", "text", 96, "when the peak is"),
+        Column("layer", "at", "name", 70, "the layer that runs then"),
+        *map(role_column, roles),
+    )
+    rows = tuple(_cells(group, roles) for group in runs.groups)
+    return Table("ranks", "Ranks", columns, rows, caption="Ranks beside one another, each at its own peak")
+
+
+def _cells(group: RankGroup, roles: list[Any]) -> tuple[Cell, ...]:
+    peak = group.run.peak
+    sizes = (Bytes(peak.roles.get(role, 0)) for role in roles)
+    return (
+        Label(spans(group.ranks)),
+        spans(group.ran),
+        Bytes(peak.requested),
+        Bytes(peak.reserved),
+        Bytes(peak.device.high),
+        f"{peak.peak_phase} {peak.peak_step}" if peak.peak_step else peak.peak_phase,
+        Path(peak.peak_layer) if peak.peak_layer else None,
+        *sizes,
+    )

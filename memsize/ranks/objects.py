@@ -1,0 +1,111 @@
+"""Objects that ranks send each other: in this process there is one of them, and what it would get is not known.
+
+What others send is taken to be what this rank sends, copied; what only another rank has stays as it is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from memsize.ranks.group import Replacement
+
+_ALIKE: Final = "what other ranks send as objects is taken to be what this rank sends"
+_KEPT: Final = "objects that another rank sends to this one stay as they are here"
+Assume = Callable[[str], None]
+"""Is told of what is taken for granted, when it is."""
+
+
+def replacements(assume: Assume) -> Iterator[Replacement]:
+    """The functions that send objects between ranks, and a barrier that only one backend has."""
+    made = {
+        "all_gather_object": _all_gather(assume),
+        "gather_object": _gather(assume),
+        "broadcast_object_list": _broadcast(assume),
+        "scatter_object_list": _scatter(assume),
+        "send_object_list": lambda *args, **options: None,
+        "recv_object_list": _receive(assume),
+        "monitored_barrier": lambda *args, **options: None,
+    }
+    for owner in (dist, dist.distributed_c10d):
+        for name, function in made.items():
+            yield owner, name, function
+
+
+def _all_gather(assume: Assume) -> Callable[..., None]:
+    def gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        _fill(object_list, obj, group, assume)
+
+    return gather
+
+
+def _gather(assume: Assume) -> Callable[..., None]:
+    def gather(
+        obj: Any, object_gather_list: Any = None, dst: int | None = None, group: Any = None, group_dst: Any = None
+    ) -> None:
+        if _is_rank(dst, group_dst, group) and object_gather_list is not None:
+            _fill(object_gather_list, obj, group, assume)
+
+    return gather
+
+
+def _broadcast(assume: Assume) -> Callable[..., None]:
+    def broadcast(
+        object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: Any = None
+    ) -> None:
+        if not _is_rank(src, group_src, group):
+            assume(_KEPT)
+
+    return broadcast
+
+
+def _scatter(assume: Assume) -> Callable[..., None]:
+    def scatter(
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        src: int | None = None,
+        group: Any = None,
+        group_src: int | None = None,
+    ) -> None:
+        if _is_rank(src, group_src, group) and scatter_object_input_list is not None:
+            scatter_object_output_list[0] = deepcopy(scatter_object_input_list[dist.get_rank(group)])
+        else:
+            assume(_KEPT)
+
+    return scatter
+
+
+def _receive(assume: Assume) -> Callable[..., int]:
+    def receive(
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
+        use_batch: bool = False,
+    ) -> int:
+        assume(_KEPT)
+        return (src if group_src is None else dist.get_global_rank(_of(group), group_src)) or 0
+
+    return receive
+
+
+def _fill(objects: list[Any], own: Any, group: Any, assume: Assume) -> None:
+    if dist.get_world_size(group) > 1:
+        assume(_ALIKE)
+    for place in range(len(objects)):
+        objects[place] = own if place == dist.get_rank(group) else deepcopy(own)
+
+
+def _is_rank(rank: int | None, group_rank: int | None, group: Any) -> bool:
+    """Whether this process is the one that `rank`, or `group_rank` in `group`, names; by default the first."""
+    if group_rank is not None:
+        return dist.get_rank(group) == group_rank
+    return dist.get_rank() == (rank or 0)
+
+
+def _of(group: Any) -> Any:
+    return dist.group.WORLD if group is None else group

@@ -1,0 +1,310 @@
+"""Several ranks of a program: which are run, which are the same, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import memsize
+from memsize.analysis.findings.ranks import RULES
+from memsize.analysis.ranks import run_ranks
+from memsize.cli import run as command
+from memsize.documents import document
+from memsize.records.gpu import Interval
+from memsize.records.program import ProgramRun, Refused
+from memsize.records.ranks import RankGroup, RankRuns, spans
+from memsize.records.world import Collective, World
+from memsize.render import render
+from tests.pages import check_golden as check
+from tests.test_program_document import program
+
+MiB = 2**20
+
+
+def of_size(size: int, *collectives: Collective) -> ProgramRun:
+    """A run whose first storage has `size` MiB."""
+    run = program()
+    first = run.trace.storages[0]._replace(bytes=size * MiB)
+    trace = replace(run.trace, storages=(first, *run.trace.storages[1:]), collectives=collectives)
+    peak = replace(run.peak, requested=(11 + size) * MiB, device=Interval((337 + size) * MiB, (687 + size) * MiB))
+    return replace(run, trace=trace, peak=replace(peak, roles={**run.peak.roles, "parameter": size * MiB}))
+
+
+class Runner:
+    """Answers what rank number r holds, and remembers which ranks were asked about."""
+
+    def __init__(self, sizes: Sequence[int], *collectives: Collective) -> None:
+        self.sizes, self.collectives = sizes, collectives
+        self.asked: list[int] = []
+
+    def __call__(self, world: World) -> ProgramRun:
+        self.asked.append(world.rank)
+        run = of_size(self.sizes[world.rank], *self.collectives)
+        return replace(run, trace=replace(run.trace, world=world))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are run in this process."""
+    monkeypatch.setattr("memsize.analysis.ranks.can_fork", lambda: False)
+
+
+def asked(sizes: Sequence[int], *collectives: Collective) -> tuple[list[int], RankRuns]:
+    runner = Runner(sizes, *collectives)
+    found = run_ranks(runner, len(sizes), 1, "distinct", 1, lambda _: None)
+    return sorted(runner.asked), found
+
+
+# -- which ranks are run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "run", "groups"),
+    [
+        ([3] * 64, [0, 63], [range(64)]),
+        ([3], [0], [range(1)]),
+        ([3, 2], [0, 1], [range(1), range(1, 2)]),
+        # Ten rows on four ranks: 3, 3, 3 and 1.
+        ([3, 3, 3, 1], [0, 1, 2, 3], [range(3), range(3, 4)]),
+        # 0 to 7 and 8 to 15 are the same each, which takes their ends to know.
+        ([3] * 8 + [2] * 8, [0, 7, 8, 15], [range(8), range(8, 16)]),
+        ([4] + [3] * 15, [0, 1, 2, 3, 4, 7, 8, 15], [range(1), range(1, 16)]),
+    ],
+)
+def test_ranks_between_two_that_are_the_same_are_not_run(
+    here: None, sizes: list[int], run: list[int], groups: list[range]
+) -> None:
+    ran, found = asked(sizes)
+    assert ran == run
+    assert [group.ranks for group in found.groups] == [tuple(each) for each in groups]
+    assert [group.run.peak.roles["parameter"] for group in found.groups] == [sizes[each[0]] * MiB for each in groups]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 10, 16, 33, 100])
+@pytest.mark.parametrize("size", [2, 8, 12, 31])
+def test_chunks_of_a_tensor_are_told_apart_without_running_all(here: None, rows: int, size: int) -> None:
+    """PyTorch's own chunks of `rows` rows: each rank is in the group of its chunk's size."""
+    chunks = [len(each) for each in torch.arange(rows).chunk(size)]
+    chunks += [0] * (size - len(chunks))
+    _, found = asked(chunks)
+    for group in found.groups:
+        assert {chunks[rank] * MiB for rank in group.ranks} == {group.run.peak.roles["parameter"]}
+    assert sorted(rank for group in found.groups for rank in group.ranks) == list(range(size))
+
+
+def test_of_stages_all_are_run(here: None) -> None:
+    ran, _ = asked([3, 9, 9, 3], Collective("send", 4, 2, 1, 0, 0))
+    assert ran == [0, 1, 2, 3]
+
+
+def test_all_are_all(here: None) -> None:
+    runner = Runner([3, 3, 3])
+    found = run_ranks(runner, 3, 1, "all", 1, lambda _: None)
+    assert sorted(runner.asked) == [0, 1, 2] and [group.ran for group in found.groups] == [(0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [((0,), "0"), ((0, 1), "0 and 1"), (range(8), "0–7"), ((0, 2, 5, 6, 7), "0, 2 and 5–7")]
+)
+def test_ranks_in_words(ranks: Sequence[int], text: str) -> None:
+    assert spans(ranks) == text
+
+
+# -- what is said of them ---------------------------------------------------------------------------------------------
+
+
+def two_kinds() -> RankRuns:
+    """Ranks 0 to 5 hold 3 MiB of parameters, 6 and 7 hold 1 MiB."""
+    runs = RankRuns(8, 2, (RankGroup((0, 3, 4, 5), of_size(3), (1, 2)), RankGroup((6, 7), of_size(1))))
+    return replace(runs, findings=RULES.findings(runs))
+
+
+def told(runs: RankRuns) -> list[str]:
+    return [finding.in_brief() for finding in RULES.findings(runs)]
+
+
+def test_the_worst_rank_is_named() -> None:
+    assert told(two_kinds()) == [
+        "All 8 ranks fit on Tesla T4: ranks 0–5 need most, 340.00 MiB to 690.00 MiB of 14,909.44 MiB at the peak, in "
+        "backward 1 of body.",
+        "Ranks 6 and 7 hold 2.00 MiB less of tensors at the peak, 2.00 MiB of it parameters.",
+        "6 of 8 ranks were run: 0 and 3–7.",
+    ]
+
+
+def test_a_rank_that_does_not_fit_is_the_worst() -> None:
+    refused = Refused(20 * MiB, 5 * MiB, 100 * MiB, "relu", "body", "forward 2", "net.py:12")
+    runs = two_kinds()
+    small = replace(runs.groups[1], run=replace(runs.groups[1].run, refused=(refused,)))
+    runs = replace(runs, groups=(runs.groups[0], small))
+    assert runs.worst is small
+    assert told(runs)[0] == (
+        "Tesla T4 is too small for ranks 6 and 7 of 8: at net.py:12, in forward 2, relu asks for 20.00 MiB where 5.00 "
+        "MiB are left."
+    )
+
+
+def test_a_rank_that_fails_is_named() -> None:
+    runs = two_kinds()
+    failed = replace(runs.groups[1], run=replace(runs.groups[1].run, failure="KeyError: 'x'"))
+    assert (
+        told(replace(runs, groups=(runs.groups[0], failed)))[0]
+        == "Ranks 6 and 7 failed: KeyError: 'x'. --rank 6 shows where."
+    )
+
+
+@pytest.mark.parametrize(("format", "suffix"), [("text", "txt"), ("json", "json"), ("csv", "csv"), ("markdown", "md")])
+def test_golden(format: str, suffix: str) -> None:
+    check(f"run.ranks.{suffix}", render(two_kinds(), format))
+
+
+def test_the_page_and_the_tables_hold_each_rank() -> None:
+    runs = two_kinds()
+    assert "0–5" in render(runs, "html") and document(runs).scenes()
+    rows = runs.tables()["ranks"].records()
+    assert [row["rank"] for row in rows] == list(range(8)) and [row["node"] for row in rows] == [0] * 4 + [1] * 4
+    assert [row["parameter"] for row in rows] == [3 * MiB] * 6 + [MiB] * 2
+    assert [row["ran"] for row in rows] == [True, False, False, True, True, True, True, True]
+
+
+def test_ranks_are_saved(tmp_path: Path) -> None:
+    two_kinds().save(tmp_path / "ranks.memsize")
+    assert memsize.load(tmp_path / "ranks.memsize") == two_kinds()
+
+
+# -- scripts ----------------------------------------------------------------------------------------------------------
+
+SHARDED = """
+import os, sys, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("nccl")
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+model = torch.nn.Linear(64, int(sys.argv[1]), bias=False)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+names = [None] * dist.get_world_size()
+dist.all_gather_object(names, f"rank {dist.get_rank()}")
+dist.monitored_barrier()
+for _ in range(9):
+    model(torch.ones(4, 64, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    script = tmp_path / "train.py"
+    script.write_text(SHARDED, encoding="utf-8")
+    return script
+
+
+def test_each_rank_of_a_script_is_run(sharded: Path) -> None:
+    """Nine rows of 64 weights on two ranks: one has 5 rows, the other 4. SGD's momentum is as large."""
+    found = memsize.run(sharded, ["9"], gpus=2, rank="distinct", gpu="t4", jobs=2)
+    assert [(group.ran, group.run.peak.roles["optimizer state"]) for group in found.groups] == [
+        ((0,), 5 * 64 * 4),
+        ((1,), 4 * 64 * 4),
+    ]
+    assert all(group.run.steps == 3 for group in found.groups)
+    assert [group.run.trace.world for group in found.groups] == [World(2, 0), World(2, 1)]
+
+
+def test_the_command_runs_one_rank(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["run", "--gpu", "t4", "--gpus", "4", "--nodes", "2", "--rank", "3", str(sharded), "10"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 3 of 4" in out and "what other ranks send as objects" in out
+
+
+def test_the_command_answers_for_ranks_in_any_format(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--gpus", "64", "--nodes", "8", "--rank", "distinct", "-f", "json", str(sharded), "128"]
+    assert command(["run", "--gpu", "t4", *arguments]) == 0
+    data = json.loads(capsys.readouterr().out)
+    (group,) = data["groups"]
+    assert (data["size"], data["nodes"], group["ran"]) == (64, 8, [0, 63]) and group["between"] == list(range(1, 63))
+
+
+def test_a_rank_that_fails_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nif os.environ['RANK'] == '1': raise KeyError('x')", encoding="utf-8")
+    assert command(["run", "--gpus", "2", "--rank", "all", str(script)]) == 1
+    assert "Rank 1 failed: KeyError: 'x'. --rank 1 shows where." in capsys.readouterr().out
+
+
+def test_a_script_for_torchrun_is_told_of_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nos.environ['LOCAL_RANK']", encoding="utf-8")
+    assert command(["run", str(script)]) == 1
+    assert "wants LOCAL_RANK, which torchrun sets: --gpus 8 runs it as one of 8 processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "8", "--rank", "8"], "no rank 8 among 8: they are counted from 0 to 7"),
+        (["--gpus", "0"], "a world of 0 processes: it has from 1 to 1,048,576"),
+        (["--gpus", "8", "--nodes", "3"], "8 processes cannot be spread evenly over 3 nodes"),
+        (["--gpus", "8", "--rank", "most"], "no rank 'most': a number from 0, all or distinct"),
+        (["--rank", "all"], "say how many, as in --gpus 8"),
+        (["--nodes", "2"], "say how many, as in --gpus 8"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_in_one_line(
+    sharded: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["run", *options, str(sharded), "10"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def objects() -> Any:
+    """What rank 2 of 4 gets where ranks send each other objects."""
+    found: dict[str, Any] = {}
+    with memsize.virtual_gpu("t4", world=World(4, 2)) as gpu:
+        dist.init_process_group("nccl")
+        half = dist.new_group([2, 3])
+        own: list[int] = [7]
+        found["all"], found["half"] = [None] * 4, [None] * 2
+        dist.all_gather_object(found["all"], own)
+        dist.all_gather_object(found["half"], own, group=half)
+        found["gathered"], found["elsewhere"] = [None] * 4, [None] * 4
+        dist.gather_object(own, found["gathered"], dst=2)
+        dist.gather_object(own, found["elsewhere"], dst=0)
+        found["kept"] = ["mine"]
+        dist.broadcast_object_list(found["kept"], src=0)
+        found["scattered"], found["of half"], found["unknown"] = [None], [None], [None]
+        dist.scatter_object_list(found["scattered"], ["a", "b", "c", "d"], src=2)
+        dist.scatter_object_list(found["of half"], ["a", "b"], group=half, group_src=0)
+        dist.scatter_object_list(found["unknown"], src=0)
+        found["received"] = ["mine"], dist.recv_object_list(["mine"], src=1)
+        own.append(8)
+        dist.barrier()
+    return found | {"assumed": [each.text for each in gpu.run.assumed]}
+
+
+def test_objects_of_others_are_copies_of_ones_own(objects: Any) -> None:
+    assert objects["all"] == [[7], [7], [7, 8], [7]] and objects["half"] == [[7, 8], [7]]
+    assert objects["gathered"] == [[7], [7], [7, 8], [7]] and objects["elsewhere"] == [None] * 4
+
+
+def test_objects_that_only_another_rank_has_stay_as_they_are(objects: Any) -> None:
+    assert objects["kept"] == ["mine"] and objects["unknown"] == [None] and objects["received"] == (["mine"], 1)
+    assert objects["scattered"] == ["c"] and objects["of half"] == ["a"]
+    assert objects["assumed"] == [
+        "what other ranks send as objects is taken to be what this rank sends",
+        "objects that another rank sends to this one stay as they are here",
+    ]
