@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -174,10 +175,7 @@ def test_hybrid_groups_shard_and_reduce_between_them() -> None:
 
 def test_what_was_sharded_is_said(mixed: Trace) -> None:
     first, second, *_ = mixed.notes
-    assert first == (
-        "these are figures of rank 0 of 8 (fsdp=8): fully_shard on 4 x Block, the layers that repeat in a list or a "
-        "sequence"
-    )
+    assert first == "fsdp: fully_shard on 4 x Block, the layers that repeat in a list or a sequence; shown is rank 0"
     assert second.startswith("amp-bf16 is FSDP's mixed precision here, not autocast")
 
 
@@ -219,7 +217,7 @@ def test_the_command_shows_one_of_the_gpus(write: Write, capsys: pytest.CaptureF
     command = ["timeline", target, "--input", "64", "--train", "sgd", "--steps", "1", "--gpu", "t4"]
     assert run([*command, "--parallel", "fsdp=4"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "gathered parameters" in shown and "rank 0 of 4 (fsdp=4): fully_shard on 4 x Block" in shown
+    assert "gathered parameters" in shown and "fsdp: fully_shard on 4 x Block" in shown
 
 
 @pytest.mark.parametrize(
@@ -236,3 +234,56 @@ def test_what_is_wrong_with_the_command(
     target = f"{write('net.py', NET)}:build"
     assert run(["timeline", target, "--input", "64", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+# -- how many GPUs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Any:
+    """Four blocks of 2 x 512 x 2,048 elements: AdamW's training takes 16 bytes for each, 256 MiB on one GPU."""
+    model = nn.Sequential(*(Block(512) for _ in range(4)))
+    # 850 MiB, of which the CUDA context may take 650
+    return memsize.fit(
+        model, (512,), batch_size=1, train="adamw", scenarios="fp32", parallel="fsdp", gpus="1..4", budget="850MiB"
+    )
+
+
+def test_the_fewest_gpus_are_found(fitted: Any) -> None:
+    assert [row.status for row in fitted.fit_rows] == ["exceeds", "fits", "fits"]
+    assert [row.gpu for row in fitted.fit_rows] == [f"{number} x GPU of 850.00 MiB" for number in (1, 2, 4)]
+    (fewest,) = [finding for finding in fitted.findings if finding.code == "fit-gpus"]
+    assert fewest.text() == "Under fp32, it fits from 2 x GPU of 850.00 MiB on: batch 1 on each GPU."
+    assert fitted.findings[0].code == "fit-fits"
+    assert sum(finding.code == "budget" for finding in fitted.findings) == 1
+
+
+def test_each_gpu_holds_its_share_whatever_the_number(fitted: Any) -> None:
+    elements = 4 * 2 * 512 * 2048
+    for row, number in zip(fitted.fit_rows, (1, 2, 4), strict=True):
+        assert row.standing["parameter"] == elements * 4 // number
+        assert row.standing["optimizer state"] == 2 * elements * 4 // number
+
+
+def test_what_is_compared_is_in_the_data(fitted: Any) -> None:
+    data = json.loads(fitted.to_json())
+    assert [(each["parallel"], each["gpus"]) for each in data["budgets"]] == [
+        ("fsdp=1", 1),
+        ("fsdp=2", 2),
+        ("fsdp=4", 4),
+    ]
+    assert "training with adamw and fsdp" in " ".join(str(fitted).split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": "1..8"}, "--gpus goes with --parallel"),
+        ({"parallel": "fsdp=2"}, "spreads a training"),
+        ({"parallel": "fsdp", "train": "adamw"}, "on how many GPUs"),
+        ({"parallel": "fsdp=2", "train": "adamw", "remedies": True}, "remedies are tried on one GPU"),
+    ],
+)
+def test_what_cannot_be_compared(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        memsize.fit(Model(), IDS, **options)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from memsize.api.opened import model_of, opened, with_inputs
 from memsize.errors import InputError
-from memsize.spec.parallel import Parallel, spread_of
+from memsize.spec.parallel import Parallel, on_each, spread_of
 from memsize.spec.scenario import scenario_named, select
 from memsize.spec.stack import Stack
 from memsize.spec.subject import InputOptions, InputSize, Subject
@@ -177,6 +177,8 @@ def fit(
     vary: str = "batch",
     scenarios: str | Iterable[str] | None = None,
     train: Training | str | None = None,
+    parallel: str | None = None,
+    gpus: str | Iterable[int] | None = None,
     gpu: str | Iterable[str] | None = None,
     budget: str | int | None = None,
     margin: str | int = 0,
@@ -193,6 +195,8 @@ def fit(
     for remedies; None finds the largest. `vary` searches for another size at that batch: ``"seq_len"``, ``"image"``, or
     dimensions such as ``"input_ids:1,attention_mask:1"``, counted with the batch as 0. `train` asks for training steps
     with that optimizer, None for inference; `mode` is ``"train"`` with it and ``"eval"`` without, unless it is given.
+    `parallel` spreads that over several GPUs (``"fsdp=8"``), and the batch is that of each; `gpus` compares numbers of
+    them, ``"1..128"`` (doubling) or ``[4, 8]``, for a `parallel` without one: ``"fsdp"``, ``"ddp"``, ``"hsdp=x8"``.
     `gpu` is the name of a GPU, several of them, or ``"local"``; `budget` is a size of its memory instead, in bytes or
     as ``"15109MiB"``. The CUDA context and `margin` (bytes, a size, or ``"5%"``) are subtracted from either. `stack` is
     its PyTorch and CUDA, `config` holds the caching allocator's settings. `remedies` tries them in any case (True) or
@@ -200,7 +204,7 @@ def fit(
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
-    from memsize.device.budget import budgets
+    from memsize.device.budget import budgets, spread_over
     from memsize.device.config import AllocatorConfig
     from memsize.spec.vary import parse_vary
 
@@ -210,6 +214,14 @@ def fit(
     settings = AllocatorConfig.of(config, software.release)
     capacities = budgets(gpu, budget, margin, software, settings.memory_fraction)
     trained, say = _training(train), progress or (lambda _: None)
+    spread = [spread_of(each, trained) for each in on_each(parallel, gpus)]
+    capacities = spread_over(capacities, spread)
+    if spread[0] is not None:
+        if remedies:
+            raise InputError("remedies are tried on one GPU: leave out --parallel, or --remedies")
+        remedies = False
+        if scenarios is None:
+            asked = tuple(each for each in asked if not spread[0].refuses(each))
     run_as = replace(subject, mode=subject.mode or ("train" if trained else "eval"))
     with opened(run_as, say, capacities[0].card.name, trained is not None and trained.is_own) as found:
         from memsize.analysis.fit.fit import FitRequest, find_fit

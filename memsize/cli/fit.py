@@ -8,7 +8,14 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from memsize.cli.options import allocator_option, jobs_option, output_options, scenarios_option, stack_option
+from memsize.cli.options import (
+    allocator_option,
+    jobs_option,
+    output_options,
+    parallel_option,
+    scenarios_option,
+    stack_option,
+)
 from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import fit_subject_options, step_options
@@ -17,6 +24,7 @@ from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.internals.workers import side_by_side
+from memsize.spec.parallel import on_each, spread_of
 from memsize.spec.scenario import select
 from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
@@ -31,6 +39,7 @@ from memsize.spec.vary import parse_vary
       memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4
       memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4,a100,h100
       memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4 --batch-size 256
+      memsize fit hf:config.json --seq-len 2048 --train adamw --gpu h100 --parallel fsdp --gpus 1..64
       memsize fit nets:gpt --input input_ids=512:int64 --vary seq_len --batch-size 8 --budget 24GB
       memsize fit --gpu t4 --vary-argument batch-size -- train.py --batch-size 8
     """,
@@ -56,6 +65,12 @@ from memsize.spec.vary import parse_vary
 @click.option("--margin", default="0", metavar="SIZE", help="Memory to leave free: 500MiB, or 5% of the device.")
 @scenarios_option
 @step_options
+@parallel_option
+@click.option(
+    "--gpus",
+    metavar="NUMBERS",
+    help="Numbers of GPUs to compare, for --parallel fsdp, ddp or hsdp=x8: 1..128 (doubling), or 6,12.",
+)
 @click.option(
     "--remedies/--no-remedies",
     default=None,
@@ -76,6 +91,8 @@ def fit(
     margin: str,
     scenarios: str | None,
     training: Training | None,
+    parallel: str | None,
+    gpus: str | None,
     remedies: bool | None,
     crossovers: bool,
     stack: str | None,
@@ -102,6 +119,8 @@ def fit(
         "vary": vary,
         "scenarios": scenarios,
         "train": training,
+        "parallel": parallel,
+        "gpus": gpus,
         "gpu": gpu,
         "budget": budget,
         "margin": margin,
@@ -119,6 +138,9 @@ def _check(
     *,
     vary: str,
     scenarios: str | None,
+    train: Training | None,
+    parallel: str | None,
+    gpus: str | None,
     gpu: str | None,
     budget: str | None,
     margin: str,
@@ -129,6 +151,8 @@ def _check(
     """Everything that can be wrong with the command itself shows before torch is loaded."""
     parse_vary(vary)
     select(scenarios)
+    for each in on_each(parallel, gpus):
+        spread_of(each, train)
     if LOCAL not in (gpu or ""):
         budgets(gpu, budget, margin, stack, config.memory_fraction)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from memsize.device.cards import card
@@ -11,6 +12,7 @@ from memsize.device.context import context, context_on
 from memsize.errors import InputError, first_line
 from memsize.records.fit import Budget
 from memsize.records.gpu import DEFAULT_GPU, Card
+from memsize.spec.parallel import Parallel
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.units import format_bytes, parse_bytes
 
@@ -42,6 +44,17 @@ def budgets(
         raise InputError("a budget is that of one GPU: name one, or leave the budget out")
     device = parse_bytes(budget) if isinstance(budget, str) else budget
     return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin, stack, fraction),)
+
+
+def spread_over(budgets: Iterable[Budget], parallels: Sequence[Parallel | None]) -> tuple[Budget, ...]:
+    """The budgets of one GPU each, where a training is spread over several such GPUs in some ways."""
+    return tuple(budget if each is None else _several(budget, each) for budget in budgets for each in parallels)
+
+
+def _several(budget: Budget, parallel: Parallel) -> Budget:
+    return replace(
+        budget, name=f"{parallel.size} x {budget.name.removeprefix('a ')}", parallel=str(parallel), gpus=parallel.size
+    )
 
 
 def local_card() -> Card:

@@ -84,6 +84,8 @@ def _budget_data(budget: Budget) -> dict[str, Any]:
         "margin": budget.margin,
         "fraction": budget.fraction,
         "allocator": budget.allocator,
+        "parallel": budget.parallel or None,
+        "gpus": budget.gpus,
     }
 
 
@@ -109,6 +111,8 @@ def fit_title(fit: Fit) -> Title:
     """The model, what is asked of it, how it is run and where."""
     asked = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
     how = f"training with {fit.optimizer}" if fit.optimizer else "inference"
+    kinds = tuple(dict.fromkeys(budget.parallel.partition("=")[0] for budget in fit.budgets if budget.parallel))
+    how += f" and {join_names(kinds)}" if kinds else ""
     where = join_names(tuple(budget.name for budget in fit.budgets))
     stack = f" with {fit.stack}" if fit.stack else ""
     return Title(fit.model, ((asked,), (how,), (f"on {where}{stack}",)))

@@ -53,13 +53,12 @@ def policy_of(scenario: Scenario) -> MixedPrecisionPolicy:
 
 def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, ...]:
     """What a reader must know about how `model` is spread, before it is."""
-    where = f"{parallel.world} ({parallel})"
     if not parallel.shards_parameters:
-        return (f"these are figures of {where}: the whole model on each GPU, in DistributedDataParallel",)
+        return ("ddp: each GPU holds the whole model, in DistributedDataParallel; shown is rank 0",)
     blocks = blocks_of(model)
     units = f"{blocks}, {blocks.source}" if blocks.modules else "the whole model at once: no layers repeat in it"
     lower = scenario.autocast and (
         f"{scenario.name} is FSDP's mixed precision here, not autocast: shards in float32, layers in "
         f"{scenario.autocast}, gradients reduced in float32"
     )
-    return tuple(filter(None, (f"these are figures of {where}: fully_shard on {units}", lower)))
+    return tuple(filter(None, (f"{parallel.kind}: fully_shard on {units}; shown is rank 0", lower)))

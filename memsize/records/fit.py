@@ -198,8 +198,9 @@ def _row_record(row: FitRow) -> dict[str, object]:
 class Budget:
     """What a process may take on a GPU. `device` is all of it, `context` what CUDA takes of that at most.
 
-    `card` decides which kernels run. `fraction` is the share of `device` that the allocator may hold at most, by its
-    settings. `notes` are what a reader must know about the figures.
+    `card` decides which kernels run. `parallel` is how a training is spread over several such GPUs (``"fsdp=8"``), of
+    which this is the budget of one, and `gpus` how many they are. `fraction` is the share of `device` that the
+    allocator may hold at most, by its settings. `notes` are what a reader must know about the figures.
     """
 
     name: str
@@ -209,6 +210,8 @@ class Budget:
     margin: int = 0
     notes: tuple[str, ...] = ()
     fraction: float = 1.0
+    parallel: str = ""
+    gpus: int = 1
 
     @property
     def allocator(self) -> int:

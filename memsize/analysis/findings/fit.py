@@ -24,8 +24,21 @@ class FitEvidence(NamedTuple):
 
     @property
     def first(self) -> FitRow | None:
-        """The first row that could be run."""
-        return next((row for row in self.rows if row.status != "unavailable"), None)
+        """The first row that could be run; of several numbers of GPUs, that of the fewest on which it fits, if any."""
+        ran = [row for row in self.rows if row.status != "unavailable"]
+        most = max((budget.gpus for budget in self.budgets), default=1)
+        largest = {budget.name for budget in self.budgets if budget.gpus == most}
+        return next(iter((*self.fewest, *(row for row in ran if row.gpu in largest), *ran)), None)
+
+    @property
+    def fewest(self) -> list[FitRow]:
+        """For each scenario, the row of the fewest GPUs on which something fits, where numbers of them are compared."""
+        gpus = {budget.name: budget.gpus for budget in self.budgets}
+        found: dict[str, FitRow] = {}
+        for row in sorted(self.rows, key=lambda row: gpus.get(row.gpu, 1)) if len(set(gpus.values())) > 1 else ():
+            if row.status in ANSWERED:
+                found.setdefault(row.scenario, row)
+        return [found[name] for name in dict.fromkeys(row.scenario for row in self.rows) if name in found]
 
 
 RULES = Rules[FitEvidence]()
@@ -137,6 +150,15 @@ def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
     logits = ": as wide as the logits" if most.logits else ""
     values = {"count": most.tensors, "spec": str(most.spec), "together": Bytes(most.bytes)}
     return f" {many} {{together}}{logits}.", values
+
+
+@RULES.rule("fit-gpus")
+def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
+    """The fewest GPUs on which a training fits, where several numbers of them were compared."""
+    for row in evidence.fewest:
+        text = "Under {scenario}, it fits from {gpu} on: {vary} {size} on each GPU."
+        values = {"scenario": row.scenario, "gpu": row.gpu, "vary": evidence.vary, "size": row.size or 0}
+        yield Finding("fit-gpus", row.peak, (), text, values, brief=text)
 
 
 @RULES.rule("fit-fixed-cost")
@@ -269,7 +291,11 @@ def crossings(evidence: FitEvidence) -> Iterator[Finding]:
 @RULES.rule("budget")
 def budgets(evidence: FitEvidence) -> Iterator[Finding]:
     """How much memory the budgets have."""
-    for budget in evidence.budgets:
+    of_one: dict[tuple[object, ...], Budget] = {}
+    for budget in evidence.budgets:  # several numbers of one card have one budget each, the same
+        of_one.setdefault((budget.card, budget.device) if budget.parallel else (budget.name,), budget)
+    for budget in of_one.values():
+        each = "each of " if budget.parallel else ""
         taken = ["the CUDA context may take {context}"] if budget.context else []
         taken += ["the allocator may take {fraction}"] if budget.fraction < 1 else []
         taken += ["the margin is {margin}"] if budget.margin else []
@@ -278,7 +304,7 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
             "budget",
             budget.allocator,
             (),
-            f"The allocator gets {{allocator}}: {{name}} has {{device}}{less}.",
+            f"The allocator gets {{allocator}}: {each}{{name}} has {{device}}{less}.",
             {
                 "allocator": Bytes(budget.allocator),
                 "name": budget.name,

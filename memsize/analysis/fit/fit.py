@@ -19,6 +19,7 @@ from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
 from memsize.records.fit import Budget, Crossing, Fit, FitRow, Remedied, RemedyRow, Status
 from memsize.records.roles import FIXED, Role
+from memsize.spec.parallel import parse_parallel
 from memsize.spec.scenario import Scenario
 from memsize.spec.training import Training
 from memsize.tracing.run import stored_only
@@ -45,7 +46,8 @@ class FitRequest:
 
     def variant(self, scenario: Scenario, budget: Budget) -> RunVariant:
         """A scenario on a card, without optimizations."""
-        return RunVariant(scenario, budget.card, self.training, self.config)
+        parallel = parse_parallel(budget.parallel) if budget.parallel else None
+        return RunVariant(scenario, budget.card, self.training, self.config, parallel=parallel)
 
 
 def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> Fit:

@@ -15,12 +15,13 @@ from memsize.errors import ForwardError
 from memsize.model.inputs import ModelInputs, input_tensors, resized_call
 from memsize.records.gpu import Card
 from memsize.records.trace import InputTensor, Trace
+from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import Scenario
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.training import Training
 from memsize.spec.vary import Vary
 from memsize.tracing.run import Setup
-from memsize.workloads.training import step_workload
+from memsize.workloads.ranks import steps_on
 
 Edit = Callable[[Setup], Setup]
 """Changes a meta copy that is ready to run; raises `NotApplicable` where it does not apply."""
@@ -38,14 +39,16 @@ class Events(NamedTuple):
     training: Training | None
     edits: tuple[Edit, ...]
     split: int
+    parallel: Parallel | None
 
 
 @dataclass(frozen=True)
 class RunVariant:
     """One way to run a model whose memory is asked for; an optimization turns a variant into another.
 
-    A scenario on a card, trained (None: inference), with the allocator's settings and edits of the meta copy. `split`
-    is into how many parts a batch is cut, one after the other; `applied` names the optimizations in it.
+    A scenario on a card, trained (None: inference), spread over several of them by `parallel` (None: on one), with the
+    allocator's settings and edits of the meta copy. `split` is into how many parts a batch is cut, one after the other;
+    `applied` names the optimizations in it.
     """
 
     scenario: Scenario
@@ -55,6 +58,7 @@ class RunVariant:
     edits: tuple[Edit, ...] = ()
     split: int = 1
     applied: tuple[str, ...] = ()
+    parallel: Parallel | None = None
 
     def edited(self, edit: Edit) -> RunVariant:
         """The variant with one more edit."""
@@ -63,7 +67,7 @@ class RunVariant:
     @property
     def events(self) -> Events:
         """What its runs share with those of other variants: the allocator and its card's size play no part."""
-        return Events(self.scenario.name, self.card.kernels, self.training, self.edits, self.split)
+        return Events(self.scenario.name, self.card.kernels, self.training, self.edits, self.split, self.parallel)
 
 
 class Made(NamedTuple):
@@ -125,7 +129,8 @@ class Trials:
         if key in self._refusals:
             raise self._refusals[key]
         if key not in self._traces:
-            self.say(f"{', '.join((variant.scenario.name, *variant.applied))}, {self.vary.text} {size:,}")
+            how = (variant.scenario.name, *variant.applied, *([str(variant.parallel)] if variant.parallel else []))
+            self.say(f"{', '.join(how)}, {self.vary.text} {size:,}")
             try:
                 self._traces[key] = self._trace(variant, size)
             except ForwardError as error:
@@ -167,7 +172,7 @@ class Trials:
         return {size: str(error) for (of, size), error in found if of._replace(kernels=events.kernels) == events}
 
     def traces(self) -> dict[tuple[str, int], Trace]:
-        """Every run without optimizations, by its scenario and its size."""
+        """Every run without optimizations, by its scenario and its size: on several numbers of GPUs, the last."""
         return {
             (trace.scenario, size): trace
             for (events, size), trace in self._traces.items()
@@ -190,7 +195,7 @@ class Trials:
         training = variant.training and replace(
             variant.training, steps=2, accumulate=variant.training.accumulate * variant.split
         )
-        return step_workload(training).run(setup)
+        return steps_on(training, variant.parallel, variant.card).run(setup)
 
     def _runner(self, variant: RunVariant) -> Runner:
         if variant.card.kernels not in self._runners:
