@@ -18,78 +18,13 @@ from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.records.aggregates import alive
 from memsize.records.trace import Trace
 from memsize.records.world import World
+from tests.ranks import BLOCK, LAYERS, PARAMETERS, WIDTH, Block, Model, Step, ddp, fsdp, tensor_parallel
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available():
     pytest.skip("torch.distributed is not in this PyTorch", allow_module_level=True)
 
-LAYERS, WIDTH = 4, 64
-BLOCK = WIDTH * 4 * WIDTH
-"""Elements of each of a block's two weights."""
 IDS = torch.zeros(2, 8, dtype=torch.long)
-Step = Callable[[nn.Module], Callable[[torch.Tensor], None]]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    """An embedding of 96 tokens, four blocks and a head."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(96, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
-        self.head = nn.Linear(width, 96, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-PARAMETERS = 2 * 96 * WIDTH + 2 * LAYERS * BLOCK
-
-
-def loop(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
-    def body(ids: torch.Tensor) -> None:
-        model(ids).float().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return body
-
-
-def fsdp(**options: Any) -> Step:
-    def step(model: Any) -> Callable[[torch.Tensor], None]:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        options.setdefault("mp_policy", MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-        for block in model.blocks:
-            fully_shard(block, **options)
-        fully_shard(model, **options)
-        return loop(model, torch.optim.AdamW(model.parameters()))
-
-    return step
-
-
-def ddp(zero: bool = False, **options: Any) -> Step:
-    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        wrapped = nn.parallel.DistributedDataParallel(model, **options)
-        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3) if zero else None
-        return loop(wrapped, sharded or torch.optim.AdamW(model.parameters()))
-
-    return step
 
 
 def traced(step: Step, world: World, model: nn.Module | None = None, **options: Any) -> memsize.StepTrace:
@@ -213,16 +148,6 @@ def test_zero_gives_whole_parameters_to_the_rank_that_has_least() -> None:
 
 
 # -- tensor parallelism -----------------------------------------------------------------------------------------------
-
-
-def tensor_parallel(model: Any) -> Callable[[torch.Tensor], None]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cuda", (4,))
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return loop(model, torch.optim.AdamW(model.parameters(), foreach=False))
 
 
 def test_tensor_parallel_weights_are_split_and_their_sums_reduced() -> None:

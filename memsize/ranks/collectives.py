@@ -66,6 +66,7 @@ _KINDS: Final[dict[str, CollectiveKind | None]] = {
 NAMESPACES: Final = frozenset(name.partition("::")[0] for name in _KINDS)
 _LEFT: Final = (None, "broadcast", "send", "barrier")
 """What leaves the buffers as they are, where the ranks are alike."""
+_WAITING: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _ON_BUFFERS: Final = "c10d"
 """The operators that work on buffers that are given; the others return new ones, and have `meta` kernels."""
 
@@ -86,16 +87,16 @@ def is_given_buffers(func: Any) -> bool:
     return bool(func.namespace == _ON_BUFFERS)
 
 
-def wraps(func: Any) -> bool:
-    """Whether `func` only wraps what a collective returned, until somebody waits for it."""
-    return bool(func._overloadpacket.__name__ == "_wrap_tensor_autograd")
+def waits(func: Any) -> bool:
+    """Whether `func` moves nothing: it waits for what a collective returned, or wraps that until somebody waits."""
+    return func._overloadpacket.__name__ in _WAITING
 
 
-def wrapped(tensor: Tensor) -> Tensor:
-    """What such an operator returns on a GPU: its kernel for `meta` returns a copy."""
+def waited(func: Any, tensor: Tensor) -> Tensor:
+    """What such an operator returns on a GPU: the same memory. Its kernel for `meta` returns other."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    return AsyncCollectiveTensor(tensor)
+    return tensor if func._overloadpacket.__name__ == "wait_tensor" else AsyncCollectiveTensor(tensor)
 
 
 def bytes_moved(args: Any, result: Any) -> int:

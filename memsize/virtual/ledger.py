@@ -25,8 +25,8 @@ from memsize.ranks.collectives import (
     is_given_buffers,
     kind_of,
     ranks_of,
-    wrapped,
-    wraps,
+    waited,
+    waits,
 )
 from memsize.records.roles import Role
 from memsize.records.trace import Storage
@@ -135,8 +135,8 @@ class VirtualLedger(Ledger):
     def _between_ranks(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A collective; one on the GPU is recorded, and the buffers that it works on are marked."""
         kind, given, clock = kind_of(func), is_given_buffers(func), self.clock
-        if wraps(func):
-            return wrapped(args[0])
+        if waits(func):
+            return waited(func, args[0])
         with self._turn:
             clock.tick()
             before = len(self.events)

@@ -1,0 +1,99 @@
+"""A small model, and loops that shard it in PyTorch's own ways: for one rank alone, and for real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch import nn
+
+LAYERS, WIDTH = 4, 64
+BLOCK = WIDTH * 4 * WIDTH
+"""Elements of each of a block's two weights."""
+Step = Callable[[nn.Module], Callable[[torch.Tensor], None]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """An embedding of 96 tokens, four blocks and a head."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(96, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.head = nn.Linear(width, 96, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+PARAMETERS = 2 * 96 * WIDTH + 2 * LAYERS * BLOCK
+
+
+def loop(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
+    def body(ids: torch.Tensor) -> None:
+        model(ids).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return body
+
+
+def fsdp(**options: Any) -> Step:
+    def step(model: Any) -> Callable[[torch.Tensor], None]:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        options.setdefault("mp_policy", MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        return loop(model, torch.optim.AdamW(model.parameters(), foreach=True))
+
+    return step
+
+
+def ddp(zero: bool = False, **options: Any) -> Step:
+    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        wrapped = nn.parallel.DistributedDataParallel(model, **options)
+        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, foreach=True) if zero else None
+        return loop(wrapped, sharded or torch.optim.AdamW(model.parameters(), foreach=True))
+
+    return step
+
+
+def tensor_parallel(model: Any) -> Callable[[torch.Tensor], None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh(next(model.parameters()).device.type, (distributed.get_world_size(),))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return loop(model, torch.optim.AdamW(model.parameters(), foreach=False))
+
+
+LOOPS: dict[str, tuple[Step, int]] = {
+    "fsdp": (fsdp(), WIDTH),
+    "fsdp, uneven": (fsdp(), WIDTH + 1),
+    "fsdp, not resharded": (fsdp(reshard_after_forward=False), WIDTH),
+    "ddp": (ddp(), WIDTH),
+    "ddp, views": (ddp(gradient_as_bucket_view=True), WIDTH),
+    "zero": (ddp(zero=True), WIDTH),
+    "tp": (tensor_parallel, WIDTH),
+}
+"""Loops that run with any number of processes, and the width of the model that each shards."""

@@ -1,0 +1,80 @@
+"""What is predicted for a rank against what it does: two real processes with gloo, under the same ledger."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import memsize
+from memsize.records.world import World
+from tests.gloo import STEPS, events
+from tests.ranks import LOOPS, Model
+
+SIZE = 2
+ROOT = Path(__file__).parent.parent
+SMALL = 64
+"""Bytes of AdamW's counters, which lie on the CPU in both runs, and of the order that DDP's reducer sends: it is copied
+to a GPU, and made anew on the CPU."""
+ONLY_HERE = {"split", "_wrap_tensor_autograd"}
+"""On the CPU, `_chunk_cat` fills a reduce-scatter's buffer by way of a padded copy. The storage of an
+`AsyncCollectiveTensor` is nobody's memory."""
+Events = list[tuple[str, str, int]]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Events]]:
+    """The events of every loop, rank by rank."""
+    folder = tmp_path_factory.mktemp("gloo")
+    outs = [folder / f"{rank}.json" for rank in range(SIZE)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gloo", str(rank), str(SIZE), str(folder / "store"), str(out), *LOOPS],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, out in enumerate(outs)
+    ]
+    for process in started:
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+    return [
+        {kind: [tuple(event) for event in each] for kind, each in json.loads(out.read_text(encoding="utf-8")).items()}
+        for out in outs
+    ]
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize("kind", LOOPS)
+def test_each_event_that_is_predicted_happens(real: list[dict[str, Events]], kind: str, rank: int) -> None:
+    make, width = LOOPS[kind]
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    trace = memsize.trace(Model(width), ids, world=World(SIZE, rank), step=make, steps=STEPS, gpu="t4").trace
+    predicted = events(trace)
+    assert len(predicted) > 200
+    missing, extra = differences(predicted, real[rank][kind])
+    assert missing == []
+    assert {op for _, op, _ in extra} <= ONLY_HERE
+    # gloo's threads let go of buffers when they are done with them: the same is freed, but not at the same moment.
+    freed, really_freed = (
+        Counter(size for _, _, size in each if -size > SMALL) for each in (predicted, real[rank][kind])
+    )
+    assert not freed - really_freed
+
+
+def differences(predicted: Events, happened: Events) -> tuple[Events, Events]:
+    """The predicted allocations that didn't happen in that order, and those that did besides."""
+    waiting = [event for event in reversed(predicted) if event[2] > SMALL]
+    extra: Events = []
+    for event in happened:
+        if waiting and event == waiting[-1]:
+            waiting.pop()
+        elif event[2] > SMALL:
+            extra.append(event)
+    return waiting[::-1], extra
