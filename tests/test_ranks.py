@@ -95,6 +95,20 @@ def test_collectives_are_counted_with_their_bytes(sharded: Trace) -> None:
     }
 
 
+def test_a_rank_shows_itself_with_what_it_sends() -> None:
+    step = traced(fsdp(), World(8, rank=3), steps=2)
+    last = step.collectives[step.collectives.step == 2]
+    assert dict(zip(last.kind + " " + last.bytes.astype(str), last["count"], strict=True)) == {
+        f"all-gather {2 * 2 * 96 * WIDTH}": 1,
+        f"all-gather {2 * 2 * BLOCK}": 2 * LAYERS,
+        f"reduce-scatter {4 * 2 * 96 * WIDTH}": 1,
+        f"reduce-scatter {4 * 2 * BLOCK}": LAYERS,
+    }
+    assert "Model on Tesla T4, rank 3 of 8" in repr(step)
+    # one of 24,576 bytes and eight of 65,536: 548,864
+    assert "9 × all-gather in a step, 0.52 MiB" in repr(step)
+
+
 def test_collectives_work_on_streams_of_their_own(sharded: Trace) -> None:
     assert len(set(sharded.streams.values())) == 2
     assert "communication" in {sharded.storages[index].role for index in sharded.streams}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.printable import printable
-from memsize.records.aggregates import live_bytes
+from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.answer import Savable
 from memsize.records.codec import decode, encode
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
@@ -75,6 +76,21 @@ class StepTrace(Savable):
         """One row per event: its phase, step, layer and op, live bytes by role after it, allocated and reserved."""
         return timeline(self.trace, self.config, card(self.gpu)).tables()["events"].frame()
 
+    @property
+    def collectives(self) -> DataFrame:
+        """One row per kind and size of collective and step of this rank: how often, of how many bytes, among how many.
+
+        `bytes` is the whole of what is gathered, scattered or reduced each time. Empty for a process that is alone.
+        """
+        from pandas import DataFrame
+
+        found = Counter(
+            (split_phase(self.trace.phases[each.phase])[1], each.kind, each.ranks, each.bytes)
+            for each in self.trace.collectives
+        )
+        rows = [(*key[:3], count, key[3]) for key, count in found.items()]
+        return DataFrame(rows, columns=["step", "kind", "ranks", "count", "bytes"])
+
     def plot(self, unit: str = "MiB") -> Figure:
         """Live bytes by role over the run's events as a figure of plotly, in `unit`; what the allocator holds as lines.
 
@@ -100,6 +116,16 @@ class StepTrace(Savable):
         """The trace that `to_json` wrote, on the default card."""
         return cls(decode(json.loads(text)))
 
+    def _sent(self) -> list[str]:
+        """The collectives of the last step, kind by kind."""
+        table = self.collectives
+        if table.empty:
+            return []
+        last = table[table.step == table.step.max()]
+        kinds = (last["count"] * last["bytes"]).groupby(last["kind"]).sum()
+        counts = last.groupby("kind")["count"].sum()
+        return [f"    {counts[kind]} × {kind} in a step, {format_bytes(int(size))}" for kind, size in kinds.items()]
+
     def _repr_html_(self) -> str:
         return timeline(self.trace, self.config, card(self.gpu))._repr_html_()
 
@@ -116,6 +142,7 @@ class StepTrace(Savable):
         lines += [f"  device     {format_bytes(peak.device.low)} to {format_bytes(peak.device.high)}"]
         width = max(map(len, ("optimizer state", *peak.roles)))
         lines += [f"    {role:<{width}}  {format_bytes(size)}" for role, size in peak.roles.items()]
+        lines += self._sent()
         if peak.shortage:
             lines.append(out_of_memory(peak.shortage, "the run", self.gpu).text())
         return "\n".join(map(printable, lines))
