@@ -106,7 +106,7 @@ def test_a_rank_shows_itself_with_what_it_sends() -> None:
     }
     assert "Model on Tesla T4, rank 3 of 8" in repr(step)
     # one of 24,576 bytes and eight of 65,536: 548,864
-    assert "9 × all-gather in a step, 0.52 MiB" in repr(step)
+    assert "9 × all-gather of 0.52 MiB" in repr(step)
 
 
 def test_collectives_work_on_streams_of_their_own(sharded: Trace) -> None:

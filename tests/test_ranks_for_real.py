@@ -27,14 +27,24 @@ ONLY_HERE = {"split", "_wrap_tensor_autograd"}
 Events = list[tuple[str, str, int]]
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Events]]:
-    """The events of every loop, rank by rank."""
-    folder = tmp_path_factory.mktemp("gloo")
+FEW = ("fsdp", "ddp, views", "tp")
+
+
+@pytest.mark.parametrize(
+    "kinds", [FEW, pytest.param(tuple(LOOPS.keys() - set(FEW)), marks=pytest.mark.slow)], ids=["few", "others"]
+)
+def test_each_event_that_is_predicted_happens(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    for rank, found in enumerate(real(tmp_path, kinds)):
+        for kind in kinds:
+            compare(predicted(kind, rank), found[kind])
+
+
+def real(folder: Path, kinds: tuple[str, ...]) -> list[dict[str, Events]]:
+    """The events of each loop, rank by rank."""
     outs = [folder / f"{rank}.json" for rank in range(SIZE)]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gloo", str(rank), str(SIZE), str(folder / "store"), str(out), *LOOPS],
+            [sys.executable, "-m", "tests.gloo", str(rank), str(SIZE), str(folder / "store"), str(out), *kinds],
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,
@@ -50,21 +60,19 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Events]]:
     ]
 
 
-@pytest.mark.parametrize("rank", range(SIZE))
-@pytest.mark.parametrize("kind", LOOPS)
-def test_each_event_that_is_predicted_happens(real: list[dict[str, Events]], kind: str, rank: int) -> None:
+def predicted(kind: str, rank: int) -> Events:
     make, width = LOOPS[kind]
     ids = torch.zeros(2, 8, dtype=torch.long)
-    trace = memsize.trace(Model(width), ids, world=World(SIZE, rank), step=make, steps=STEPS, gpu="t4").trace
-    predicted = events(trace)
+    return events(memsize.trace(Model(width), ids, world=World(SIZE, rank), step=make, steps=STEPS, gpu="t4").trace)
+
+
+def compare(predicted: Events, happened: Events) -> None:
     assert len(predicted) > 200
-    missing, extra = differences(predicted, real[rank][kind])
+    missing, extra = differences(predicted, happened)
     assert missing == []
     assert {op for _, op, _ in extra} <= ONLY_HERE
     # gloo's threads let go of buffers when they are done with them: the same is freed, but not at the same moment.
-    freed, really_freed = (
-        Counter(size for _, _, size in each if -size > SMALL) for each in (predicted, real[rank][kind])
-    )
+    freed, really_freed = (Counter(size for _, _, size in each if -size > SMALL) for each in (predicted, happened))
     assert not freed - really_freed
 
 

@@ -122,9 +122,9 @@ class StepTrace(Savable):
         if table.empty:
             return []
         last = table[table.step == table.step.max()]
-        kinds = (last["count"] * last["bytes"]).groupby(last["kind"]).sum()
-        counts = last.groupby("kind")["count"].sum()
-        return [f"    {counts[kind]} × {kind} in a step, {format_bytes(int(size))}" for kind, size in kinds.items()]
+        sums = last.assign(bytes=last["count"] * last["bytes"]).groupby("kind")[["count", "bytes"]].sum()
+        kinds = [f"{row['count']} × {kind} of {format_bytes(int(row['bytes']))}" for kind, row in sums.iterrows()]
+        return [f"  in a step  {', '.join(kinds)} together"]
 
     def _repr_html_(self) -> str:
         return timeline(self.trace, self.config, card(self.gpu))._repr_html_()
