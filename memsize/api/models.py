@@ -22,6 +22,7 @@ from memsize.spec.training import Training
 if TYPE_CHECKING:
     from torch import nn
 
+    from memsize.analysis.fit.fit import FitRequest
     from memsize.analysis.step import StepTrace
     from memsize.device.config import AllocatorConfig
     from memsize.records.fit import Fit
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
     from memsize.records.serving import ServingReport
     from memsize.records.verification import Verification
     from memsize.records.world import World
+    from memsize.spec.vary import Vary
     from memsize.workloads import Workload
 
 _ONE_RANK = (
     "one process of many runs with step=, a function that shards the model and returns the body of its loop, "
     "and without execute"
 )
+_NO_STEP = "is about a step of the model's own, not about tokens that it generates"
 Question = TypeVar("Question", bound=Callable[..., Any])
 
 
@@ -186,6 +189,11 @@ def fit(
     config: AllocatorConfig | str | None = None,
     remedies: bool | None = None,
     crossovers: bool = False,
+    prompt: int | None = None,
+    new: int | None = None,
+    cache: str | None = None,
+    kv_dtype: str | None = None,
+    beams: int | None = None,
     progress: Callable[[str], None] | None = None,
     **given: Unpack[InputOptions],
 ) -> Fit:
@@ -202,14 +210,25 @@ def fit(
     its PyTorch and CUDA, `config` holds the caching allocator's settings. `remedies` tries them in any case (True) or
     never (False); `crossovers` looks for the sizes from which on autocast pays or the peak moves.
 
+    With `new`, `prompt`, `cache`, `kv_dtype` or `beams`, as for `generate`, the question is about generated tokens: how
+    many sequences fit, or, with `vary` ``"context"``, how many tokens of `batch_size` sequences, the `new` ones
+    included.
+
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
+    from memsize.analysis.fit.fit import FitRequest
     from memsize.device.budget import budgets, spread_over
     from memsize.device.config import AllocatorConfig
+    from memsize.spec.generation import GENERATED, asked_generation
     from memsize.spec.vary import parse_vary
 
     subject = Subject.of(model_or_target, input_size, **given)
-    asked, varied = select(scenarios), parse_vary(vary)
+    varied = parse_vary(vary)
+    generation = asked_generation(varied, prompt=prompt, new=new, cache=cache, kv_dtype=kv_dtype, beams=beams)
+    asked = select(GENERATED if generation and scenarios is None else scenarios)
+    steps = {"train": train, "crossovers": crossovers, "seq_len": subject.seq_len, "parallel": parallel or gpus}
+    if generation and any(steps.values()):
+        raise InputError(f"{next(name for name, given in steps.items() if given)} {_NO_STEP}")
     software = Stack.of(stack)
     settings = AllocatorConfig.of(config, software.release)
     capacities = budgets(gpu, budget, margin, software, settings.memory_fraction)
@@ -223,14 +242,32 @@ def fit(
         if scenarios is None:
             asked = tuple(each for each in asked if not spread[0].refuses(each))
     run_as = replace(subject, mode=subject.mode or ("train" if trained else "eval"))
+    one = subject.batch_size if varied.batch else None
+    request = FitRequest(asked, capacities, trained, settings, one, remedies, crossovers, scenarios is None, generation)
+    if generation:
+        return _fit_of_generations(run_as, request, varied, software, say)
     with opened(run_as, say, capacities[0].card.name, trained is not None and trained.is_own) as found:
-        from memsize.analysis.fit.fit import FitRequest, find_fit
+        from memsize.analysis.fit.fit import find_fit
         from memsize.analysis.fit.trials import Trials
 
-        trials = Trials(*found.run, varied, say, stack=software)
-        one = subject.batch_size if varied.batch else None
-        request = FitRequest(asked, capacities, trained, settings, one, remedies, crossovers, default=scenarios is None)
-        return find_fit(trials, request, found.notes)
+        return find_fit(Trials(*found.run, varied, say, stack=software), request, found.notes)
+
+
+def _fit_of_generations(
+    subject: Subject, request: FitRequest, varied: Vary, software: Stack, say: Callable[[str], None]
+) -> Fit:
+    """The answer to a request about a generation."""
+    assert request.generation is not None
+    with model_of(subject, say, request.budgets[0].card.name) as loaded:
+        from memsize.analysis.fit.fit import find_fit
+        from memsize.analysis.fit.generations import GenerationTrials
+        from memsize.analysis.generation.prompts import prompts_of
+
+        prompts = prompts_of(subject, lambda prompted: with_inputs(prompted, loaded).run[2])
+        trials = GenerationTrials(
+            loaded.name, loaded.model, prompts, request.generation, subject.batch_size or 1, varied, say, software
+        )
+        return find_fit(trials, request, loaded.notes)
 
 
 @_asks_about_a_model

@@ -8,6 +8,7 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
+from memsize.cli.generate import generating_options
 from memsize.cli.options import (
     allocator_option,
     jobs_option,
@@ -24,6 +25,7 @@ from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.internals.workers import side_by_side
+from memsize.spec.generation import asked_generation
 from memsize.spec.parallel import on_each, spread_of
 from memsize.spec.scenario import select
 from memsize.spec.stack import Stack
@@ -41,6 +43,7 @@ from memsize.spec.vary import parse_vary
       memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4 --batch-size 256
       memsize fit hf:config.json --seq-len 2048 --train adamw --gpu h100 --parallel fsdp --gpus 1..64
       memsize fit nets:gpt --input input_ids=512:int64 --vary seq_len --batch-size 8 --budget 24GB
+      memsize fit hf:config.json --vary context --new 512 --batch-size 8 --gpu h100
       memsize fit --gpu t4 --vary-argument batch-size -- train.py --batch-size 8
     """,
 )
@@ -50,8 +53,9 @@ from memsize.spec.vary import parse_vary
     default="batch",
     show_default=True,
     metavar="WHAT",
-    help="What to vary: batch, seq_len, image, or dimensions of inputs such as 0:1 or input_ids:1 (0 is the batch).",
+    help="What to vary: batch, context, seq_len, image, or dimensions such as 0:1 or input_ids:1 (0 is the batch).",
 )
+@generating_options
 @click.option(
     "--vary-argument",
     "argument",
@@ -93,6 +97,7 @@ def fit(
     training: Training | None,
     parallel: str | None,
     gpus: str | None,
+    generating: dict[str, Any],
     remedies: bool | None,
     crossovers: bool,
     stack: str | None,
@@ -128,6 +133,7 @@ def fit(
         "config": AllocatorConfig.of(allocator, Stack.of(stack).release),
         "remedies": remedies,
         "crossovers": crossovers,
+        **generating,
     }
     _check(**question)
     with side_by_side(jobs):
@@ -146,10 +152,12 @@ def _check(
     margin: str,
     stack: Stack,
     config: AllocatorConfig,
-    **_: object,
+    remedies: bool | None,
+    crossovers: bool,
+    **generating: Any,
 ) -> None:
     """Everything that can be wrong with the command itself shows before torch is loaded."""
-    parse_vary(vary)
+    asked_generation(parse_vary(vary), **generating)
     select(scenarios)
     for each in on_each(parallel, gpus):
         spread_of(each, train)

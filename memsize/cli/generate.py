@@ -44,23 +44,37 @@ def _generations(prompt: str, new: int, cache: str | None, kv_dtype: str | None,
     return tuple(Generation(length, new, cache, kv_dtype, beams) for length in sorted(set(counts(prompt, "prompts"))))
 
 
+_COUNT = click.IntRange(min=1)
+
 generation_options: Callable[..., Any] = grouped(
     "generations",
     (
         click.option(
             "--prompt", default="512", show_default=True, metavar="N,…", help="Tokens of the prompt; several lengths."
         ),
-        click.option(
-            "--new", default=128, show_default=True, type=click.IntRange(min=1), metavar="N", help="Tokens to generate."
-        ),
+        click.option("--new", default=128, show_default=True, type=_COUNT, metavar="N", help="Tokens to generate."),
         click.option(
             "--cache", type=click.Choice(CACHES), help="The cache that generate uses. [default: the model's own choice]"
         ),
         click.option("--kv-dtype", type=click.Choice(list(KV_DTYPES)), help="Keep the cache quantized."),
-        click.option("--beams", default=1, type=click.IntRange(min=1), metavar="N", help="Beams of a beam search."),
+        click.option("--beams", default=1, type=_COUNT, metavar="N", help="Beams of a beam search."),
     ),
     _generations,
 )
+
+
+generating_options: Callable[..., Any] = grouped(
+    "generating",
+    (
+        click.option("--new", type=_COUNT, metavar="N", help="Generate N tokens for each sequence of the batch."),
+        click.option("--prompt", type=_COUNT, metavar="N", help="Generate after a prompt of N tokens. [default: 512]"),
+        click.option("--cache", type=click.Choice(CACHES), help="Generate with this cache."),
+        click.option("--kv-dtype", type=click.Choice(list(KV_DTYPES)), help="Generate with a quantized cache."),
+        click.option("--beams", type=_COUNT, metavar="N", help="Generate with a beam search of that width."),
+    ),
+    dict,
+)
+"""What a command that can also be about something else is asked about a generation: None for what was not said."""
 
 
 @click.command(

@@ -27,7 +27,7 @@ from memsize.errors import first_line
 from memsize.records.finding import join_names
 from memsize.records.fit import Bind, Budget, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.roles import noun
-from memsize.spec.vary import UNITS
+from memsize.spec.vary import CONTEXT, UNITS
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.fit/1"
@@ -66,6 +66,7 @@ class FitDocument(Document[Fit]):
             "vary": fit.vary,
             "asked": fit.asked,
             "optimizer": fit.optimizer or None,
+            "generation": fit.generation or None,
             "stack": fit.stack or None,
             "budgets": [_budget_data(budget) for budget in fit.budgets],
             "rows": [row | extra for row, extra in rows],
@@ -110,12 +111,20 @@ def _largest_data(bind: Bind | None) -> dict[str, Any] | None:
 def fit_title(fit: Fit) -> Title:
     """The model, what is asked of it, how it is run and where."""
     asked = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
-    how = f"training with {fit.optimizer}" if fit.optimizer else "inference"
+    how = f"training with {fit.optimizer}" if fit.optimizer else _generating(fit) or "inference"
     kinds = tuple(dict.fromkeys(budget.parallel.partition("=")[0] for budget in fit.budgets if budget.parallel))
     how += f" and {join_names(kinds)}" if kinds else ""
     where = join_names(tuple(budget.name for budget in fit.budgets))
     stack = f" with {fit.stack}" if fit.stack else ""
     return Title(fit.model, ((asked,), (how,), (f"on {where}{stack}",)))
+
+
+def _generating(fit: Fit) -> str:
+    """What is generated, where that is what the model does."""
+    if not fit.generation:
+        return ""
+    prompt = "" if fit.vary == CONTEXT else f" after {fit.generation['prompt']:,} of a prompt"
+    return f"generating {fit.generation['new']:,} tokens{prompt}"
 
 
 def overview_table(fit: Fit) -> Table:

@@ -126,7 +126,8 @@ class Fit(Answer):
     """What fits: one row per scenario and GPU, findings about them, remedies, and the traces behind it all.
 
     `vary` names what was searched for, `asked` the size that was asked about (None: the largest), `optimizer` the
-    training's, if there is one.
+    training's, if there is one; `generation` what is generated, by the fields of
+    `memsize.spec.generation.Generation`, and empty where nothing is.
     """
 
     kind: ClassVar = "fit"
@@ -143,6 +144,7 @@ class Fit(Answer):
     notes: tuple[str, ...] = ()
     traces: Mapping[tuple[str, int], Trace] = field(default_factory=dict)
     runs: int = 0
+    generation: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def stack(self) -> str:

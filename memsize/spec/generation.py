@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from memsize.errors import InputError, UnknownInputError
+from memsize.spec.vary import Vary
 
 CACHES: Final = ("dynamic", "static", "quantized")
 """The caches of transformers' `generate`, by its argument `cache_implementation`. A sliding window is the model's own:
@@ -13,6 +14,10 @@ its layers are held so in the first two. Offloaded ones are missing: what is mov
 
 GENERATED: Final = ("as-given", "int8-weight", "int4-weight")
 """The usual scenarios of a generation."""
+
+
+PROMPT: Final = 512
+"""Tokens of a prompt where nothing is said of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,21 @@ class Generation:
         if cache == "quantized":
             asked["cache_config"] = KV_DTYPES[self.kv_dtype or "int4"]
         return asked
+
+
+def asked_generation(vary: Vary, *, prompt: int | None, new: int | None, **held: Any) -> Generation | None:
+    """The generation that a search is about: where something is said of one, or a context varies; else None.
+
+    `held` are the other fields of `Generation`, each None for its default. Raises `InputError` for what has no meaning.
+    """
+    said = {name: value for name, value in {"prompt": prompt, "new": new, **held}.items() if value is not None}
+    if not (said or vary.context):
+        return None
+    if not (vary.batch or vary.context):
+        raise InputError(f"cannot vary {vary.text} of a generation: vary context or batch")
+    if vary.context and prompt is not None:
+        raise InputError("a context that varies makes its own prompt: all of it but the new tokens")
+    return Generation(**{"prompt": PROMPT, **said})
 
 
 KV_DTYPES: Final[dict[str, dict[str, object]]] = {

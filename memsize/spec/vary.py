@@ -1,4 +1,4 @@
-"""What a search varies: the batch, or dimensions of the input that grow together."""
+"""What a search varies: the batch, dimensions of the input that grow together, or the context of a generation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from memsize.errors import InputError, UnknownInputError
 from memsize.records.trace import InputTensor
 
 BATCH: Final = "batch"
-_HOW: Final = "vary batch, seq_len, image, or dimensions such as 0:1 or input_ids:1,attention_mask:1"
+CONTEXT: Final = "context"
+_HOW: Final = "vary batch, context, seq_len, image, or dimensions such as 0:1 or input_ids:1,attention_mask:1"
 _SEQUENCE: Final = ("seq_len", "length")
 _IMAGE: Final = ("image", "size")
-UNITS: Final = {BATCH: "sample", "seq_len": "position", "image": "pixel"}
+UNITS: Final = {BATCH: "sample", CONTEXT: "token", "seq_len": "position", "image": "pixel"}
 """What one more of that which varies is."""
 
 
@@ -29,8 +30,9 @@ class Dimension:
 class Vary:
     """The dimensions that take the size that is searched for; none stands for the batch.
 
-    `text` is what was asked for: ``"batch"``; ``"seq_len"``, the first dimension after the batch; ``"image"``, the last
-    two together; or dimensions such as ``"0:1"``, an input's name or position and a dimension.
+    `text` is what was asked for: ``"batch"``; ``"context"``, the tokens of a prompt and those generated after it;
+    ``"seq_len"``, the first dimension after the batch; ``"image"``, the last two together; or dimensions such as
+    ``"0:1"``, an input's name or position and a dimension.
     """
 
     text: str = BATCH
@@ -41,9 +43,14 @@ class Vary:
         """Whether the batch is what varies."""
         return self.text == BATCH
 
+    @property
+    def context(self) -> bool:
+        """Whether it is the tokens of a generation."""
+        return self.text == CONTEXT
+
     def dimensions(self, inputs: Sequence[InputTensor]) -> tuple[Dimension, ...]:
         """The dimensions of `inputs` (with their batch) that vary; raises `InputError` where there are none such."""
-        if self.batch:
+        if self.batch or self.context:
             return ()
         found = self.named or tuple(_by_kind(self.text, inputs))
         sizes = {_size(dimension, inputs) for dimension in found}
@@ -59,8 +66,8 @@ class Vary:
 def parse_vary(text: str) -> Vary:
     """What `text` names; raises `InputError` when it cannot be read."""
     word = text.strip().lower()
-    if word in (BATCH, *_SEQUENCE, *_IMAGE):
-        return Vary("seq_len" if word in _SEQUENCE else "image" if word in _IMAGE else BATCH)
+    if word in (BATCH, CONTEXT, *_SEQUENCE, *_IMAGE):
+        return Vary("seq_len" if word in _SEQUENCE else "image" if word in _IMAGE else word)
     return Vary(text.strip(), tuple(map(_dimension, text.split(","))))
 
 

@@ -92,6 +92,8 @@ def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
     text = _ANSWERS[row.status]
     if row.status == "open" and row.next_size in row.refused:
         text = "Under {scenario}, {vary} {size} fits and the model refuses {vary} {next}; what lies between was not run"
+    elif row.status == "open" and row.next_size is None:
+        text = "Under {scenario}, {vary} {size} fits; what lies beyond was not run"
     yield Finding(f"fit-{row.status}", row.peak, (), text + ".", values, brief=text + ".")
 
 

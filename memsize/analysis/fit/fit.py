@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.fit.crossovers import crossings, most_alive
 from memsize.analysis.fit.footprint import Footprint, bind, phase_name
-from memsize.analysis.fit.optimizations import OPTIMIZATIONS, Attempts, try_optimizations
+from memsize.analysis.fit.optimizations import Attempts, optimizations_of, try_optimizations
 from memsize.analysis.fit.search import Search, largest
 from memsize.analysis.fit.trials import Made, RunVariant, Trials
 from memsize.analysis.runner import is_float32
@@ -19,6 +19,7 @@ from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
 from memsize.records.fit import Budget, Crossing, Fit, FitRow, Remedied, RemedyRow, Status
 from memsize.records.roles import FIXED, Role
+from memsize.spec.generation import Generation
 from memsize.spec.parallel import parse_parallel
 from memsize.spec.scenario import Scenario
 from memsize.spec.training import Training
@@ -28,7 +29,8 @@ from memsize.units import format_bytes
 
 @dataclass(frozen=True)
 class FitRequest:
-    """What is asked: scenarios, budgets, how the model is trained, and a size (None: find the largest).
+    """What is asked: scenarios, budgets, how the model is trained or what it generates, and a size (None: find the
+    largest).
 
     `remedies` says whether to look for optimizations (None: where the size that was asked about does not fit),
     `crossovers` whether to look for the sizes from which on something changes. `default` says that the scenarios are
@@ -43,11 +45,14 @@ class FitRequest:
     remedies: bool | None = None
     crossovers: bool = False
     default: bool = False
+    generation: Generation | None = None
 
     def variant(self, scenario: Scenario, budget: Budget) -> RunVariant:
         """A scenario on a card, without optimizations."""
         parallel = parse_parallel(budget.parallel) if budget.parallel else None
-        return RunVariant(scenario, budget.card, self.training, self.config, parallel=parallel)
+        return RunVariant(
+            scenario, budget.card, self.training, self.config, parallel=parallel, generation=self.generation
+        )
 
 
 def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> Fit:
@@ -78,6 +83,7 @@ def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> 
             notes=tuple(dict.fromkeys((*notes, *_notes(trials, budgets, rows)))),
             traces=trials.traces(),
             runs=trials.count,
+            generation=asdict(request.generation) if request.generation else {},
         )
 
 
@@ -138,7 +144,7 @@ class _Work:
     def alone(self, base: RunVariant, size: int, capacity: int, name: str) -> tuple[RemedyRow, Made]:
         """What the optimization `name` does to a size of `base`, and the runs that it took."""
         before = self.trials.made()
-        optimization = next(each for each in OPTIMIZATIONS if each.name == name)
+        optimization = next(each for each in optimizations_of(base) if each.name == name)
         attempts = Attempts(lambda variant: self.trials.run(variant, size), base, capacity)
         return attempts.alone(optimization), self.trials.made(before)
 
@@ -196,6 +202,7 @@ def _searched_row(trials: Trials, variant: RunVariant, row: FitRow, likely: int 
         start=likely or (trials.asked if trials.asked > 1 else None),
         known=trials.known(variant),
         refused=trials.refused(variant),
+        most=trials.most,
         powers=not trials.vary.batch,
     )
     return growing_row(found, row, linear=trials.vary.batch)
@@ -302,7 +309,8 @@ def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow], work
     size = request.asked or (2 * row.size if row.size else row.next_size or trials.asked)
     base = request.variant(scenario, budget)
     alone: list[RemedyRow] = []
-    for remedy, made in workers.each([("alone", base, size, budget.allocator, each.name) for each in OPTIMIZATIONS]):
+    names = [each.name for each in optimizations_of(base)]
+    for remedy, made in workers.each([("alone", base, size, budget.allocator, each) for each in names]):
         alone.append(remedy)
         trials.adopt(made)
     attempts = Attempts(lambda variant: trials.run(variant, size), base, budget.allocator)
@@ -313,13 +321,15 @@ def _notes(trials: Trials, budgets: Sequence[Budget], rows: Sequence[FitRow]) ->
     """What a reader must know about how the answers were found."""
     traces = trials.traces()
     yield from (note for budget in budgets for note in budget.notes)
+    yield from trials.notes
     if not trials.resizable:
         yield "the inputs do not agree on a batch dimension, so that only the batch they have was looked at"
     looked = [row for row in rows if row.status not in ("unavailable", "fits", "exceeds")]
     if looked:
         most = max(len(row.looked) for row in looked)
+        done = "put together from traced steps" if trials.generates else "run"
         following = ", and so was the next size" if all(row.status in ("found", "none") for row in looked) else ""
-        yield f"each answer was run{following}: {trials.count} runs in all, at most {most} per answer"
+        yield f"each answer was {done}{following}: {trials.count} runs in all, at most {most} per answer"
     # The workspace of a convolution is of the order of the largest tensor that one makes, in the first answer.
     answered = (trace for row in rows if row.size and (trace := traces.get((row.scenario, row.size))))
     if first := next(answered, None):

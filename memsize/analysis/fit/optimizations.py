@@ -55,14 +55,27 @@ _FUSED: Final = ("adam", "adamw", "sgd", "sgd-momentum", "adagrad")
 _ADAMS: Final = ("adam", "adamw")
 
 OPTIMIZATIONS: Final[list[Optimization]] = []
-"""All optimizations except accumulation, which has a number of parts, in the order in which they are tried."""
+"""All optimizations of a step but accumulation, which has a number of parts, in the order in which they are tried."""
+OF_GENERATIONS: Final[list[Optimization]] = []
+"""All optimizations of a generation, in that order."""
 
 
-def _optimization(name: str, title: str, cost: str, changes: Changes, groups: str = "") -> Callable[[Apply], Apply]:
-    """A decorator that adds a function as an optimization. It is a group of its own unless `groups` names some."""
+def optimizations_of(variant: RunVariant) -> list[Optimization]:
+    """The optimizations that are tried on such a variant."""
+    return OF_GENERATIONS if variant.generation else OPTIMIZATIONS
+
+
+def _optimization(
+    name: str, title: str, cost: str, changes: Changes, groups: str = "", *, of: Sequence[list[Optimization]] = ()
+) -> Callable[[Apply], Apply]:
+    """A decorator that adds a function as an optimization of a step, or to the tables `of`. It is a group of its own
+    unless `groups` names some.
+    """
 
     def add(apply: Apply) -> Apply:
-        OPTIMIZATIONS.append(Optimization(name, title, cost, changes, frozenset(groups.split() or [name]), apply))
+        made = Optimization(name, title, cost, changes, frozenset(groups.split() or [name]), apply)
+        for table in of or (OPTIMIZATIONS,):
+            table.append(made)
         return apply
 
     return add
@@ -108,6 +121,7 @@ def autocast(variant: RunVariant) -> RunVariant:
     "updates smaller than 1/256 of a weight are lost",
     "numbers",
     "precision",
+    of=(OPTIMIZATIONS, OF_GENERATIONS),
 )
 def bf16_parameters(variant: RunVariant) -> RunVariant:
     _check_full_precision(variant)
@@ -213,7 +227,11 @@ def in_place_activations(variant: RunVariant) -> RunVariant:
 
 
 @_optimization(
-    "expandable segments", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "none known on Linux", "nothing"
+    "expandable segments",
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "none known on Linux",
+    "nothing",
+    of=(OPTIMIZATIONS, OF_GENERATIONS),
 )
 def expandable_segments(variant: RunVariant) -> RunVariant:
     if variant.config.expandable_segments:
@@ -258,12 +276,58 @@ def qlora(variant: RunVariant) -> RunVariant:
     "rounded weights, unpacked each time they are used",
     "numbers",
     "precision",
+    of=(OPTIMIZATIONS, OF_GENERATIONS),
 )
 def int8_weights(variant: RunVariant) -> RunVariant:
     if variant.training is not None:
         raise NotApplicable("quantized weights are not trained: see the adapters")
     _check_not_quantized(variant)
     return replace(variant, scenario=SCENARIOS["int8-weight"])
+
+
+@_optimization(
+    "int4 weights",
+    "weight-only quantization of the linear layers to 4 bits",
+    "weights rounded to 16 values, unpacked each time they are used",
+    "numbers",
+    "precision",
+    of=(OF_GENERATIONS,),
+)
+def int4_weights(variant: RunVariant) -> RunVariant:
+    _check_not_quantized(variant)
+    return replace(variant, scenario=SCENARIOS["int4-weight"])
+
+
+@_optimization(
+    "fp8 KV cache",
+    "a quantized cache with the backend fp8",
+    "rounded keys and values, unpacked each time they are used",
+    "numbers",
+    "cache",
+    of=(OF_GENERATIONS,),
+)
+def fp8_cache(variant: RunVariant) -> RunVariant:
+    return _with_cache(variant, "quantized", "fp8")
+
+
+@_optimization(
+    "static cache",
+    'cache_implementation="static"',
+    "room for the whole context from the first token on",
+    "nothing",
+    "cache",
+    of=(OF_GENERATIONS,),
+)
+def static_cache(variant: RunVariant) -> RunVariant:
+    return _with_cache(variant, "static", None)
+
+
+def _with_cache(variant: RunVariant, cache: str, dtype: str | None) -> RunVariant:
+    assert variant.generation is not None, "optimizations of generations are tried on them alone"
+    chosen = variant.generation.cache or ("quantized" if variant.generation.kv_dtype else None)
+    if chosen not in (None, "dynamic"):
+        raise NotApplicable(f"the cache is {chosen} already")
+    return replace(variant, generation=replace(variant.generation, cache=cache, kv_dtype=dtype))
 
 
 def accumulation(parts: int) -> Optimization:
@@ -302,8 +366,9 @@ def try_optimizations(
     `parts` is whether the size is a batch that can be split, `alone` what each optimization was found to do.
     """
     base, capacity = attempts.base, attempts.capacity
-    rows = map(attempts.alone, OPTIMIZATIONS) if alone is None else alone
-    tried = list(zip(OPTIMIZATIONS, rows, strict=True))
+    optimizations = optimizations_of(base)
+    rows = map(attempts.alone, optimizations) if alone is None else alone
+    tried = list(zip(optimizations, rows, strict=True))
     if parts and base.training is not None and size > 1:
         tried.append(attempts.split(size))
     tried.sort(key=lambda pair: -(pair[1].saved or 0))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import nn
 
 from memsize.analysis.fit.footprint import Footprint, Replays
+from memsize.analysis.fit.search import LIMIT
 from memsize.analysis.runner import Runner
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError
 from memsize.model.inputs import ModelInputs, input_tensors, resized_call
 from memsize.records.gpu import Card
 from memsize.records.trace import InputTensor, Trace
+from memsize.spec.generation import Generation
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import Scenario
 from memsize.spec.stack import INSTALLED, Stack
@@ -40,15 +42,16 @@ class Events(NamedTuple):
     edits: tuple[Edit, ...]
     split: int
     parallel: Parallel | None
+    generation: Generation | None
 
 
 @dataclass(frozen=True)
 class RunVariant:
     """One way to run a model whose memory is asked for; an optimization turns a variant into another.
 
-    A scenario on a card, trained (None: inference), spread over several of them by `parallel` (None: on one), with the
-    allocator's settings and edits of the meta copy. `split` is into how many parts a batch is cut, one after the other;
-    `applied` names the optimizations in it.
+    A scenario on a card, trained (None: inference) or generating (None: one forward), spread over several of them by
+    `parallel` (None: on one), with the allocator's settings and edits of the meta copy. `split` is into how many parts
+    a batch is cut, one after the other; `applied` names the optimizations in it.
     """
 
     scenario: Scenario
@@ -59,6 +62,7 @@ class RunVariant:
     split: int = 1
     applied: tuple[str, ...] = ()
     parallel: Parallel | None = None
+    generation: Generation | None = None
 
     def edited(self, edit: Edit) -> RunVariant:
         """The variant with one more edit."""
@@ -67,7 +71,15 @@ class RunVariant:
     @property
     def events(self) -> Events:
         """What its runs share with those of other variants: the allocator and its card's size play no part."""
-        return Events(self.scenario.name, self.card.kernels, self.training, self.edits, self.split, self.parallel)
+        return Events(
+            self.scenario.name,
+            self.card.kernels,
+            self.training,
+            self.edits,
+            self.split,
+            self.parallel,
+            self.generation,
+        )
 
 
 class Made(NamedTuple):
@@ -78,7 +90,9 @@ class Made(NamedTuple):
 
 
 class Trials:
-    """The runs of one model by variant and size."""
+    """The runs of one model by variant and size. `generates`: each is a generation, of which few steps are traced."""
+
+    generates: ClassVar = False
 
     def __init__(
         self,
@@ -114,6 +128,16 @@ class Trials:
     def resizable(self) -> bool:
         """Whether the size can be chosen: the batch of given inputs can't where they disagree on it."""
         return self.model_inputs.resizable or not self.vary.batch
+
+    @property
+    def most(self) -> int:
+        """The largest size that is looked at."""
+        return LIMIT
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know about the sizes that are looked at."""
+        return ()
 
     @property
     def asked(self) -> int:

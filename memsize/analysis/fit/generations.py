@@ -1,0 +1,90 @@
+"""The runs behind a fit of a generation: each is put together from a few traced steps, at any batch and context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import nn
+
+from memsize.analysis.fit.search import LIMIT
+from memsize.analysis.fit.trials import Events, NotApplicable, RunVariant, Trials
+from memsize.analysis.generation.generator import Generator
+from memsize.analysis.generation.prompts import Prompts
+from memsize.errors import ForwardError
+from memsize.records.trace import Trace
+from memsize.spec.generation import Generation
+from memsize.spec.stack import INSTALLED, Stack
+from memsize.spec.vary import Vary
+
+_INEXACT = "some steps are close to what was derived for them, not equal"
+
+
+class GenerationTrials(Trials):
+    """The generations of one model by variant and size: a batch, or the tokens of a context, the new ones included.
+
+    `generation` is what is asked for; where the context varies, its prompt is where the search begins. No context
+    is looked at that is longer than the model has positions for.
+    """
+
+    generates: ClassVar = True
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        prompts: Prompts,
+        generation: Generation,
+        batch: int,
+        vary: Vary,
+        say: Callable[[str], None],
+        stack: Stack = INSTALLED,
+    ) -> None:
+        inputs = replace(prompts(generation.prompt), batch_size=batch)
+        super().__init__(name, model, inputs, False, vary, say, stack=stack)
+        self.generation = generation
+        self._prompts = prompts
+        self._generators: dict[Events, Generator] = {}
+
+    @property
+    def asked(self) -> int:
+        """The batch, or the context, that was asked for."""
+        whole = self.generation.prompt + self.generation.new
+        return min(whole, self.most) if self.vary.context else self.model_inputs.batch_size
+
+    @property
+    def most(self) -> int:
+        """The largest size that is looked at: of a context as many tokens as the model has positions for."""
+        positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        return positions if self.vary.context and isinstance(positions, int) else LIMIT
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know about the sizes that are looked at."""
+        return (
+            (f"the model has positions for {self.most:,} tokens: no more are looked at",) if self.most < LIMIT else ()
+        )
+
+    def _trace(self, variant: RunVariant, size: int) -> Trace:
+        if variant.edits:
+            raise NotApplicable("a model generates as it is")
+        assert variant.generation is not None, "what is asked of a generation"
+        generation, batch = variant.generation, size
+        if self.vary.context:
+            generation, batch = self._of_context(generation, size), self.model_inputs.batch_size
+        made = self._generator(variant).run(generation, batch)
+        return made.trace if made.exact else replace(made.trace, notes=(*made.trace.notes, _INEXACT))
+
+    def _of_context(self, generation: Generation, tokens: int) -> Generation:
+        """The generation whose last token is the `tokens`th. Raises `ForwardError` where there is none."""
+        if tokens <= generation.new:
+            raise ForwardError(f"a context of {tokens} tokens has no room for a prompt and {generation.new} new ones")
+        return replace(generation, prompt=tokens - generation.new)
+
+    def _generator(self, variant: RunVariant) -> Generator:
+        """What all sizes of a variant share."""
+        key = variant.events._replace(generation=None)
+        if key not in self._generators:
+            self._generators[key] = Generator(self._runner(variant), self._prompts, variant.scenario)
+        return self._generators[key]
