@@ -48,12 +48,12 @@ def test_a_part_without_room_for_its_figures_shares_a_column() -> None:
     drawn = list(lines(bars, "MiB", 80))
     place = next(place for place, line in enumerate(drawn) if line.startswith("fp32"))
     title, row, key = drawn[place - 1], drawn[place], "  ".join(drawn[place + 1 :])
-    assert "other" in title and row.split()[-1] == "78.00"  # 1 + 2 + … + 12
+    assert "other" in title and row.split()[-1] == "120.00"  # 1 + 2 + … + 15
     figures = [float(word) for word in row.split()[1:-2]]
-    assert sum(figures) == 78 and figures == sorted(figures[:-1]) + figures[-1:]
-    # What shares the column keeps its mark, but for 1 of 78, which is below a fiftieth.
+    assert sum(figures) == 120 and figures == sorted(figures[:-1]) + figures[-1:]
+    # What shares the column keeps its mark, but for 1 and 2 of 120, which are below a fiftieth.
     named = set(re.findall(r"\S (\w[\w ]*?)(?=  |$)", key.removeprefix("other:")))
-    assert named == {*ROLES[1 : 12 - len(figures[:-1])]}
+    assert named == {*ROLES[2 : 15 - len(figures[:-1])]}
 
 
 def test_the_smallest_part_makes_room_for_the_others() -> None:

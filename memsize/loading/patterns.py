@@ -8,9 +8,7 @@ from importlib import import_module
 from typing import Final
 
 from memsize.errors import TargetError, UnknownTargetError, quoted
-from memsize.loading.hubs import FILES, quiet
 from memsize.loading.target import LIBRARIES, parse_target
-from memsize.loading.torchvision_ops import torchvision_importable
 
 _MAGIC: Final = ("*", "[")
 """What makes a name a pattern. A question mark begins the arguments of a library's model."""
@@ -41,6 +39,10 @@ def _of_library(library: str, rest: str) -> tuple[str, ...]:
         return (f"{library}:{rest}",)
     if files := sorted(glob.glob(name, recursive=True)) if library == "hf" else []:
         return tuple(f"{library}:{file}{mark}{options}" for file in files)
+    # These import torch.
+    from memsize.loading.hubs import FILES, quiet
+    from memsize.loading.torchvision_ops import torchvision_importable
+
     with torchvision_importable(), quiet():
         known: tuple[str, ...] = tuple(import_module(f"memsize.loading.hubs.{FILES[library]}").names())
     found = sorted(matching(known, name))

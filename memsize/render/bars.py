@@ -23,7 +23,7 @@ LABEL: Final = 22
 _TITLE: Final = 10
 """How wide a title may be above narrower figures."""
 _GAP: Final = "  "
-_MARKS: Final = "█░▒▓▚▞▖▘▄▀▌▐"
+_MARKS: Final = "█░▒▓▚▞▖▘▄▀▌▐▙▜▟"
 """One for each role: without colours nothing else tells parts apart."""
 _OTHER: Final = "·"
 _LIMIT: Final = "┃"
