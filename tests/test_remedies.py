@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimizations import OPTIMIZATIONS, RANK, Attempts, accumulation, try_optimizations
+from memsize.analysis.fit.optimizations import OPTIMIZATIONS, RANK, accumulation
 from memsize.analysis.fit.optimized_models import Adam8bit, repeated_blocks
+from memsize.analysis.fit.remedies import Attempts, try_optimizations
 from memsize.analysis.fit.trials import NotApplicable, RunVariant, Trials
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig

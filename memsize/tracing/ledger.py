@@ -6,10 +6,8 @@ each storage records the event of its end. Nothing is added up here.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -446,29 +444,3 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)
-
-
-_original = torch.UntypedStorage.resize_
-_running = threading.local()
-
-
-@contextmanager
-def resizes_seen(ledger: Ledger) -> Iterator[None]:
-    """While open, this thread's ``untyped_storage().resize_(n)`` calls are events of `ledger`."""
-    outer = getattr(_running, "ledger", None)
-    _running.ledger = ledger
-    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        _running.ledger = outer
-        if outer is None:
-            torch.UntypedStorage.resize_ = _original  # type: ignore[method-assign]
-
-
-def _resize(storage: torch.UntypedStorage, size: int) -> Any:
-    result = _original(storage, size)
-    ledger: Ledger | None = getattr(_running, "ledger", None)
-    if ledger is not None:
-        ledger.resized(storage)
-    return result

@@ -28,8 +28,9 @@ from memsize.spec.subject import Call
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
 from memsize.tracing.functional import functional_transforms_allowed
-from memsize.tracing.ledger import Ledger, Workspaces, resizes_seen
+from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.module_calls import Calls, Seen
+from memsize.tracing.resizes import resizes_seen
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from memsize.errors import InputError
 from memsize.ranks import group
 from memsize.records.world import World
 from memsize.tracing.functional import functional_transforms_allowed
-from memsize.tracing.ledger import resizes_seen
 from memsize.tracing.overrides import devices_checked
+from memsize.tracing.resizes import resizes_seen
 from memsize.tracing.run import gpu_semantics
 from memsize.virtual import graphs, monitoring, processes, tensors
 from memsize.virtual.driver import Driver, Event, Stream

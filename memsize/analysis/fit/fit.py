@@ -9,7 +9,8 @@ from typing import NamedTuple
 from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.fit.crossovers import crossings, most_alive
 from memsize.analysis.fit.footprint import Footprint, bind, phase_name
-from memsize.analysis.fit.optimizations import Attempts, optimizations_of, try_optimizations
+from memsize.analysis.fit.optimizations import optimizations_of
+from memsize.analysis.fit.remedies import Attempts, try_optimizations
 from memsize.analysis.fit.search import Search, largest
 from memsize.analysis.fit.trials import Made, RunVariant, Trials
 from memsize.analysis.runner import is_float32
