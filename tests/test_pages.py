@@ -18,7 +18,7 @@ from memsize.render import render
 from memsize.render.assets import LIBRARIES, SCRIPTS, script
 from memsize.units import UNITS, format_bytes
 from tests import records
-from tests.browser import Opened, browser
+from tests.browser import Opened, browser, wait_until
 from tests.test_program_document import program
 from tests.test_timeline import two_steps
 
@@ -191,12 +191,12 @@ def test_rows_sort_both_ways_and_back(chromium: Any, tmp_path: Path) -> None:
 def test_a_search_shows_what_it_finds_and_its_sum(chromium: Any, tmp_path: Path) -> None:
     with opened(chromium, tmp_path, wide_report(20)) as page:
         page.get_by_role("searchbox").fill("block.1")
-        page.wait_for_function("document.querySelectorAll('#layers tbody tr:not(.group)').length === 11")
+        wait_until(page, "document.querySelectorAll('#layers tbody tr:not(.group)').length === 11")
         # block.1 and block.10 to block.19: 2 KiB and 11 KiB to 20 KiB.
         assert "11 of 20 rows" in page.locator("#layers output").inner_text()
         assert f"stored {(2 + sum(range(11, 21))) / 1024:.2f} MiB" in page.locator("#layers output").inner_text()
         page.get_by_role("searchbox").fill("")
-        page.wait_for_function("document.querySelectorAll('#layers tbody tr:not(.group)').length === 20")
+        wait_until(page, "document.querySelectorAll('#layers tbody tr:not(.group)').length === 20")
 
 
 def test_modules_fold_and_add_up(chromium: Any, tmp_path: Path) -> None:
@@ -275,9 +275,9 @@ def test_a_timeline_zooms_and_pans(chromium: Any, tmp_path: Path) -> None:
     with opened(chromium, tmp_path, timeline(two_steps())) as page:
         whole = page.locator("svg.chart g title").count()
         page.get_by_role("button", name="Zoom in").click()
-        page.wait_for_function(f"document.querySelectorAll('svg.chart g title').length < {whole}")
+        wait_until(page, f"document.querySelectorAll('svg.chart g title').length < {whole}")
         page.get_by_role("button", name="Whole run").click()
-        page.wait_for_function(f"document.querySelectorAll('svg.chart g title').length === {whole}")
+        wait_until(page, f"document.querySelectorAll('svg.chart g title').length === {whole}")
         box = page.locator("svg.chart").bounding_box()
         page.mouse.move(box["x"] + 200, box["y"] + 200)
         assert "live" in page.locator(".hint").inner_text()
