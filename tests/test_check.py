@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import jsonschema
 import pytest
 
 import memsize
@@ -23,7 +24,10 @@ from memsize.render import render
 from memsize.spec.limits import LIMITS, Bound, Growth, parse_limits
 from memsize.spec.project import find_project, parse_section, read_project
 from memsize.units import Bytes
+from tests.conftest import ROOT
 from tests.test_render import check as golden
+
+SARIF = json.loads((ROOT / "tests" / "schemas" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
 
 MODEL = """import torch
 from torch import nn
@@ -340,20 +344,27 @@ def test_annotations_are_escaped() -> None:
     )
 
 
-def test_sarif_has_what_its_schema_requires() -> None:
-    """The parts of SARIF 2.1.0's schema that this uses: required members, enumerations, and that rules are found."""
+def test_sarif_is_valid() -> None:
     data = json.loads(render(checked(), "sarif"))
-    assert data["version"] == "2.1.0" and data["$schema"].endswith("sarif-schema-2.1.0.json")
+    jsonschema.Draft7Validator(SARIF, format_checker=jsonschema.FormatChecker()).validate(data)
+    assert data["$schema"].endswith("sarif-schema-2.1.0.json")
     (found,) = data["runs"]
     rules = [rule["id"] for rule in found["tool"]["driver"]["rules"]]
     assert len(set(rules)) == len(rules) and found["tool"]["driver"]["name"] == "memsize"
-    assert found["columnKind"] in ("utf16CodeUnits", "unicodeCodePoints")
     for result in found["results"]:
         assert rules[result["ruleIndex"]] == result["ruleId"]
-        assert result["level"] in ("none", "note", "warning", "error") and result["message"]["text"]
+        assert result["level"] in ("error", "warning", "note") and result["message"]["text"]
         for location in result["locations"]:
             place = location["physicalLocation"]
             assert place["region"]["startLine"] >= 1 and " " not in place["artifactLocation"]["uri"]
+
+
+def test_the_schema_of_sarif_refuses_what_is_none() -> None:
+    data = json.loads(render(checked(), "sarif"))
+    data["runs"][0]["results"][0]["level"] = "fatal"
+    data["runs"][0]["tool"]["driver"].pop("name")
+    wrong = sorted(error.json_path for error in jsonschema.Draft7Validator(SARIF).iter_errors(data))
+    assert wrong == ["$.runs[0].results[0].level", "$.runs[0].tool.driver"]
 
 
 def test_files_of_other_formats(capsys: pytest.CaptureFixture[str]) -> None:

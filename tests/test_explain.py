@@ -113,6 +113,15 @@ def test_what_is_left_at_the_end(tmp_path: Path) -> None:
     assert any("no history was recorded" in note for note in found.notes)
 
 
+def test_without_any_history_nothing_is_older_than_it(tmp_path: Path) -> None:
+    gpu = Recorder()
+    gpu.alloc(40 * MiB, [], recorded=False)
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu))
+    assert bytes_of(found) == {"elsewhere": 40 * MiB}
+    assert codes(found) == ["snapshot-end"]
+    assert any("no history was recorded" in note for note in found.notes)
+
+
 def test_parameters_older_than_the_history_have_the_sizes_of_gradients(tmp_path: Path) -> None:
     gpu = trained(1, recorded=False)
     gpu.alloc(40 * MiB, [], recorded=False)

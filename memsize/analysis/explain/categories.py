@@ -57,7 +57,7 @@ def _category(history: History, life: Life) -> Category:
         return Category(_RECORDED[life.category], "recorded")
     stage = history.told(life.stack).stage if life.born == EARLIER else history.stage(life.stack)
     if stage == "unrecorded":
-        return Category("earlier" if life.born == EARLIER else "elsewhere", "unknown")
+        return Category("earlier" if life.born == EARLIER and history.recorded else "elsewhere", "unknown")
     if stage in _BY_STACK:
         return Category(_BY_STACK[stage], "stack")
     if stage not in _OUTLIVES:

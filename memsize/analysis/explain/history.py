@@ -73,6 +73,11 @@ class History:
         kept = [Life(b.requested, EARLIER, None, b.stack, "") for a, b in left.items() if a not in opened]
         return (*older, *kept, *made)
 
+    @cached_property
+    def recorded(self) -> bool:
+        """Whether anything was recorded: what was done, or at least the stacks of the blocks that are left."""
+        return bool(self.entries) or any(block.stack for block in self._blocks())
+
     def _blocks(self) -> Iterable[Block]:
         return (block for segment in self.segments for block in segment.blocks)
 
