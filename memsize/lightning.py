@@ -41,7 +41,7 @@ class MemoryCheck(Callback):  # type: ignore[misc]
             step = api.trace(
                 pl_module,
                 args=(batch,),
-                step=_loop(pl_module, trainer.optimizers),
+                step=_loop(pl_module, trainer.optimizers, trainer.accumulate_grad_batches),
                 scenario=_SCENARIOS.get(str(trainer.precision), "as-given"),
             )
             self.guard = Guard(step, budget_of(self._budget))
@@ -65,8 +65,8 @@ class MemoryCheck(Callback):  # type: ignore[misc]
 _SCENARIOS = {"bf16-mixed": "amp-bf16", "16-mixed": "amp-fp16"}
 
 
-def _loop(module: Any, optimizers: list[Any]) -> Callable[[Any], Callable[[Any], None]]:
-    """The loop of automatic optimization, for a copy of the module."""
+def _loop(module: Any, optimizers: list[Any], accumulate: int) -> Callable[[Any], Callable[[Any], None]]:
+    """The loop of automatic optimization, for a copy of the module; an update after `accumulate` batches."""
     makers = [remade(module, optimizer) for optimizer in optimizers]
 
     def begin(copy: Any) -> Callable[[Any], None]:
@@ -75,10 +75,11 @@ def _loop(module: Any, optimizers: list[Any]) -> Callable[[Any], Callable[[Any],
         own = LightningStep(copy)
 
         def step(batch: Any) -> None:
-            loss = own.loss(batch)
-            for optimizer in made:
-                optimizer.zero_grad()
-            loss.backward()
+            for number in range(accumulate):
+                loss = own.loss(batch)
+                for optimizer in made if number == 0 else ():
+                    optimizer.zero_grad()
+                loss.backward()
             for optimizer in made:
                 optimizer.step()
 

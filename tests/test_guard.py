@@ -173,15 +173,18 @@ def test_lightning(tmp_path: Any) -> None:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
+            return self.optimizer(self.parameters())
 
-    def trained(*callbacks: Any) -> list[torch.Tensor]:
+        optimizer: Any = torch.optim.AdamW
+
+    def trained(*callbacks: Any, accumulate: int = 1) -> list[torch.Tensor]:
         torch.manual_seed(0)
         data = torch.utils.data.TensorDataset(torch.randn(32, 256), torch.randint(16, (32,)))
         module = Module()
         trainer = lightning.Trainer(
             max_epochs=1,
             callbacks=list(callbacks),
+            accumulate_grad_batches=accumulate,
             logger=lightning.pytorch.loggers.CSVLogger(tmp_path),
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -197,5 +200,27 @@ def test_lightning(tmp_path: Any) -> None:
     assert check.guard.step.peak.roles["optimizer state"] == 2 * 4 * sum(p.numel() for p in net().parameters())
     written = next(tmp_path.rglob("hparams.yaml")).read_text()
     assert f"memsize/predicted/{RESERVED}: {check.guard.predicted[RESERVED]}" in written
+    # Of SGD the peak is in backward, where the widest weight's gradient of a second batch is added to the first's.
+    Module.optimizer = torch.optim.SGD
+    trained(twice := MemoryCheck(), accumulate=2)
+
+    def loop(copy: Any) -> Any:
+        optimizer = torch.optim.SGD(copy.parameters())
+
+        def step(batch: Any) -> None:
+            optimizer.zero_grad()
+            for _ in range(2):
+                nn.functional.cross_entropy(copy(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        return step
+
+    batch = [torch.randn(8, 256), torch.zeros(8, dtype=torch.int64)]
+    expected = memsize.trace(net(), args=(batch,), step=loop).peak
+    assert twice.guard is not None
+    roles = twice.guard.step.peak.roles
+    assert roles["gradient"] == expected.roles["gradient"]
+    assert roles["temporary"] - expected.roles["temporary"] in range(64)  # what self.log keeps of the batch
+    assert expected.roles["temporary"] >= 4 * 1024 * 256
     with pytest.raises(memsize.BudgetError):
         trained(MemoryCheck(budget="1 MiB", on_excess="raise"))
