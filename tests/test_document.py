@@ -15,8 +15,9 @@ import pytest
 from memsize.analysis.compare import compare_traces
 from memsize.analysis.timeline import timeline
 from memsize.documents import document
-from memsize.documents.report import COLUMNS
+from memsize.documents.report import COLUMNS, layer_table
 from memsize.documents.sections import Bars, Column, Findings, Label, Missing, Notes, Part, Stop, Table, Title, Verdict
+from memsize.records import report as report_records
 from memsize.records.aggregates import Totals, totals
 from memsize.records.answer import Drawable, FlatTable
 from memsize.records.finding import Finding
@@ -282,6 +283,13 @@ def test_table_columns_add_up_to_the_total_row() -> None:
                 if column.kind == "bytes" or column.key == "parameters":
                     assert found.total is not None
                     assert sum(row[place] for row in found.rows) == found.total[place]  # type: ignore[misc]
+
+
+def test_the_model_is_added_up_once_however_many_rows_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[object] = []
+    monkeypatch.setattr(report_records, "totals", lambda trace: (counted.append(trace), totals(trace))[1])
+    layer_table(records.deep_report())
+    assert len(counted) == 1
 
 
 def test_without_a_baseline_there_are_no_percentages() -> None:

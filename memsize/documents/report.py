@@ -279,13 +279,13 @@ def title(report: Report) -> Title:
 
 def layer_table(report: Report, depth: int | None = None, columns: Sequence[str] | None = None) -> Table:
     """The layer table down to `depth`; its rows add up to its total. `layer` is always its first column."""
-    rows = visible(report.trace, depth)
+    rows, totals = visible(report.trace, depth), report.totals
     table = Table(
         name="layers",
         title="Layers",
         columns=_LAYER_COLUMNS,
-        rows=tuple(_layer_cells(row, report.totals) for row in rows),
-        total=_total_cells(report.totals, "so far" if report.stopped else "total"),
+        rows=tuple(_layer_cells(row, totals) for row in rows),
+        total=_total_cells(totals, "so far" if report.stopped else "total"),
         chosen=columns is not None,
         hint="--columns chooses; a file or a pipe gets them all.",
     )
