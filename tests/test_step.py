@@ -417,6 +417,9 @@ def test_gradient_accumulation_keeps_the_peak_and_repeats_the_backward() -> None
     once, twice = (memsize.trace(model, (64,), accumulate=count, steps=1).trace for count in (1, 2))
     backwards = [sum(event.op == "mm" and event.delta > 0 for event in trace.events) for trace in (once, twice)]
     assert backwards[1] > backwards[0]
+    layers = {place for place, layer in enumerate(twice.layers) if layer.path == "0"}
+    forwards = [event for event in twice.events if event.op == "addmm" and event.layer in layers]
+    assert {twice.phases[event.phase] for event in forwards if event.delta > 0} == {"forward 1"}
 
 
 def test_ema_and_set_to_none() -> None:

@@ -54,6 +54,14 @@ class Clock:
         """Whether a backward is running."""
         return _graph_task() != -1
 
+    @property
+    def inside(self) -> bool:
+        """Whether a module or a backward is running: what is called now is no forward of its own."""
+        if self.backward:
+            return True
+        self._settle()
+        return self.layer >= 0
+
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Open a phase of the current step, named as in the record (``"forward 2"``); the outer one resumes after."""

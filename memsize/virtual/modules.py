@@ -60,7 +60,7 @@ class ProgramCalls(Calls):
                 if not _works_on_gpu(module, args, kwargs):
                     return original(module, *args, **kwargs)
                 index = self._add(module)
-            if self.ledger.clock.layer < 0 and not self.ledger.clock.backward:
+            if not self.ledger.clock.inside:
                 return self._call_root(module, index, args, kwargs)
             return self._call_module(module, index, args, kwargs)
 
