@@ -129,22 +129,91 @@ def test_a_model_without_a_step_of_its_own(capsys: pytest.CaptureFixture[str], w
     assert "has no training step of its own" in capsys.readouterr().err
 
 
-def test_a_hugging_face_trainer_is_its_model_and_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_calls_its_module_is_one_call_of_it(write: Callable[..., str]) -> None:
+    """The step is not a call: `self(x)` is, which returns 8 × 256 floats."""
+    (layer, fc), called = memsize.trace(write(), optimizer="own").trace.layers, 8 * 256 * 4
+    assert [(each.calls, [str(output.spec) for output in each.outputs]) for each in (layer, fc)] == [
+        (1, ["float32[8,256]"])
+    ] * 2
+    assert layer.output_bytes + fc.output_bytes == called
+
+
+def test_a_step_that_calls_none_is_the_row_of_its_module(write: Callable[..., str]) -> None:
+    trace = memsize.trace(write("nn.functional.mse_loss(self.fc(x), y)"), optimizer="own").trace
+    assert [(layer.calls, [str(output.spec) for output in layer.outputs]) for layer in trace.layers] == [
+        (1, ["float32[]"]),
+        (1, ["float32[8,256]"]),
+    ]
+
+
+TRAINER = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+config = GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=1000, n_positions=32, bos_token_id=1, eos_token_id=1)
+rows = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(64)]
+arguments = TrainingArguments("out", per_device_train_batch_size=4, report_to=[], save_strategy="no", **OPTIONS)
+trainer = Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=rows)
+if __name__ == "__main__":
+    trainer.train()
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
-    text = """
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-    config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100, n_positions=32, bos_token_id=1, eos_token_id=1)
-    rows = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(8)]
-    arguments = TrainingArguments("out", per_device_train_batch_size=4, bf16=True, report_to=[])
-    trainer = Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=rows)
-    """
-    Path("hf.py").write_text(textwrap.dedent(text), encoding="utf-8")
-    own = memsize.trace("hf.py:trainer", optimizer="own").trace
+    def written(**options: object) -> str:
+        Path("hf.py").write_text(TRAINER.replace("OPTIONS", repr(options)), encoding="utf-8")
+        return "hf.py:trainer"
+
+    return written
+
+
+def test_a_hugging_face_trainer_is_its_model_and_its_step(trainer: Callable[..., str]) -> None:
+    own = memsize.trace(trainer(), optimizer="own").trace
     assert [(each.name, each.spec.shape) for each in own.inputs] == [("input_ids", (4, 32)), ("labels", (4, 32))]
     weights = sum(tensor.bytes for tensor in own.tensors if tensor.kind == "parameter" and tensor.tied_to is None)
     state = sum(storage.bytes for storage in own.storages if storage.role == "optimizer state")
     assert 2 * weights <= state < 2.01 * weights
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bf16": True, "gradient_accumulation_steps": 2},
+        {"fp16": True, "max_grad_norm": 0},
+        {"activation_checkpointing": True},
+    ],
+)
+def test_a_trainers_step_is_that_of_its_own_loop(trainer: Callable[..., str], options: dict[str, object]) -> None:
+    """The second step, by the size and the op of what forward, backward, clipping and optimizer make; only the loop
+    copies batches to the GPU, 4 × 32 numbers of 8 bytes.
+    """
+    own = memsize.trace(trainer(**options), optimizer="own").trace
+    run = memsize.run("hf.py", []).trace
+    phases = ("forward 2", "backward 2", "clip 2", "optimizer 2", "step 2")
+    of_step, of_loop = (
+        Counter(
+            (event.op, event.delta)
+            for event in trace.events
+            if event.delta > 1024 and trace.phases[event.phase] in phases
+        )
+        for trace in (own, run)
+    )
+    assert of_step == of_loop
+
+
+def test_another_scenario_takes_the_place_of_the_trainers_precision(trainer: Callable[..., str]) -> None:
+    target = trainer(bf16=True)
+    given, float32, autocast = (
+        memsize.trace(target, optimizer="own", scenario=name).trace for name in ("as-given", "fp32", "amp-bf16")
+    )
+    assert given.events == autocast.events != float32.events
+    assert not any(storage.dtype == "bfloat16" for storage in float32.storages)
+    report = memsize.report(target, train="own", scenarios=["as-given", "fp32"])
+    assert [row.name for row in report.scenario_results] == ["as-given", "fp32"]
+    taken = "compute_loss with create_optimizer, under autocast to bfloat16, gradients clipped to a norm of 1"
+    assert any(note.endswith(taken) for note in report.notes)

@@ -12,7 +12,7 @@ from torch import nn
 from memsize.analysis.crossover import Crossover, find_crossover
 from memsize.analysis.findings.evidence import Evidence
 from memsize.analysis.findings.report import RULES
-from memsize.analysis.runner import Runner, is_float32
+from memsize.analysis.runner import Runner, is_float32, own_autocast
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, estimate_gpu
@@ -106,7 +106,7 @@ class ReportBuilder:
     def _build(self, asked: Sequence[Scenario], default: bool, notes: Sequence[str], workers: Workers) -> Report:
         others = [("shown", scenario) for scenario in asked if scenario not in (_OWN, _FP32)]
         # In float32, the model's own runs are those of fp32 too, and show both.
-        likely = floating_dtype(self.runner.model) in (torch.float32, None)
+        likely = floating_dtype(self.runner.model) in (torch.float32, None) and not own_autocast(self.runner.model)
         own, *rest = workers.each([("own", asked, default), *others, *([] if likely else [("shown", _FP32)])])
         found = {result.name: result for shown in (*rest, own) for result in shown.results}
         if "fp32" not in found:
@@ -129,7 +129,7 @@ class ReportBuilder:
     def own(self, asked: Sequence[Scenario], default: bool) -> _Own:
         """What the model showed as it is, and for fp32 where that is the same. Raises what its run raises."""
         trace = self.trace(_OWN)
-        as_fp32 = is_float32(trace)
+        as_fp32 = is_float32(self.runner.model, trace)
         if as_fp32:
             self._traces["fp32"] = replace(trace, scenario="fp32")
             if not any(tensor.kind == "attribute" for tensor in trace.tensors):  # a module may cast those itself

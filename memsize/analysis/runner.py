@@ -16,6 +16,7 @@ from memsize.device.cards import card
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError
 from memsize.internals.isolation import undisturbed
+from memsize.loading.own_step import own_step_of
 from memsize.model.inputs import ModelInputs
 from memsize.model.materialize import executable, executable_call
 from memsize.model.meta_copy import MetaCopier
@@ -138,6 +139,8 @@ class Runner:
     def setup(self, scenario: Scenario, batch_size: int | None = None) -> Setup:
         """A fresh copy, ready to run under the scenario; `batch_size` overrides that of the inputs."""
         batch_size = self.inputs.batch_size if batch_size is None else batch_size
+        if scenario.recipe == "as-given":
+            scenario = replace(scenario, autocast=own_autocast(self.model))
         copied = executable(self.model) if self.execute else self.copy()
         if not self.execute:
             # What a recipe does to a layer follows from its shapes.
@@ -226,8 +229,16 @@ def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) 
     )
 
 
-def is_float32(trace: Trace) -> bool:
-    """Whether casting the model to float32 changes nothing that it stores or runs on."""
+def own_autocast(model: nn.Module) -> str | None:
+    """The lower precision of autocast that the training step of the model's own runs in; None where there is none."""
+    step = own_step_of(model)
+    return step.autocast if step else None
+
+
+def is_float32(model: nn.Module, trace: Trace) -> bool:
+    """Whether `model`, of which `trace` is a run as it is, in float32 would store and run on just the same."""
+    if own_autocast(model):
+        return False
     held = [t for t in trace.tensors if t.kind != "attribute"]
     floats = {t.spec.dtype for t in held if getattr(torch, t.spec.dtype).is_floating_point}
     plain = not any(tensor.parts or tensor.wrapper or tensor.kind == "packed" for tensor in held)

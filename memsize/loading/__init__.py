@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from memsize.errors import ExitError, InputError, TargetError, UnknownTargetError, exits_caught, quoted
 from memsize.loading.building import build, gpu_advice, lacks_gpu, random_numbers_kept, user_traceback
 from memsize.loading.inputs import input_maker
-from memsize.loading.own_step import is_trainer, own_step
+from memsize.loading.own_step import is_trainer, own_step, own_step_of
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import Target, parse_target
 from memsize.spec.request import InputMaker, Request
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
 Machine = Callable[[], AbstractContextManager[Any]]
 """Opens a region in which this process has a GPU."""
-_OWN = (
-    "the training step is the target's own, {}: how gradients are accumulated and clipped, and the precision, are not "
-    "taken from its trainer"
-)
 _Found = TypeVar("_Found")
 
 __all__ = [
@@ -106,7 +102,8 @@ def load(
             built, note = build(trainer.model if trainer else found, label, arguments or {}, scope.owns)
             inputs = _made_on(machine, scope, _trained(built, trainer, own)) if trainer or own else None
         notes = [note] if note else []
-        notes += [_OWN.format(own_step(built, trainer).name)] if own else []
+        step = own_step_of(built)
+        notes += [step.note] if step else []
         return LoadedModel(built, label, tuple(notes), scope, inputs)
 
     return _with_gpu_where_wanted(loaded, machine)

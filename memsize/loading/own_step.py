@@ -28,6 +28,12 @@ class OwnStep(ABC):
 
     name: str
     """What runs, in the words of the library."""
+    autocast: str | None = None
+    """The lower precision of the autocast region that its trainer opens."""
+    accumulate: int = 1
+    """How many batches make a step."""
+    clip: float = 0
+    """The norm to which gradients are clipped; 0: they are not."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -39,6 +45,11 @@ class OwnStep(ABC):
         model = self._model()
         assert model is not None  # which holds this
         return model
+
+    @property
+    def note(self) -> str:
+        """What a reader must know of the step."""
+        return f"the training step is the target's own, {self.name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         with self._own_forward():
@@ -96,6 +107,11 @@ class LightningStep(OwnStep):
 
     name = "training_step with configure_optimizers"
 
+    @property
+    def note(self) -> str:
+        """As the base class; what its Trainer would add nobody knows here."""
+        return f"{super().note}: how gradients are accumulated and clipped, and the precision, are not known from it"
+
     def result(self, batch: Any) -> Any:
         model: Any = self.model
         if not model.automatic_optimization:
@@ -118,16 +134,42 @@ class LightningStep(OwnStep):
 
 
 class TrainerStep(OwnStep):
-    """`compute_loss` and `create_optimizer` of a Hugging Face `Trainer`."""
+    """`compute_loss` and `create_optimizer` of a Hugging Face `Trainer`, with what its arguments say of a step.
+
+    Source: `_inner_training_loop` and `training_step` of transformers/trainer.py; `prepare_model` of
+    accelerate/accelerator.py.
+    """
 
     name = "the Trainer's compute_loss with create_optimizer"
 
     def __init__(self, model: nn.Module, trainer: Any) -> None:
         super().__init__(model)
-        self._trainer = trainer
+        self._trainer, arguments = trainer, trainer.args
+        self.autocast = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
+        self.accumulate, self.clip = arguments.gradient_accumulation_steps, arguments.max_grad_norm or 0
+        if arguments.gradient_checkpointing:
+            _checkpoint(model, dict(arguments.gradient_checkpointing_kwargs or {}))
+
+    @property
+    def note(self) -> str:
+        """As the base class, with what is taken from the Trainer's arguments."""
+        autocast = f", under autocast to {self.autocast}" if self.autocast else ""
+        accumulate = f", {self.accumulate} batches a step" if self.accumulate > 1 else ""
+        clip = f", gradients clipped to a norm of {self.clip:g}" if self.clip else ""
+        return f"{super().note}{autocast}{accumulate}{clip}"
 
     def result(self, batch: Any) -> Any:
-        return self._trainer.compute_loss(self.model, dict(batch))
+        """The loss; where autocast is on, it is on in the model's forward alone, whose results are then float32."""
+        import torch
+
+        if not torch.is_autocast_enabled("cuda"):
+            return self._trainer.compute_loss(self.model, dict(batch))
+        from accelerate.utils import convert_outputs_to_fp32
+
+        region = torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"))
+        vars(self.model)["forward"] = convert_outputs_to_fp32(region(self.model.forward))
+        with torch.autocast("cuda", enabled=False):
+            return self._trainer.compute_loss(self.model, dict(batch))
 
     def optimizer(self) -> torch.optim.Optimizer:
         other = copy.copy(self._trainer)
@@ -139,6 +181,19 @@ class TrainerStep(OwnStep):
 
     def batches(self) -> Any:
         return self._trainer.get_train_dataloader()
+
+
+def _checkpoint(model: Any, options: dict[str, Any]) -> None:
+    """Turn checkpointing on, whose method transformers renamed."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    apart = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    enable(options or None, **apart)
+
+
+def own_step_of(model: nn.Module) -> OwnStep | None:
+    """The step that is the forward of `model`, which `load` gave it; None for a forward like any other."""
+    step = vars(model).get("forward")
+    return step if isinstance(step, OwnStep) else None
 
 
 def is_trainer(found: Any) -> bool:

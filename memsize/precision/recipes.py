@@ -57,7 +57,8 @@ def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
         _cast(model, _dtype(scenario.dtype), scenario.keep_norms)
     if scenario.cast_io:
         _cast_inputs_and_outputs(model, _dtype(scenario.dtype))
-    floating = _dtype(scenario.dtype) if scenario.recipe == "cast" or scenario.autocast else floating_dtype(model)
+    is_cast = scenario.dtype is not None and scenario.recipe in ("cast", "autocast")
+    floating = _dtype(scenario.dtype) if is_cast else floating_dtype(model)
     if scenario.recipe == "apex":
         floating = torch.float32
     autocast = partial(autocast_region, _dtype(scenario.autocast)) if scenario.autocast else nullcontext

@@ -37,6 +37,7 @@ _WITHOUT_LAYER = {
     "step": "the training step failed",
     "zero_grad": "the optimizer failed",
     "optimizer": "the optimizer failed",
+    "clip": "clipping the gradients failed",
     "ema": "averaging the parameters failed",
     "loss": "the loss failed",
 }

@@ -20,6 +20,7 @@ from memsize.errors import exits_caught
 from memsize.internals.ctrl_c import raise_waiting
 from memsize.internals.isolation import CompilerImport
 from memsize.internals.pytree import arguments_in, tensors_in
+from memsize.loading.own_step import own_step_of
 from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.records.trace import Memory, Output, TensorSpec
 from memsize.tracing.ledger import Ledger
@@ -105,20 +106,21 @@ class Calls:
         def call(*args: Any, **kwargs: Any) -> Any:
             raise_waiting()
             self._compiler.forget()
+            step = own_step_of(module) if index == 0 else None
             outer, start = clock.enter(index), self.ledger.count
             if not self.complete:
                 self.entered.append((outer, index))
             given = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
             try:
                 with exits_caught():
-                    result = module._call_impl(*args, **kwargs)
+                    result = (step or module._call_impl)(*args, **kwargs)
             except Exception as error:
                 if self.failed is None or self.failed.error != id(error):
                     self.failed = Running(id(error), index, tuple(str(spec_of(tensor)) for tensor, _ in given))
                 raise
             finally:
                 clock.leave(outer)
-            if not self.complete:
+            if not self.complete and not (step and seen.calls):  # the step is no call of the module that it calls
                 seen.plain = seen.plain and isinstance(result, torch.Tensor) and isinstance(_first(args), torch.Tensor)
                 self._returned(index, result, start, given)
             return result
@@ -132,7 +134,7 @@ class Calls:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             clock = self.ledger.clock
-            if clock.backward or clock.layer >= 0:
+            if clock.inside:
                 return call(*args, **kwargs)
             with clock.during(self.forward()):
                 result = call(*args, **kwargs)

@@ -15,7 +15,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from memsize.errors import InputError
 from memsize.internals.pytree import tensors_in
-from memsize.loading.own_step import OwnStep
 from memsize.spec.training import parse_optimizer
 from memsize.tracing.ledger import Ledger
 
@@ -38,14 +37,6 @@ def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tens
     except (TypeError, ValueError, RuntimeError) as error:
         name = kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
         raise InputError(f"the optimizer {name!r} cannot be made: {error}") from error
-
-
-def own_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that `model` itself chooses; raises `InputError` where it has no training step of its own."""
-    step = vars(model).get("forward")
-    if not isinstance(step, OwnStep):
-        raise InputError(f"{type(model).__name__} was not given as a target: its own training step is unknown")
-    return step.optimizer()
 
 
 @cache

@@ -16,6 +16,7 @@ from torch import nn
 
 from memsize.errors import InputError
 from memsize.internals.pytree import tensors_in
+from memsize.loading.own_step import OwnStep, own_step_of
 from memsize.model.tensor_storage import spec_of
 from memsize.records.trace import Trace
 from memsize.spec.training import USUAL_STEPS, Training
@@ -24,7 +25,7 @@ from memsize.tracing.repetition import Steps
 from memsize.tracing.run import Run, Setup
 from memsize.workloads.forward import Inference
 from memsize.workloads.losses import Losses
-from memsize.workloads.optimizers import make_optimizer, own_optimizer, steps_watched
+from memsize.workloads.optimizers import make_optimizer, steps_watched
 
 Body = Callable[..., Any]
 
@@ -150,7 +151,10 @@ class Loop:
         if not self.parameters:
             raise InputError("no parameter of the model requires a gradient: there is nothing to train")
         self.masters = _master_copies(self.parameters, self.ledger) if setup.masters else None
-        self.optimizer = own_optimizer(setup.model) if training.is_own else self._named_optimizer()
+        own = _own_step(setup.model) if training.is_own else None
+        self.optimizer = own.optimizer() if own else self._named_optimizer()
+        self.accumulate = own.accumulate if own and training.accumulate == 1 else training.accumulate
+        self.clip = own.clip if own else 0
         self.losses = Losses(training.loss, self.ledger)
         scaled = setup.scaled if training.scaler is None else training.scaler
         self.scaler = torch.amp.GradScaler("cuda") if scaled else None
@@ -159,8 +163,10 @@ class Loop:
     def __call__(self) -> None:
         with self.ledger.clock.during("zero_grad"):
             self._zero_grad()
-        for _ in range(self.training.accumulate):
+        for _ in range(self.accumulate):
             self._forward_and_backward()
+        if self.clip:
+            self._clip()
         self._step()
         if self.average:
             with self.ledger.clock.during("ema"), torch.no_grad():
@@ -187,11 +193,17 @@ class Loop:
                 output = self.setup.model(*args, **kwargs)
             with self.ledger.clock.during("loss"):
                 loss = _one_number(self.losses(output))
-                if self.training.accumulate > 1:
-                    loss = loss / self.training.accumulate
+                if self.accumulate > 1:
+                    loss = loss / self.accumulate
         # A training loop usually holds the output until the next one replaces it; so does this one.
         self.output = output
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _clip(self) -> None:
+        with self.ledger.clock.during("clip"):
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.parameters, self.clip)
 
     def _step(self) -> None:
         if self.masters is not None:
@@ -216,6 +228,13 @@ class Loop:
                 for master, parameter in zip(self.masters, self.parameters, strict=True):
                     if master is not parameter:
                         parameter.copy_(master)
+
+
+def _own_step(model: nn.Module) -> OwnStep:
+    step = own_step_of(model)
+    if step is None:
+        raise InputError(f"{type(model).__name__} was not given as a target: its own training step is unknown")
+    return step
 
 
 def _one_number(loss: Any) -> torch.Tensor:

@@ -61,7 +61,7 @@ def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> 
 
     Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
     """
-    if request.default and is_float32(stored_only(trials.name, trials.model)):
+    if request.default and is_float32(trials.model, stored_only(trials.name, trials.model)):
         request = replace(request, scenarios=[each for each in request.scenarios if each.name != "as-given"])
     budgets, vary = tuple(request.budgets), trials.vary.text
     with collector_paused(), Workers(_Work(trials, request), trials.say) as workers:
