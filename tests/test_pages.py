@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,15 @@ from typing import Any
 import pytest
 
 from memsize.analysis.timeline import timeline
+from memsize.documents.sections import Bars, Label, Limit, Part
 from memsize.records.answer import Drawable
+from memsize.records.finding import Finding, Moment
 from memsize.records.report import Report
 from memsize.render import render
 from memsize.render.assets import LIBRARIES, SCRIPTS, script
+from memsize.render.html import _bars as drawn_bars
 from memsize.units import UNITS, format_bytes
+from memsize.version import VERSION
 from tests import records
 from tests.browser import Opened, browser, wait_until
 from tests.test_program_document import program
@@ -151,6 +157,55 @@ def test_findings_lead_to_their_rows(chromium: Any, tmp_path: Path) -> None:
         link.click()
         row = page.locator("#layers tr.found td").first
         assert row.get_attribute("data-path") == link.get_attribute("data-path")
+
+
+def test_findings_lead_to_their_moments(chromium: Any, tmp_path: Path) -> None:
+    report = records.toy_report()
+    found = Finding("training-peak", 1, (), "It peaks.", moment=Moment("fp32", 2))
+    trace = records.toy("fp32")
+    fp32 = next(result for result in report.scenario_results if result.name == "fp32")
+    others = tuple(result for result in report.scenario_results if result.name != "fp32")
+    with opened(chromium, tmp_path, replace(report, findings=(found,), scenario_results=(*others, fp32))) as page:
+        page.locator("section.scenes button[data-scene=amp-fp16]").click()
+        page.get_by_role("link", name="show the moment").click()
+        wait_until(page, "document.querySelector('svg.chart')?.getAttribute('aria-valuenow') === '2'")
+        assert page.locator("section.scenes [data-scene=fp32]").get_attribute("aria-pressed") == "true"
+        assert format_bytes(timeline(trace).total[2]) in page.locator(".moment .facts").first.inner_text()
+
+
+def test_rows_lead_to_their_areas(chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, records.toy_report()) as page:
+        lit = page.locator("#layers .treemap g.lit")
+        page.locator("#layers td[data-path=fc]").hover()
+        assert lit.get_attribute("data-path") == "fc"
+        page.locator("#layers td[data-path='conv.2']").click()
+        assert "conv 22.35 MiB" in page.locator("#layers .trail").inner_text().replace("\n", " ")
+        assert lit.get_attribute("data-path") == "conv.2"
+        # The same by keys: from the first row down to the last, whose area is beside those of other modules.
+        page.locator("#layers tbody button.fold").first.focus()
+        for _ in range(page.locator("#layers tbody tr").count() - 1):
+            page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        assert page.locator("#layers .trail").inner_text().startswith("(model)")
+        assert lit.get_attribute("data-path") == "fc"
+
+
+def test_bars_are_held_against_the_memory_of_the_gpu(tmp_path: Path) -> None:
+    bars = Bars.of("peak", (Part("kept", "kept", "activation"),), [(Label("fp32"), {"kept": 3 * 2**30})])
+    near = drawn_bars(replace(bars, limit=Limit("T4", 4 * 2**30)), "MiB")
+    assert (near.limit_at, near.bars[0].pieces[0].width) == (100, 75)
+    over = drawn_bars(replace(bars, limit=Limit("T4", 2**30)), "MiB")
+    assert (over.limit_at, over.bars[0].pieces[0].width) == (33.33, 100)
+    far = drawn_bars(replace(bars, limit=Limit("A100", 30 * 2**30)), "MiB")
+    assert (far.limit_at, far.bars[0].pieces[0].width) == (None, 100)
+    assert far.limit_taken == ", of which the longest bar is 10.0%"
+
+
+def test_a_page_names_what_its_figures_were_made_with() -> None:
+    page = render(replace(records.toy_report(), gpu="T4"), "html")
+    assert f"page by memsize {VERSION}, Python {platform.python_version()}" in page
+    assert f"PyTorch {records.toy().torch}" in page
+    assert "Tesla T4: 14,909.44 MiB of memory (" in page and "compute capability 7.5" in page
 
 
 @pytest.mark.parametrize("unit", ["B", "KiB", "MiB", "MB"])

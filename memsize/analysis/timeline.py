@@ -51,6 +51,7 @@ def timeline(
         notes=(*trace.notes, *([out_of_memory(shortage, "the run", where.name).text()] if shortage and where else [])),
         stack=trace.stack,
         lines=trace.lines,
+        world=trace.world,
         storage=tuple(event.storage for event in events),
         address=tuple(levels.address.tolist()),
         storages=storages,

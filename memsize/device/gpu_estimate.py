@@ -125,6 +125,7 @@ def _shortage(trace: Trace, where: Card, found: Limited) -> Shortage | None:
         layer=trace.layers[event.layer].path if event.layer >= 0 else "",
         op=event.op,
         certain=found.certain,
+        event=found.failure.event,
     )
 
 

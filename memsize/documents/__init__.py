@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from memsize.documents.sections import Bars, Chart, Findings, Scene, Section, Verdict
+from memsize.documents.sections import Bars, Chart, Findings, Phrase, Scene, Section, Verdict
 from memsize.records.answer import Drawable, FlatTable
 from memsize.records.finding import Finding
 
@@ -101,6 +101,10 @@ class Document(ABC, Generic[A]):
         """
         return ()
 
+    def versions(self) -> tuple[Phrase, ...]:
+        """What the figures were made with, as far as the answer has it: PyTorch, and the GPUs that were simulated."""
+        return ()
+
     def tables(self) -> dict[str, FlatTable]:
         """The flat tables by name. The first is the one that a format of a single table holds."""
         return self.answer.tables()
@@ -173,4 +177,8 @@ def renamed(data: dict[str, Any], **names: str) -> dict[str, Any]:
 
 def findings_data(findings: Iterable[Finding], unit: str) -> list[dict[str, Any]]:
     """Findings, their sentences in `unit`."""
-    return [{"code": f.code, "layers": f.layers, "bytes": f.bytes, "text": f.text(unit)} for f in findings]
+    return [
+        {"code": f.code, "layers": f.layers, "bytes": f.bytes, "text": f.text(unit)}
+        | ({"moment": f.moment._asdict()} if f.moment else {})
+        for f in findings
+    ]

@@ -17,12 +17,14 @@ from memsize.documents.sections import (
     Missing,
     Part,
     Path,
+    Phrase,
     Remark,
     Section,
     Table,
     Title,
     listed,
 )
+from memsize.documents.versions import versions
 from memsize.errors import first_line
 from memsize.records.finding import join_names
 from memsize.records.fit import Bind, Budget, Fit, FitRow, Remedied, RemedyRow
@@ -54,6 +56,10 @@ class FitDocument(Document[Fit]):
         """The largest sizes; of one that was asked about, what it needs beside what there is."""
         fit = self.answer
         return size_bars(fit) if fit.asked is None else need_bars(fit)
+
+    def versions(self) -> tuple[Phrase, ...]:
+        """The PyTorch that ran it, and the GPUs of its budgets."""
+        return versions(self.answer.traces.values(), (budget.card for budget in self.answer.budgets))
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Everything but the traces."""

@@ -13,6 +13,7 @@ from memsize.documents.sections import (
     Label,
     Limit,
     Part,
+    Phrase,
     Remark,
     Section,
     Table,
@@ -20,6 +21,7 @@ from memsize.documents.sections import (
     input_text,
     listed,
 )
+from memsize.documents.versions import versions
 from memsize.records.generation import GenerationReport, GenerationRow
 from memsize.records.roles import TITLES, in_order
 from memsize.units import Bytes
@@ -49,6 +51,10 @@ class GenerationDocument(Document[GenerationReport]):
         parts = [Part(role, TITLES[role].noun, role) for role in in_order(role for _, sizes in rows for role in sizes)]
         bars = Bars.of("alive at the peak", parts, rows)
         return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
+
+    def versions(self) -> tuple[Phrase, ...]:
+        """The PyTorch that ran it, and the GPU."""
+        return versions((self.answer.trace,), (self.answer.card,))
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Everything but the trace."""

@@ -16,6 +16,7 @@ from memsize.documents.sections import (
     Column,
     Label,
     Path,
+    Phrase,
     Scene,
     Section,
     Specs,
@@ -26,6 +27,7 @@ from memsize.documents.sections import (
     role_part,
 )
 from memsize.documents.timeline import alive_table, course_table
+from memsize.documents.versions import versions
 from memsize.records.finding import Finding
 from memsize.records.peak_by_module import ModuleShare, peak_by_module
 from memsize.records.program import Assumed, LiveTensor, ProgramRun
@@ -84,6 +86,10 @@ class ProgramDocument(Document[ProgramRun]):
     def picture(self) -> Chart:
         """The program's run over time."""
         return Chart(self._timeline)
+
+    def versions(self) -> tuple[Phrase, ...]:
+        """The PyTorch that ran it, and the GPU that it ran on."""
+        return versions((self.answer.trace,), (self.answer.card,))
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Everything but the trace."""

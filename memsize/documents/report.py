@@ -25,6 +25,7 @@ from memsize.documents.sections import (
     Missing,
     Part,
     Path,
+    Phrase,
     Remark,
     Scene,
     Section,
@@ -38,6 +39,7 @@ from memsize.documents.sections import (
     listed,
     role_part,
 )
+from memsize.documents.versions import versions
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
 from memsize.records.answer import FlatTable
@@ -196,6 +198,10 @@ class ReportDocument(Document[Report]):
         table = layer_table(self.answer, self.depth, self.columns or COLUMNS)
         names = tuple(FILE_NAMES[key] for key in table.keys)
         return self.answer.tables() | {"layers": FlatTable(names, table.rows)}
+
+    def versions(self) -> tuple[Phrase, ...]:
+        """The PyTorch that ran it, and the GPU of its peaks."""
+        return versions((self.answer.trace,), (card(self.answer.gpu),) if self.answer.gpu else ())
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Everything that is known, whatever `depth` and `columns` say."""

@@ -102,12 +102,16 @@ def role_column(role: Role, meaning: str = "") -> Column:
     return Column(role, title.noun, "bytes", title.weight, f"{title.noun}{meaning}" if meaning else "", role)
 
 
+Phrase = tuple[str | Bytes, ...]
+"""Words and sizes, drawn with a space between them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Title:
-    """What a document is about, in one line: a name, and phrases of words and sizes."""
+    """What a document is about, in one line: a name, and phrases."""
 
     name: str
-    phrases: tuple[tuple[str | Bytes, ...], ...]
+    phrases: tuple[Phrase, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,21 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data
-from memsize.documents.sections import Bars, Cell, Column, Label, Limit, Part, Remark, Section, Table, Title, listed
+from memsize.documents.sections import (
+    Bars,
+    Cell,
+    Column,
+    Label,
+    Limit,
+    Part,
+    Phrase,
+    Remark,
+    Section,
+    Table,
+    Title,
+    listed,
+)
+from memsize.documents.versions import versions
 from memsize.records.serving import ServingReport, ServingRow
 from memsize.units import Bytes
 
@@ -41,6 +55,10 @@ class ServingDocument(Document[ServingReport]):
         rows = [(Label(row.scenario, hint=row.title), _sizes(row)) for row in self.answer.ran]
         bars = Bars.of("taken on a card", _PARTS, rows)
         return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
+
+    def versions(self) -> tuple[Phrase, ...]:
+        """The GPU."""
+        return versions((), (self.answer.card,))
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Everything in it."""

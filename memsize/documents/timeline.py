@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from memsize.documents import Document
 from memsize.documents.sections import Cell, Chart, Column, Path, Section, Table, Title, Words, listed, role_column
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, Moment
 from memsize.records.roles import in_order, noun
 from memsize.records.timeline import Course, Timeline, courses, to_data
 from memsize.units import Bytes
@@ -49,7 +49,8 @@ class TimelineDocument(Document[Timeline]):
 def timeline_title(found: Timeline) -> Title:
     """The model, how it was run, and its peak in the allocator's terms."""
     peak = found.peak
-    phrases: list[tuple[str | Bytes, ...]] = [] if found.scenario == "as-given" else [("as", found.scenario)]
+    phrases: list[tuple[str | Bytes, ...]] = [(str(found.world),)] if found.world.size > 1 else []
+    phrases += [] if found.scenario == "as-given" else [("as", found.scenario)]
     if len(found):
         phrases += [
             ("at most", Bytes(peak.bytes), f"live, in {found.phase_at(peak.event)}"),
@@ -67,7 +68,8 @@ def peak_finding(found: Timeline) -> Finding:
     values: dict[str, object] = {f"r{place}": Bytes(peak.roles[role]) for place, role in enumerate(largest)}
     values |= {"peak": Bytes(peak.bytes), "phase": str(found.phase_at(peak.event)), "at": peak.layer or peak.op}
     at = " at {at}" if values["at"] else ""
-    return Finding("peak", peak.bytes, (), f"Most is alive in {{phase}}{at}, {{peak}}: {shares}.", values)
+    template = f"Most is alive in {{phase}}{at}, {{peak}}: {shares}."
+    return Finding("peak", peak.bytes, (), template, values, moment=Moment(found.scenario, peak.event))
 
 
 def course_table(told: Sequence[Course]) -> Table:
@@ -82,7 +84,8 @@ def course_table(told: Sequence[Course]) -> Table:
         Column("op", "op", "text", 85, "the op that runs at that moment"),
     )
     rows = tuple(map(_course_cells, told))
-    return Table("phases", "Phases", columns, rows, caption="Live bytes, phase by phase")
+    table = Table("phases", "Phases", columns, rows, caption="Live bytes, phase by phase")
+    return table.without_empty("steps")
 
 
 def _course_cells(course: Course) -> tuple[Cell, ...]:
@@ -103,7 +106,8 @@ def alive_table(told: Sequence[Course]) -> Table:
     roles = in_order(role for course in told for role in course.summit.roles)
     columns = (*_PHASE, *map(role_column, roles))
     rows = tuple((*_phase_cells(c), *(Bytes(c.summit.roles.get(role, 0)) for role in roles)) for c in told)
-    return Table("alive", "Alive", columns, rows, caption="Alive at the highest moment of each phase")
+    table = Table("alive", "Alive", columns, rows, caption="Alive at the highest moment of each phase")
+    return table.without_empty("steps")
 
 
 _PHASE: Final = (

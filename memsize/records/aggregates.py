@@ -366,17 +366,22 @@ class Peak:
     roles: Mapping[Role, int]
 
 
+def summit(trace: Trace) -> int:
+    """The first event after which most bytes are alive; -1 where nothing ever is."""
+    live = live_bytes(trace.events)
+    return live.index(max(live)) if max(live, default=0) > 0 else -1
+
+
 def peak(trace: Trace) -> Peak:
     """The peak of `trace`: its roles add up to its bytes."""
-    live = live_bytes(trace.events)
-    if not live or max(live) <= 0:
+    index = summit(trace)
+    if index < 0:
         return Peak(-1, 0, {})
-    index = live.index(max(live))
     roles: dict[Role, int] = {}
     for storage, size in alive(trace, index).items():
         role = trace.storages[storage].role
         roles[role] = roles.get(role, 0) + size
-    return Peak(index, live[index], roles)
+    return Peak(index, sum(roles.values()), roles)
 
 
 def split_phase(text: str) -> tuple[str, int]:

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from memsize.units import Bytes, format_bytes
 
 SHOWN_NAMES = 2
 """How many of a long list of names a sentence spells out."""
+
+
+class Moment(NamedTuple):
+    """The moment after `event` of the run of `scenario`, as its trace counts events."""
+
+    scenario: str
+    event: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +26,8 @@ class Finding:
 
     `template` is the sentence, with a `{name}` for each of `values`: `Bytes` are drawn in the reader's unit, other
     integers with thousands separators, tuples of names joined and shortened; a format after the colon wins over that.
-    `brief` is the same in fewer words, for a finding that belongs to the answer's verdict.
+    `brief` is the same in fewer words, for a finding that belongs to the answer's verdict. `moment` is when it happens,
+    where it is about a moment of a run.
     """
 
     code: str
@@ -28,6 +36,7 @@ class Finding:
     template: str
     values: Mapping[str, object] = field(default_factory=dict)
     brief: str = ""
+    moment: Moment | None = None
 
     def text(self, unit: str = "MiB") -> str:
         """The sentence, with byte figures in `unit`."""

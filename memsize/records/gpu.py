@@ -71,8 +71,8 @@ class Shortage:
 
     The tensor asked for `request`, for which PyTorch tries to allocate `tried`. Of the card's `total` then `free` are
     left (the CUDA context taken at its largest), `allocated` are in blocks, and `reserved` in segments, after every
-    cached one that can be was given back. It happens in `phase` of step `step`, in `layer`, at `op`. `certain`: a CUDA
-    context as small as it may be does not help.
+    cached one that can be was given back. It happens at `event` of the run, in `phase` of step `step`, in `layer`, at
+    `op`. `certain`: a CUDA context as small as it may be does not help.
     """
 
     request: int
@@ -86,6 +86,7 @@ class Shortage:
     layer: str
     op: str
     certain: bool
+    event: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

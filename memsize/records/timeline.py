@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -12,6 +12,7 @@ from memsize.errors import InputError
 from memsize.records.answer import Drawable, FlatTable
 from memsize.records.roles import ROLES, Role
 from memsize.records.trace import Storage
+from memsize.records.world import ALONE, World
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -93,6 +94,8 @@ class Timeline(Drawable):
     """The stretches of memory that the allocator got from CUDA and gave back, in order."""
     lines: tuple[str, ...] = ()
     """The lines that storages come from: what `Storage.line` and `Storage.saved_at` index."""
+    world: World = ALONE
+    """Which process of a distributed job it is."""
 
     def __len__(self) -> int:
         return len(self.delta)
@@ -280,7 +283,7 @@ def to_data(found: Timeline) -> dict[str, Any]:
     columns = {field.name: getattr(found, field.name) for field in fields(found)}
     peak = found.peak._asdict() | {"phase": str(found.phase_at(found.peak.event)) if len(found) else None}
     parts = {name: [part._asdict() for part in columns[name]] for name in ("phases", "storages", "segments")}
-    return {"schema": SCHEMA, "peak": peak, **columns, **parts}
+    return {"schema": SCHEMA, "peak": peak, **columns, **parts, "world": asdict(found.world)}
 
 
 def from_data(data: object) -> Timeline:
@@ -318,6 +321,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "storages": lambda items: tuple(Storage(**item | {"shape": tuple(item["shape"])}) for item in items),
     "segments": lambda items: tuple(Segment(**item) for item in items),
     "lines": tuple,
+    "world": lambda fields: World(**fields),
 }
-_NEW: Final = frozenset(("storage", "address", "storages", "segments", "lines"))
+_NEW: Final = frozenset(("storage", "address", "storages", "segments", "lines", "world"))
 """What the first files of this version lack."""

@@ -183,7 +183,12 @@ def _limit(bars: Bars, limit: Limit, unit: str) -> str:
     told = f"{printable(limit.title)}: {_draw(bars, limit.size, unit)} {unit}"
     if limit.size <= longest_drawn(bars):
         return f"{_LIMIT} {told}"
-    return f"{told}, of which the longest bar is {max(bar.total for bar in bars.bars) / limit.size:.1%}"
+    return told + taken(bars, limit)
+
+
+def taken(bars: Bars, limit: Limit) -> str:
+    """How much of a limit that is too far away to be drawn the longest bar takes."""
+    return f", of which the longest bar is {max(bar.total for bar in bars.bars) / limit.size:.1%}"
 
 
 def _limited(drawn: str, bars: Bars, scale: int, room: int) -> str:

@@ -13,6 +13,7 @@ from memsize.documents.sections import (
     Label,
     Missing,
     Path,
+    Phrase,
     Share,
     Signed,
     Sized,
@@ -91,10 +92,12 @@ def draw_title(column: Column, unit: str) -> str:
 
 def draw_phrases(title: Title, unit: str) -> tuple[str, ...]:
     """The phrases of a title, with its sizes in `unit`."""
-    return tuple(
-        " ".join(format_bytes(word, unit) if isinstance(word, Bytes) else printable(word) for word in phrase)
-        for phrase in title.phrases
-    )
+    return tuple(draw_phrase(phrase, unit) for phrase in title.phrases)
+
+
+def draw_phrase(phrase: Phrase, unit: str) -> str:
+    """Words and sizes as one text."""
+    return " ".join(format_bytes(word, unit) if isinstance(word, Bytes) else printable(word) for word in phrase)
 
 
 def draw_failure(failure: Failure) -> tuple[str, ...]:

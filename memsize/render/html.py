@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import platform
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
@@ -34,12 +35,13 @@ from memsize.printable import printable, printable_lines
 from memsize.records.roles import TITLES, Role
 from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage
-from memsize.render import markdown, plot
+from memsize.render import bars, markdown, plot
 from memsize.render.assets import hashed, script, style
-from memsize.render.cells import MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrases
+from memsize.render.cells import MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
 from memsize.render.screen import WHOLE, Screen
 from memsize.render.text import LEFT
 from memsize.units import DECIMAL, UNITS, Bytes
+from memsize.version import VERSION
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -76,9 +78,18 @@ def _drawn(document: Document[Any], unit: str, *, standalone: bool) -> str:
             "script_hash": hashed(script()),
             "markdown": _packed(markdown.draw(document, unit)),
             "unit_bytes": (UNITS | DECIMAL)[unit],
+            "made_with": _made_with(document, unit),
             **_scenes(document, unit),
         }
+        shown = (*sections, *(section for _, section in context["first_scene"]))
+        context["has_run"] = any(isinstance(section, Chart) for section in shown)
     return _template().render(context)
+
+
+def _made_with(document: Document[Any], unit: str) -> list[str]:
+    """The versions behind the figures, and those that drew the page."""
+    drawn = f"page by memsize {VERSION}, Python {platform.python_version()}"
+    return [*(draw_phrase(phrase, unit) for phrase in document.versions()), drawn]
 
 
 def _scenes(document: Document[Any], unit: str) -> dict[str, Any]:
@@ -113,6 +124,7 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "most_links": MOST_LINKS,
         "is_scene": False,
         "is_still": True,
+        "has_run": False,
         "role_titles": {role: {"noun": title.noun, "colour": title.colour} for role, title in TITLES.items()},
         "phrases": draw_phrases,
         "picture": plot.picture,
@@ -172,7 +184,7 @@ def _packed(text: str) -> str:
 
 
 class _Piece(NamedTuple):
-    """A part of a bar: its length in percent of the longest, its role, and what it is."""
+    """A part of a bar: its length in percent of what is drawn, its role, and what it is."""
 
     width: float
     role: Role
@@ -189,24 +201,32 @@ class _Bars(NamedTuple):
     keys: list[_Piece]
     bars: list[_Bar]
     limit: str
+    limit_at: float | None
+    """Where the limit is, in percent of what is drawn; None where it lies beyond."""
+    limit_taken: str
 
 
 def _bars(section: Bars, unit: str) -> _Bars:
     """Bars with every size drawn."""
-    longest = max(bar.total for bar in section.bars) or 1
+    scale = bars.longest_drawn(section) or 1
     keys = [_Piece(0, part.role, part.title) for part in section.parts]
     drawn = [
-        _Bar(bar.labels, list(_pieces(section, bar, longest, unit)), _size(section, bar.total, unit))
+        _Bar(bar.labels, list(_pieces(section, bar, scale, unit)), _size(section, bar.total, unit))
         for bar in section.bars
     ]
-    return _Bars(keys, drawn, _size(section, section.limit.size, unit) if section.limit else "")
+    limit = section.limit
+    if limit is None:
+        return _Bars(keys, drawn, "", None, "")
+    is_near = limit.size <= scale
+    at = round(100 * limit.size / scale, 2) if is_near else None
+    return _Bars(keys, drawn, _size(section, limit.size, unit), at, "" if is_near else bars.taken(section, limit))
 
 
-def _pieces(section: Bars, bar: Bar, longest: int, unit: str) -> Iterator[_Piece]:
+def _pieces(section: Bars, bar: Bar, scale: int, unit: str) -> Iterator[_Piece]:
     for part, size in zip(section.parts, bar.sizes, strict=True):
         if size:
             title = f"{part.title} {_size(section, size, unit)}"
-            yield _Piece(round(100 * size / longest, 2), part.role, title)
+            yield _Piece(round(100 * size / scale, 2), part.role, title)
 
 
 def _size(section: Bars, size: int, unit: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, Moment
 from memsize.records.gpu import Shortage
 from memsize.units import Bytes
 
@@ -29,8 +29,11 @@ def moment(phase: str, layer: str) -> str:
     return f"{phase} of {layer}" if layer else _PHASES.get(phase, phase)
 
 
-def out_of_memory(shortage: Shortage, what: str, gpu: str) -> Finding:
-    """That `what` (a sentence's subject) does not fit on `gpu`, where it stops, and what PyTorch's error would say."""
+def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None = None) -> Finding:
+    """That `what` (a sentence's subject) does not fit on `gpu`, where it stops, and what PyTorch's error would say.
+
+    `scenario` is that of the run which a page shows over time, if it is this one.
+    """
     return Finding(
         "out-of-memory",
         shortage.tried,
@@ -48,4 +51,5 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str) -> Finding:
             "context": Bytes(shortage.total - shortage.free - shortage.reserved),
         },
         brief=(_CERTAIN_BRIEF if shortage.certain else _POSSIBLE_BRIEF),
+        moment=None if scenario is None or shortage.event is None else Moment(scenario, shortage.event),
     )

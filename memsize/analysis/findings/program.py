@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from memsize.ranks.group import environment
-from memsize.records.finding import Finding, Rules
+from memsize.records import aggregates
+from memsize.records.finding import Finding, Moment, Rules
 from memsize.records.program import ProgramRun
 from memsize.records.roles import noun
 from memsize.records.world import ALONE
@@ -98,7 +99,8 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
     }
     if largest is not None:
         values |= {"bytes": Bytes(largest.bytes), "role": noun(largest.role), "line": largest.line}
-    yield Finding("run-fits", peak.device.high, _layers(peak.peak_layer), template, values, brief + ".")
+    summit = Moment(run.trace.scenario, aggregates.summit(run.trace))
+    yield Finding("run-fits", peak.device.high, _layers(peak.peak_layer), template, values, brief + ".", summit)
 
 
 @RULES.rule("run-no-step")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from memsize.analysis.findings.evidence import Evidence, bytes_of
 from memsize.analysis.findings.memory import moment, out_of_memory
-from memsize.records.finding import Finding, Rules
+from memsize.records.aggregates import summit
+from memsize.records.finding import Finding, Moment, Rules
 from memsize.records.gpu import GpuEstimate
 from memsize.records.roles import PER_PARAMETER
 from memsize.units import Bytes
@@ -21,7 +22,8 @@ def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
         short = {name: peak.shortage for name, peak in peaks.items() if peak.shortage}
         for name, shortage in list(short.items())[:1]:
             others = f", one of {len(short)} scenarios that don't," if len(short) > 1 else ""
-            yield out_of_memory(shortage, f"{run} under {name}{others}", evidence.gpu)
+            shown = name if run == "training" else None
+            yield out_of_memory(shortage, f"{run} under {name}{others}", evidence.gpu, shown)
 
 
 @RULES.rule("training-peak")
@@ -57,6 +59,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         | {f"r{place}": Bytes(size) for place, (_, size) in enumerate(largest)},
         brief="A training step with {optimizer} peaks at {requested} in {name}, in the {where}: {gpu} would show {low} "
         "to {high} of {total}." + (" {best} peaks lowest, at {least}." if best != name else ""),
+        moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs else None,
     )
 
 

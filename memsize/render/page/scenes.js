@@ -1,5 +1,8 @@
 // What the page shows of one scenario, and another one in its place.
 
+/** Shows the scenario of this name, if the page has it. */
+let followScene = async () => {};
+
 /** Buttons for the scenarios of a page; wherever else it names one, that leads there too. */
 function followScenes(section) {
   const shown = section.querySelector("div.scene");
@@ -15,6 +18,7 @@ function followScenes(section) {
     next.dataset.touched = "yes";
     mark(name);
   };
+  followScene = async (name) => { if (names.includes(name)) await follow(name); };
   shown.dataset.touched = "yes";
   const button = (name) => make("button", { type: "button", "data-scene": name, title: packed.get(name)?.dataset.hint, "aria-pressed": name === shown.dataset.name, onclick: () => follow(name) }, name);
   section.prepend(make("div", { class: "tools" }, make("span", { class: "choice", role: "group", "aria-label": "Scenario shown below" }, ...names.map(button))));

@@ -8,6 +8,7 @@ async function start() {
 }
 
 const touched = [];
+const charts = [];
 
 /** Makes the tables and pictures inside `scope` touchable, and lets them point to each other. */
 async function touch(scope) {
@@ -18,6 +19,7 @@ async function touch(scope) {
   if (touched.some(({ state }) => state.isOfModules)) for (const { state } of tables) linkPaths(state);
   for (const section of scope.querySelectorAll("section.picture")) await addTimeline(section);
   linkLayers(scope);
+  for (const link of scope.querySelectorAll("a.moment")) link.addEventListener("click", (event) => { event.preventDefault(); showMomentOf(link); });
 }
 
 /** Shows the row of a module, in the first table on the page that has one for it. */
@@ -39,6 +41,7 @@ function addTreemap(state) {
   if (!measures.length) return;
   const view = touchableTreemap(() => measures, (path) => reveal(state, path));
   state.section.querySelector(".tools").before(view.element);
+  linkRows(state, view);
 }
 
 async function addTimeline(section) {
@@ -49,7 +52,17 @@ async function addTimeline(section) {
   const chart = touchableChart(run, panel.show);
   section.querySelector("svg").replaceWith(chart.element);
   section.append(panel.element);
+  charts.push({ section, chart });
   chooseEvent(chart, chart.event);
+}
+
+/** The moment that a finding is about, in the run of its scenario. */
+async function showMomentOf({ dataset }) {
+  await followScene(dataset.scene);
+  const { section, chart } = charts.find((each) => each.section.isConnected);
+  chooseEvent(chart, Number(dataset.event));
+  keepInSight(chart);
+  section.scrollIntoView();
 }
 
 /** Where another table names a module, its name leads to the module's row. */

@@ -128,7 +128,7 @@ function groupRow(state, node) {
     const text = value === null ? "" : column.kind === "bytes" ? amount(value) : count(value);
     return make("td", { class: column.kind, "data-sum": value, title: column.kind === "bytes" && value ? `${count(value)} B in all` : null, hidden: column.head.hidden }, text);
   });
-  const row = make("tr", { class: "group" }, ...cells);
+  const row = make("tr", { class: "group", "data-module": node.path }, ...cells);
   indent(row, depthOf(node));
   values[0] = node.name;
   return { row, values, order: node.leaves[0].order, toggle };
@@ -204,6 +204,37 @@ function reveal(state, path) {
   void entry.row.offsetWidth; // starts the animation anew
   entry.row.classList.add("found");
   return true;
+}
+
+// Rows and areas
+
+/** The module of a row; null in a row of something else. */
+function moduleOf(row) {
+  return row.dataset.module ?? row.cells[0].dataset.path ?? null;
+}
+
+/** Lights the area of the row that is pointed at or has the focus; pressing its name zooms there. ↑ and ↓ move between rows. */
+function linkRows(state, view) {
+  const body = state.table.tBodies[0];
+  const rowOf = (event) => event.target.closest("tr");
+  const zoom = (event) => { const path = moduleOf(rowOf(event)); if (path !== null) view.show(path); };
+  for (const kind of ["pointerover", "focusin"]) body.addEventListener(kind, (event) => view.light(moduleOf(rowOf(event))));
+  for (const kind of ["pointerleave", "focusout"]) body.addEventListener(kind, () => view.light(null));
+  body.addEventListener("click", (event) => { if (event.target.closest("td.name:first-child") && !event.target.closest("button")) zoom(event); });
+  body.addEventListener("keydown", (event) => {
+    const next = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
+    if (event.key === "Enter" && event.target.matches("td")) zoom(event);
+    else if (next && rowOf(event)[next]) nameOf(rowOf(event)[next]).focus();
+    else return;
+    event.preventDefault();
+  });
+  for (const { row } of state.rows) row.cells[0].tabIndex = -1;
+  state.rows[0].row.cells[0].tabIndex = 0;
+}
+
+/** What has the focus in a row: the button of one that folds, or its name. */
+function nameOf(row) {
+  return row.querySelector("button.fold") ?? row.cells[0];
 }
 
 // Columns

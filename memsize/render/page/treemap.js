@@ -8,7 +8,7 @@ const HEAD = 17;
  * more. A module is zoomed into where it is pressed; `choose` is told its path.
  */
 function touchableTreemap(measures, choose) {
-  const view = { measures, place: 0, path: "", kind: "treemap", choose, width: 0 };
+  const view = { measures, place: 0, path: "", kind: "treemap", choose, width: 0, lit: null, shown: null };
   view.trail = make("nav", { class: "trail", "aria-label": "Module shown" });
   view.svg = draw("svg", { role: "group", class: "areas" });
   view.svg.addEventListener("pointerleave", () => hint.hide());
@@ -21,7 +21,8 @@ function touchableTreemap(measures, choose) {
     } }, kind[0].toUpperCase() + kind.slice(1))));
   view.element = make("div", { class: "treemap" }, make("div", { class: "tools" }, view.measureButtons, kinds, view.trail), view.svg);
   view.update = () => { refresh(view); };
-  view.zoomTo = (path) => { view.path = path; redraw(view); };
+  view.light = (path) => { view.lit = path; light(view); };
+  view.show = (path) => showArea(view, path);
   new ResizeObserver(([entry]) => {
     if (Math.abs(entry.contentRect.width - view.width) < 1) return;
     view.width = entry.contentRect.width;
@@ -67,6 +68,26 @@ function redraw(view) {
   for (const each of shown) {
     if (each !== shown && each.x1 - each.x0 >= LEAST_SIDE && each.y1 - each.y0 >= LEAST_SIDE) view.svg.append(area(view, each, shown.value));
   }
+  light(view);
+}
+
+/** Marks the area of the module that is pointed at elsewhere, or else was chosen there; or the smallest one around it. */
+function light(view) {
+  for (const area of view.svg.querySelectorAll(".lit")) area.classList.remove("lit");
+  const path = view.lit ?? view.shown;
+  if (path === null) return;
+  const around = [...view.svg.children].filter((area) => isInside(path, area.dataset.path));
+  around.sort((a, b) => b.dataset.path.length - a.dataset.path.length)[0]?.classList.add("lit");
+}
+
+/** Zooms into the module around that of `path`, so that its area stands beside others, and lights it. */
+function showArea(view, path) {
+  const around = path.split(".").slice(0, -1).map((_, place, parts) => parts.slice(0, place + 1).join("."));
+  const modules = new Set([...layoutTree(view.found[view.place])].filter((node) => node.children).map((node) => node.data.path));
+  view.path = around.reverse().find((each) => modules.has(each)) ?? "";
+  view.shown = path;
+  redraw(view);
+  view.element.scrollIntoView({ block: "nearest" });
 }
 
 /** The tree of what is measured: modules, and in them a leaf for each colour of bytes that they hold themselves. */
