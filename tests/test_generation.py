@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 import memsize
 from memsize.analysis.generation import generator as generators
 from memsize.analysis.generation.curve import Curve
+from memsize.analysis.generation.exact import Polynomials, weighted
 from memsize.analysis.generation.generator import Generated, Generator
 from memsize.analysis.generation.prompts import prompts_of
 from memsize.analysis.generation.steps import Step, Structure
@@ -27,6 +29,7 @@ from memsize.cli import run
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import InputError, UnknownInputError
+from memsize.internals.workers import side_by_side
 from memsize.records.aggregates import split_phase
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import scenario_named
@@ -71,18 +74,25 @@ def config(tmp_path: Path) -> Callable[..., str]:
     return written
 
 
-def generated(target: str, generation: Generation, batch: int, every: bool = False) -> Generated:
-    """The run of a generation; with `every`, with each of its steps traced."""
+@contextmanager
+def generator_of(target: str) -> Iterator[Generator]:
     subject = Subject.of(target, mode="eval")
     with model_of(subject) as loaded:
         prompts = prompts_of(subject, lambda prompted: with_inputs(prompted, loaded).run[2])
-        runner = Runner(loaded.name, loaded.model, prompts(generation.prompt), False, gpu=card("a100"))
-        generator = Generator(runner, prompts, scenario_named("as-given"))
-        if not every:
-            return generator.run(generation, batch)
-        if loaded.model.config.is_encoder_decoder:  # type: ignore[union-attr]
-            generation = replace(generation, begun=1)
-        return generators._generated(generator._sample(generation, batch, None), generation)
+        runner = Runner(loaded.name, loaded.model, prompts(8), False, gpu=card("a100"))
+        yield Generator(runner, prompts, scenario_named("as-given"))
+
+
+def generated(target: str, generation: Generation, batch: int, every: bool = False) -> Generated:
+    """The run of a generation; with `every`, with each of its steps traced."""
+    with generator_of(target) as generator:
+        return traced_whole(generator, generation, batch) if every else generator.run(generation, batch)
+
+
+def traced_whole(generator: Generator, generation: Generation, batch: int) -> Generated:
+    if generator._is_encoder_decoder:
+        generation = replace(generation, begun=1)
+    return generators._generated(generator.sample((generation, batch, None)), generation)
 
 
 CASES = {
@@ -134,6 +144,50 @@ def test_derived_steps_equal_traced_ones_of_long_generations(
         derived = generated(target, Generation(40, new), 3)
         assert derived.trace.events == every.trace.events
         assert derived.trace.storages == every.trace.storages
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "laws"),
+    [
+        ({}, {}, [False]),
+        ({}, {"cache": "static"}, [False]),
+        ({"_attn_implementation": "eager"}, {}, [True]),
+        (WINDOW | {"sliding_window": 50}, {}, [False]),
+    ],
+    ids=["dynamic", "static", "scores", "one prompt fills the window"],
+)
+def test_generations_between_traced_ones_equal_them(
+    entries: dict[str, Any],
+    options: dict[str, Any],
+    laws: list[bool],
+    config: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generators, "_lasting", lambda piece: None)
+    asked = Generation(13, 19, **options)
+    with generator_of(config(**SMALL | entries)) as generator:
+        generator.cover(asked, [2, 3, 6], [13, 21, 53])
+        traced = set(generator.samples)
+        derived = generator.derive(asked, 5)
+        assert derived.exact and set(generator.samples) == traced
+        every = traced_whole(generator, asked, 5)
+    assert [law.scores for _, law in generator._laws] == laws
+    assert derived.trace.events == every.trace.events
+    assert derived.trace.storages == every.trace.storages
+    assert derived.trace.phases == every.trace.phases
+    assert (derived.cached, derived.before) == (every.cached, every.before)
+
+
+def test_many_rows_share_what_is_traced(config: Callable[..., str]) -> None:
+    """The same as each row by itself; side by side too."""
+    asked: dict[str, Any] = {"new": 20, "scenarios": "as-given", "gpu": "a100"}
+    target = config(**SMALL)
+    alone = [memsize.generate(target, prompt=p, batches=b, **asked).generation_rows[0] for b, p in ((1, 9), (4, 30))]
+    with side_by_side(2):
+        both = memsize.generate(target, prompt=[9, 30], batches=[1, 4], **asked)
+    said = [replace(row, traced=()) for row in both.generation_rows]
+    assert [said[0], said[3]] == [replace(row, traced=()) for row in alone]
+    assert both.trace.inputs[0].spec.shape == (4, 30)
 
 
 @pytest.mark.parametrize(("batch", "prompt", "new"), [(1, 8, 4), (3, 10, 40)])
@@ -278,6 +332,23 @@ def test_polynomials_are_followed_exactly(coefficients: list[tuple[int, int, int
         assert piece.exact
         for length in piece.lengths:
             assert (piece.at(length).sizes == trace(length).sizes).all()
+
+
+@given(st.lists(st.integers(-(10**12), 10**12), min_size=6, max_size=6), st.tuples(*[st.integers(-50, 50)] * 2))
+def test_a_polynomial_is_what_its_points_determine(coefficients: list[int], at: tuple[int, int]) -> None:
+    terms = [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2)]
+    points = [(0, 0), (3, 0), (7, 0), (0, 5), (2, 5), (1, 11)]
+
+    def value(point: tuple[int, ...]) -> int:
+        return sum(c * point[0] ** a * point[1] ** b for c, (a, b) in zip(coefficients, terms, strict=True))
+
+    found = weighted(Polynomials(points, terms).weights(at), [np.array([value(point)]) for point in points])
+    assert found is not None and found.tolist() == [value(at)]
+
+
+def test_points_on_a_line_determine_no_plane() -> None:
+    with pytest.raises(ValueError, match="do not determine"):
+        Polynomials([(0, 0), (1, 1), (2, 2)], [(0, 0), (1, 0), (0, 1)])
 
 
 @given(st.integers(1, 50), st.integers(30, 120), st.integers(0, 150))

@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from memsize.analysis.generation.exact import weighted
 from memsize.analysis.generation.steps import Step
 
 if TYPE_CHECKING:
@@ -119,15 +120,7 @@ def _agree(nodes: dict[int, Step], length: int, step: Step) -> bool:
 
 def through(nodes: dict[int, Sizes], length: int) -> Sizes | None:
     """The values at `length` of the polynomials through `nodes`, by Lagrange; None where one of them is not whole."""
-    import numpy as np
-
-    weights = {node: _weight(node, nodes, length) for node in nodes}
-    whole = np.lcm.reduce([weight.denominator for weight in weights.values()])
-    parts = [int(weight * int(whole)) * nodes[node].astype(object) for node, weight in weights.items()]
-    total = np.add.reduce(parts)
-    if (total % int(whole)).any():
-        return None
-    return np.asarray(total // int(whole), dtype=np.int64)
+    return weighted([_weight(node, nodes, length) for node in nodes], list(nodes.values()))
 
 
 def _weight(node: int, nodes: dict[int, Sizes], length: int) -> Fraction:

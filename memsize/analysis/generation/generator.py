@@ -6,11 +6,12 @@ the step after `n` tokens are what the same step does after a prompt that is tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from memsize.analysis.generation.curve import Curve, Piece
+from memsize.analysis.generation.law import ALIGNED, Box, Law, Place, Steps, law_of
 from memsize.analysis.generation.prompts import Prompts
 from memsize.analysis.generation.steps import Step, put_together, steps_of
 from memsize.analysis.runner import Runner
@@ -24,8 +25,8 @@ LOOKED = 4
 """The decode steps that are traced after the prompt that was asked for, all of which count."""
 _ALL = 16
 """New tokens up to which every step is traced."""
-_PERIOD = 8
-"""The tokens after which what a step takes may repeat: attention wants masks whose rows are multiples of 8."""
+_BEGIN = 2
+"""The decode step that all later ones are alike, in most models, but for their sizes."""
 
 
 class Sample(NamedTuple):
@@ -55,8 +56,15 @@ class Generated:
         return _held(self.cached) - _held(self.before)
 
 
+Traced = tuple[Generation, int, int | None]
+"""What is traced: a generation, its batch, and how many decode steps of it (None: all)."""
+
+
 class Generator:
-    """The generations of one model under one scenario. What is traced for one is there for the others."""
+    """The generations of one model under one scenario. What is traced for one is there for the others.
+
+    `ahead` is told what is going to be traced, and may have it done elsewhere and `adopt` it.
+    """
 
     def __init__(
         self, runner: Runner, prompts: Prompts, scenario: Scenario, say: Callable[[str], None] = lambda _: None
@@ -65,31 +73,126 @@ class Generator:
         self.prompts = prompts
         self.scenario = scenario
         self.say = say
-        self._samples: dict[tuple[Generation, int, int | None], Sample] = {}
+        self.ahead: Callable[[Sequence[Traced]], None] = lambda _: None
+        self.samples: dict[Traced, Sample] = {}
+        self._laws: list[tuple[Generation, Law]] = []
 
     def run(self, generation: Generation, batch: int) -> Generated:
         """A generation for `batch` sequences. Raises what running the model raises."""
-        if getattr(getattr(self.runner.model, "config", None), "is_encoder_decoder", False):
+        if self._is_encoder_decoder:
             generation = replace(generation, begun=1)
         if generation.new <= _ALL or generation.is_periodic:
-            return _generated(self._sample(generation, batch, None), generation)
-        sample = self._sample(generation, batch, LOOKED)
+            return _generated(self.sample((generation, batch, None)), generation)
+        sample = self.sample((generation, batch, LOOKED))
         steady = _steady(sample.steps)
         if steady is None:
-            return _generated(self._sample(generation, batch, None), generation)
-        curve = Curve(lambda length: self._sample(generation.after(length - steady), batch, steady).steps[-1], 1)
-        lengths = range(generation.start + LOOKED, generation.last + 1)
-        return _generated(sample, generation, curve.pieces(lengths, period=_PERIOD))
+            return _generated(self.sample((generation, batch, None)), generation)
+        law = self._law(generation, batch)
+        if law and (piece := law.piece(batch, generation.start + LOOKED, generation.last)):
+            return _generated(sample, generation, [piece], law.lengths)
+        curve = Curve(lambda length: self.sample((generation.after(length - steady), batch, steady)).steps[-1], 1)
+        pieces = curve.pieces(range(generation.start + LOOKED, generation.last + 1), period=ALIGNED)
+        return _generated(sample, generation, pieces, {node for piece in pieces for node in piece.nodes})
 
-    def _sample(self, generation: Generation, batch: int, steps: int | None) -> Sample:
-        key = generation, batch, steps
-        if key not in self._samples:
+    def derive(self, generation: Generation, batch: int) -> Generated:
+        """A generation of which nothing need be traced where a law covers it: its record then says of layers and inputs
+        what that of another does. Else as `run` does it.
+        """
+        law = self._law(generation, batch)
+        begun = law and _begun(law, generation, batch)
+        piece = law and law.piece(batch, generation.start + LOOKED, generation.last)
+        if not (law and begun and piece):
+            return self.run(generation, batch)
+        return _generated(Sample(begun, self._largest(law, generation).trace), generation, [piece], law.lengths)
+
+    def cover(
+        self,
+        asked: Generation,
+        batches: Sequence[int],
+        prompts: Sequence[int],
+        *,
+        between: bool = False,
+        splits: int = 2,
+    ) -> None:
+        """Find laws of the generations like `asked` at some batches and prompts, both ascending: of all of them
+        together or, where they differ, of halves, as often as `splits`. One sequence makes other steps than several.
+
+        With `between`, they are to be of all prompts between these too.
+        """
+        if asked.new <= _ALL or asked.beams > 1 or asked.is_periodic or self._is_encoder_decoder:
+            return  # the prompt of an encoder is not what the decoder reads
+        if batches[0] == 1 < len(batches):
+            self.cover(asked, batches[:1], prompts, between=between, splits=splits)
+            batches = batches[1:]
+        if len(batches) * len(prompts) < 2:
+            return
+        apart = 1 if between or len({prompt % ALIGNED for prompt in prompts}) > 1 else ALIGNED
+        box = Box((batches[0], batches[-1]), (prompts[0], prompts[-1]), asked.new, _BEGIN, apart)
+        if law := law_of(box, lambda places: self._beginnings(asked, box, places)):
+            if (_steady(self._largest(law, asked).steps) or LOOKED) <= _BEGIN:
+                self._laws.append((replace(asked, prompt=1), law))
+        elif splits:
+            for fewer, shorter in _parts(batches, prompts, apart):
+                self.cover(asked, fewer, shorter, splits=splits - 1)
+
+    def sample(self, traced: Traced) -> Sample:
+        """The beginning of a generation."""
+        if traced not in self.samples:
+            generation, batch, steps = traced
             self.say(f"{self.scenario.name}, batch {batch:,}, a prompt of {generation.prompt:,}")
             cached: list[tuple[CachedLayer, ...]] = []
             workload = GenerationSteps(generation, steps, lambda number, layers: _put(cached, number, layers))
             trace = self.runner.given(self.prompts(generation.prompt), batch).run(workload, self.scenario)
-            self._samples[key] = Sample(tuple(steps_of(trace, cached)), trace)
-        return self._samples[key]
+            rest = replace(trace, phases=(), storages=(), events=())
+            self.samples[traced] = Sample(tuple(steps_of(trace, cached)), rest)
+        return self.samples[traced]
+
+    def _beginnings(self, asked: Generation, box: Box, places: Sequence[Place]) -> list[Steps]:
+        wanted = [_traced(asked, box, place) for place in places]
+        self.ahead([each for each in wanted if each not in self.samples])
+        return [self.sample(each).steps[: box.begin + 2] for each in wanted]
+
+    def _largest(self, law: Law, generation: Generation) -> Sample:
+        """The generation of the most sequences after the longest prompt."""
+        return self.sample(_traced(generation, law.box, law.box.largest))
+
+    def _law(self, generation: Generation, batch: int) -> Law | None:
+        alike = (law for asked, law in self._laws if asked == replace(generation, prompt=1))
+        return next((law for law in alike if law.box.holds(batch, generation.prompt)), None)
+
+    @property
+    def _is_encoder_decoder(self) -> bool:
+        return bool(getattr(getattr(self.runner.model, "config", None), "is_encoder_decoder", False))
+
+
+def _traced(asked: Generation, box: Box, place: Place) -> Traced:
+    """What is traced at a place: more steps of the largest, which tell from which on they are alike."""
+    generation = replace(asked, prompt=place.start, new=place.last - place.start + 1)
+    return generation, place.batch, LOOKED if place == box.largest else box.begin
+
+
+def _begun(law: Law, generation: Generation, batch: int) -> Steps | None:
+    """The steps that `run` would trace of a generation."""
+    start, last = generation.start, generation.last
+    begun = law.at(Place(batch, start, last))
+    later = (law.step(batch, start + number, last) for number in range(law.box.begin + 1, LOOKED + 1))
+    return begun and (*begun, *filter(None, later))
+
+
+def _parts(batches: Sequence[int], prompts: Sequence[int], apart: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Batches and prompts in parts that may be more alike: prompts a multiple of 8 apart, else halves."""
+    if apart < ALIGNED:
+        residues = sorted({prompt % ALIGNED for prompt in prompts})
+        yield from ((batches, [each for each in prompts if each % ALIGNED == residue]) for residue in residues)
+    elif len(prompts) > 1:
+        yield from ((batches, half) for half in _halves(prompts))
+    else:
+        yield from ((half, prompts) for half in _halves(batches))
+
+
+def _halves(some: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    middle = (len(some) + 1) // 2
+    return some[:middle], some[middle:]
 
 
 def _put(cached: list[tuple[CachedLayer, ...]], number: int, layers: tuple[CachedLayer, ...]) -> None:
@@ -112,17 +215,18 @@ def _steady(steps: Sequence[Step]) -> int | None:
     return None
 
 
-def _generated(sample: Sample, generation: Generation, pieces: Sequence[Piece] = ()) -> Generated:
+def _generated(
+    sample: Sample, generation: Generation, pieces: Sequence[Piece] = (), lengths: Set[int] = frozenset()
+) -> Generated:
     traced = sample.steps[: generation.new + 1]
     steps = [(step, None) for step in traced] + list(_later(pieces, after=generation.start + len(traced) - 2))
     put = put_together(steps)
     last, before = steps[-1][0], steps[-2][0]
-    lengths = {node for piece in pieces for node in piece.nodes} | {generation.start}
     return Generated(
         trace=replace(sample.trace, phases=put.phases, storages=put.storages, events=put.events),
         cached=last.cached,
         before=before.cached if len(steps) > 2 else last.cached,
-        lengths=tuple(sorted(lengths)),
+        lengths=tuple(sorted({*lengths, generation.start})),
         # A beam search keeps tables whose size is that of the whole search: they do not follow from the length alone.
         exact=all(piece.exact for piece in pieces) and (generation.beams == 1 or not pieces),
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, product
+from typing import NamedTuple
 
 from memsize.analysis.findings.generation import RULES
-from memsize.analysis.generation.generator import Generated, Generator
+from memsize.analysis.generation.generator import Generated, Generator, Sample, Traced
 from memsize.analysis.generation.prompts import Prompts
 from memsize.analysis.runner import Runner
 from memsize.device.config import AllocatorConfig
@@ -39,13 +42,21 @@ class GenerationRequest:
     scenarios: Sequence[Scenario]
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
 
+    @property
+    def points(self) -> Iterable[Point]:
+        """What each row is about."""
+        return product(self.scenarios, self.batches, self.generations)
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one scenario and batch; of the one with the highest peak also its trace."""
 
-    rows: tuple[GenerationRow, ...]
-    largest: Trace | None = None
+Point = tuple[Scenario, int, Generation]
+
+
+class Found(NamedTuple):
+    """A row, what it is about, what was traced for it, and why it has no figures where it has none."""
+
+    point: Point
+    row: GenerationRow
+    samples: Mapping[Traced, Sample]
     error: Exception | None = None
 
 
@@ -56,14 +67,16 @@ def report_generation(
 
     Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
     """
-    asked = [("rows", scenario, batch) for scenario in request.scenarios for batch in request.batches]
-    with collector_paused(), Workers(_Work(runner, prompts, request, say), say) as workers:
-        found: list[Rows] = list(workers.each(asked))
-    rows = tuple(row for each in found for row in each.rows)
-    if all(row.estimate is None for row in rows):
-        raise next(each.error for each in found if each.error)
-    traces = [each.largest for each in found if each.largest]
-    largest = max(traces, key=_most)
+    work = _Work(runner, prompts, request)
+    with collector_paused():
+        with work.workers(say) as workers:
+            work.cover(workers)
+        with work.workers(say) as workers:  # which know all that was traced so far
+            found: list[Found] = workers.each([("row", *point) for point in request.points])
+        rows = tuple(each.row for each in found)
+        if all(row.estimate is None for row in rows):
+            raise next(each.error for each in found if each.error)
+        largest = work.trace(max(found, key=lambda each: each.row.estimate.requested if each.row.estimate else 0))
     return GenerationReport(
         model=runner.name,
         card=runner.gpu,
@@ -90,59 +103,80 @@ def _beyond(runner: Runner, generations: Sequence[Generation]) -> Iterable[str]:
 class _Work:
     """The rows of a report, piece by piece."""
 
-    def __init__(
-        self, runner: Runner, prompts: Prompts, request: GenerationRequest, say: Callable[[str], None]
-    ) -> None:
-        self.runner = runner
-        self.prompts = prompts
+    def __init__(self, runner: Runner, prompts: Prompts, request: GenerationRequest) -> None:
         self.request = request
-        self.say = say
+        self.gpu = runner.gpu
+        self.generators = {each.name: Generator(runner, prompts, each) for each in request.scenarios}
 
-    def rows(self, scenario: Scenario, batch: int) -> Rows:
-        """The rows of one scenario at one batch."""
-        generator = Generator(self.runner, self.prompts, scenario, self.say)
-        rows: list[GenerationRow] = []
-        largest: Trace | None = None
-        for generation in self.request.generations:
-            row = GenerationRow(scenario.name, scenario.title, batch, generation.prompt, generation.new)
-            try:
-                generated = generator.run(generation, batch)
-            except (ScenarioError, ForwardError, InputError) as error:
-                return Rows((*rows, replace(row, reason=str(error))), largest, error)
-            row = self._row(row, generated)
-            if largest is None or _most(generated.trace) > _most(largest):
-                largest = generated.trace
-            rows.append(row)
-        return Rows(tuple(rows), largest)
+    def workers(self, say: Callable[[str], None]) -> Workers:
+        """Processes that share the work."""
+        workers = Workers(self, say)
+        for generator in self.generators.values():
+            generator.say = workers.say
+        return workers
+
+    def cover(self, workers: Workers) -> None:
+        """Trace what the rows of a scenario have in common, several generations at a time."""
+        generations = {each.prompt: each for each in self.request.generations}
+        for name, generator in self.generators.items():
+            generator.ahead = partial(self._ahead, workers, name)
+            with suppress(ScenarioError, ForwardError, InputError):  # whose rows will say it
+                generator.cover(next(iter(generations.values())), sorted({*self.request.batches}), sorted(generations))
+
+    def _ahead(self, workers: Workers, name: str, missing: Sequence[Traced]) -> None:
+        samples = workers.each([("sample", name, each) for each in missing])
+        self.generators[name].samples.update(zip(missing, samples, strict=True))
+
+    def sample(self, name: str, traced: Traced) -> Sample:
+        """What a scenario's generator traces."""
+        return self.generators[name].sample(traced)
+
+    def row(self, scenario: Scenario, batch: int, generation: Generation) -> Found:
+        """The row of a generation."""
+        row = GenerationRow(scenario.name, scenario.title, batch, generation.prompt, generation.new)
+        generator = self.generators[scenario.name]
+        before = set(generator.samples)
+        try:
+            row, error = self._row(row, generator.derive(generation, batch)), None
+        except (ScenarioError, ForwardError, InputError) as raised:
+            row, error = replace(row, reason=str(raised)), raised
+        samples = {traced: sample for traced, sample in generator.samples.items() if traced not in before}
+        return Found((scenario, batch, generation), row, samples, error)
+
+    def trace(self, found: Found) -> Trace:
+        """The whole run behind a row."""
+        scenario, batch, generation = found.point
+        generator = self.generators[scenario.name]
+        generator.samples.update(found.samples)
+        return generator.run(generation, batch).trace
 
     def _row(self, row: GenerationRow, generated: Generated) -> GenerationRow:
         trace = generated.trace
-        decode = _phase(trace, DECODE)
+        prefill, decode = _phases(trace, PREFILL, DECODE)
         return replace(
             row,
             weights=sum(storage.bytes for storage in trace.storages if storage.role in _WEIGHTS),
-            prefill=_phase(trace, PREFILL),
+            prefill=prefill,
             decode=decode,
             cache=sum(layer.bytes for layer in generated.cached),
             per_token=generated.per_token,
             transient=max(decode.peak - decode.end, 0),
             layers=tuple(_kinds(generated, row.batch)),
-            estimate=estimate_gpu(trace, self.runner.gpu, config=self.request.config),
+            estimate=estimate_gpu(trace, self.gpu, config=self.request.config),
             traced=generated.lengths,
             exact=generated.exact,
         )
 
 
-def _phase(trace: Trace, name: str) -> Phase:
-    """The most that tensors hold during the phases called `name`, and what is left at the end of the last."""
-    inside = {index for index, label in enumerate(trace.phases) if split_phase(label)[0] == name}
-    live = accumulate(event.delta for event in trace.events)
-    held = [level for event, level in zip(trace.events, live, strict=True) if event.phase in inside]
-    return Phase(max(held), held[-1]) if held else Phase(0, 0)
-
-
-def _most(trace: Trace) -> int:
-    return max(accumulate(event.delta for event in trace.events), default=0)
+def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
+    """For each name the most that tensors hold during the phases called so, and what is left at the end of the last."""
+    inside = [split_phase(label)[0] for label in trace.phases]
+    held: dict[str, list[int]] = {name: [] for name in inside}
+    for event, level in zip(trace.events, accumulate(event.delta for event in trace.events), strict=True):
+        held[inside[event.phase]].append(level)
+    for name in names:
+        levels = held.get(name)
+        yield Phase(max(levels), levels[-1]) if levels else Phase(0, 0)
 
 
 def _kinds(generated: Generated, batch: int) -> Iterable[CachedLayers]:

@@ -6,7 +6,7 @@ step. Two steps of one `structure` differ in nothing but their `sizes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -86,12 +86,14 @@ class Step:
         sizes = self.sizes[len(self.sizes) - len(kinds) :].tolist()
         return tuple(map(CachedLayer, kinds, sizes))
 
-    def storage(self, place: int) -> Storage:
-        """The `place`th storage that it makes, as a record has it."""
-        events, made = len(self.structure.events), self.structure.storages[place]
-        size, start = int(self.sizes[events + place]), events + self.structure.offsets[place]
-        shape = tuple(self.sizes[start : start + made.dims].tolist())
-        return Storage(size, made.role, made.layer, made.op, made.dtype, shape, -1, made.stream, made.line)
+    def made(self, places: Sequence[int]) -> Iterator[Storage]:
+        """The storages that it makes at some places, as a record has them."""
+        sizes, events = self.sizes.tolist(), len(self.structure.events)
+        for place in places:
+            made, start = self.structure.storages[place], events + self.structure.offsets[place]
+            shape = tuple(sizes[start : start + made.dims])
+            size = sizes[events + place]
+            yield Storage(size, made.role, made.layer, made.op, made.dtype, shape, -1, made.stream, made.line)
 
 
 def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step]:
@@ -156,21 +158,45 @@ def put_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Put:
 
     An event of a storage that was left out before must be left out too.
     """
+    import numpy as np
+
     phases: dict[str, int] = {}
     storages: list[Storage] = []
     events: list[Event] = []
-    first: list[dict[int, int]] = []
+    numbered: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+    """For each step the numbers of the storages that it made, by their places."""
+    plans: dict[tuple[int, int], _Plan] = {}
     for number, (step, kept) in enumerate(steps, SETUP):
-        own: dict[int, int] = {}
-        first.append(own)
-        deltas, happenings = step.deltas.tolist(), step.structure.events
-        for index in range(len(happenings)) if kept is None else kept:
-            age, place, layer, op, stage = happenings[index]
-            born = first[0] if age == SETUP else first[number - age + 1]
-            if place not in born:  # made here: what an earlier step made is known
-                born[place] = len(storages)
-                storages.append(step.storage(place))
-            label = f"{stage} {number}" if number > 0 else stage
-            phase = phases.setdefault(label, len(phases))
-            events.append(Event(born[place], deltas[index], phase, layer, op))
+        key = id(step.structure), id(kept)
+        plan = plans.get(key) or plans.setdefault(key, _Plan(step.structure, kept, 0 if number > SETUP else SETUP))
+        own = np.full(len(step.structure.storages), -1)
+        own[plan.made] = np.arange(len(storages), len(storages) + len(plan.made))
+        numbered.append(own)
+        storages.extend(step.made(plan.made))
+        about = np.empty(len(plan.kept), dtype=np.int64)
+        for age, at, places in plan.ages:
+            about[at] = numbered[0 if age == SETUP else number - age + 1][places]
+        labels = {stage: f"{stage} {number}" if number > 0 else stage for stage in dict.fromkeys(plan.stages)}
+        inside = [phases.setdefault(labels[stage], len(phases)) for stage in plan.stages]
+        events.extend(map(Event, about.tolist(), step.deltas[plan.kept].tolist(), inside, plan.layers, plan.ops))
     return Put(tuple(phases), tuple(storages), tuple(events))
+
+
+class _Plan:
+    """What the steps of one structure put into a record: the numbers of the events that are `kept`, by the `ages` of
+    their storages the positions and places of those, and the places of those that are `made`, which are of age `new`.
+    """
+
+    def __init__(self, structure: Structure, kept: Sequence[int] | None, new: int) -> None:
+        import numpy as np
+
+        self.kept = list(range(len(structure.events))) if kept is None else list(kept)
+        happenings = [structure.events[index] for index in self.kept]
+        self.layers = [each.layer for each in happenings]
+        self.ops = [each.op for each in happenings]
+        self.stages = [each.stage for each in happenings]
+        self.made = list(dict.fromkeys(each.place for each in happenings if each.age == new))
+        of_age: dict[int, list[int]] = {}
+        for position, each in enumerate(happenings):
+            of_age.setdefault(each.age, []).append(position)
+        self.ages = [(age, at, np.array([happenings[n].place for n in at])) for age, at in of_age.items()]
