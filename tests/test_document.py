@@ -117,6 +117,19 @@ def test_to_json_writes_what_it_returns(tmp_path: Path) -> None:
     assert json.loads(text)["parameters"]["count"] == 9223901
 
 
+def test_json_has_the_layers_of_every_scenario() -> None:
+    report = records.toy_report()
+    data = json.loads(render(report, "json"))
+    (fp32, *others) = (each for each in data["scenarios"] if each["layers"] is not None)
+    assert fp32["name"] == "fp32" and fp32["layers"] == {}
+    for scenario in others:
+        columns = scenario["layers"]
+        table = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = [layer | own for layer, own in zip(data["layers"], table, strict=True)]
+        for figure in ("parameters", "parameter_bytes", "output_bytes", "saved_bytes", "cast_bytes"):
+            assert sum(row[figure] for row in rows) == scenario[figure]
+
+
 def test_a_report_prints_itself() -> None:
     report = records.toy_report()
     assert repr(report) == str(report)

@@ -297,6 +297,7 @@ SCHEMA = {
             "training": (GPU_ESTIMATE, type(None)),
             "untrained": (str, type(None)),
             "of_fp32": dict.fromkeys(("parameter", "output", "saved", "inference", "training"), SHARE),
+            "layers": (dict, type(None)),
         }
     ],
     "findings": [{"code": str, "layers": [str], "bytes": NUMBER, "text": str}],

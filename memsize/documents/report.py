@@ -220,7 +220,10 @@ class ReportDocument(Document[Report]):
             "totals": _known(figures(totals), trace),
             "layers": [_known(_layer_data(row), trace) for row in own_rows(trace)],
             "tensors": plain(trace.tensors),
-            "scenarios": [_scenario_data(result, report.fp32) for result in report.scenario_results],
+            "scenarios": [
+                _scenario_data(result, report.fp32) | {"layers": _layer_columns(result.trace, trace)}
+                for result in report.scenario_results
+            ],
             "findings": findings_data(report.findings, unit),
             "assumptions": report.assumptions,
             "notes": report.remarks,
@@ -235,6 +238,21 @@ def _layer_data(row: Row) -> dict[str, Any]:
     data = renamed(plain(row), dtypes="stored_as")
     del data["layers"]
     return data
+
+
+_PER_LAYER: Final = (
+    "path type stored_as parameters trainable parameter_bytes buffer_bytes attribute_bytes output_bytes saved_bytes "
+    "cast_bytes multiply_adds".split()
+)
+
+
+def _layer_columns(trace: Trace | None, shown: Trace) -> dict[str, list[Any]] | None:
+    """Figures of each layer of `trace` as columns, in the order of its layers, without those that are as in `shown`."""
+    if trace is None:
+        return None
+    own, others = ([_layer_data(row) for row in own_rows(each)] for each in (trace, shown))
+    columns = {name: [row[name] for row in own] for name in _PER_LAYER}
+    return {name: column for name, column in columns.items() if column != [row[name] for row in others]}
 
 
 def _known(figures: dict[str, Any], trace: Trace) -> dict[str, Any]:
