@@ -35,9 +35,9 @@ MiB = 2**20
 
 
 @contextmanager
-def gpu(name: str = "t4", steps: int = 0) -> Iterator[Program]:
+def gpu(name: str = "t4", steps: int = 0, world: memsize.World | None = None) -> Iterator[Program]:
     """A virtual GPU without library workspaces: what is allocated is what the test allocates."""
-    program = Program("test", card(name), Workspaces(), AllocatorConfig(), steps)
+    program = Program("test", card(name), Workspaces(), AllocatorConfig(), steps, world=world)
     with program.open():
         yield program
 
@@ -119,6 +119,31 @@ def test_there_is_no_second_gpu(make: Callable[[], object]) -> None:
         with pytest.raises(torch.AcceleratorError, match="CUDA error: invalid device ordinal"), torch.device("cuda:1"):
             torch.ones(3)
         assert torch.ones(3, device="cuda:0").is_cuda
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        torch.cuda.memory_allocated,
+        torch.cuda.max_memory_reserved,
+        torch.cuda.memory_summary,
+        torch.cuda.reset_peak_memory_stats,
+        torch.cuda.reset_accumulated_memory_stats,
+        torch.cuda.get_per_process_memory_fraction,
+    ],
+)
+def test_what_is_held_on_a_gpu_is_asked_by_its_number(ask: Callable[[Any], Any]) -> None:
+    """With one GPU there is no second; with two, this process has nothing on that of the other."""
+    with gpu():
+        ask(0)
+        with pytest.raises(RuntimeError, match=r"^Invalid device argument 1: did you call init\?$"):
+            ask("cuda:1")
+    with gpu(world=memsize.World(2, rank=1)):
+        kept = torch.ones(1024, device="cuda")
+        ask(0)
+        torch.cuda.reset_peak_memory_stats(0)
+        held = [torch.cuda.max_memory_allocated(device) for device in (None, 1, 0)]
+        assert held == [kept.nbytes, kept.nbytes, 0]
 
 
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")

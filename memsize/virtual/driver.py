@@ -4,7 +4,8 @@ The Python side of `torch.cuda`, `torch.accelerator` and `torch.backends` stays 
 guards, memory statistics and random generators all go through a few functions of `torch._C`, which CPU builds lack and
 CUDA builds answer only with a driver. Those are what is replaced here.
 
-Source: torch/cuda/__init__.py, memory.py, streams.py and random.py, torch/accelerator (2.11 to 2.14).
+Source: torch/cuda/__init__.py, memory.py, streams.py and random.py, torch/accelerator (2.11 to 2.14);
+c10/cuda/CUDACachingAllocator.cpp for a device that isn't there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 import torch
 
+from memsize.device.config import AllocatorConfig
 from memsize.records.gpu import Card
 from memsize.virtual.memory import DeviceMemory
 from memsize.virtual.seat import SEAT, check_index
@@ -176,6 +178,8 @@ class Driver:
     _current: _Current = field(default_factory=_Current)
 
     def __post_init__(self) -> None:
+        self._elsewhere = DeviceMemory(self.card.bytes, 0, AllocatorConfig(), (), {})
+        """What this process holds on the GPUs of other processes: nothing."""
         Stream.numbers = itertools.cycle(range(1, _STREAMS + 1))
 
     @property
@@ -213,12 +217,12 @@ class Driver:
             "_cuda_getDefaultStream": lambda device: (0, SEAT.index, _TYPE),
             "_cuda_getCurrentRawStream": lambda device: self.stream,
             "_cuda_setStream": self._set_stream,
-            "_cuda_memoryStats": lambda device: memory.stats(),
-            "_cuda_resetPeakMemoryStats": lambda device: memory.reset_peaks(),
-            "_cuda_resetAccumulatedMemoryStats": lambda device: memory.reset_accumulated(),
+            "_cuda_memoryStats": lambda device: self._memory_on(device).stats(),
+            "_cuda_resetPeakMemoryStats": lambda device: self._memory_on(device).reset_peaks(),
+            "_cuda_resetAccumulatedMemoryStats": lambda device: self._memory_on(device).reset_accumulated(),
             "_cuda_emptyCache": lambda *pool: memory.empty_cache(),
-            "_cuda_getMemoryFraction": lambda device: memory.fraction,
-            "_cuda_setMemoryFraction": lambda fraction, device: memory.set_fraction(fraction),
+            "_cuda_getMemoryFraction": lambda device: self._memory_on(device).fraction,
+            "_cuda_setMemoryFraction": lambda fraction, device: self._memory_on(device).set_fraction(fraction),
             "_cuda_getAllocatorBackend": _returning("native"),
             "_host_emptyCache": _returning(None),
             "_nccl_version": _returning(_NCCL),
@@ -242,12 +246,22 @@ class Driver:
             "_accelerator_setStream": lambda stream: self._set_stream(stream.stream_id),
             "_accelerator_synchronizeDevice": _returning(None),
             "_accelerator_emptyCache": lambda *device: memory.empty_cache(),
-            "_accelerator_getDeviceStats": lambda device: memory.stats(),
-            "_accelerator_getMemoryInfo": lambda device: (memory.free, memory.total),
+            "_accelerator_getDeviceStats": lambda device: self._memory_on(device).stats(),
+            "_accelerator_getMemoryInfo": self._memory_info,
             "_accelerator_isAllocatorInitialized": _returning(True),
-            "_accelerator_resetPeakStats": lambda device: memory.reset_peaks(),
-            "_accelerator_resetAccumulatedStats": lambda device: memory.reset_accumulated(),
+            "_accelerator_resetPeakStats": lambda device: self._memory_on(device).reset_peaks(),
+            "_accelerator_resetAccumulatedStats": lambda device: self._memory_on(device).reset_accumulated(),
         }
+
+    def _memory_on(self, device: int) -> DeviceMemory:
+        """What this process holds on a device; raises PyTorch's error for one that isn't there."""
+        if not 0 <= device < SEAT.count:
+            raise RuntimeError(f"Invalid device argument {device}: did you call init?")
+        return self.memory if device == SEAT.index else self._elsewhere
+
+    def _memory_info(self, device: int) -> tuple[int, int]:
+        check_index(device)
+        return self.memory.free, self.memory.total
 
     def _set_stream(self, stream_id: int, device_index: int = 0, device_type: int = _TYPE) -> None:
         self._current.stream = stream_id
