@@ -8,6 +8,7 @@ import runpy
 import sys
 import textwrap
 import threading
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -966,6 +968,71 @@ def test_files_that_were_there_are_left_alone_and_weights_are_not_written(tmp_pa
     assert (tmp_path / "newer.txt").read_text(encoding="utf-8") == "2"
     assert any(line.startswith("1.00 MiB to") for line in found.unwritten)
     (tmp_path / "old.txt").write_text("still mine to write", encoding="utf-8")
+
+
+HELD = 64 * MiB
+PEAK = Path("/proc/self/clear_refs")
+
+
+def _from_safetensors(path: Path) -> Any:
+    with safetensors.safe_open(path, "pt", device="cuda") as file:
+        return {"w": file.get_slice("w")[...], "scale": file.get_tensor("scale")}
+
+
+@pytest.mark.skipif(not os.access(PEAK, os.W_OK), reason="only Linux tells the most memory since a moment")
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda path: torch.load(path, map_location="cuda"),
+        lambda path: torch.load(path, map_location=lambda storage, location: storage.cuda()),
+        lambda path: safetensors.torch.load_file(path.with_suffix(".safetensors"), device="cuda"),
+        lambda path: _from_safetensors(path.with_suffix(".safetensors")),
+    ],
+)
+def test_a_checkpoint_for_the_gpu_is_not_read(tmp_path: Path, load: Callable[[Path], Any]) -> None:
+    weights = {"w": torch.arange(HELD, dtype=torch.uint8), "scale": torch.ones(())}
+    torch.save(weights, tmp_path / "w.pt")
+    safetensors.torch.save_file(weights, tmp_path / "w.safetensors")
+    with gpu():
+        torch.ones(3, device="cuda")
+        PEAK.write_text("5", encoding="ascii")  # the peak is counted anew from here (man proc_pid_clear_refs)
+        before = _most_memory()
+        found = load(tmp_path / "w.pt")
+        assert _most_memory() - before < HELD // 2
+        assert [(str(each.device), tuple(each.shape)) for each in (found["w"], found["scale"])] == [
+            ("cuda:0", (HELD,)),
+            ("cuda:0", ()),
+        ]
+        assert torch.cuda.memory_allocated() == HELD + 512
+
+
+def _most_memory() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("location", [None, "cpu", {"cuda:0": "cpu"}])
+def test_what_is_loaded_to_the_cpu_has_its_values_for_good(tmp_path: Path, location: Any) -> None:
+    path = tmp_path / "w.pt"
+    torch.save({"w": torch.arange(5.0)}, path)
+    with gpu():
+        found = torch.load(path, map_location=location)["w"]
+    torch.save({"w": torch.zeros(5)}, path)
+    assert found.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("form", ["old", "packed"])
+def test_checkpoints_that_cannot_be_mapped_are_read(tmp_path: Path, form: str) -> None:
+    path, packed = tmp_path / "w.pt", tmp_path / "packed.pt"
+    torch.save({"w": torch.arange(5.0)}, path, _use_new_zipfile_serialization=form != "old")
+    if form == "packed":
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+            for name in old.namelist():
+                new.writestr(name, old.read(name))
+        packed.replace(path)
+    with gpu():
+        assert torch.load(path)["w"].tolist() == [0, 1, 2, 3, 4]
+        assert torch.load(path, map_location="cuda")["w"].is_cuda
 
 
 def test_tensors_have_addresses_of_their_own() -> None:

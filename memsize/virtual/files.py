@@ -19,6 +19,7 @@ import torch
 
 from memsize.internals.pytree import tensors_in
 from memsize.units import format_bytes
+from memsize.virtual.checkpoints import mapped, opened
 from memsize.virtual.tensors import Replacement
 
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
@@ -93,11 +94,13 @@ class Files:
     def replacements(self) -> Iterator[Replacement]:
         """`torch.save` and its like: stand-ins are kept in memory, from where the program may load them again."""
         yield torch, "save", self._saving(torch.save)
-        yield torch, "load", self._loading(torch.load)
+        yield torch, "load", self._loading(mapped(torch.load))
         if find_spec("safetensors"):
             import safetensors.torch
 
             yield safetensors.torch, "save_file", self._saving_named(safetensors.torch.save_file)
+            for owner in (safetensors, safetensors.torch):
+                yield owner, "safe_open", opened(safetensors.safe_open)
 
     def _saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
