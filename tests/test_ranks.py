@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 import memsize
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.records.aggregates import alive
+from memsize.records.program import ProgramRun
 from memsize.records.trace import Trace
 from memsize.records.world import World
 from tests.ranks import BLOCK, LAYERS, PARAMETERS, WIDTH, Block, Model, Step, ddp, fsdp, tensor_parallel
@@ -63,6 +65,26 @@ def test_a_rank_stores_its_shards_and_the_optimizer_state_of_them(sharded: Trace
     # two moments of each shard, and a counter of 4 bytes for each of the 10 parameters, which AdamW keeps on the CPU
     assert held["optimizer state"] == 2 * PARAMETERS * 4 // 8
     assert sum(tensor.bytes for tensor in sharded.tensors) == PARAMETERS * 4 // 8
+
+
+def test_shards_of_a_model_without_memory_are_there_once_it_has_some(tmp_path: Path) -> None:
+    """As most large models are made: on `meta`, sharded there, given memory, and then filled."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom tests.ranks import Model, fsdp\n"
+        "torch.distributed.init_process_group()\n"
+        "with torch.device('meta'):\n    model = Model()\n"
+        "body = fsdp()(model)\n"
+        "model.to_empty(device='cuda')\n"
+        "for each in model.parameters():\n    torch.nn.init.trunc_normal_(each)\n"
+        "for _ in range(2):\n    body(torch.zeros(2, 8, dtype=torch.long, device='cuda'))\n"
+    )
+    run = memsize.run(script, gpu="t4", gpus=8, rank=3)
+    assert isinstance(run, ProgramRun) and run.steps == 2
+    held = at_the_end(run.trace)
+    assert held["parameter"] == PARAMETERS * 4 // 8
+    assert held["optimizer state"] == 2 * PARAMETERS * 4 // 8
+    assert all(each.op != "_foreach_copy_" for each in run.trace.storages)  # what gathers them reads no others
 
 
 def test_at_most_two_layers_are_whole_beside_the_root(sharded: Trace) -> None:

@@ -74,7 +74,20 @@ def test_tensors_on_the_gpu_say_so_and_those_on_the_cpu_keep_their_values() -> N
         assert here.cuda().device == here.to("cuda:0", non_blocking=True).device == torch.device("cuda", 0)
         assert here.type(torch.cuda.FloatTensor).is_cuda
         assert here.cuda().cpu().device == torch.device("cpu")
-        assert "cuda:0" in repr(there)
+        assert "cuda:0" in repr(there) and "size=(2, 3)" in repr(there)
+
+
+def test_only_what_the_program_puts_on_meta_says_that_it_is_there() -> None:
+    with gpu():
+        model = nn.Linear(4, 4, device="meta")
+        assert model.weight.is_meta and not torch.ones(2, device="cuda").is_meta and not torch.ones(2).is_meta
+        model.to_empty(device="cuda")
+        assert not model.weight.is_meta
+        with torch.device("cuda"):  # a mode, which is asked for attributes too
+            assert not torch.ones(2).is_meta and torch.ones(2).to("cuda").is_cuda
+        nn.init.trunc_normal_(model.weight)  # draws until all are in range
+        nn.init.orthogonal_(model.weight)
+    assert model.weight.is_meta
 
 
 @pytest.mark.parametrize(

@@ -209,11 +209,11 @@ NOT_COUNTED: Final = (
         _OPT,
         "the table repeats the figures of 1,024 tokens in the rows of 2,048",
     ),
-    ("LitGPT on several GPUs", _LITGPT, "memsize does not predict one rank of FSDP yet"),
+    ("LitGPT on several GPUs", _LITGPT, "its script of that release wants FSDP1 and an older PyTorch"),
     (
         "Llama 3 with torchtitan",
         "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
-        "the same, with up to 256 GPUs",
+        "its own script runs instead: see [one rank of many](ranks.md#beside-a-published-run)",
     ),
     (
         "Llama-3.1-8B with torchao's generate.py",

@@ -26,6 +26,7 @@ from memsize.constants.propagation import assumption_of, draws_one_number, middl
 from memsize.constants.toeplitz import diagonals_of, filled
 from memsize.constants.values import constant_of, is_small, set_constant, state_of
 from memsize.errors import DataDependentError
+from memsize.internals.meta import is_meta
 from memsize.internals.meta_memo import MetaMemo
 from memsize.internals.pytree import map_tensors, tensors_in
 from memsize.internals.user_code import running_line
@@ -61,7 +62,7 @@ class Evaluator:
         result = NotImplemented if special is None else special(self, *args, **kwargs)
         if result is not NotImplemented:
             return result
-        if op.data_dependent is not None and args[0].is_meta:
+        if op.data_dependent is not None and is_meta(args[0]):
             result = op.data_dependent(self.rely_on, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -106,7 +107,7 @@ class Evaluator:
     def _item(self, tensor: torch.Tensor) -> Any:
         value = constant_of(tensor)
         if value is not None:
-            self._decide_on(first_assumption([state_of(tensor)]) if tensor.is_meta else None)
+            self._decide_on(first_assumption([state_of(tensor)]) if is_meta(tensor) else None)
             return value.item()
         if tensor.is_floating_point():
             self._decide_on(ITEM_IS_ONE)
@@ -143,7 +144,7 @@ class Evaluator:
     def _to(self, tensor: torch.Tensor, **options: Any) -> Any:
         """A copy to the CPU, where tensors have values."""
         device = options.get("device")
-        if not tensor.is_meta or device is None or device.type != "cpu":
+        if not is_meta(tensor) or device is None or device.type != "cpu":
             return NotImplemented
         value, diagonals = constant_of(tensor), diagonals_of(tensor)
         if diagonals is not None:
@@ -162,9 +163,9 @@ class Evaluator:
         What they ask for is made here: PyTorch's `meta` kernel concatenates steps in Python that imports torch._dynamo.
         Wrong lengths are left to it (aten/src/ATen/native/PackedSequence.cpp), as their checks come first.
         """
-        if not data.is_meta:
+        if not is_meta(data):
             return NotImplemented
-        lengths = self._to(lengths, device=_CPU) if lengths.is_meta else lengths
+        lengths = self._to(lengths, device=_CPU) if is_meta(lengths) else lengths
         samples, longest = data.shape[:2] if batch_first else data.shape[1::-1]
         steps = lengths.tolist()
         in_order = len(steps) == samples and steps == sorted(steps, reverse=True)
@@ -175,7 +176,7 @@ class Evaluator:
 
     def _left_aligned(self, tensor: torch.Tensor, _mask: torch.Tensor) -> Any:
         """Whether a padded batch can become a nested tensor, which is not followed here."""
-        if not tensor.is_meta:
+        if not is_meta(tensor):
             return NotImplemented
         self.rely_on(PADDING_COMPUTED)
         return False
@@ -185,7 +186,7 @@ class Evaluator:
     def _on_cpu(self, func: Any, op: OpTraits, args: Any, kwargs: Any) -> Any:
         tensors = list(tensors_in((args, kwargs)))
         self._check_possible(func, op, tensors)
-        if sum(t.numel() * t.element_size() for t in tensors if t.is_meta) > _HOST_LIMIT:
+        if sum(t.numel() * t.element_size() for t in tensors if is_meta(t)) > _HOST_LIMIT:
             raise NotImplementedError(
                 f"{func} has no meta kernel, and its arguments are too large to run it on the CPU instead"
             ) from None
@@ -201,10 +202,10 @@ class Evaluator:
         decides = [t for t in tensors if op.dynamic and (len(tensors) == 1 or not t.is_floating_point())]
         if any(constant_of(t) is None for t in decides):
             raise DataDependentError(f"the output shape of {func._overloadpacket} depends on the data")
-        self.rely_on(first_assumption([state_of(t) for t in decides if t.is_meta]))
+        self.rely_on(first_assumption([state_of(t) for t in decides if is_meta(t)]))
 
     def _with_host_tensors_moved(self, func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
-        there = map_tensors(lambda each: each if each.is_meta else _to_meta_with_constant(each), (args, kwargs))
+        there = map_tensors(lambda each: each if is_meta(each) else _to_meta_with_constant(each), (args, kwargs))
         try:
             result = func(*there[0], **there[1])
         except RuntimeError:
@@ -231,7 +232,7 @@ def is_special(name: str) -> bool:
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor as a meta tensor. There are no quantized meta tensors: these stay where they are."""
-    return tensor if tensor.is_meta or tensor.is_quantized else tensor.to("meta")
+    return tensor if is_meta(tensor) or tensor.is_quantized else tensor.to("meta")
 
 
 def _to_meta_with_constant(tensor: torch.Tensor) -> torch.Tensor:
@@ -255,7 +256,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 def _mixes_devices(args: Any, kwargs: Any) -> bool:
     """Whether tensors of two devices meet, single numbers on the CPU aside: those go with any device."""
     tensors = tensors_in((args, kwargs))
-    return len({tensor.device.type for tensor in tensors if tensor.dim() or tensor.is_meta}) > 1
+    return len({tensor.device.type for tensor in tensors if tensor.dim() or is_meta(tensor)}) > 1
 
 
 def _plausible(dtype: torch.dtype) -> Any:

@@ -39,6 +39,7 @@ from memsize.constants.values import (
     state_of,
     true_share_of,
 )
+from memsize.internals.meta import is_meta
 from memsize.internals.pytree import map_tensors, tensors_in
 
 _aten = torch.ops.aten
@@ -98,7 +99,7 @@ def middle_of_range(size: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 def _propagate_constants(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     first = result[0] if isinstance(result, (tuple, list)) and result else result
-    if not isinstance(first, torch.Tensor) or not first.is_meta:
+    if not isinstance(first, torch.Tensor) or not is_meta(first):
         return
     real = _real_arguments(args, kwargs)
     state = _state_for(op, func, args, kwargs)
@@ -112,7 +113,7 @@ def _propagate_constants(op: OpTraits, func: Any, args: Any, kwargs: Any, result
         # Few enough to be stored one by one, should some of them be written to.
         state, values = state.for_view(), (value.clone(memory_format=torch.contiguous_format) for value in values)
     for tensor, value in zip(tensors_in(result), values, strict=False):
-        if tensor.is_meta and tensor.shape == value.shape:
+        if is_meta(tensor) and tensor.shape == value.shape:
             set_constant(tensor, value, state)
     if computed is not None or follow(op, func, args, kwargs, result, ConstantState(state.assumption)):
         return
@@ -223,7 +224,7 @@ def _expand_share(source: torch.Tensor, result: torch.Tensor, state: ConstantSta
 
 def _propagate_empty(result: torch.Tensor) -> None:
     """Uninitialized memory reads as zeros, so that what a model makes of it is the same in every run."""
-    if result.is_meta and result.numel() and is_small(result):
+    if is_meta(result) and result.numel() and is_small(result):
         set_constant(result, torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
 
 
@@ -245,7 +246,7 @@ def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
     if op.choice is not None:
         indices = result[op.choice[0]] if isinstance(result, (tuple, list)) else result
         spread_evenly(indices, *op.choices(args, kwargs))
-    elif not isinstance(result, torch.Tensor) or not result.is_meta:
+    elif not isinstance(result, torch.Tensor) or not is_meta(result):
         return
     elif op.checks:
         set_uniform(result, True, CHECKS_PASS)
@@ -270,10 +271,10 @@ def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
 
 def _share_state(source: Any, result: Any) -> None:
     """Views of data share the state of `source`: a write through one of them reaches the constants of the others."""
-    state = state_of(source) if isinstance(source, torch.Tensor) and source.is_meta else None
+    state = state_of(source) if isinstance(source, torch.Tensor) and is_meta(source) else None
     if state is not None:
         for tensor in tensors_in(result):
-            if tensor.is_meta:
+            if is_meta(tensor):
                 set_constant(tensor, None, state)
 
 

@@ -25,6 +25,7 @@ from memsize.constants.values import (
     set_constant,
     state_of,
 )
+from memsize.internals.meta import is_meta
 from memsize.internals.pytree import map_tensors, tensors_in
 
 
@@ -58,7 +59,7 @@ def set_diagonals(tensor: Tensor, diagonals: Tensor, state: ConstantState) -> Te
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in `dtype`, with what is known of it."""
     result = tensor.to(dtype)
-    if result is tensor or not tensor.is_meta:
+    if result is tensor or not is_meta(tensor):
         return result
     value, diagonals, state = constant_of(tensor), diagonals_of(tensor), state_of(tensor)
     if state is None or (value is None and diagonals is None):
@@ -89,7 +90,7 @@ def follow(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Any, state: 
     """Keep what is known of `result`, whose arguments are known in full or by their diagonals; returns whether anything
     is.
     """
-    if not isinstance(result, Tensor) or not result.is_meta:
+    if not isinstance(result, Tensor) or not is_meta(result):
         return False
     if op.name in _REDUCTIONS and len(args) == 1:
         diagonals = diagonals_of(args[0])
@@ -134,7 +135,7 @@ def _followed(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Tensor) -
 
 def _along(tensor: Tensor, shape: torch.Size) -> Tensor | None:
     """`tensor` along the diagonals of a result of this shape: one number for each, or a single one."""
-    diagonals = diagonals_of(tensor) if tensor.is_meta else None
+    diagonals = diagonals_of(tensor) if is_meta(tensor) else None
     real = constant_of(tensor) if diagonals is None else None
     if real is not None and real.numel() and is_uniform(real):
         return real.as_strided((1,) * min(real.dim(), 1), (1,) * min(real.dim(), 1), real.storage_offset())

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from memsize.internals.meta import is_meta
+
 MAX_INTEGER_ELEMENTS = 2**18
 """Integer and boolean constants are kept up to this many elements: the mask of 512 × 512 positions."""
 MAX_ASSUMED_ELEMENTS = 2**22
@@ -83,7 +85,7 @@ def set_constant(tensor: torch.Tensor, value: Any, state: ConstantState | None =
 
 def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The real values of `tensor`: its own when it is on the CPU, those kept beside it, or None."""
-    if not tensor.is_meta:
+    if not is_meta(tensor):
         return tensor
     entry = tensor.__dict__.get(CONSTANT)
     if entry is None or not entry[1].valid:
@@ -110,7 +112,7 @@ def state_of(tensor: torch.Tensor) -> ConstantState | None:
 
 def true_share_of(tensor: torch.Tensor) -> float | None:
     """The share of True in a boolean `tensor`, where that is all that is known of it."""
-    state = state_of(tensor) if tensor.is_meta else None
+    state = state_of(tensor) if is_meta(tensor) else None
     return state.true_share if state is not None and state.valid else None
 
 

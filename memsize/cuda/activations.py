@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memsize.cuda.semantics import current
 from memsize.internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.internals.meta import is_meta
 
 
 def kernels() -> Mapping[str, Kernel]:
@@ -21,7 +22,7 @@ def kernels() -> Mapping[str, Kernel]:
 
 def _mish_backward(grad: Tensor, tensor: Tensor) -> Tensor:
     semantics = current()
-    is_stand_in = semantics is not None and semantics.meta and tensor.is_meta
+    is_stand_in = semantics is not None and semantics.meta and is_meta(tensor)
     with key_excluded:
         if is_stand_in and not torch.is_grad_enabled():  # else autograd wants the formula
             with torch._C._AutoDispatchBelowAutograd():

@@ -21,6 +21,7 @@ from torch import Tensor
 from memsize.cuda import autocast
 from memsize.cuda.semantics import Semantics, current
 from memsize.internals.dispatch_key import KEY, Kernel, exclude, key_excluded, overload
+from memsize.internals.meta import is_meta
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -231,7 +232,7 @@ def _attention(
             call = _call(tensors, dropout_p, is_causal, scale, enable_gqa, semantics)
             backend = choose_backend(call)
             # CUDA's own kernels have rules for meta tensors, but none for CPU tensors.
-            if query.is_meta or backend == "math":
+            if is_meta(query) or backend == "math":
                 return _RUNS[backend](call._replace(mask=_additive(call.mask, call.query.dtype)))
         plain = overload("scaled_dot_product_attention")
         result: Tensor = plain(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -18,6 +18,7 @@ from torch import Tensor
 from memsize.cuda.registry import Temporary, copies_of, copy_unless_contiguous, same_dtype, temporaries_of
 from memsize.cuda.semantics import current
 from memsize.internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.internals.meta import is_meta
 from memsize.meta_kernels.tensors import accumulation
 
 _TRAINING_BATCH, _EVALUATION_BATCH = 880_801, 65_535
@@ -84,7 +85,7 @@ def _batch_norm(
 def _stands_in(tensor: Tensor) -> bool:
     """Whether CUDA's kernel can be called for its result on `tensor`; on the CPU it could not run."""
     semantics = current()
-    return semantics is not None and semantics.meta and tensor.is_meta
+    return semantics is not None and semantics.meta and is_meta(tensor)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from memsize.cuda import autocast
 from memsize.cuda.semantics import Semantics, current
 from memsize.internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.internals.meta import is_meta
 from memsize.meta_kernels.registry import shape_rule
 from memsize.meta_kernels.strides import Shape, contiguous
 from memsize.meta_kernels.tensors import are_plain, empty, like
@@ -67,7 +68,7 @@ def _layers(name: str, form: str) -> Kernel:
                 found = run(MODES[name], semantics, *args)
                 if found is not None:
                     return found[: 3 if name == "lstm" else 2]
-            if not args[0].is_meta:
+            if not is_meta(args[0]):
                 return overload(f"{name}.{form}")(*args)
         # The operator is a composite: what it calls is seen again, and cast by autocast.
         return getattr(getattr(torch.ops.aten, name), form).decompose(*args)
@@ -77,7 +78,7 @@ def _layers(name: str, form: str) -> Kernel:
 
 def _takes_cudnn(tensor: Tensor, semantics: Semantics) -> bool:
     """Whether cuDNN takes this input. A CPU tensor can stand for a GPU's, but cuDNN could not run it."""
-    if not (semantics.meta and tensor.is_meta and tensor.numel() and torch._C._get_cudnn_enabled()):
+    if not (semantics.meta and is_meta(tensor) and tensor.numel() and torch._C._get_cudnn_enabled()):
         return False
     if tensor.dtype is torch.bfloat16:
         return semantics.cudnn >= _BFLOAT16_CUDNN and semantics.capability >= _BFLOAT16_CAPABILITY
@@ -106,7 +107,7 @@ def _run_packed(
 
 def _values(sizes: Tensor) -> list[int] | None:
     """How many sequences take part in each step; None where only the data could tell."""
-    if not sizes.is_meta:
+    if not is_meta(sizes):
         return sizes.tolist()
     from memsize.constants.values import constant_of
 
@@ -218,7 +219,7 @@ def _gru_cell(
 def _fused(name: str, tensor: Tensor, hidden: Tensor, state: Tensor, weights: tuple[Tensor | None, ...]) -> Any:
     """What the fused kernel returns; None where it does not run: on the CPU, and, for a GRU, outside of a trace."""
     semantics = current()
-    if semantics is None or not (semantics.meta and tensor.is_meta):
+    if semantics is None or not (semantics.meta and is_meta(tensor)):
         return None
     input_weight, hidden_weight, *biases = weights
     assert input_weight is not None and hidden_weight is not None

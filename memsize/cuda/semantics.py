@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from memsize.internals.dispatch_key import KEY, exclude, include, is_excluded, is_included
+from memsize.internals.meta import is_meta
 
 CastObserver = Callable[[Tensor, Tensor], None]
 STAND_INS = frozenset({"meta", "cpu"})
@@ -45,7 +46,7 @@ class Semantics:
 
     def stands_for_cuda(self, tensor: Tensor) -> bool:
         """Whether `tensor` would be on the GPU."""
-        return (self.meta and tensor.is_meta) or (self.cpu and tensor.is_cpu)
+        return (self.meta and is_meta(tensor)) or (self.cpu and tensor.is_cpu)
 
 
 class _Thread(threading.local):

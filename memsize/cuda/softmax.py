@@ -16,6 +16,7 @@ from torch import Tensor
 from memsize.cuda.registry import Temporary, copies_of, copy_unless_contiguous, result_first, temporaries_of
 from memsize.cuda.semantics import current
 from memsize.internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.internals.meta import is_meta
 
 _aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def _widening(name: str) -> Kernel:
         nonlocal plain, fused
         plain, fused = plain or overload(f"{name}.int"), fused or overload(f"_{name}")
         semantics = current()
-        is_stand_in = semantics is not None and semantics.meta and tensor.is_meta
+        is_stand_in = semantics is not None and semantics.meta and is_meta(tensor)
         with key_excluded:
             widens = is_stand_in and tensor.dtype is torch.float16 and dtype is torch.float32
             result: Tensor = fused(tensor, dim, True) if widens else plain(tensor, dim, dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from memsize.internals.meta import is_meta
 from memsize.meta_kernels import strides as layout
 from memsize.meta_kernels.registry import Rule, overloads, shape_rule
 from memsize.meta_kernels.tensors import (
@@ -107,7 +108,7 @@ def _operands(*values: Any) -> list[Tensor] | None:
         if not isinstance(value, Tensor):
             if isinstance(value, complex):
                 return None
-        elif value.is_meta:
+        elif is_meta(value):
             if not are_plain(value):
                 return None
             found.append(value)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memsize.internals.meta import is_meta
 from memsize.meta_kernels import strides as layout
 
 Tensor = torch.Tensor
@@ -67,7 +68,12 @@ def are_plain(*tensors: Any) -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
-        if not isinstance(tensor, Tensor) or not tensor.is_meta or tensor.layout is not _STRIDED or tensor.is_complex():
+        if (
+            not isinstance(tensor, Tensor)
+            or not is_meta(tensor)
+            or tensor.layout is not _STRIDED
+            or tensor.is_complex()
+        ):
             return False
     return True
 

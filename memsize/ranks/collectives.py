@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memsize.constants.values import state_of
 from memsize.errors import InputError
+from memsize.internals.meta import is_meta
 from memsize.internals.pytree import arguments_in
 from memsize.records.world import CollectiveKind
 
@@ -120,7 +121,7 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     """What an operator of ``c10d`` on given buffers returns: those, and work that is done already."""
     buffers = list(_tensors(args[:1]))
     for tensor in () if kind in _LEFT else buffers:
-        if tensor.is_meta and (state := state_of(tensor)) is not None:
+        if is_meta(tensor) and (state := state_of(tensor)) is not None:
             state.invalidate()
     results = [_done(buffers) if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)

@@ -28,6 +28,7 @@ def replacements(ledger: Ledger, aside: Region, in_pytorch: Region) -> Iterator[
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor._random import OffsetBasedRNGTracker
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +39,8 @@ def replacements(ledger: Ledger, aside: Region, in_pytorch: Region) -> Iterator[
     yield FSDPParam, name, _gathering(getattr(FSDPParam, name), ledger)
     name = "post_backward"
     yield FSDPParamGroup, name, _reducing(getattr(FSDPParamGroup, name), ledger)
+    # Each rank would be given its part of one sequence of random numbers; none are drawn here.
+    yield OffsetBasedRNGTracker, "distribute_region_enabled", property(lambda _: False, lambda *_: None)
     # It knows clocks of CPUs and CUDA only, and warns.
     distributed: Any = torch.distributed
     yield distributed.Logger, "set_runtime_stats_and_log", lambda logger: None

@@ -18,6 +18,7 @@ from memsize.constants.propagation import carry_over
 from memsize.cuda.convolution import Convolutions
 from memsize.cuda.matmul import takes_cublaslt
 from memsize.cuda.registry import Temporary
+from memsize.internals.meta import is_meta
 from memsize.internals.user_code import line_in_forward, line_of
 from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors
 from memsize.records.roles import Role
@@ -178,7 +179,7 @@ class Ledger(MetaDispatchMode):
 
     def _note(self, tensor: torch.Tensor, op: str) -> None:
         # Quantized tensors are really there: `meta` has none.
-        here = tensor.device == self.device if self._computes else tensor.is_meta
+        here = tensor.device == self.device if self._computes else is_meta(tensor)
         if here or tensor.is_quantized:
             self.enter(tensor, "temporary", op)
 

@@ -26,6 +26,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 
 from memsize.constants.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
 from memsize.constants.values import ConstantState, constant_of, set_constant
+from memsize.internals.meta import is_meta
 from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
 
@@ -192,13 +193,13 @@ def _moved_from_cpu(make: Function, data: Any, args: Any, kwargs: dict[str, Any]
 def _numbers(data: Any) -> Any:
     """`data` with its tensors' own numbers: PyTorch would read them below the dispatcher too."""
     if isinstance(data, Tensor):
-        return data.tolist() if data.is_meta else data
+        return data.tolist() if is_meta(data) else data
     return type(data)(map(_numbers, data)) if type(data) in (list, tuple) else data
 
 
 def _indexed(original: Function) -> Function:
     def indexed(tensor: Tensor, index: Any, *value: Any) -> Any:
-        if tensor.is_meta:
+        if is_meta(tensor):
             if type(index) is list:
                 index = _index(index)
             elif type(index) is tuple and any(type(each) is list for each in index):
@@ -214,7 +215,7 @@ def _assigned(original: Function) -> Function:
     """
 
     def assigned(tensor: Tensor, index: Any, value: Any) -> Any:
-        if tensor.is_meta and isinstance(value, (int, float, complex)):
+        if is_meta(tensor) and isinstance(value, (int, float, complex)):
             parts = index if type(index) is tuple else (index,)
             if not any(_is_looked_up(part) for part in parts):
                 value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
@@ -247,7 +248,7 @@ def _given_numbers(original: Function) -> Function:
 
 
 def _number(value: Any) -> Any:
-    is_number = isinstance(value, Tensor) and value.is_meta and not value.dim() and constant_of(value) is not None
+    is_number = isinstance(value, Tensor) and is_meta(value) and not value.dim() and constant_of(value) is not None
     return value.item() if is_number else value
 
 
@@ -258,7 +259,7 @@ def _formatted(original: Function) -> Function:
 
     def formatted(tensor: Tensor, spec: str) -> str:
         number = _number(tensor)
-        if number is tensor and spec and tensor.is_meta and not tensor.dim() and type(tensor) is Tensor:
+        if number is tensor and spec and is_meta(tensor) and not tensor.dim() and type(tensor) is Tensor:
             number = tensor.to("cpu").item()
         text: str = original(tensor, spec) if number is tensor else format(number, spec)
         return text
@@ -294,7 +295,7 @@ def _moved(original: Function) -> Function:
     """``x.to(device)``, the device in front or by keyword."""
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Tensor) and args[0].is_meta and not tensor.is_meta:
+        if args and isinstance(args[0], Tensor) and is_meta(args[0]) and not is_meta(tensor):
             args = (_META, args[0].dtype, *args[1:])
         elif args and not isinstance(args[0], (torch.dtype, Tensor)) and _names_cuda(args[0]):
             args = (_place_for(tensor), *args[1:])
@@ -315,7 +316,7 @@ def _moved_to_cuda(_: Function) -> Function:
 
 def _place_for(tensor: Tensor) -> torch.device:
     """Where `tensor` is moved to the GPU: PyTorch returns it as it is if that is the very device that it is on."""
-    return _THERE if tensor.is_meta else _META
+    return _THERE if is_meta(tensor) else _META
 
 
 def _with_states_moved(original: Function) -> Function:
@@ -324,7 +325,7 @@ def _with_states_moved(original: Function) -> Function:
     def called(tensor: Tensor, *args: Any) -> Any:
         place = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
         states = args[place]
-        if tensor.is_meta and any(not state.is_meta for state in tensors_in(states)):
+        if is_meta(tensor) and any(not is_meta(state) for state in tensors_in(states)):
             _thread.notes[-1][mixed_devices()] = None
             moved = map_tensors(lambda state: state.to(_META), states)
             args = (*args[:place], moved, *args[place + 1 :])
@@ -354,7 +355,7 @@ def _masks_cover_image(original: Function) -> Function:
     """
 
     def pasted(masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
-        if boxes.is_meta and constant_of(boxes) is None:
+        if is_meta(boxes) and constant_of(boxes) is None:
             height, width = img_shape
             corners = torch.tensor([0, 0, width, height], dtype=boxes.dtype, device="cpu")
             corners = corners.repeat(len(boxes), 1)
@@ -386,7 +387,7 @@ def _any_device(original: Function) -> Function:
     """FlexAttention refuses `meta` before it does anything."""
 
     def validated(query: Tensor, *others: Tensor) -> None:
-        if not query.is_meta:
+        if not is_meta(query):
             original(query, *others)
 
     return validated
@@ -396,7 +397,7 @@ def _fused_attention(original: Function) -> Function:
     from memsize.cuda.flex_attention import UNCOMPILED, fused
 
     def attended(query: Tensor, *args: Any) -> Any:
-        if not query.is_meta:
+        if not is_meta(query):
             return original(query, *args)
         _thread.notes[-1][UNCOMPILED] = None
         return fused(query, *args)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from memsize.internals.meta import is_meta
 from memsize.internals.pytree import tensors_in
 from memsize.units import format_bytes
 from memsize.virtual.checkpoints import mapped, opened
@@ -145,7 +146,7 @@ def _stand_in_bytes(value: Any) -> int:
     storages = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for tensor in tensors_in(value)
-        if tensor.is_meta and tensor.layout is torch.strided
+        if is_meta(tensor) and tensor.layout is torch.strided
     }
     return sum(storages.values())
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memsize.internals.meta import is_meta
 from memsize.internals.user_code import line_of, parsed, users_frames, variables
 from memsize.records.program import Holder
 
@@ -81,11 +82,11 @@ def _holding(places: Iterable[_Place]) -> Iterator[tuple[_Place, list[torch.Tens
             continue
         seen.add(id(place.value))
         if isinstance(place.value, torch.Tensor):
-            if place.value.is_meta and place.value.grad_fn is not None:
+            if is_meta(place.value) and place.value.grad_fn is not None:
                 yield place, [place.value]
             continue
         parts = list(_parts(place))
-        tensors = [part.value for part in parts if isinstance(part.value, torch.Tensor) and part.value.is_meta]
+        tensors = [part.value for part in parts if isinstance(part.value, torch.Tensor) and is_meta(part.value)]
         if tensors and isinstance(place.value, (*_COLLECTIONS, dict)):
             yield place, tensors
             parts = [part for part in parts if not isinstance(part.value, torch.Tensor)]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memsize.internals.meta import is_meta
 from memsize.virtual.tensors import Replacement
 
 
@@ -31,7 +32,7 @@ class Kept:
     def _swapping(self, original: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
         def swap(one: Tensor, other: Tensor) -> None:
             original(one, other)
-            if one.is_meta and not other.is_meta:
+            if is_meta(one) and not is_meta(other):
                 self._swapped.append((one, other))
 
         return swap
@@ -39,7 +40,7 @@ class Kept:
     def _applying(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
+                if buffer is not None and not is_meta(buffer):
                     self._buffers.append((module, name, buffer))
             return original(module, *args, **kwargs)
 
@@ -52,9 +53,9 @@ class Kept:
             yield
         finally:
             for one, other in reversed(self._swapped):
-                if one.is_meta:
+                if is_meta(one):
                     torch._C._swap_tensor_impl(one, other)
             for module, name, buffer in reversed(self._buffers):
                 now = module._buffers.get(name)
-                if now is not None and now.is_meta:
+                if now is not None and is_meta(now):
                     module._buffers[name] = buffer

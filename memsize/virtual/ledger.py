@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memsize.internals.meta import is_meta
 from memsize.internals.pytree import arguments_in
 from memsize.model.tensor_storage import plain_tensors
 from memsize.ranks.collectives import (
@@ -171,7 +172,7 @@ class VirtualLedger(Ledger):
                 _thread.depth -= 1
 
     def _is_on_gpu(self, func: Any, args: Any, device: torch.device | None) -> bool:
-        if on_gpu(args) or (func is _SET_STORAGE and args[0].is_meta):
+        if on_gpu(args) or (func is _SET_STORAGE and is_meta(args[0])):
             return True
         if device is None or device.type == "cpu" or (func is _TO_COPY and is_own_meta(args[0])):
             return False

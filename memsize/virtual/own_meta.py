@@ -13,20 +13,22 @@ from typing import Any
 
 from torch import Tensor
 
+from memsize.internals.meta import is_meta
+
 _storages: dict[int, weakref.finalize[Any, Any]] = {}
 """The addresses of their storages; what removes each when its storage dies."""
 
 
 def is_own_meta(tensor: Tensor) -> bool:
     """Whether `tensor` was put on `meta` by the program."""
-    return bool(_storages) and tensor.is_meta and _address(tensor) in _storages
+    return bool(_storages) and is_meta(tensor) and _address(tensor) in _storages
 
 
 def claim(result: Any) -> Any:
     """Let the `meta` tensors of `result`, which an op returned, be the program's own; returns it."""
     for tensor in _tensors((result,)):
         address = _address(tensor)
-        if tensor.is_meta and address not in _storages:
+        if is_meta(tensor) and address not in _storages:
             _storages[address] = weakref.finalize(tensor.untyped_storage(), _storages.pop, address, None)
     return result
 
@@ -49,7 +51,7 @@ def on_gpu(args: Iterable[Any]) -> bool:
     """Whether any argument of an op is a stand-in for a tensor on the GPU."""
     for item in args:
         if isinstance(item, Tensor):
-            if item.is_meta and not is_own_meta(item):
+            if is_meta(item) and not is_own_meta(item):
                 return True
         elif isinstance(item, (list, tuple)) and item and type(item[0]) is not int and on_gpu(item):
             return True

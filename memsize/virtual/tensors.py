@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memsize.constants.values import CONSTANT
+from memsize.internals.meta import is_meta
 from memsize.virtual.ledger import below_autograd
 from memsize.virtual.own_meta import is_own_meta
 from memsize.virtual.seat import SEAT, check_index
@@ -42,6 +43,7 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     """What `Tensor` has to answer; `moved` is called with each parameter whose data went to the GPU."""
     original_type = Tensor.type
     yield Tensor, "device", property(lambda t: SEAT.device if is_stand_in(t) else _device.__get__(t))
+    yield Tensor, "is_meta", property(lambda t: is_meta(t) and not is_stand_in(t))
     yield Tensor, "is_cuda", property(lambda t: is_stand_in(t) or _is_cuda.__get__(t))
     yield Tensor, "data", property(_data.__get__, _setter(moved))
     yield Tensor, "to", _with_data(Tensor.to)
@@ -60,12 +62,14 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     yield torch, "Generator", Generator
     yield from ((torch.cuda, name, _OldType(name, (), {"dtype": dtype})) for name, dtype in _TYPES.items())
     yield torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type)
+    yield nn.init, "_no_grad_trunc_normal_", _filled(nn.init._no_grad_trunc_normal_)
+    yield torch._tensor_str, "_tensor_str", _values_as_text(torch._tensor_str._tensor_str)
     yield torch._utils, "_get_obj_state", _state_to_pickle(torch._utils._get_obj_state)
 
 
 def is_stand_in(tensor: Tensor) -> bool:
     """Whether the user's code is to see `tensor` on the GPU."""
-    return tensor.is_meta and not below_autograd() and not is_own_meta(tensor)
+    return is_meta(tensor) and not below_autograd() and not is_own_meta(tensor)
 
 
 def _with_data(original: Callable[..., Tensor], always: bool = False) -> Callable[..., Tensor]:
@@ -85,6 +89,16 @@ def _goes_to_gpu(*args: Any, **kwargs: Any) -> bool:
         return is_stand_in(args[0])
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
     return device is not None and device.type == "cuda"
+
+
+def _filled(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """It reads whether to draw again: there are no numbers, and it would never end."""
+    return lambda t, *args, **options: t if is_stand_in(t) else original(t, *args, **options)
+
+
+def _values_as_text(original: Callable[[Tensor, int], str]) -> Callable[[Tensor, int], str]:
+    """PyTorch reads each number that it prints, and there are none."""
+    return lambda t, indent: f"..., size={tuple(t.shape)}" if is_stand_in(t) else original(t, indent)
 
 
 def _tensor_address(tensor: Tensor) -> int:
@@ -117,14 +131,14 @@ def _setter(moved: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]
     """
 
     def assign(tensor: Tensor, value: Tensor) -> None:
-        if tensor.is_meta == value.is_meta:
+        if is_meta(tensor) == is_meta(value):
             _data.__set__(tensor, value)
             return
         fresh, grad = value.detach().requires_grad_(tensor.requires_grad), tensor.grad
         torch._C._swap_tensor_impl(tensor, fresh)
         if grad is not None:  # its data is replaced next, as that of a gradient that is still elsewhere
             tensor.grad = torch.empty((), dtype=grad.dtype, device=value.device).expand(grad.shape)
-        if tensor.is_meta and isinstance(tensor, nn.Parameter):
+        if is_meta(tensor) and isinstance(tensor, nn.Parameter):
             moved(tensor)
 
     return assign
@@ -144,7 +158,7 @@ def _by_number(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compatible(original: Callable[[Tensor, Tensor], bool]) -> Callable[[Tensor, Tensor], bool]:
-    return lambda old, new: old.is_meta != new.is_meta or original(old, new)
+    return lambda old, new: is_meta(old) != is_meta(new) or original(old, new)
 
 
 def _type(original: Callable[..., Any]) -> Callable[..., Any]:
