@@ -51,6 +51,10 @@ def test_misspelt(memsize):
 def test_fails_of_itself(memsize):
     assert 1 == 2
 
+@pytest.mark.memsize_limit(parameters=1)
+def test_without_the_fixture():
+    pass
+
 @pytest.mark.parametrize("width", [8, 9])
 def test_table(memsize, width):
     memsize.table(net(width), (16,))
@@ -77,14 +81,15 @@ def tables(project: pytest.Pytester) -> dict[str, str]:
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_limits_and_tables(project: pytest.Pytester, workers: tuple[str, ...]) -> None:
     result = run(project, *workers, "--memsize-update")
-    # test_holds, test_fits and both tables pass; two limits are broken, one fails of itself; two are errors.
-    result.assert_outcomes(passed=5, failed=3, errors=2)
+    # test_holds, test_fits and both tables pass; two limits are broken, one fails of itself; three are errors.
+    result.assert_outcomes(passed=5, failed=3, errors=3)
     result.stdout.fnmatch_lines_random(
         [
             "parameters: <0.01 MiB, <0.01 MiB over the limit of <0.01 MiB, mostly in 0 (<0.01 MiB) and 2 (<0.01 MiB).",
             "parameters: 172, 1 over the limit of 171, mostly in 0 (136) and 2 (36).",
             'memsize_limit(training_peak): no question of the test tells it; train="adamw" asks for training steps',
             "no limit 'paramters': did you mean parameters?",
+            "memsize_limit is checked by the fixture memsize, which the test doesn't use: name it among its arguments",
             "*= memsize =*",
             "test_net.py::test_holds: parameters <0.01 MiB of <0.01 MiB (67%)",
             "test_net.py::test_holds: trainable 172 of 172 (100%)",

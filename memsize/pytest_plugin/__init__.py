@@ -45,6 +45,14 @@ def memsize(request: pytest.FixtureRequest) -> Iterator[Memory]:
     memory.close()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test that has a limit of its own and nothing that would check it."""
+    limited = any(mark.name == "memsize_limit" for mark in item.own_markers)
+    if limited and "memsize" not in getattr(item, "fixturenames", ()):
+        why = "memsize_limit is checked by the fixture memsize, which the test doesn't use: name it among its arguments"
+        pytest.fail(why, pytrace=False)
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Remember that not all tests were run: what they use is not obsolete."""
     if items:

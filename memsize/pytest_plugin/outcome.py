@@ -25,8 +25,10 @@ class Outcome:
     obsolete: list[str] = field(default_factory=list)
 
     def checked(self, test: str, figure: Figure) -> None:
-        """Note a figure of a test beside its limit."""
-        self.figures.append(f"{test}: {figure.name} {_drawn(figure)}")
+        """Note a figure of a test beside its limit; two questions may tell the same."""
+        line = f"{test}: {figure.name} {_drawn(figure)}"
+        if line not in self.figures:
+            self.figures.append(line)
 
     def look_for_obsolete(self, tests: Iterable[pytest.Item]) -> None:
         """Note the stored tables whose test is not among `tests`, beside those that were compared.
