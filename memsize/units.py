@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Final
 
 from memsize.errors import InputError
@@ -14,6 +15,7 @@ GiB: Final = 1 << 30
 UNITS: dict[str, int] = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL: dict[str, int] = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BOTH = UNITS | DECIMAL
+_SMALLER: Final = dict(pairwise((*reversed(UNITS),))) | dict(pairwise(("TB", "GB", "MB", "kB", "B"))) | {"KB": "B"}
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -26,14 +28,23 @@ class Bytes(int):
 def format_bytes(count: int, unit: str = "MiB") -> str:
     """`count` bytes as text in `unit` (a key of `UNITS` or `DECIMAL`): ``format_bytes(36895604) == "35.19 MiB"``.
 
+    Less than a tenth of the unit is told in a smaller one, as in ``format_bytes(9640) == "9.41 KiB"``: two decimals of
+    the unit would say little of it.
+    """
+    while 0 < count < _BOTH[unit] / 10:
+        unit = _SMALLER[unit]
+    return f"{amount_in(count, unit)} {unit}"
+
+
+def amount_in(count: int, unit: str) -> str:
+    """`count` bytes in `unit`, without its name: a number of a column that has one unit.
+
     Two decimals, except that `B` is exact. A positive count too small to show is drawn as ``<0.01``: only nothing is 0.
     """
     if unit == "B":
-        return f"{count:,} B"
+        return f"{count:,}"
     amount = count / _BOTH[unit]
-    if count > 0 and amount < 0.005:
-        return f"<0.01 {unit}"
-    return f"{amount:,.2f} {unit}"
+    return "<0.01" if count > 0 and amount < 0.005 else f"{amount:,.2f}"
 
 
 def parse_bytes(text: str) -> int:

@@ -108,7 +108,7 @@ def test_a_run_over_time_names_its_phases_and_its_peak() -> None:
     assert list(axis.ticktext)[:3] == ["setup", "forward 1", "backward 1"]
     assert list(axis.tickvals)[:2] == [0, 3]
     assert figure.layout.yaxis.title.text == "memory, GiB"
-    assert peak.text == "0.02 GiB live in backward 1, body.0, mm"
+    assert peak.text == "16.00 MiB live in backward 1, body.0, mm"
     assert peak.y * 2**30 == 16 * MiB + 4
 
 

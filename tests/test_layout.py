@@ -385,7 +385,7 @@ def test_the_command(write: Write, capsys: pytest.CaptureFixture[str], monkeypat
     assert run(["layout", "net.py", "--input", "3,16,16", "--arg", "width=4", "-b", "2"]) == 0
     out, err = capsys.readouterr()
     # 2 images of 4 channels, 14 × 14: 2·4·196·4 = 6,272 B
-    assert "lost in the model itself at net.py:10" in out and "0.01 MiB" in out
+    assert "lost in the model itself at net.py:10" in out and "6.12 KiB" in out
     assert err == ""
     assert run(["layout", "net.py", "--input", "3,16,16", "-f", "json", "--scenario", "amp-fp16"]) == 0
     assert json.loads(capsys.readouterr().out)["scenario"] == "amp-fp16"

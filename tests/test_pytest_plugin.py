@@ -85,13 +85,13 @@ def test_limits_and_tables(project: pytest.Pytester, workers: tuple[str, ...]) -
     result.assert_outcomes(passed=5, failed=3, errors=3)
     result.stdout.fnmatch_lines_random(
         [
-            "parameters: <0.01 MiB, <0.01 MiB over the limit of <0.01 MiB, mostly in 0 (<0.01 MiB) and 2 (<0.01 MiB).",
+            "parameters: 0.67 KiB, 0.17 KiB over the limit of 0.50 KiB, mostly in 0 (0.53 KiB) and 2 (0.14 KiB).",
             "parameters: 172, 1 over the limit of 171, mostly in 0 (136) and 2 (36).",
             'memsize_limit(training_peak): no question of the test tells it; train="adamw" asks for training steps',
             "no limit 'paramters': did you mean parameters?",
             "memsize_limit is checked by the fixture memsize, which the test doesn't use: name it among its arguments",
             "*= memsize =*",
-            "test_net.py::test_holds: parameters <0.01 MiB of <0.01 MiB (67%)",
+            "test_net.py::test_holds: parameters 0.67 KiB of 1.00 KiB (67%)",
             "test_net.py::test_holds: trainable 172 of 172 (100%)",
             "test_net.py::test_one_too_many: parameters 172 of 171 (101%): over",
             "test_net.py::test_fits: fits_batch 16 fits",

@@ -21,7 +21,7 @@ from memsize.records.answer import Savable
 from memsize.records.codec import decode, encode
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
 from memsize.records.trace import Trace
-from memsize.units import format_bytes
+from memsize.units import amount_in, format_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -136,13 +136,16 @@ class StepTrace(Savable):
         stack = f" with {self.trace.stack}" if self.trace.stack else ""
         rank = f", {self.trace.world}" if self.trace.world.size > 1 else ""
         lines = [f"{self.trace.model}{under} on {self.gpu}{stack}{rank}: {where}"]
-        lines += [
-            f"  {name:<10} {format_bytes(getattr(peak, name))}" for name in ("requested", "allocated", "reserved")
-        ]
+        lines += [f"  {name:<10} {_in_mib(getattr(peak, name))}" for name in ("requested", "allocated", "reserved")]
         lines += [f"  device     {format_bytes(peak.device.low)} to {format_bytes(peak.device.high)}"]
         width = max(map(len, ("optimizer state", *peak.roles)))
-        lines += [f"    {role:<{width}}  {format_bytes(size)}" for role, size in peak.roles.items()]
+        lines += [f"    {role:<{width}}  {_in_mib(size)}" for role, size in peak.roles.items()]
         lines += self._sent()
         if peak.shortage:
             lines.append(out_of_memory(peak.shortage, "the run", self.gpu).text())
         return "\n".join(map(printable, lines))
+
+
+def _in_mib(size: int) -> str:
+    """A size of a list, which has one unit."""
+    return f"{amount_in(size, 'MiB')} MiB"

@@ -23,7 +23,7 @@ from memsize.documents.sections import (
 )
 from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.trace import Failure, TensorSpec
-from memsize.units import Bytes, format_bytes
+from memsize.units import Bytes, amount_in, format_bytes
 
 UNKNOWN = "–"
 MINUS = "−"
@@ -66,7 +66,7 @@ def draw_cell(cell: Cell, unit: str) -> str:
 
 def draw_bytes(count: int, unit: str) -> str:
     """`count` in `unit`, without the unit's name; exactly nothing is ``0``."""
-    return format_bytes(count, unit).rpartition(" ")[0] if count else "0"
+    return amount_in(count, unit) if count else "0"
 
 
 def draw_specs(specs: Sequence[TensorSpec]) -> str:

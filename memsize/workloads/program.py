@@ -23,7 +23,7 @@ from memsize.records.trace import Failure, Layer, StoredTensor, Trace
 from memsize.records.world import World
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import layer_rows
-from memsize.units import format_bytes
+from memsize.units import GiB, KiB, MiB
 from memsize.virtual.driver import Driver
 from memsize.virtual.files import Files
 from memsize.virtual.holders import Held, holders
@@ -141,11 +141,11 @@ class Program:
         where = (self.ledger.last_op, layer, clock.phases[clock.phase], running_line(libraries=False) or None)
         refused = Refused(request, memory.free, memory.reserved, *where)
         self._refused.append((len(self.ledger.events), refused))
-        idle = format_bytes(memory.reserved - memory.allocated)
+        idle = _in_its_words(memory.reserved - memory.allocated)
         return torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate {format_bytes(request)}. GPU 0 has a total capacity of "
-            f"{format_bytes(memory.total)} of which {format_bytes(memory.free)} is free. Of the allocated memory "
-            f"{format_bytes(memory.allocated)} is allocated by PyTorch, and {idle} is reserved by PyTorch but "
+            f"CUDA out of memory. Tried to allocate {_in_its_words(request)}. GPU 0 has a total capacity of "
+            f"{_in_its_words(memory.total)} of which {_in_its_words(memory.free)} is free. Of the allocated memory "
+            f"{_in_its_words(memory.allocated)} is allocated by PyTorch, and {idle} is reserved by PyTorch but "
             "unallocated."
         )
 
@@ -248,6 +248,14 @@ def _failure(error: BaseException | None, ledger: VirtualLedger, seen: Sequence[
     where = seen[ledger.clock.layer] if ledger.clock.layer >= 0 else None
     path, kind = (where.path, where.type) if where else ("", "")
     return Failure(path, kind, ledger.last_op or None, (), f"{type(error).__name__}: {first_line(error)}")
+
+
+def _in_its_words(size: int) -> str:
+    """`size` bytes as the allocator's errors tell them (`format_size`)."""
+    if size <= KiB:
+        return f"{size} bytes"
+    name, unit = ("KiB", KiB) if size <= MiB else ("MiB", MiB) if size <= GiB else ("GiB", GiB)
+    return f"{size / unit:.2f} {name}"
 
 
 def _unless_stopped(show: Callable[[Any], object]) -> Callable[[Any], None]:
