@@ -69,6 +69,23 @@ def test_a_context_ends_with_the_positions_of_the_model(tmp_path: Path) -> None:
     assert "the model has positions for 600 tokens: no more are looked at" in found.notes
 
 
+def test_the_frontier_is_the_longest_context_of_each_batch(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(ONE_LAYER | {"max_position_embeddings": 100}))
+    found = fit(f"hf:{path}", vary="context,batch", batch_size=256)
+    batches = [row.batch for row in found.fit_rows]
+    assert batches == [256 * 2**n for n in range(len(batches))] and batches[-1] <= 1024
+    sizes = [row.size or 0 for row in found.fit_rows]
+    assert sizes[0] == 100 and sizes == sorted(sizes, reverse=True)
+    (row,) = (row for row in found.fit_rows if row.batch == 512)
+    assert row.size and row.next_size == row.size + 1
+    assert fits(f"hf:{path}", row, Generation(row.size - NEW, NEW), 512)
+    assert not fits(f"hf:{path}", row, Generation(row.next_size - NEW, NEW), 512)
+    assert found.tables()["rows"].records()[0]["batch"] == 256
+    text = str(found)
+    assert "all 100" in text and f"With {batches[-1]:,} sequences, {sizes[-1]:,} tokens of each fit" in text
+
+
 def test_what_would_make_a_batch_fit(target: str) -> None:
     found = fit(target, prompt=300, batch_size=200)
     assert found.remedied is not None

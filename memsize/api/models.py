@@ -212,7 +212,7 @@ def fit(
 
     With `new`, `prompt`, `cache`, `kv_dtype` or `beams`, as for `generate`, the question is about generated tokens: how
     many sequences fit, or, with `vary` ``"context"``, how many tokens of `batch_size` sequences, the `new` ones
-    included.
+    included; with ``"context,batch"`` also of twice as many, and so on.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """

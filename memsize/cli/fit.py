@@ -53,7 +53,8 @@ from memsize.spec.vary import parse_vary
     default="batch",
     show_default=True,
     metavar="WHAT",
-    help="What to vary: batch, context, seq_len, image, or dimensions such as 0:1 or input_ids:1 (0 is the batch).",
+    help="What to vary: batch, context, both as context,batch, seq_len, image, or dimensions such as 0:1 or "
+    "input_ids:1 (0 is the batch).",
 )
 @generating_options
 @click.option(

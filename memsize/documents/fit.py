@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
+from memsize.analysis.fit.search import LIMIT
 from memsize.documents import Document, findings_data, plain
 from memsize.documents.sections import (
     Bar,
@@ -45,7 +46,7 @@ class FitDocument(Document[Fit]):
         return (
             fit_title(fit),
             *self.opening(),
-            *([overview_table(fit)] if len(fit.budgets) > 1 else []),
+            *([overview_table(fit)] if len(fit.budgets) > 1 and not _is_frontier(fit) else []),
             fit_table(fit),
             *([remedy_table(fit, fit.remedied)] if fit.remedied else []),
             *self.reasons(),
@@ -114,6 +115,11 @@ def _largest_data(bind: Bind | None) -> dict[str, Any] | None:
     return {"tensors": most.tensors, **plain(most.spec), "bytes": most.bytes}
 
 
+def _is_frontier(fit: Fit) -> bool:
+    """Whether it has rows of several batches."""
+    return any(row.batch is not None for row in fit.fit_rows)
+
+
 def fit_title(fit: Fit) -> Title:
     """The model, what is asked of it, how it is run and where."""
     asked = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
@@ -154,7 +160,7 @@ def size_bars(fit: Fit) -> Bars:
     part = Part("size", f"largest {fit.vary}", "parameter")
     labels: dict[int, tuple[Label, ...]] = {}
     for row in fit.fit_rows:
-        if row.size and row.status in ("found", "open", "refused"):
+        if row.size and (row.status in ("found", "open", "refused") or row.batch is not None):
             labels[row.size] = (*labels.get(row.size, ()), _bar_label(fit, row))
     return Bars(part.title, (part,), tuple(Bar(names, (size,)) for size, names in labels.items()), kind="count")
 
@@ -169,7 +175,7 @@ def need_bars(fit: Fit) -> Bars:
 
 
 def _bar_label(fit: Fit, row: FitRow) -> Label:
-    return Label(row.scenario if len(fit.budgets) == 1 else f"{row.scenario}, {row.gpu}", hint=row.title)
+    return Label(row.name if len(fit.budgets) == 1 else f"{row.name}, {row.gpu}", hint=row.title)
 
 
 def fit_table(fit: Fit) -> Table:
@@ -179,6 +185,7 @@ def fit_table(fit: Fit) -> Table:
     columns = (
         Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
         Column("gpu", "GPU", "text", 99, "where it is run"),
+        Column("batch", "batch", "count", 99, "how many sequences"),
         Column("size", answer, "count", 98, "the answer"),
         Column("peak", "needs", "bytes", 95, "the least that the allocator needs for it"),
         Column("headroom", "left", "bytes", 80, "what the allocator has beyond that"),
@@ -194,6 +201,8 @@ def fit_table(fit: Fit) -> Table:
     table = Table("fit", "Fit", columns, rows, remarks=tuple(_remarks(fit)))
     if len(fit.budgets) == 1:
         table = table.without("gpu")
+    if not _is_frontier(fit):
+        table = table.without("batch")
     searched = any(row.next_size is not None for row in fit.fit_rows)
     return table if searched else table.without("next_size", "next_peak", "per_step")
 
@@ -203,6 +212,7 @@ def _fit_cells(fit: Fit, row: FitRow) -> tuple[Cell, ...]:
     return (
         Label(row.scenario, hint=row.title),
         row.gpu,
+        row.batch,
         _answer(fit, row),
         _bytes(row, row.peak),
         _bytes(row, row.headroom),
@@ -228,9 +238,16 @@ def _answer(fit: Fit, row: FitRow) -> Cell:
             return "none"
         case "constant":
             return "any"
+        case "endless" if _is_whole(fit, row):
+            return f"all {row.size:,}"
         case "open" | "endless":
             return f"≥ {row.size or 0:,}"
     return row.size
+
+
+def _is_whole(fit: Fit, row: FitRow) -> bool:
+    """Whether no longer context was looked at since the model has no positions for one."""
+    return fit.vary == CONTEXT and row.size != LIMIT
 
 
 def _bytes(row: FitRow, count: int | None) -> Cell:
@@ -261,6 +278,8 @@ def _remark(fit: Fit, row: FitRow) -> str | None:
         does = "is refused by the model" if refused else "does not"
         beyond = f"; {fit.vary} {row.next_size:,} {does}" if row.next_size else ""
         return f"{fit.vary} {row.size:,} fits{beyond}; what lies between was not run"
+    if row.status == "endless" and _is_whole(fit, row):
+        return "every token that the model has a position for fits"
     if row.status == "endless":
         return f"the largest {fit.vary} that is looked at fits"
     return None

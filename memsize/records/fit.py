@@ -37,7 +37,7 @@ class FitRow:
     position …) adds to what tensors ask for at the peak of that next size, which is in the phase `grows_in`; `fixed` is
     what does not depend on it there, and `standing` what the model and its training hold of that, by role. `looked`
     lists the sizes that were run for the answer, `step` what sizes have to be a multiple of, `refused` the sizes that
-    the model failed with and why.
+    the model failed with and why. `batch` is that of a row whose context was searched for at several.
     """
 
     scenario: str
@@ -59,6 +59,12 @@ class FitRow:
     refused: Mapping[int, str] = field(default_factory=dict)
     monotone: bool = True
     grows_in: str = ""
+    batch: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The scenario, and the batch where it is one of several."""
+        return self.scenario if self.batch is None else f"{self.scenario}, batch {self.batch:,}"
 
     @property
     def ran(self) -> tuple[int, ...]:
@@ -177,6 +183,7 @@ def _row_record(row: FitRow) -> dict[str, object]:
     return {
         "scenario": row.scenario,
         "gpu": row.gpu,
+        **({} if row.batch is None else {"batch": row.batch}),
         "budget": row.budget,
         "status": row.status,
         "size": row.size if row.status in ANSWERED or row.status == "exceeds" else None,

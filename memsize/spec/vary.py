@@ -11,7 +11,10 @@ from memsize.records.trace import InputTensor
 
 BATCH: Final = "batch"
 CONTEXT: Final = "context"
-_HOW: Final = "vary batch, context, seq_len, image, or dimensions such as 0:1 or input_ids:1,attention_mask:1"
+_BOTH: Final = ("context,batch", "batch,context")
+_HOW: Final = (
+    "vary batch, context, context,batch, seq_len, image, or dimensions such as 0:1 or input_ids:1,attention_mask:1"
+)
 _SEQUENCE: Final = ("seq_len", "length")
 _IMAGE: Final = ("image", "size")
 UNITS: Final = {BATCH: "sample", CONTEXT: "token", "seq_len": "position", "image": "pixel"}
@@ -32,11 +35,13 @@ class Vary:
 
     `text` is what was asked for: ``"batch"``; ``"context"``, the tokens of a prompt and those generated after it;
     ``"seq_len"``, the first dimension after the batch; ``"image"``, the last two together; or dimensions such as
-    ``"0:1"``, an input's name or position and a dimension.
+    ``"0:1"``, an input's name or position and a dimension. With `frontier`, the context is searched for at one batch
+    after another.
     """
 
     text: str = BATCH
     named: tuple[Dimension, ...] = ()
+    frontier: bool = False
 
     @property
     def batch(self) -> bool:
@@ -66,6 +71,8 @@ class Vary:
 def parse_vary(text: str) -> Vary:
     """What `text` names; raises `InputError` when it cannot be read."""
     word = text.strip().lower()
+    if word.replace(" ", "") in _BOTH:
+        return Vary(CONTEXT, frontier=True)
     if word in (BATCH, CONTEXT, *_SEQUENCE, *_IMAGE):
         return Vary("seq_len" if word in _SEQUENCE else "image" if word in _IMAGE else word)
     return Vary(text.strip(), tuple(map(_dimension, text.split(","))))

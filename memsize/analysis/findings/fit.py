@@ -21,6 +21,8 @@ class FitEvidence(NamedTuple):
     vary: str
     remedied: Remedied | None = None
     crossings: tuple[Crossing, ...] = ()
+    frontier: tuple[FitRow, ...] = ()
+    """All rows, where `rows` are only those of the first batch."""
 
     @property
     def first(self) -> FitRow | None:
@@ -79,7 +81,7 @@ def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
     if row is None:
         return
     values: dict[str, object] = {
-        "scenario": row.scenario,
+        "scenario": row.name,
         "gpu": row.gpu,
         "vary": vary,
         "size": row.size or 0,
@@ -95,6 +97,27 @@ def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
     elif row.status == "open" and row.next_size is None:
         text = "Under {scenario}, {vary} {size} fits; what lies beyond was not run"
     yield Finding(f"fit-{row.status}", row.peak, (), text + ".", values, brief=text + ".")
+
+
+@RULES.rule("fit-frontier")
+def what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
+    """How the longest context shrinks with the batch, under the first scenario."""
+    first = evidence.first
+    if first is None or first.batch is None or not first.size:
+        return
+    rows = [row for row in evidence.frontier if (row.scenario, row.gpu) == (first.scenario, first.gpu) and row.size]
+    least, most = rows[-1], max(rows, key=lambda row: (row.batch or 0) * (row.size or 0))
+    values: dict[str, object] = {
+        "batch": least.batch or 0,
+        "context": least.size or 0,
+        "best": most.batch or 0,
+        "each": most.size or 0,
+        "tokens": (most.batch or 0) * (most.size or 0),
+    }
+    text = (
+        "With {batch} sequences, {context} tokens of each fit; most tokens fit with {best} of {each}, {tokens} in all."
+    )
+    yield Finding("fit-frontier", None, (), text, values, brief=text)
 
 
 @RULES.rule("fit-binds")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import NamedTuple
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.fit.crossovers import crossings, most_alive
 from memsize.analysis.fit.footprint import Footprint, bind, phase_name
+from memsize.analysis.fit.generations import MOST_SEQUENCES
 from memsize.analysis.fit.optimizations import optimizations_of
 from memsize.analysis.fit.remedies import Attempts, try_optimizations
 from memsize.analysis.fit.search import Search, largest
@@ -79,13 +81,18 @@ def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> 
             fit_rows=rows,
             asked=request.asked,
             optimizer=_optimizer(request.training),
-            findings=RULES.findings(FitEvidence(rows, budgets, vary, remedied, crossed)),
+            findings=RULES.findings(FitEvidence(_first(rows), budgets, vary, remedied, crossed, rows)),
             remedied=remedied,
             notes=tuple(dict.fromkeys((*notes, *_notes(trials, budgets, rows)))),
             traces=trials.traces(),
             runs=trials.count,
             generation=asdict(request.generation) if request.generation else {},
         )
+
+
+def _first(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
+    """The rows of the first batch, where there are several."""
+    return tuple(row for row in rows if row.batch == rows[0].batch)
 
 
 def _optimizer(training: Training | None) -> str:
@@ -99,11 +106,13 @@ def _optimizer(training: Training | None) -> str:
 
 
 def _rows(trials: Trials, request: FitRequest, workers: Workers) -> tuple[FitRow, ...]:
-    found: dict[tuple[str, str], FitRow] = {}
-    for rows, made in workers.each([("rows", each) for each in _alike(request.scenarios)]):
-        found |= {(row.scenario, row.gpu): row for row in rows}
+    found: dict[tuple[str, str], list[FitRow]] = {}
+    for some, made in workers.each([("rows", each) for each in _alike(request.scenarios)]):
+        for row in some:
+            found.setdefault((row.scenario, row.gpu), []).append(row)
         trials.adopt(made)
-    rows = tuple(found[scenario.name, budget.name] for scenario in request.scenarios for budget in request.budgets)
+    asked = product(request.scenarios, request.budgets)
+    rows = tuple(row for scenario, budget in asked for row in found[scenario.name, budget.name])
     if all(row.status == "unavailable" for row in rows):
         _fail(trials, request)
     return rows
@@ -139,8 +148,23 @@ class _Work:
         before = self.trials.made()
         for scenario in scenarios:
             for budget in self.request.budgets:
-                rows.append(self._row(scenario, budget, _likely(rows, budget)))
+                if self.trials.vary.frontier:
+                    rows += self._frontier(scenario, budget)
+                else:
+                    variant = self.request.variant(scenario, budget)
+                    rows.append(self._row(variant, budget, _likely(rows, budget)))
         return rows, self.trials.made(before)
+
+    def _frontier(self, scenario: Scenario, budget: Budget) -> list[FitRow]:
+        """The longest context of one batch after another, each twice the last, until nothing fits."""
+        rows: list[FitRow] = []
+        batch, variant = self.trials.model_inputs.batch_size, self.request.variant(scenario, budget)
+        while batch <= MOST_SEQUENCES and not (rows and rows[-1].size is None):
+            of_batch, likely = replace(variant, sequences=batch), rows[-1].size if rows else None
+            row = replace(self._row(of_batch, budget, likely and likely // 2), batch=batch)
+            self.trials.forget(of_batch, but=None if rows else row.size)
+            rows, batch = [*rows, row], 2 * batch
+        return rows if len(rows) == 1 or rows[-1].size else rows[:-1]
 
     def alone(self, base: RunVariant, size: int, capacity: int, name: str) -> tuple[RemedyRow, Made]:
         """What the optimization `name` does to a size of `base`, and the runs that it took."""
@@ -149,10 +173,9 @@ class _Work:
         attempts = Attempts(lambda variant: self.trials.run(variant, size), base, capacity)
         return attempts.alone(optimization), self.trials.made(before)
 
-    def _row(self, scenario: Scenario, budget: Budget, likely: int | None) -> FitRow:
-        trials, request = self.trials, self.request
+    def _row(self, variant: RunVariant, budget: Budget, likely: int | None) -> FitRow:
+        trials, request, scenario = self.trials, self.request, variant.scenario
         row = FitRow(scenario.name, scenario.title, budget.name, budget.allocator, "unavailable")
-        variant = request.variant(scenario, budget)
         try:
             if scenario.is_modelled:
                 return replace(row, reason="what its modules pass on is modelled and cannot be run")

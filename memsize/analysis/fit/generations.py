@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from torch import nn
 
@@ -12,12 +13,17 @@ from memsize.analysis.fit.search import LIMIT
 from memsize.analysis.fit.trials import Events, NotApplicable, RunVariant, Trials
 from memsize.analysis.generation.generator import Generator
 from memsize.analysis.generation.prompts import Prompts
-from memsize.errors import ForwardError
+from memsize.constants.values import MAX_INTEGER_ELEMENTS
+from memsize.errors import ForwardError, InputError
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.vary import Vary
 
+MOST_SEQUENCES: Final = 1024
+"""The largest batch of a frontier."""
+_SHORT: Final = 8
+"""The shortest prompt of those that are not traced by themselves."""
 _INEXACT = "some steps are close to what was derived for them, not equal"
 
 
@@ -46,6 +52,7 @@ class GenerationTrials(Trials):
         self.generation = generation
         self._prompts = prompts
         self._generators: dict[Events, Generator] = {}
+        self._covered: set[tuple[Generator, Generation, int]] = set()
 
     @property
     def asked(self) -> int:
@@ -70,10 +77,12 @@ class GenerationTrials(Trials):
         if variant.edits:
             raise NotApplicable("a model generates as it is")
         assert variant.generation is not None, "what is asked of a generation"
-        generation, batch = variant.generation, size
+        generation, batch, generator = variant.generation, size, self._generator(variant)
         if self.vary.context:
-            generation, batch = self._of_context(generation, size), self.model_inputs.batch_size
-        made = self._generator(variant).run(generation, batch)
+            generation = self._of_context(generation, size)
+            batch = variant.sequences or self.model_inputs.batch_size
+            self._cover(generator, generation, batch)
+        made = (generator.derive if self.vary.frontier else generator.run)(generation, batch)
         return made.trace if made.exact else replace(made.trace, notes=(*made.trace.notes, _INEXACT))
 
     def _of_context(self, generation: Generation, tokens: int) -> Generation:
@@ -84,7 +93,18 @@ class GenerationTrials(Trials):
 
     def _generator(self, variant: RunVariant) -> Generator:
         """What all sizes of a variant share."""
-        key = variant.events._replace(generation=None)
+        key = variant.events._replace(generation=None, sequences=None)
         if key not in self._generators:
             self._generators[key] = Generator(self._runner(variant), self._prompts, variant.scenario)
         return self._generators[key]
+
+    def _cover(self, generator: Generator, generation: Generation, batch: int) -> None:
+        """Trace once what all contexts of a batch have in common. Whether a mask hides nothing is known of one with up
+        to so many tokens.
+        """
+        longest = min(self.most, MAX_INTEGER_ELEMENTS // batch) - generation.new - 1
+        asked = replace(generation, prompt=_SHORT)
+        if longest > _SHORT and (generator, asked, batch) not in self._covered:
+            self._covered.add((generator, asked, batch))
+            with suppress(ForwardError, InputError):  # then each is traced by itself
+                generator.cover(asked, [batch], [_SHORT, longest], between=True, splits=0)

@@ -43,6 +43,7 @@ class Events(NamedTuple):
     split: int
     parallel: Parallel | None
     generation: Generation | None
+    sequences: int | None
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class RunVariant:
 
     A scenario on a card, trained (None: inference) or generating (None: one forward), spread over several of them by
     `parallel` (None: on one), with the allocator's settings and edits of the meta copy. `split` is into how many parts
-    a batch is cut, one after the other; `applied` names the optimizations in it.
+    a batch is cut, one after the other; `applied` names the optimizations in it. `sequences` is the batch of a
+    generation whose context varies, where that is not the one that was given.
     """
 
     scenario: Scenario
@@ -63,6 +65,7 @@ class RunVariant:
     applied: tuple[str, ...] = ()
     parallel: Parallel | None = None
     generation: Generation | None = None
+    sequences: int | None = None
 
     def edited(self, edit: Edit) -> RunVariant:
         """The variant with one more edit."""
@@ -79,6 +82,7 @@ class RunVariant:
             self.split,
             self.parallel,
             self.generation,
+            self.sequences,
         )
 
 
@@ -87,6 +91,7 @@ class Made(NamedTuple):
 
     traces: dict[tuple[Events, int], Trace]
     refusals: dict[tuple[Events, int], ForwardError]
+    forgotten: int = 0
 
 
 class Trials:
@@ -115,6 +120,7 @@ class Trials:
         self._dimensions = vary.dimensions(self.inputs)
         self._traces: dict[tuple[Events, int], Trace] = {}
         self._refusals: dict[tuple[Events, int], ForwardError] = {}
+        self._forgotten = 0
         self._footprints: dict[tuple[Events, int, AllocatorConfig], Footprint] = {}
         self._replays: dict[tuple[object, AllocatorConfig], Replays] = {}
         self._runners: dict[tuple[object, ...], Runner] = {}
@@ -122,7 +128,7 @@ class Trials:
     @property
     def count(self) -> int:
         """How many runs were made, refused ones too."""
-        return len(self._traces) + len(self._refusals)
+        return len(self._traces) + len(self._refusals) + self._forgotten
 
     @property
     def resizable(self) -> bool:
@@ -153,7 +159,9 @@ class Trials:
         if key in self._refusals:
             raise self._refusals[key]
         if key not in self._traces:
-            how = (variant.scenario.name, *variant.applied, *([str(variant.parallel)] if variant.parallel else []))
+            spread = [str(variant.parallel)] if variant.parallel else []
+            sequences = [f"batch {variant.sequences:,}"] if variant.sequences else []
+            how = (variant.scenario.name, *variant.applied, *spread, *sequences)
             self.say(f"{', '.join(how)}, {self.vary.text} {size:,}")
             try:
                 self._traces[key] = self._trace(variant, size)
@@ -171,16 +179,27 @@ class Trials:
 
     def made(self, but: Made | None = None) -> Made:
         """The runs so far, for `adopt`; without those that were made before."""
-        traces, refusals = but or ({}, {})
+        traces, refusals, forgotten = but or ({}, {}, 0)
         return Made(
             {key: run for key, run in self._traces.items() if key not in traces},
             {key: error for key, error in self._refusals.items() if key not in refusals},
+            self._forgotten - forgotten,
         )
+
+    def forget(self, variant: RunVariant, but: int | None) -> None:
+        """Keep no run of a variant except that of one size: a whole generation takes some 20 MB."""
+        events = variant.events
+        for key in [key for key in self._traces if key[0] == events and key[1] != but]:
+            del self._traces[key]
+            self._forgotten += 1
+        self._footprints.clear()
+        self._replays.clear()
 
     def adopt(self, made: Made) -> None:
         """Take over runs that another process made."""
         self._traces |= made.traces
         self._refusals |= made.refusals
+        self._forgotten += made.forgotten
 
     def known(self, variant: RunVariant) -> dict[int, Footprint]:
         """The runs of a variant that were made before, on this card or one like it."""

@@ -16,6 +16,7 @@ from memsize.analysis.generation.prompts import Prompts
 from memsize.analysis.generation.steps import Step, put_together, steps_of
 from memsize.analysis.runner import Runner
 from memsize.device.config import SMALL
+from memsize.model.inputs import input_tensors
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
@@ -95,15 +96,17 @@ class Generator:
         return _generated(sample, generation, pieces, {node for piece in pieces for node in piece.nodes})
 
     def derive(self, generation: Generation, batch: int) -> Generated:
-        """A generation of which nothing need be traced where a law covers it: its record then says of layers and inputs
-        what that of another does. Else as `run` does it.
+        """A generation of which nothing need be traced where a law covers it: its record then says of layers what
+        that of another does. Else as `run` does it.
         """
         law = self._law(generation, batch)
         begun = law and _begun(law, generation, batch)
         piece = law and law.piece(batch, generation.start + LOOKED, generation.last)
         if not (law and begun and piece):
             return self.run(generation, batch)
-        return _generated(Sample(begun, self._largest(law, generation).trace), generation, [piece], law.lengths)
+        inputs = input_tensors(self.prompts(generation.prompt).call(batch))
+        trace = replace(self._largest(law, generation).trace, inputs=inputs, batch_size=batch)
+        return _generated(Sample(begun, trace), generation, [piece], law.lengths)
 
     def cover(
         self,
@@ -124,7 +127,7 @@ class Generator:
         if batches[0] == 1 < len(batches):
             self.cover(asked, batches[:1], prompts, between=between, splits=splits)
             batches = batches[1:]
-        if len(batches) * len(prompts) < 2:
+        if len(batches) * len(prompts) < 2:  # nothing is shared
             return
         apart = 1 if between or len({prompt % ALIGNED for prompt in prompts}) > 1 else ALIGNED
         box = Box((batches[0], batches[-1]), (prompts[0], prompts[-1]), asked.new, _BEGIN, apart)
