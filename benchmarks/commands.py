@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import memsize
-from benchmarks.llama import DECLARE
 from benchmarks.measure import Line, compared, processes_in_turn
 from memsize.tracing.ledger import Ledger
 
@@ -41,8 +40,7 @@ def lines(quick: bool) -> Iterator[Line]:
             if find_spec(library) is None:
                 yield Line(f"memsize {command}", f"{library} is not installed", "", "")
                 continue
-            run = f"{DECLARE}; from memsize.cli import main; main({command.split()})"
-            (spent,) = processes_in_turn([("-c", run)], 1 if quick else 3, folder)
+            (spent,) = processes_in_turn([("-m", "memsize", *command.split())], 1 if quick else 3, folder)
             yield compared(f"memsize {command}, whole process", spent.seconds, "the limit", limit, 1.0)
         if find_spec("transformers") is not None:
             count, seconds = dispatched(f"hf:{folder / 'config.json'}")

@@ -22,6 +22,51 @@ print(*(finder for finder in sys.meta_path if type(finder).__module__.startswith
     assert done.stdout == "\n\n", done.stderr
 
 
+def test_transformers_does_not_import_it_and_its_marks_reach_it(python: Python) -> None:
+    pytest.importorskip("transformers")
+    done = python(
+        "-c",
+        """
+import sys, memsize
+sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+memsize.report("hf:llama", arguments=sizes | {"num_key_value_heads": 2, "vocab_size": 100}, train="adamw")
+print(*{"torch._dynamo", "torch._dynamo.utils", "torch._inductor", "torchao"} & set(sys.modules))
+import torch._dynamo
+print(*(finder for finder in sys.meta_path if type(finder).__module__.startswith("memsize")))
+from transformers.masking_utils import TransformGetItemToIndex
+with TransformGetItemToIndex():
+    pass
+""",
+    )
+    assert done.stdout == "\n\n", done.stderr
+
+
+def test_a_mark_without_the_compiler_is_the_compilers_own(python: Python) -> None:
+    done = python(
+        "-c",
+        """
+import sys, torch
+from importlib.util import find_spec
+from memsize.loading.late_compiler import compiler_late
+with compiler_late():
+    @torch._dynamo.allow_in_graph
+    def kept(x): return x
+    @torch.compiler.allow_in_graph
+    def kept_too(x): return x
+    @torch._dynamo.assume_constant_result
+    def constant(): return 1
+    find_spec("torch._dynamo")
+assert "torch._dynamo" not in sys.modules and type(torch).__name__ == "module"
+from torch._dynamo import allow_in_graph, assume_constant_result, trace_rules
+print(trace_rules.is_callable_allowed(kept), trace_rules.is_callable_allowed(kept_too))
+@assume_constant_result
+def other(): return 1
+print(vars(constant) == vars(other), torch._dynamo.assume_constant_result is assume_constant_result)
+""",
+    )
+    assert done.stdout == "True True\nTrue True\n", done.stderr
+
+
 def test_a_stand_in_makes_way_for_whoever_wants_more(python: Python) -> None:
     done = python(
         "-c",

@@ -1,8 +1,10 @@
 """PyTorch's compiler, imported when something first uses it: that takes as long as importing torch.
 
-Nothing compiles here. Yet torchvision imports it for a question that its `roi_align` may ask of it, and timm to mark
-functions that it is to leave alone. While a model is loaded, that question waits until it is asked, and such a mark
-until the function is called, which is how PyTorch marks its own.
+Nothing compiles here. Yet torchvision imports it for a question that its `roi_align` may ask of it, transformers for a
+mode of masks that it seldom makes, and both timm and transformers to mark functions for it. transformers also imports
+torchao, and the compiler with it, for what it calls when it saves quantized weights. While a model is loaded, such
+functions wait until they are called, and marks until the compiler is imported or the function is called, which is how
+PyTorch marks its own.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._compile import _disable_dynamo
@@ -23,7 +27,14 @@ from torch._compile import _disable_dynamo
 from memsize.internals.patching import Function, Patch, PatchSet
 
 _COMPILER = "torch._dynamo"
-_UTILS = "torch._dynamo.utils"
+_LATE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    _COMPILER: {
+        "torch._dynamo.utils": ("is_compile_supported",),
+        "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
+    },
+    "torchao": {"torchao.prototype.safetensors.safetensors_support": ("flatten_tensor_state_dict",)},
+}
+"""By package: the modules of it that others import, for what they only call."""
 
 
 class _Thread(threading.local):
@@ -35,13 +46,9 @@ _thread = _Thread()
 
 @contextmanager
 def compiler_late() -> Iterator[None]:
-    """While open, importing torchvision does not import the compiler, nor does marking functions in this thread."""
-    if _COMPILER in sys.modules or _UTILS in sys.modules:
-        yield
-        return
-    finder = _Finder()
-    sys.modules[_UTILS] = finder.stand_in
-    sys.meta_path.insert(0, finder)
+    """While open, what imports these packages in passing does not, nor does marking functions in this thread."""
+    finders = [_StandIns(package) for package in _LATE if not any(name in sys.modules for name in _family(package))]
+    sys.meta_path[:0] = finders
     try:
         with _patches.active():
             _thread.inside += 1
@@ -50,46 +57,81 @@ def compiler_late() -> Iterator[None]:
             finally:
                 _thread.inside -= 1
     finally:
-        sys.meta_path.remove(finder)
-        finder.make_way()
+        for finder in finders:
+            sys.meta_path.remove(finder)
+            finder.make_way()
+
+
+def _family(package: str) -> tuple[str, ...]:
+    return (package, *_LATE[package])
 
 
 class _Finder:
-    """Notices that the compiler is imported after all, and makes way for its own module."""
+    """Does something when a package is really imported, and not when one only looks whether it is there."""
 
-    def __init__(self) -> None:
-        self.stand_in = _Utils(_UTILS)
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self._looking = False
 
-    def find_spec(self, fullname: str, *_: Any) -> None:
-        if fullname == _COMPILER:
-            self.make_way()
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        if fullname != self.package or self._looking:
+            return None
+        self._looking = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._looking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        execute(module)
+
+
+class _StandIns(_Finder):
+    """Stand-ins for modules of a package, which make way for its own when it is imported after all."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(package)
+        self._modules = {name: _StandIn(package, name, called) for name, called in _LATE[package].items()}
+        sys.modules.update(self._modules)
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        self.make_way()
+        execute(module)
 
     def make_way(self) -> None:
-        if sys.modules.get(_UTILS) is self.stand_in:
-            del sys.modules[_UTILS]
+        for name, stand_in in self._modules.items():
+            if sys.modules.get(name) is stand_in:
+                del sys.modules[name]
 
 
-class _Utils(ModuleType):
-    """`torch._dynamo.utils`, of which one function can be had without importing it."""
+class _StandIn(ModuleType):
+    """A module of which some functions can be had without importing it."""
+
+    def __init__(self, package: str, name: str, called: tuple[str, ...]) -> None:
+        super().__init__(name)
+        self._package = package
+        self._called = called
 
     def __getattr__(self, name: str) -> Any:
-        if name == "is_compile_supported":
-            return _is_compile_supported
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(_utils(), name)
+        return self._when_called(name) if name in self._called else getattr(self._own(), name)
+
+    def _when_called(self, name: str) -> Function:
+        return lambda *args, **kwargs: getattr(self._own(), name)(*args, **kwargs)
+
+    def _own(self) -> ModuleType:
+        importlib.import_module(self._package)  # first: it makes the stand-in give way
+        return importlib.import_module(self.__name__)
 
 
-def _is_compile_supported(device_type: Any) -> Any:
-    return _utils().is_compile_supported(device_type)
+# -- marks ------------------------------------------------------------------------------------------------------------
 
 
-def _utils() -> Any:
-    importlib.import_module(_COMPILER)  # first: it makes the stand-in give way
-    return importlib.import_module(_UTILS)
-
-
-def _when_called(disable: Function) -> Function:
+def _disabled_when_called(disable: Function) -> Function:
     def marked(fn: Any = None, recursive: bool = True, **more: Any) -> Any:
         if fn is None:
             return functools.partial(marked, recursive=recursive, **more)
@@ -100,4 +142,70 @@ def _when_called(disable: Function) -> Function:
     return marked
 
 
-_patches = PatchSet(lambda: (Patch(torch.compiler, "disable", _when_called),), lambda: _thread.inside > 0)
+def _constant(mark: Function) -> Function:
+    def marked(fn: Any) -> Any:
+        if _COMPILER in sys.modules or not inspect.isfunction(fn):
+            return mark(fn)
+        vars(fn)["_dynamo_marked_constant"] = True  # all that the compiler does
+        return fn
+
+    return marked
+
+
+def _allowed_when_imported(mark: Function) -> Function:
+    def marked(fn: Any) -> Any:
+        if _COMPILER in sys.modules or not inspect.isfunction(fn):
+            return mark(fn)
+        _allowed.add(fn)
+        return fn
+
+    return marked
+
+
+class _Allowed(_Finder):
+    """Functions that the compiler is to leave whole, of which it is told when it is imported."""
+
+    def __init__(self) -> None:
+        super().__init__(_COMPILER)
+        self._functions: list[Function] = []
+
+    def add(self, function: Function) -> None:
+        if not self._functions:
+            sys.meta_path.insert(0, self)
+        self._functions.append(function)
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        sys.meta_path.remove(self)
+        execute(module)
+        for function in self._functions:
+            module.allow_in_graph(function)
+        self._functions.clear()
+
+
+_allowed = _Allowed()
+
+
+class _Mentioned:
+    """`torch._dynamo` where it is only named: ``@torch._dynamo.allow_in_graph``."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.compiler if name in _MARKS else importlib.import_module(_COMPILER), name)
+
+
+def _without_import(found: Function) -> Function:
+    return lambda name: _Mentioned() if name == "_dynamo" and _COMPILER not in sys.modules else found(name)
+
+
+_MARKS: Final = {
+    "disable": _disabled_when_called,
+    "assume_constant_result": _constant,
+    "allow_in_graph": _allowed_when_imported,
+}
+
+
+def _choose() -> Iterator[Patch]:
+    yield from (Patch(torch.compiler, name, late) for name, late in _MARKS.items())
+    yield Patch(torch, "__getattr__", _without_import)
+
+
+_patches = PatchSet(_choose, lambda: _thread.inside > 0)

@@ -129,8 +129,11 @@ def _only_fills(func: Any) -> bool:
 def _try_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` makes on `meta`, or None where it cannot be made there."""
     try:
+        if func._schema.name == "aten::arange" and all(isinstance(bound, int) for bound in args):
+            # On `meta` it is Python that imports torch._dynamo.
+            return torch.empty(len(range(*args)), dtype=kwargs.get("dtype") or torch.int64, device=_META)
         return func(*map(_to_meta, args), **_for_meta(func, kwargs))
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return None
 
 

@@ -4,6 +4,7 @@ writing into them by index."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from math import ceil
 from typing import Any
 
@@ -105,15 +106,15 @@ def joined_shape(shapes: Sequence[Shape], dim: int) -> tuple[int, ...] | None:
 @shape_rule("aten::cat")
 def _cat(tensors: Any, dim: int = 0) -> Any:
     """In the memory format that all tensors share, else row-major (TensorShape.cpp). An empty one-dimensional tensor
-    goes with everything. Mixed dtypes promote, which PyTorch's kernel does."""
-    if not tensors or not are_plain(*tensors) or not are_alike(*tensors):
+    goes with everything, and promotes like any other."""
+    if not tensors or not are_plain(*tensors):
         return NotImplemented
     shapes = [t.shape for t in tensors if t.shape != (0,)]
     shape = joined_shape(shapes, dim) if shapes else None
     if shape is None:
         return NotImplemented
     last = len(shape) in (4, 5) and all(map(is_channels_last, tensors))
-    return formatted(shape, tensors[0].dtype, last)
+    return formatted(shape, reduce(torch.promote_types, (t.dtype for t in tensors)), last)
 
 
 @shape_rule("aten::stack")
