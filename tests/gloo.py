@@ -9,6 +9,8 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,7 +37,9 @@ class _Real(Machine):
 
 @contextmanager
 def _sharding(ledger: Ledger) -> Iterator[None]:
-    for owner, name, value in list(sharding.replacements(ledger, _disable_current_modes, nullcontext)):
+    later = sharding.later(ledger, _disable_current_modes)
+    sharded = chain.from_iterable(make(import_module(module)) for module, make in later.items())
+    for owner, name, value in [*sharding.replacements(nullcontext), *sharded]:
         if name not in ("_verify_param_shape_across_processes", "set_runtime_stats_and_log"):
             setattr(owner, name, value)
     yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import subprocess
 import sys
 import textwrap
 import threading
@@ -1074,6 +1075,26 @@ def _state() -> tuple[Any, ...]:
         {name: id(value) for name, value in vars(owner).items() if name != "__warningregistry__"} for owner in owners
     ]
     return *held, list(sys.argv), list(sys.path), torch.version.cuda
+
+
+def test_a_plain_script_imports_nothing_of_sharding(tmp_path: Path) -> None:
+    """Which takes a second; a script that imports it gets what is replaced in it."""
+    (tmp_path / "plain.py").write_text("import torch\nx = torch.ones(3).cuda()", encoding="utf-8")
+    (tmp_path / "sharded.py").write_text("from torch.distributed.fsdp import fully_shard", encoding="utf-8")
+    code = """
+import sys
+from memsize.cli import run
+run(["run", "plain.py"])
+heavy = {"torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"} & sys.modules.keys()
+assert not heavy, heavy
+with __import__("memsize").virtual_gpu():
+    import sharded
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    assert FSDPParam.init_all_gather_outputs.__module__ == "memsize.ranks.sharding"
+assert FSDPParam.init_all_gather_outputs.__module__ != "memsize.ranks.sharding"
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -22,30 +22,45 @@ from memsize.tracing.ledger import Ledger
 Region = Callable[[], AbstractContextManager[None]]
 
 
-def replacements(ledger: Ledger, aside: Region, in_pytorch: Region) -> Iterator[Replacement]:
-    """What is replaced while sharded code runs under `ledger`: within `aside` nothing is recorded, and within
-    `in_pytorch` tensors of no named device are on the GPU.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.tensor._random import OffsetBasedRNGTracker
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+def replacements(in_pytorch: Region) -> Iterator[Replacement]:
+    """What is replaced of `DistributedDataParallel`: within `in_pytorch` tensors of no named device are on the GPU."""
     from torch.nn.parallel import DistributedDataParallel
 
-    yield _within(aside, ShardingPropagator, "_propagate_tensor_meta_non_cached")
     for name in ("_ddp_init_helper", "_pre_forward"):  # makes the buckets, and makes them once more
         yield _within(in_pytorch, DistributedDataParallel, name)
-    name = "init_all_gather_outputs"
-    yield FSDPParam, name, _gathering(getattr(FSDPParam, name), ledger)
-    name = "post_backward"
-    yield FSDPParamGroup, name, _reducing(getattr(FSDPParamGroup, name), ledger)
-    # Each rank would be given its part of one sequence of random numbers; none are drawn here.
-    yield OffsetBasedRNGTracker, "distribute_region_enabled", property(lambda _: False, lambda *_: None)
     # It knows clocks of CPUs and CUDA only, and warns.
     distributed: Any = torch.distributed
     yield distributed.Logger, "set_runtime_stats_and_log", lambda logger: None
     # It compares shapes on the CPU with those that the other processes send.
     yield torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *args, **options: None
+
+
+def later(ledger: Ledger, aside: Region) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+    """What is replaced of sharding itself, by the module that has to be there for it: that takes a second to import,
+    which most programs never do. Within `aside` nothing is recorded.
+    """
+
+    def propagation(module: Any) -> Iterator[Replacement]:
+        yield _within(aside, module.ShardingPropagator, "_propagate_tensor_meta_non_cached")
+
+    def random_numbers(module: Any) -> Iterator[Replacement]:
+        # Each rank would be given its part of one sequence of random numbers; none are drawn here.
+        yield module.OffsetBasedRNGTracker, "distribute_region_enabled", property(lambda _: False, lambda *_: None)
+
+    def parameters(module: Any) -> Iterator[Replacement]:
+        name = "init_all_gather_outputs"
+        yield module.FSDPParam, name, _gathering(getattr(module.FSDPParam, name), ledger)
+
+    def groups(module: Any) -> Iterator[Replacement]:
+        name = "post_backward"
+        yield module.FSDPParamGroup, name, _reducing(getattr(module.FSDPParamGroup, name), ledger)
+
+    return {
+        "torch.distributed.tensor._sharding_prop": propagation,
+        "torch.distributed.tensor._random": random_numbers,
+        "torch.distributed.fsdp._fully_shard._fsdp_param": parameters,
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group": groups,
+    }
 
 
 def _within(region: Region, owner: Any, name: str) -> Replacement:

@@ -26,7 +26,12 @@ def replacements(world: World, ledger: VirtualLedger) -> Iterator[Replacement]:
     if group.is_available():
         yield from group.replacements(world)
         yield from objects.replacements(ledger.evaluator.rely_on)
-        yield from sharding.replacements(ledger, ledger.aside, ledger.in_pytorch)
+        yield from sharding.replacements(ledger.in_pytorch)
+
+
+def later(ledger: VirtualLedger) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+    """What is replaced in PyTorch's modules for sharding, by their names, once the program has imported them."""
+    return sharding.later(ledger, ledger.aside) if group.is_available() else {}
 
 
 def _spawning(world: World) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -37,13 +37,16 @@ _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _EAGER = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
-_COMPILER = "torch._dynamo"
+_APART = frozenset({"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"})
+"""Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
     "transformers.utils.import_utils",
     "accelerate.utils.imports",
     "diffusers.utils.import_utils",
     "torch.utils._triton",
 )
+Later = Callable[[Any], Iterable[Replacement]]
+"""What is replaced in a module once it is there."""
 _open = threading.Lock()
 
 
@@ -74,7 +77,7 @@ def virtual_gpu(
         ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World()), *more)
-        regions.enter_context(_replaced(replaced))
+        regions.enter_context(_replaced(replaced, processes.later(ledger)))
         yield
 
 
@@ -158,9 +161,9 @@ class _Silent:
 
 
 @contextmanager
-def _replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
-    held = _Held(replacements)
-    finder = _CompilerFinder(held)
+def _replaced(replacements: Iterable[Replacement], later: Mapping[str, Later]) -> Iterator[None]:
+    held = _Held(replacements, later)
+    finder = _ApartFinder(held)
     sys.meta_path.insert(0, finder)
     try:
         held.put()
@@ -171,13 +174,16 @@ def _replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
 
 
 class _Held:
-    """What is replaced, and what was there before."""
+    """What is replaced, some of it `later`: when a module is there. And what was there before."""
 
-    def __init__(self, replacements: Iterable[Replacement]) -> None:
-        self._wanted = tuple(replacements)
+    def __init__(self, replacements: Iterable[Replacement], later: Mapping[str, Later]) -> None:
+        self._wanted = [*replacements]
+        self._later = dict(later)
         self._before: list[Replacement] = []
 
     def put(self) -> None:
+        for name in self._later.keys() & sys.modules.keys():
+            self._wanted += self._later.pop(name)(sys.modules[name])
         for owner, name, value in self._wanted:
             self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
             setattr(owner, name, value)
@@ -193,23 +199,25 @@ class _Held:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """While open, the originals are there."""
+        is_put = bool(self._before)
         self.put_back()
         try:
             yield
         finally:
-            self.put()
+            if is_put:  # else an import around this one has them
+                self.put()
 
 
-class _CompilerFinder(MetaPathFinder):
-    """Lets PyTorch's compiler be imported among the originals, of which it then makes tables: the first optimizer of a
-    process imports it, and so do some libraries. Importing it ahead would cost each region a second.
+class _ApartFinder(MetaPathFinder):
+    """Lets parts of PyTorch be imported among the originals: the first optimizer of a process imports the compiler, and
+    so do some libraries. Importing them ahead would cost each region a second.
     """
 
     def __init__(self, held: _Held) -> None:
         self._held = held
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == _COMPILER else None
+        spec = PathFinder.find_spec(name, path, target) if name in _APART else None
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = _Apart(spec.loader.name, spec.loader.path, self._held.suspended())
         return spec
