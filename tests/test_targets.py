@@ -73,6 +73,15 @@ def test_reads_a_target(text: str, target: Target) -> None:
     assert parse_target(text) == target
 
 
+@pytest.mark.parametrize("name", ["last.pt", "model.safetensors"])
+def test_a_checkpoint_that_is_not_there_is_no_module(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").touch()
+    assert refused(name) == f"no such file: {name}"
+
+
 @pytest.mark.parametrize(
     ("text", "part"), [("timm:", "no name"), ("hf: ", "no name"), ("timm:a?b", "cannot read 'b'"), ("timm:a?=1", "=1")]
 )

@@ -96,15 +96,15 @@ def _split(text: str) -> tuple[str, str | None]:
     return place, name
 
 
-def _is_path(place: str) -> bool:
-    separators = [separator for separator in (os.sep, os.altsep) if separator]
-    path = Path(place)
-    folder = bool(place) and path.is_dir() and not (path / "__init__.py").is_file()
-    return place.endswith(".py") or any(separator in place for separator in separators) or path.is_file() or folder
-
-
 CHECKPOINTS: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
 """The suffixes of files that hold tensors."""
+
+
+def _is_path(place: str) -> bool:
+    path, separators = Path(place), [separator for separator in (os.sep, os.altsep) if separator]
+    folder = bool(place) and path.is_dir() and not (path / "__init__.py").is_file()
+    named = place.endswith((".py", *CHECKPOINTS)) or any(separator in place for separator in separators)
+    return named or path.is_file() or folder
 
 
 def is_checkpoint(text: str) -> bool:
@@ -131,6 +131,7 @@ def _existing_file(path: Path) -> Path:
         raise TargetError(f"{path} is a folder: name a Python file in it, such as {path / 'model.py'}:Net")
     if path.suffix != ".py" and path.with_name(f"{path.name}.py").is_file():
         raise TargetError(f"no such file: {path} (did you mean {path}.py?)")
-    near = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    searched = path.parent.is_dir() and path.suffix not in CHECKPOINTS
+    near = sorted(other.name for other in path.parent.glob("*.py")) if searched else []
     hint = f" ({path.parent} holds {', '.join(near[:8])}{' …' if len(near) > 8 else ''})" if near else ""
     raise TargetError(f"no such file: {path}{hint}")
