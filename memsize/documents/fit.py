@@ -175,7 +175,7 @@ def need_bars(fit: Fit) -> Bars:
 
 
 def _bar_label(fit: Fit, row: FitRow) -> Label:
-    return Label(row.name if len(fit.budgets) == 1 else f"{row.name}, {row.gpu}", hint=row.title)
+    return Label(row.name if len(fit.budgets) == 1 else f"{row.name} on {row.gpu}", hint=row.title)
 
 
 def fit_table(fit: Fit) -> Table:
