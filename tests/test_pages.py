@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import memsize
 from memsize.analysis.timeline import timeline
 from memsize.documents.sections import Bars, Label, Limit, Part
 from memsize.records.answer import Drawable
@@ -38,6 +39,7 @@ PAGES: dict[str, Callable[[], Drawable]] = {
 }
 
 
+SAVED = Path(__file__).parent / "saved"
 FIGURES = "all => all.map(cell => `${cell.dataset.value} ${cell.textContent}`)"
 
 
@@ -99,6 +101,17 @@ def test_a_page_opens_offline_and_nothing_is_cut_off(name: str, chromium: Any, t
             page.set_viewport_size({"width": width, "height": 900})
             # Whatever is wider than the window scrolls inside a box of its own.
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_page_of_every_other_answer_opens(chromium: Any, tmp_path: Path) -> None:
+    others = [
+        path for path in SAVED.glob("*.1.memsize") if path.name.split(".")[0] not in ("report", "program", "step")
+    ]
+    assert len(others) >= 10
+    for path in others:
+        with opened(chromium, tmp_path, memsize.load(path)) as page:
+            assert page.locator("h1").count() == 1
+            assert "" not in page.locator("th[scope=col]").evaluate_all("all => all.map(each => each.textContent)")
 
 
 @pytest.mark.parametrize("name", PAGES)

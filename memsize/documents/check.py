@@ -32,7 +32,7 @@ _COLUMNS: Final = (
     Column("limit", "limit", "text", 85, "the most that it may be; of fits_batch the batch that has to fit"),
     Column("baseline", "baseline", "text", 80, "what it was"),
     Column("change", "change", "share", 75, "how far the value is above its baseline"),
-    Column("holds", "", "text", 98, "whether it keeps its limit and its baseline"),
+    Column("holds", "holds", "text", 98, "whether it keeps its limit and its baseline"),
 )
 
 
