@@ -85,6 +85,7 @@ def test_the_plain_command(asked: Asked, capsys: pytest.CaptureFixture[str]) -> 
     assert asked.options == {
         "scenarios": None,
         "train": None,
+        "parallel": None,
         "gpu": None,
         "stack": Stack(),
         "config": None,

@@ -292,3 +292,18 @@ def test_the_text_names_the_rank_and_lines_up_its_roles() -> None:
     assert ", rank 3 of 8: in " in first
     roles = [line.strip() for line in lines if line.startswith("    ")]
     assert len({len(re.match(r"[a-z ]+", role)[0]) for role in roles}) == 1
+
+
+def test_a_report_trains_on_several_gpus() -> None:
+    options: dict[str, Any] = {"input_data": IDS, "train": "adamw", "scenarios": "fp32,apex-O2", "gpu": "h100"}
+    report = memsize.report(Model(), parallel="fsdp=8", **options)
+    spread, refused = (result for result in report.scenario_results if result.name in ("fp32", "apex-O2"))
+    alone = memsize.trace(Model(), input_data=IDS, optimizer="adamw", parallel="fsdp=8", scenario="fp32", gpu="h100")
+    assert spread.training is not None and spread.training.requested == alone.peak.requested
+    assert spread.training.roles["parameter"] == PARAMETERS * 4 // 8
+    assert spread.totals is not None and spread.totals.parameter_bytes == PARAMETERS * 4  # layers are shown whole
+    assert refused.training is None and "amp-fp16" in str(refused.untrained)
+    assert any("fsdp: fully_shard on 4 x Block" in note for note in report.notes)
+    assert all(finding.moment is None for finding in report.findings if finding.code == "training-peak")
+    with pytest.raises(InputError, match="name its optimizer"):
+        memsize.report(Model(), input_data=IDS, parallel="fsdp=8")

@@ -23,17 +23,20 @@ from memsize.loading.signature import wanted_inputs
 from memsize.model.meta_copy import in_mode
 from memsize.precision.modelled import modelled
 from memsize.precision.recipes import floating_dtype
+from memsize.ranks.strategies import how
 from memsize.records.aggregates import Totals, totals
 from memsize.records.codec import plain
 from memsize.records.gpu import GpuEstimate
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.trace import Reading, Trace
+from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.training import Training
 from memsize.tracing.ddp import bucket_bytes
 from memsize.tracing.module_calls import Calls
 from memsize.tracing.run import stored_only, wants_shapes
 from memsize.workloads.forward import Forward, Inference
+from memsize.workloads.ranks import ParallelSteps
 from memsize.workloads.training import TrainingSteps
 
 _AMP = ("amp-fp16", "amp-bf16")
@@ -72,8 +75,8 @@ def numbered(say: Callable[[str], None], names: Set[str]) -> Callable[[str], Non
 class ReportBuilder:
     """The runs of a report. Each is made when it is first needed, and kept.
 
-    `training` asks for training steps, `peaks` for the GPU estimate of each scenario, with the allocator set by
-    `config`. `say` is called with progress messages.
+    `training` asks for training steps, which `parallel` spreads over several GPUs, `peaks` for the GPU estimate of each
+    scenario, with the allocator set by `config`. `say` is called with progress messages.
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class ReportBuilder:
         runner: Runner,
         training: Training | None = None,
         *,
+        parallel: Parallel | None = None,
         peaks: bool = False,
         config: AllocatorConfig | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.runner = runner
         self.training = training
+        self.parallel = parallel
         self.peaks = peaks or training is not None
         self.config = config
         self.say = say
@@ -119,7 +124,7 @@ class ReportBuilder:
             trace=own.trace,
             scenario_results=results,
             findings=RULES.findings(self._evidence(own, (*results, found["fp32"]), workers)),
-            notes=tuple(notes),
+            notes=(*notes, *self._how(asked)),
             baseline=_as_float32(found["fp32"].totals, own.trace),
             gpu=self.runner.gpu.name if self.peaks else "",
             optimizer=self._optimizer(),
@@ -148,8 +153,7 @@ class ReportBuilder:
             trace = self.trace(scenario)
         except (ScenarioError, ForwardError) as error:
             return ScenarioResult(scenario.name, scenario.title, "unavailable", _one_line(error))
-        trained = self.training and scenario.name not in self._untrained and not scenario.is_modelled
-        training = estimate_gpu(trace, self.runner.gpu, replays=self._replays) if trained else None
+        training = self._trained(trace, scenario)
         trace, reason = modelled(trace, scenario)
         return ScenarioResult(
             scenario.name,
@@ -162,6 +166,26 @@ class ReportBuilder:
             training=training,
             untrained=self._untrained.get(scenario.name),
         )
+
+    def _trained(self, trace: Trace, scenario: Scenario) -> GpuEstimate | None:
+        """The GPU estimate of the training steps, which are those of `trace` unless they are spread."""
+        if self.training is None or scenario.name in self._untrained or scenario.is_modelled:
+            return None
+        if self.parallel is not None:
+            try:
+                trace = self.runner.run(ParallelSteps(self.training, self.parallel, self.runner.gpu), scenario)
+            except (ScenarioError, ForwardError, InputError) as error:
+                self._untrained[scenario.name] = _one_line(error)
+                return None
+        return estimate_gpu(trace, self.runner.gpu, replays=self._replays)
+
+    def _how(self, asked: Sequence[Scenario]) -> tuple[str, ...]:
+        """What a reader must know about how the training is spread."""
+        if self.parallel is None:
+            return ()
+        able = [scenario for scenario in asked if not self.parallel.refuses(scenario)]
+        told = dict.fromkeys(note for each in able for note in how(self.runner.model, self.parallel, each))
+        return (*told, f"layers are shown whole, as on one GPU, and so is inference; the training is {self.parallel}")
 
     def _inference(self, scenario: Scenario) -> GpuEstimate | None:
         """The GPU estimate of one forward without gradients; None where its activations are only modelled."""
@@ -187,7 +211,7 @@ class ReportBuilder:
         return self._traces[scenario.name]
 
     def _run(self, scenario: Scenario) -> Trace:
-        if self.training is not None:
+        if self.training is not None and self.parallel is None:
             try:
                 return self._observed_run(TrainingSteps(self.training), scenario)
             except (ForwardError, InputError) as error:
@@ -224,6 +248,7 @@ class ReportBuilder:
             crossover=self._crossover(runs, amp, workers) if amp and "fp32" in runs else None,
             amp=amp,
             buckets=bucket_bytes(self.runner.model),
+            spread=self.parallel is not None,
         )
 
     def readings(self) -> tuple[Reading, ...]:

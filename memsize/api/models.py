@@ -59,6 +59,7 @@ def report(
     *,
     scenarios: str | Iterable[str] | None = None,
     train: Training | str | None = None,
+    parallel: Parallel | str | None = None,
     gpu: str | None = None,
     stack: Stack | str | None = None,
     config: AllocatorConfig | None = None,
@@ -83,9 +84,10 @@ def report(
     `scenarios` is a comma list, several names, or ``"all"``; None takes the usual ones. `mode` is ``"train"`` (the
     default) or ``"eval"``, the training flag that the forward runs under. `train` asks for training steps with that
     optimizer (``"adamw"``, ``"sgd:momentum=0.9"``, or a `Training`), so that each scenario says what a GPU would show
-    at their peak; `gpu` is the GPU to simulate, `stack` the PyTorch and CUDA that it has (``"torch=2.6,cuda=12.4"``;
-    None: the installed ones), `config` the settings of its caching allocator. `execute` really computes, on the CPU,
-    for models with data-dependent control flow. `progress` is called with what is being done.
+    at their peak, and `parallel` spreads those over several (``"fsdp=8"``); `gpu` is the GPU to simulate, `stack` the
+    PyTorch and CUDA that it has (``"torch=2.6,cuda=12.4"``; None: the installed ones), `config` the settings of its
+    caching allocator. `execute` really computes, on the CPU, for models with data-dependent control flow. `progress` is
+    called with what is being done.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
@@ -95,6 +97,7 @@ def report(
     subject = Subject.of(model_or_target, input_size, **given)
     asked, say, software = select(scenarios), progress or (lambda _: None), Stack.of(stack)
     trained = _training(train)
+    spread = spread_of(parallel, trained, execute=execute)
     with model_of(subject, say, gpu, trained is not None and trained.is_own) as loaded:
         from memsize.analysis.report import ReportBuilder, stored_report
         from memsize.analysis.runner import Runner, plans_of
@@ -105,7 +108,7 @@ def report(
         where = card(gpu) if gpu else None
         plans = plans_of(where or card(DEFAULT_GPU)) if where or trained else None
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans, stack=software)
-        builder = ReportBuilder(runner, trained, peaks=where is not None, config=config, say=say)
+        builder = ReportBuilder(runner, trained, parallel=spread, peaks=where is not None, config=config, say=say)
         return builder.build(asked, default=scenarios is None, notes=found.notes)
 
 

@@ -13,6 +13,7 @@ from memsize.cli.options import (
     gpu_option,
     jobs_option,
     output_options,
+    parallel_option,
     scenarios_option,
     stack_option,
 )
@@ -28,6 +29,7 @@ from memsize.internals.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report
 from memsize.records.trace import Failure
+from memsize.spec.parallel import spread_of
 from memsize.spec.scenario import SCENARIOS, select
 from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
@@ -55,6 +57,7 @@ from memsize.spec.training import Training
 )
 @subject_options
 @training_options
+@parallel_option
 @gpu_option
 @stack_option
 @allocator_option
@@ -67,6 +70,7 @@ from memsize.spec.training import Training
 def report(
     subject: Subject,
     training: Training | None,
+    parallel: str | None,
     gpu: str | None,
     stack: str | None,
     allocator: str | None,
@@ -87,6 +91,7 @@ def report(
     select(scenarios)
     chosen, software = _columns(columns), Stack.of(stack)
     config = AllocatorConfig.parse(allocator, software.release) if allocator else None
+    spread = spread_of(parallel, training, execute=execute)
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
     with working() as progress, side_by_side(1 if execute else jobs):
@@ -97,6 +102,7 @@ def report(
                 subject,
                 scenarios=scenarios,
                 train=training,
+                parallel=spread,
                 gpu=_gpu(gpu or (DEFAULT_GPU if allocator or stack else None), output.format),
                 stack=software,
                 config=config,

@@ -18,7 +18,8 @@ class Evidence:
     `left` says for each quantized scenario which modules it leaves alone and why. `crossover` compares what fp32
     (first) and `amp` (second) keep from one batch size to the next. `buckets` is what the gradient buckets of
     distributed training take (None without it), and whether the gradients lie in them. `peaks` are those of training,
-    `inference` those of one forward, by scenario, both on `gpu`.
+    `inference` those of one forward, by scenario, both on `gpu`. Where the training is `spread` over several GPUs, its
+    steps are not in `runs`.
     """
 
     given: Trace
@@ -33,6 +34,7 @@ class Evidence:
     optimizer: str = ""
     amp: str | None = None
     buckets: tuple[int, bool] | None = None
+    spread: bool = False
 
     def totals(self, scenario: str) -> Totals | None:
         """The totals of a scenario, where it was run."""

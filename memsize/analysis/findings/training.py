@@ -22,7 +22,7 @@ def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
         short = {name: peak.shortage for name, peak in peaks.items() if peak.shortage}
         for name, shortage in list(short.items())[:1]:
             others = f", one of {len(short)} scenarios that don't," if len(short) > 1 else ""
-            shown = name if run == "training" else None
+            shown = name if run == "training" and not evidence.spread else None
             yield out_of_memory(shortage, f"{run} under {name}{others}", evidence.gpu, shown)
 
 
@@ -59,7 +59,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         | {f"r{place}": Bytes(size) for place, (_, size) in enumerate(largest)},
         brief="A training step with {optimizer} peaks at {requested} in {name}, in the {where}: {gpu} would show {low} "
         "to {high} of {total}." + (" {best} peaks lowest, at {least}." if best != name else ""),
-        moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs else None,
+        moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
     )
 
 
