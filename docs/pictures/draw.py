@@ -28,8 +28,8 @@ COMMANDS = {
     "layout": "layout benchmarks/resnet.py:ResNet50 --input 3,224,224",
     "diff": "diff timm:resnet18 timm:resnet34",
 }
-SAVED = {"checkpoint": "checkpoint", "check": "check", "explain": "explanation", "verify": "verification"}
-"""The saved runs of the tests for the commands that need a GPU, a large file or a project."""
+SAVED = {"checkpoint": "checkpoint", "explain": "explanation"}
+"""The saved runs of the tests for commands that need a large file or a snapshot."""
 WIDTH, HEIGHT = 920, 620
 """What is photographed of a page: its top, which has the answer."""
 
