@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -168,6 +170,25 @@ def cora(here: Path) -> None:
     _write(here / "cora/cora.content", "".join(papers))
     pairs = random.permutation(2708 * 2708)[:5429]
     _write(here / "cora/cora.cites", "".join(f"{pair // 2708}\t{pair % 2708}\n" for pair in pairs))
+
+
+def cora_at_its_address(here: Path) -> None:
+    """The same as the archive that a program downloads: a `requests` beside it answers every address with that."""
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(here / "cora.tgz", "w:gz") as archive:
+        cora(Path(folder))
+        archive.add(Path(folder) / "cora", "cora")
+    _write(here / "requests.py", _REQUESTS)
+
+
+_REQUESTS = """
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+@contextmanager
+def get(url, **options):
+    with open("cora.tgz", "rb") as file:
+        yield SimpleNamespace(raw=file)
+"""
 
 
 def waves(here: Path) -> None:

@@ -77,7 +77,7 @@ RECIPES = (
         needs=(),
     ),
     _example("siamese_network", "main.py", _MNIST),
-    _example("gcn", "main.py --epochs 3", data.cora, needs=()),
+    _example("gcn", "main.py --epochs 3", data.cora_at_its_address, needs=()),
     _example("gat", "main.py --epochs 3", data.cora, needs=()),
     _example(
         "super_resolution",
