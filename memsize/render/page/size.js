@@ -3,13 +3,13 @@
 const unit = { name: document.body.dataset.unit, bytes: Number(document.body.dataset.unitBytes) };
 
 /** `bytes` without the unit's name: `35.19`. Exactly nothing is `0`, and what is too small to show is `<0.01`. */
-function amount(bytes) {
+function amount(bytes, whole = unit.bytes) {
   if (!bytes) return "0";
-  if (unit.bytes === 1) return count(bytes);
-  const size = bytes / unit.bytes;
+  if (whole === 1) return count(bytes);
+  const size = bytes / whole;
   if (size > 0 && size < 0.005) return "<0.01";
-  const [whole, decimals] = twoDecimals(size).split(".");
-  return `${count(Number(whole))}.${decimals}`;
+  const [before, decimals] = twoDecimals(size).split(".");
+  return `${count(Number(before))}.${decimals}`;
 }
 
 /** Python rounds what lies just between two figures to the even one (0.125 to 0.12), `toFixed` up (to 0.13). */
@@ -18,8 +18,16 @@ function twoDecimals(number) {
   return (isRoundedUp ? number - 0.005 : number).toFixed(2);
 }
 
+/** `bytes` with the unit's name: less than a tenth of the unit in a smaller one. */
 function size(bytes) {
-  return `${amount(bytes)} ${unit.name}`;
+  const isBinary = unit.name.endsWith("iB");
+  const names = isBinary ? ["B", "KiB", "MiB", "GiB", "TiB"] : ["B", "kB", "MB", "GB", "TB"];
+  let { name, bytes: whole } = unit;
+  while (bytes > 0 && bytes < whole / 10) {
+    whole /= isBinary ? 1024 : 1000;
+    name = names[Math.round(Math.log(whole) / Math.log(isBinary ? 1024 : 1000))];
+  }
+  return `${amount(bytes, whole)} ${name}`;
 }
 
 function count(number) {
