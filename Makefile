@@ -25,12 +25,14 @@ OR_EXPLAIN = 2>$(LOG) || { cat $(LOG) >&2; exit 1; }
 demo: $(STAMP)
 	$(BIN)/memsize report notebooks/model.py:Test --input 3,64,64
 
-# Each of the tests' processes computes on one thread: those of several would wait for each other.
+# Each of the tests' processes computes on one thread: those of several would wait for each other. Many import memsize in a
+# process of their own, which would compile it each time where Python may not write what it compiles.
 test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m compileall -q memsize tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
 bench: $(STAMP)
