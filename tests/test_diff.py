@@ -49,6 +49,7 @@ def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python's own files beside the modules it imports
 
     def command(*arguments: str) -> str:
         return subprocess.run(("git", *arguments), check=True, capture_output=True, text=True).stdout
