@@ -143,6 +143,7 @@ def test_a_run_that_may_not_fit_says_how_it_would_end() -> None:
         layer="",
         op="aten.sqrt",
         certain=False,
+        event=4,
     )
     assert found.reserved == 94 * MiB  # as with the smallest context
     assert found.device == (394 * MiB, 731 * MiB)  # 94 + 300; no more than the card has
