@@ -189,6 +189,60 @@ def test_a_default_device_reaches_what_names_none() -> None:
         assert not torch.ones(2).is_cuda
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_take_their_indices_and_values_to_the_gpu(layout: torch.layout) -> None:
+    """A ring of 200 nodes with loops: 400 elements."""
+    nodes, features, elements = 200, 8, 400
+    rows, columns = torch.arange(elements) // 2, (torch.arange(elements) // 2 + torch.arange(elements) % 2) % nodes
+    adjacency = torch.sparse_coo_tensor(
+        torch.stack((rows, columns)), torch.ones(elements), (nodes, nodes), check_invariants=False
+    ).coalesce()
+    if layout is torch.sparse_csr:
+        adjacency = adjacency.to_sparse_csr()
+    indices = 2 * elements * 8 if layout is torch.sparse_coo else (nodes + 1) * 8 + elements * 8
+    with gpu() as program:
+
+        def requested() -> int:
+            return sum(event.delta for event in program.ledger.events)
+
+        there = adjacency.to("cuda")
+        assert requested() == indices + elements * 4
+        assert (there.device.type, there.layout, there._nnz(), there.dtype) == ("cuda", layout, elements, torch.float32)
+        half = there.to(torch.float16)
+        assert half.dtype is torch.float16 and half.layout is layout and half._nnz() == elements
+        assert requested() == 2 * indices + elements * (4 + 2)
+        del half
+        x = torch.ones(nodes, features, device="cuda", requires_grad=True)
+        held = requested()
+        products = [torch.spmm(there, x), torch.sparse.mm(there, x), there @ x]
+        assert requested() >= held + 3 * nodes * features * 4
+        assert {(each.shape, each.device.type, each.layout) for each in products} == {
+            ((nodes, features), "cuda", torch.strided)
+        }
+        sum(each.sum() for each in products).backward()
+        assert x.grad is not None and x.grad.shape == x.shape and x.grad.is_cuda
+        assert there.cpu().layout is layout
+    assert "cuda" not in str(adjacency.device)
+
+
+def test_products_with_a_large_sparse_matrix_are_not_computed(tmp_path: Path) -> None:
+    """A million nodes, of which two are linked: dense, that were 4 TB."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        links = torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 1.0], (10**6, 10**6), check_invariants=True).cuda()
+        x = torch.ones(10**6, 2, device="cuda")
+        y = torch.spmm(links, x)
+        """,
+    )
+    assert error is None
+    sizes = [storage.bytes for storage in found.trace.storages if storage.role != "workspace"]
+    assert sizes == [2 * 2 * 8, 2 * 4, 10**6 * 2 * 4, 10**6 * 2 * 4]
+    assert found.trace.notes == ()
+
+
 def test_parameters_stay_the_same_objects_when_their_module_moves() -> None:
     """An optimizer that was made before goes on updating them, as on CUDA."""
     with gpu():

@@ -29,6 +29,7 @@ from memsize.errors import DataDependentError
 from memsize.internals.meta import is_meta
 from memsize.internals.meta_memo import MetaMemo
 from memsize.internals.pytree import map_tensors, tensors_in
+from memsize.internals.sparse import PARTS, with_parts
 from memsize.internals.user_code import running_line
 
 _aten = torch.ops.aten
@@ -142,8 +143,10 @@ class Evaluator:
         return _to_meta_with_constant(middle) if device is not None and device.type == "meta" else middle
 
     def _to(self, tensor: torch.Tensor, **options: Any) -> Any:
-        """A copy to the CPU, where tensors have values."""
+        """A copy to the CPU, where tensors have values, or of a sparse tensor, part by part."""
         device = options.get("device")
+        if tensor.layout in PARTS and options.get("layout") in (None, tensor.layout):
+            return self._to_in_parts(tensor, device or tensor.device, options.get("dtype"))
         if not is_meta(tensor) or device is None or device.type != "cpu":
             return NotImplemented
         value, diagonals = constant_of(tensor), diagonals_of(tensor)
@@ -156,6 +159,16 @@ class Evaluator:
             self.rely_on(first_assumption([state_of(tensor)]))
         dtype = options.get("dtype")
         return value.to(dtype) if dtype is not None and dtype is not value.dtype else value.clone()
+
+    def _to_in_parts(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+        """Each part is copied as it would be by itself; a dtype is that of the values."""
+
+        def copied(part: torch.Tensor) -> torch.Tensor:
+            asked = dtype if dtype is not None and part.dtype is tensor.dtype else part.dtype
+            result = self._to(part, dtype=asked, device=device)
+            return part.to(device, asked, copy=True) if result is NotImplemented else result
+
+        return with_parts(tensor, copied)
 
     def _pack(self, data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
         """PyTorch wants the lengths on the CPU. The run has put the caller's on `meta`, with everything else.

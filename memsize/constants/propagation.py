@@ -41,6 +41,7 @@ from memsize.constants.values import (
 )
 from memsize.internals.meta import is_meta
 from memsize.internals.pytree import map_tensors, tensors_in
+from memsize.internals.sparse import PARTS
 
 _aten = torch.ops.aten
 _DRAW = _aten.rand.default
@@ -59,6 +60,8 @@ def propagate(op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     lead = args[0] if args else None
     if isinstance(lead, list) and lead:
         lead = lead[0]
+    if isinstance(lead, torch.Tensor) and lead.layout in PARTS:
+        return  # values are kept for strided tensors alone
     if isinstance(lead, torch.Tensor) and constant_of(lead) is None:  # as nearly always
         state = None if diagonals_of(lead) is None else _state_for(op, func, args, kwargs)
         if state is not None and follow(op, func, args, kwargs, result, state):

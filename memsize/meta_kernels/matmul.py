@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from memsize.internals.meta import is_meta
+from memsize.internals.sparse import PARTS, with_parts
 from memsize.meta_kernels.registry import shape_rule
 from memsize.meta_kernels.strides import Shape, broadcast
-from memsize.meta_kernels.tensors import are_alike, are_plain, empty, strided
+from memsize.meta_kernels.tensors import are_alike, are_plain, empty, like, strided
 
 
 def product(one: Shape, other: Shape) -> tuple[int, ...] | None:
@@ -20,10 +22,16 @@ def product(one: Shape, other: Shape) -> tuple[int, ...] | None:
 
 
 def _multiplied(one: Any, other: Any, rank: int) -> Any:
-    if not are_plain(one, other) or not are_alike(one, other) or one.dtype is torch.bool:
+    known = are_plain(other) and (are_plain(one) or _is_sparse(one))
+    if not known or not are_alike(one, other) or one.dtype is torch.bool:
         return NotImplemented
     shape = product(one.shape, other.shape) if one.dim() == rank else None
     return NotImplemented if shape is None else empty(shape, one.dtype)
+
+
+def _is_sparse(tensor: Any) -> bool:
+    """Whether its product with a dense matrix is dense (sparse/cuda/SparseCUDATensorMath.cu, SparseBlas.cpp)."""
+    return tensor.layout in PARTS and is_meta(tensor)
 
 
 def _added(start: Any, one: Any, other: Any, rank: int) -> Any:
@@ -45,7 +53,7 @@ def _bmm(one: Any, other: Any) -> Any:
     return _multiplied(one, other, 3)
 
 
-@shape_rule("aten::addmm", "aten::_addmm_activation")
+@shape_rule("aten::addmm", "aten::_addmm_activation", "aten::_sparse_addmm")
 def _addmm(start: Any, one: Any, other: Any, **_: Any) -> Any:
     return _added(start, one, other, 2)
 
@@ -53,6 +61,14 @@ def _addmm(start: Any, one: Any, other: Any, **_: Any) -> Any:
 @shape_rule("aten::baddbmm")
 def _baddbmm(start: Any, one: Any, other: Any, **_: Any) -> Any:
     return _added(start, one, other, 3)
+
+
+@shape_rule("aten::t")
+def _transposed(tensor: Any) -> Any:
+    """In coordinates, a copy and no view (ATen TensorShape.cpp); PyTorch's `meta` kernel forgets the elements."""
+    if tensor.layout is not torch.sparse_coo or not _is_sparse(tensor) or tensor.dim() != 2:
+        return NotImplemented
+    return with_parts(tensor, like, tensor.shape[::-1])
 
 
 _GROUPED = (torch.float32, torch.float16, torch.bfloat16)

@@ -15,16 +15,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 
 from memsize.constants.toeplitz import diagonals_in, diagonals_of, set_diagonals
 from memsize.constants.values import ConstantState, constant_of, is_small, set_constant, state_of
+from memsize.internals.sparse import PARTS, with_parts
 from memsize.model.traced import refuse_traced
 
-_SPARSE = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-"""Sparse layouts, and the methods that return their component tensors."""
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -109,8 +102,8 @@ class MetaTensors:
         """A plain tensor that stands in for `original`: not a parameter, and no leaf that requires a gradient."""
         if type(original) not in _PLAIN_TYPES and hasattr(original, "__tensor_flatten__"):
             return self._wrapper(original)
-        if original.layout in _SPARSE:
-            return self._sparse(original)
+        if original.layout in PARTS:
+            return with_parts(original, lambda part: self.data(part, False))
         if original.layout is not torch.strided or original.is_quantized or original.is_nested:
             return self._opaque(original)
         copied = self._strided(original)
@@ -155,15 +148,6 @@ class MetaTensors:
             inner, context, original.shape, original.stride()
         )
         return rebuilt
-
-    def _sparse(self, original: torch.Tensor) -> torch.Tensor:
-        """A sparse tensor, part by part: moved as a whole, it would forget on `meta` how many elements it has."""
-        names = _SPARSE[original.layout]
-        make: Any = torch.sparse_coo_tensor if original.layout is torch.sparse_coo else torch.sparse_compressed_tensor
-        parts = [self.data(getattr(original, name)(), False) for name in names]
-        options = {} if original.layout is torch.sparse_coo else {"layout": original.layout}
-        copied: torch.Tensor = make(*parts, original.shape, device="meta", check_invariants=False, **options)
-        return copied._coalesced_(original.is_coalesced()) if original.layout is torch.sparse_coo else copied
 
     def _opaque(self, original: torch.Tensor) -> torch.Tensor:
         """Quantized, nested and MKL-DNN tensors; those that cannot exist on `meta` are shared with the original."""

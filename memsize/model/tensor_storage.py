@@ -14,14 +14,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from memsize.internals.sparse import PARTS
 from memsize.records.trace import TensorSpec
 
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
 PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 """The classes of tensors that wrap no others."""
 _BITSANDBYTES = ("quant_state", "CB", "SCB")
@@ -109,11 +104,8 @@ def _inner(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         values = ((name, getattr(tensor, name)) for name in names)
         yield from ((name, value) for name, value in values if isinstance(value, torch.Tensor))  # not DTensor's mesh
-    elif tensor.layout == torch.sparse_coo:
-        yield from (("indices", tensor._indices()), ("values", tensor._values()))
-    elif tensor.layout in _COMPRESSED:
-        yield from ((name, getattr(tensor, name)()) for name in _COMPRESSED[tensor.layout])
-        yield "values", tensor.values()
+    elif tensor.layout in PARTS:
+        yield from ((name.removeprefix("_"), getattr(tensor, name)()) for name in PARTS[tensor.layout])
     elif tensor.is_quantized and tensor.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         yield "", tensor
         yield "scales", tensor.q_per_channel_scales()

@@ -19,6 +19,7 @@ from memsize.cuda.convolution import Convolutions
 from memsize.cuda.matmul import takes_cublaslt
 from memsize.cuda.registry import Temporary
 from memsize.internals.meta import is_meta
+from memsize.internals.sparse import PARTS
 from memsize.internals.user_code import line_in_forward, line_of
 from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors
 from memsize.records.roles import Role
@@ -180,7 +181,10 @@ class Ledger(MetaDispatchMode):
     def _note(self, tensor: torch.Tensor, op: str) -> None:
         # Quantized tensors are really there: `meta` has none.
         here = tensor.device == self.device if self._computes else is_meta(tensor)
-        if here or tensor.is_quantized:
+        if tensor.layout in PARTS:
+            for part in plain_tensors(tensor) if here else ():
+                self.enter(part, "temporary", op)
+        elif here or tensor.is_quantized:
             self.enter(tensor, "temporary", op)
 
     def _keep_workspace(self, threads: set[bool], size: int, op: str) -> None:
