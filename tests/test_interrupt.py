@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -81,6 +82,27 @@ def test_silence_and_130(write: Write, moment: str) -> None:
     if (folder / "child").exists():
         with pytest.raises(ProcessLookupError):
             gone((folder / "child").read_text())
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_script_that_is_interrupted_reports_what_ran(write: Write, on_gpu: bool) -> None:
+    text = f"""
+import os, signal, time, torch
+weight = torch.ones(1000, 1000, device="{"cuda" if on_gpu else "cpu"}")
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(60)
+"""
+    script = write("train.py", text)
+    process = started(command("run", "--format", "json", "train.py"), script.parent)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert b"Traceback" not in err and b"KeyboardInterrupt" not in err
+    if not on_gpu:
+        assert out == b""
+        return
+    told = json.loads(out)
+    assert "KeyboardInterrupt" in told["failure"]
+    assert b"4000000" in out  # 1000 * 1000 * 4 bytes
 
 
 def gone(pid: str) -> None:

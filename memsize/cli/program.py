@@ -14,10 +14,11 @@ from memsize.cli.messages import say
 from memsize.cli.options import WITH_SNAPSHOT, allocator_option, gpu_option, jobs_option, output_options_for
 from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
-from memsize.cli.working import working
+from memsize.cli.working import interrupts_raised, working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
+from memsize.interrupt import INTERRUPTED
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankRuns
@@ -129,15 +130,16 @@ def run(
     with own:
         from memsize.analysis.program import run_program
 
-        found, error = run_program(program, arguments, where, config, world=world, **options)
-    if isinstance(error, KeyboardInterrupt):
+        with interrupts_raised():
+            found, error = run_program(program, arguments, where, config, world=world, **options)
+    if isinstance(error, KeyboardInterrupt) and not found.trace.events:
         raise error
     if isinstance(error, SystemExit) and not found.trace.events:
         return error.code if isinstance(error.code, int) else 1
     if error is not None:
         _show(error)
     _answer(found, output)
-    return 0 if error is None else 1
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 0 if error is None else 1
 
 
 def _check_started(program: str, module: bool) -> None:
@@ -164,8 +166,8 @@ def _answer(found: ProgramRun | RankRuns, output: Destination) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """The program's own traceback, from its first line on."""
-    if isinstance(error, SystemExit):
+    """The program's own traceback, from its first line on; nothing where it was asked to end."""
+    if isinstance(error, (SystemExit, KeyboardInterrupt)):
         return
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
