@@ -26,7 +26,7 @@ from memsize.analysis.program import program_run, run_program
 from memsize.cli import run as command
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
-from memsize.errors import InputError
+from memsize.errors import ForwardError, InputError
 from memsize.records.aggregates import split_phase
 from memsize.records.program import Holder, KeptGradients, ProgramRun
 from memsize.records.trace import Trace
@@ -371,6 +371,52 @@ def test_memory_statistics_are_those_of_the_simulated_allocator() -> None:
         free, total = torch.cuda.mem_get_info()
         assert total == card("t4").bytes and free < total - 2 * MiB
         del kept
+
+
+MANY_SEGMENTS = "large_segment_size_mb:64"
+"""A request of 3 MiB then makes a segment of 64 MiB instead of 20."""
+
+
+def test_settings_of_the_environment_are_those_of_the_allocators_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "large_segment_size_mb:32")
+    with memsize.virtual_gpu("t4") as region:
+        assert torch.cuda.is_available()
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", MANY_SEGMENTS)  # looked up first
+        held = torch.empty(3 * MiB, dtype=torch.uint8, device="cuda")
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:128")  # too late
+        assert torch.cuda.memory_reserved() == 64 * MiB
+        del held
+    assert region.run.peak.reserved == 64 * MiB
+    assert any(note.endswith(f"the environment has for it: {MANY_SEGMENTS}") for note in region.trace.notes)
+
+
+@pytest.mark.parametrize("config", ["", AllocatorConfig(), "expandable_segments:False"])
+def test_settings_that_are_given_win_over_the_environment(
+    config: AllocatorConfig | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", MANY_SEGMENTS)
+    with memsize.virtual_gpu("t4", config=config) as region:
+        torch.empty(3 * MiB, dtype=torch.uint8, device="cuda")
+    assert region.run.peak.reserved == 20 * MiB
+    assert not any("environment" in note for note in region.trace.notes)
+
+
+def test_settings_of_the_environment_that_pytorch_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    refused = pytest.raises(
+        InputError, match=r"^the environment's PYTORCH_CUDA_ALLOC_CONF .* only PyTorch's native one"
+    )
+    with refused, memsize.virtual_gpu("t4"):
+        torch.empty(1, device="cuda")
+
+
+def test_settings_that_the_script_makes_and_pytorch_would_refuse(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, torch\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'unknown:1'\ntorch.empty(1, device='cuda')\n"
+    )
+    with pytest.raises(ForwardError, match="no allocator setting 'unknown'"):
+        memsize.run(script)
 
 
 def test_free_rests_of_split_segments_are_counted_where_pytorch_counts_them() -> None:

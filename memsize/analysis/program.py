@@ -43,7 +43,7 @@ def run_program(
     path: str,
     arguments: Sequence[str],
     card: Card,
-    config: AllocatorConfig,
+    config: AllocatorConfig | None,
     *,
     steps: int,
     module: bool,
@@ -86,7 +86,7 @@ class VirtualGpu:
 @contextmanager
 def virtual_gpu(
     card: Card,
-    config: AllocatorConfig,
+    config: AllocatorConfig | None,
     *,
     steps: int,
     allow_writes: bool,
@@ -118,7 +118,7 @@ def virtual_gpu(
 def program_run(program: Program, command: str, error: BaseException | None) -> ProgramRun:
     """The record of what `program` showed."""
     trace = program.trace(error)
-    peak = estimate_gpu(trace, program.card, config=program.config)
+    peak = estimate_gpu(trace, program.card, config=program.memory.config)
     found = ProgramRun(
         program=command,
         trace=trace,
@@ -136,7 +136,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         unwritten=program.files.remarks,
         failure=None if trace.failure is None else trace.failure.reason,
         needs_gpu=needs_gpu(error),
-        allocator=json.dumps(plain(program.config)),
+        allocator=json.dumps(plain(program.memory.config)),
     )
     return replace(found, findings=RULES.findings(found))
 

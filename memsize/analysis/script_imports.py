@@ -19,7 +19,7 @@ _LATE: Final = ("torch._dynamo", "torch.distributed.optim")
 """What the first optimizer of a process imports, and the first process group."""
 
 
-def import_packages(path: str, card: Card, config: AllocatorConfig) -> None:
+def import_packages(path: str, card: Card, config: AllocatorConfig | None) -> None:
     """Import what the script at `path` imports at its top level from installed packages, and what PyTorch will."""
     with virtual_gpu(card, config, steps=0, allow_writes=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")

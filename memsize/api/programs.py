@@ -71,7 +71,8 @@ def run(
     `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
     ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the
     GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone
-    unless `allow_writes` is set. `gpu` and `config` are as for `trace`.
+    unless `allow_writes` is set. `gpu` and `config` are as for `trace`; without a `config`, the allocator's settings
+    are those that ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF`` holds when the script first uses it.
 
     `gpus` is for a script that ``torchrun`` starts once for each GPU: how many there are on all `nodes` together. It
     is run as process `rank` of them. With ``"all"`` each rank is run, in a process of its own where the platform forks,
@@ -90,7 +91,7 @@ def run(
     from memsize.records.gpu import DEFAULT_GPU
     from memsize.spec.ranks import asked_world
 
-    where, settings, world = card(gpu or DEFAULT_GPU), AllocatorConfig.of(config), asked_world(gpus, nodes, rank)
+    where, settings, world = card(gpu or DEFAULT_GPU), AllocatorConfig.given(config), asked_world(gpus, nodes, rank)
     path = os.fspath(script)
     run_rank = partial(
         run_program,
@@ -171,5 +172,5 @@ def virtual_gpu(
     from memsize.records.gpu import DEFAULT_GPU
 
     where = card(gpu or DEFAULT_GPU)
-    settings = AllocatorConfig.of(config)
+    settings = AllocatorConfig.given(config)
     return program.virtual_gpu(where, settings, steps=steps, allow_writes=allow_writes, world=world)

@@ -96,7 +96,7 @@ def run(
     Its tensors on the GPU take their place in a simulated memory and hold no values; everything else is the program's
     own. It is stopped after a few optimizer steps. PROGRAM may also be a saved run.
     """
-    where, config, which = card(gpu or DEFAULT_GPU), AllocatorConfig.parse(allocator or ""), parse_rank(rank)
+    where, config, which = card(gpu or DEFAULT_GPU), AllocatorConfig.given(allocator), parse_rank(rank)
     world = asked_world(gpus, nodes, which)
     if not module and is_saved(program):
         from memsize.analysis.saved import load_kind

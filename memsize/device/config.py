@@ -97,6 +97,11 @@ class AllocatorConfig:
         """The settings that are given as a value or as a text; None is PyTorch's defaults."""
         return given if isinstance(given, AllocatorConfig) else cls.parse(given or "", release)
 
+    @classmethod
+    def given(cls, settings: AllocatorConfig | str | None, release: Release | None = None) -> AllocatorConfig | None:
+        """The settings that are given as a value or as a text; None where none are."""
+        return None if settings is None else cls.of(settings, release)
+
     def block_size(self, request: int) -> int:
         """The bytes of the block that serves `request` bytes: a multiple of 512, at least 512.
 

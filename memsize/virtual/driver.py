@@ -178,7 +178,7 @@ class Driver:
     _current: _Current = field(default_factory=_Current)
 
     def __post_init__(self) -> None:
-        self._elsewhere = DeviceMemory(self.card.bytes, 0, AllocatorConfig(), (), {})
+        self._elsewhere = DeviceMemory(self.card.bytes, 0, AllocatorConfig, (), {})
         """What this process holds on the GPUs of other processes: nothing."""
         Stream.numbers = itertools.cycle(range(1, _STREAMS + 1))
 

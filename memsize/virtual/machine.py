@@ -19,6 +19,6 @@ from memsize.virtual.region import virtual_gpu
 def machine_with(card: Card) -> Iterator[None]:
     """While open, this process has that GPU; a model that is larger than its memory is built all the same."""
     ledger = VirtualLedger(Workspaces(), lambda: None)
-    memory = DeviceMemory(card.bytes, context().low, AllocatorConfig(), ledger.events, ledger.streams, bounded=False)
+    memory = DeviceMemory(card.bytes, context().low, AllocatorConfig, ledger.events, ledger.streams, bounded=False)
     with virtual_gpu(Driver(card, memory), ledger):
         yield

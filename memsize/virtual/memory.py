@@ -6,8 +6,9 @@ PyTorch counts them (c10/core/CachingDeviceAllocator.h, DeviceStats).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Final
 
 from memsize.device.allocator import Allocator
@@ -55,32 +56,45 @@ class _Stat:
 class DeviceMemory:
     """What the allocator of one process holds on a card of `total` bytes, of which `outside` are not PyTorch's own.
 
-    `events` is the list of all events, which grows while the program runs; `streams` has the stream of each storage
-    that is not on the default one. Where it is not `bounded`, nothing is too large for the card.
+    `settings` are asked for when the allocator is first used, as PyTorch reads them. `events` is the list of all
+    events, which grows while the program runs; `streams` has the stream of each storage that is not on the default one.
+    Where it is not `bounded`, nothing is too large for the card.
     """
 
     def __init__(
         self,
         total: int,
         outside: int,
-        config: AllocatorConfig,
+        settings: Callable[[], AllocatorConfig],
         events: Sequence[Event],
         streams: Mapping[int, int],
         bounded: bool = True,
     ) -> None:
         self.total = total
         self.outside = outside
-        self.fraction = config.memory_fraction
-        """The share of the card that the allocator may hold at most."""
         self._events = events
         self._streams = streams
         self._failures = self._retries = 0
-        self._config = config
-        limits = (total - outside, config.allowed(total)) if bounded else (None, None)
-        self._allocator = Allocator(config, *limits)
+        self._settings = settings
+        self._bounded = bounded
         self._live: dict[int, tuple[int, int, Pool]] = {}
         self._stats = {(name, pool): _Stat() for name in (*_BLOCKS, *_SEGMENTS, *_SPLIT) for pool in _POOLS}
         self._done = 0
+
+    @cached_property
+    def config(self) -> AllocatorConfig:
+        """The allocator's settings."""
+        return self._settings()
+
+    @cached_property
+    def fraction(self) -> float:
+        """The share of the card that the allocator may hold at most."""
+        return self.config.memory_fraction
+
+    @cached_property
+    def _allocator(self) -> Allocator:
+        limits = (self.total - self.outside, self.config.allowed(self.total)) if self._bounded else (None, None)
+        return Allocator(self.config, *limits)
 
     @property
     def reserved(self) -> int:
@@ -120,7 +134,7 @@ class DeviceMemory:
             self._give(held)
 
     def _allocate(self, storage: int, request: int) -> None:
-        size = self._config.block_size(request) // BLOCK
+        size = self.config.block_size(request) // BLOCK
         pool = self._allocator.pool(self._streams.get(storage, 0), size * BLOCK <= SMALL)
         block = pool.take(size)
         if not block:
@@ -144,7 +158,7 @@ class DeviceMemory:
                 self._stats[name, place].add(amount)
 
     def _count_rests(self, pool: Pool, change: tuple[int, int]) -> None:
-        if self._config.expandable_segments:
+        if self.config.expandable_segments:
             return  # PyTorch counts none there
         for place in ("all", self._name(pool)):
             for name, amount in zip(_SPLIT, change, strict=True):
@@ -173,7 +187,7 @@ class DeviceMemory:
     def set_fraction(self, fraction: float) -> None:
         """Let the allocator hold that share of the card from now on."""
         self.fraction = fraction
-        self._allocator.allowed = replace(self._config, memory_fraction=fraction).allowed(self.total)
+        self._allocator.allowed = replace(self.config, memory_fraction=fraction).allowed(self.total)
 
     def empty_cache(self) -> None:
         """Give back every segment that no block uses."""
@@ -203,7 +217,7 @@ class DeviceMemory:
             for name in (*_BLOCKS, *_SEGMENTS, *_SPLIT)
         }
         found |= {name: dict(nothing) for name in _SINGLE}
-        split = -1 if self._config.max_split_size is None else self._config.max_split_size
+        split = -1 if self.config.max_split_size is None else self.config.max_split_size
         counts = {"num_ooms": self._failures, "num_alloc_retries": self._retries, "max_split_size": split}
         return found | dict.fromkeys(_ZEROS, 0) | counts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import threading
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 
-from memsize.device.config import AllocatorConfig
+from memsize.device.config import AllocatorConfig, settings_in
 from memsize.device.context import context
-from memsize.errors import first_line
+from memsize.errors import InputError, first_line
 from memsize.internals.user_code import line_of, running_line, users_frames
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
@@ -40,6 +41,8 @@ from memsize.workloads.program_steps import ProgramSteps, in_step
 _LINE_FROM = 64 * 1024
 """The user's line is looked up for storages of this many bytes and more."""
 
+_SET = "the caching allocator's settings are those that the environment has for it: {}"
+
 
 class StopProgram(BaseException):
     """Ends the program once it has done its steps; its ``finally`` blocks run."""
@@ -48,6 +51,7 @@ class StopProgram(BaseException):
 class Program:
     """A program on a GPU that isn't there, until it has made `steps` optimizer steps (0: to its own end).
 
+    `config` holds the settings of the caching allocator; None: those that the environment has when it is first used.
     `world` is the job of which it is one process (None: it was started alone).
 
     `snapshot` makes of what has run what `torch.cuda.memory._snapshot` returns.
@@ -58,7 +62,7 @@ class Program:
         name: str,
         card: Card,
         workspaces: Workspaces,
-        config: AllocatorConfig,
+        config: AllocatorConfig | None,
         steps: int = 3,
         files: Files | None = None,
         snapshot: Callable[[Trace, AllocatorConfig], dict[str, Any]] = lambda trace, config: {},
@@ -66,7 +70,7 @@ class Program:
     ) -> None:
         self.name = name
         self.card = card
-        self.config = config
+        self._config = config
         self.world = world
         self.stopped = False
         self.waits = Waits()
@@ -75,7 +79,7 @@ class Program:
         self.files = files or Files()
         self.ledger = VirtualLedger(workspaces, self._after_op)
         self.ledger.evaluator.observer = self._relied
-        self.memory = DeviceMemory(card.bytes, context().low, config, self.ledger.events, self.ledger.streams)
+        self.memory = DeviceMemory(card.bytes, context().low, self._settings, self.ledger.events, self.ledger.streams)
         self.steps = ProgramSteps(self.ledger, steps, self._stop_after_steps)
         self.calls = ProgramCalls(self.ledger, self._before_forward)
         self._refused: list[tuple[int, Refused]] = []
@@ -107,7 +111,7 @@ class Program:
     @contextmanager
     def open(self, more: Iterable[Replacement] = ()) -> Iterator[None]:
         """The region in which this process has the GPU; `more` is replaced besides."""
-        driver = Driver(self.card, self.memory, lambda: self._snapshot(self._trace(None), self.config))
+        driver = Driver(self.card, self.memory, lambda: self._snapshot(self._trace(None), self.memory.config))
         shown = threading, "excepthook", _unless_stopped(threading.excepthook)
         own = (self.calls.replacement(), *self.steps.replacements(), shown, *self.files.replacements())
         with (
@@ -118,6 +122,17 @@ class Program:
             self.files.guarded(),
         ):
             yield
+
+    def _settings(self) -> AllocatorConfig:
+        if self._config is not None:
+            return self._config
+        text = settings_in(os.environ)
+        if text:
+            self.ledger.evaluator.notes[_SET.format(text)] = None
+        try:
+            return AllocatorConfig.parse(text)
+        except InputError as error:
+            raise InputError(f"the environment's PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF: {error}") from None
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 

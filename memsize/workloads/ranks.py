@@ -47,8 +47,9 @@ class RankMachine(Machine):
 
     def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
         assert isinstance(ledger, VirtualLedger)
-        config = AllocatorConfig()
-        memory = DeviceMemory(self.card.bytes, context().low, config, ledger.events, ledger.streams, bounded=False)
+        memory = DeviceMemory(
+            self.card.bytes, context().low, AllocatorConfig, ledger.events, ledger.streams, bounded=False
+        )
         return (virtual_gpu(Driver(self.card, memory), ledger, world=self.world),)
 
 
