@@ -243,6 +243,15 @@ def test_products_with_a_large_sparse_matrix_are_not_computed(tmp_path: Path) ->
     assert found.trace.notes == ()
 
 
+def test_a_copy_into_memory_of_the_cpu_takes_none_on_the_gpu() -> None:
+    with gpu() as program:
+        there, host = torch.tensor([3, 5]).to("cuda"), torch.zeros(2, dtype=torch.int64)
+        before = len(program.ledger.events)
+        assert host.copy_(there).tolist() == [3, 5] and host.device.type == "cpu"
+        assert len(program.ledger.events) == before
+        assert not program.ledger.evaluator.notes
+
+
 def test_parameters_stay_the_same_objects_when_their_module_moves() -> None:
     """An optimizer that was made before goes on updating them, as on CUDA."""
     with gpu():

@@ -160,6 +160,12 @@ class Evaluator:
         dtype = options.get("dtype")
         return value.to(dtype) if dtype is not None and dtype is not value.dtype else value.clone()
 
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """A copy into memory of the CPU, which takes none on the GPU."""
+        if is_meta(target) or not is_meta(source):
+            return NotImplemented
+        return target.copy_(self._to(source, device=_CPU))
+
     def _to_in_parts(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
         """Each part is copied as it would be by itself; a dtype is that of the values."""
 
@@ -230,6 +236,7 @@ class Evaluator:
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::_local_scalar_dense": Evaluator._item,
     "aten::_to_copy": Evaluator._to,
+    "aten::copy_": Evaluator._copy,
     "aten::rand": Evaluator._draw,
     "aten::_pack_padded_sequence": Evaluator._pack,
     "aten::_nested_tensor_from_mask_left_aligned": Evaluator._left_aligned,
