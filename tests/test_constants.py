@@ -306,6 +306,14 @@ def test_replaced_data_is_not_taken_for_the_old() -> None:
         assert constant_of(tensor) is None
 
 
+def test_repeats_that_are_all_alike_are_not_what_is_repeated() -> None:
+    """`repeat_interleave(repeats)` gives places, of which one number many times tells nothing."""
+    with MetaDispatchMode():
+        repeats = torch.ones(300_000, dtype=torch.int64, device="meta")
+        places = torch.repeat_interleave(repeats, output_size=300_000)
+    assert (known := constant_of(places)) is None or torch.equal(known, torch.arange(300_000))
+
+
 def test_a_known_number_names_things() -> None:
     with MetaDispatchMode():
         index = torch.tensor(3, device=META)

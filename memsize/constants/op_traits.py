@@ -30,7 +30,7 @@ _BY_STRIDES = frozenset({"aten::as_strided", "aten::_reshape_alias"})
 _PRESERVING = frozenset(
     f"aten::{name}"
     for name in """
-    _to_copy clone repeat repeat_interleave index gather index_select roll flip rot90 take take_along_dim all any amax
+    _to_copy clone repeat index gather index_select roll flip rot90 take take_along_dim all any amax
     amin max min mean upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
     adaptive_avg_pool2d _adaptive_avg_pool2d max_pool2d_with_indices""".split()
