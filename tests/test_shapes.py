@@ -427,6 +427,7 @@ _LISTS = ("aten::_foreach_", "aten::_fused_")
 _RECURRENT = ("aten::_cudnn_rnn", "aten::_thnn_fused_")  # see test_rnn_semantics
 _TABLED = {f"aten::{name}" for name in (*REAL, *MODELLED)} | {f"aten::{name}" for name, _, _ in KEYWORDS}
 _TABLED |= {f"aten::{name}" for name in ("div_.Tensor_mode", "log_sigmoid_forward")}
+_TABLED |= {"aten::_sparse_addmm", "aten::t"}  # rules for sparse tensors alone: see test_virtual_gpu
 ELEMENTWISE = sorted(name for name in TABLE if name not in _TABLED and not name.startswith(_LISTS + _RECURRENT))
 
 
