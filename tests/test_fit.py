@@ -551,7 +551,7 @@ def test_the_largest_batch_of_a_stack() -> None:
     assert row.headroom == 200 * MiB - row.peak
     assert row.bind is not None and row.bind.role == "activation"
     assert len(row.looked) <= MOST_RUNS
-    assert {size for _, size in fit.traces} == set(row.looked)
+    assert {run.size for run in fit.traces} == set(row.looked)
 
 
 class TwoRegimes(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,6 +264,13 @@ def test_each_gpu_holds_its_share_whatever_the_number(fitted: Any) -> None:
     for row, number in zip(fitted.fit_rows, (1, 2, 4), strict=True):
         assert row.standing["parameter"] == elements * 4 // number
         assert row.standing["optimizer state"] == 2 * elements * 4 // number
+
+
+def test_each_number_of_gpus_keeps_its_run(fitted: Any, tmp_path: Path) -> None:
+    worlds = {run.gpu: trace.world.size for run, trace in fitted.traces.items()}
+    assert worlds == {f"{number} x GPU of 850.00 MiB": number for number in (1, 2, 4)}
+    fitted.save(tmp_path / "fit.memsize")
+    assert memsize.load(tmp_path / "fit.memsize") == fitted
 
 
 def test_what_is_compared_is_in_the_data(fitted: Any) -> None:

@@ -127,6 +127,17 @@ class Crossing:
     other: str = ""
 
 
+class FitRun(NamedTuple):
+    """Which of a fit's runs it is: of which scenario and size; on which `gpu`, the first of those that run alike; and of
+    which `batch`, where the context was searched for at several.
+    """
+
+    scenario: str
+    size: int
+    gpu: str = ""
+    batch: int | None = None
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Fit(Answer):
     """What fits: one row per scenario and GPU, findings about them, remedies, and the traces behind it all.
@@ -148,7 +159,7 @@ class Fit(Answer):
     findings: tuple[Finding, ...] = ()
     remedied: Remedied | None = None
     notes: tuple[str, ...] = ()
-    traces: Mapping[tuple[str, int], Trace] = field(default_factory=dict)
+    traces: Mapping[FitRun, Trace] = field(default_factory=dict)
     runs: int = 0
     generation: Mapping[str, object] = field(default_factory=dict)
 

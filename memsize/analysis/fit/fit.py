@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
@@ -20,8 +20,9 @@ from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
-from memsize.records.fit import Budget, Crossing, Fit, FitRow, Remedied, RemedyRow, Status
+from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied, RemedyRow, Status
 from memsize.records.roles import FIXED, Role
+from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.parallel import parse_parallel
 from memsize.spec.scenario import Scenario
@@ -50,6 +51,11 @@ class FitRequest:
     default: bool = False
     generation: Generation | None = None
 
+    def variants(self) -> Iterator[tuple[str, RunVariant]]:
+        """Every variant that is asked about, with the name of its GPU."""
+        for scenario, budget in product(self.scenarios, self.budgets):
+            yield budget.name, self.variant(scenario, budget)
+
     def variant(self, scenario: Scenario, budget: Budget) -> RunVariant:
         """A scenario on a card, without optimizations."""
         parallel = parse_parallel(budget.parallel) if budget.parallel else None
@@ -73,6 +79,7 @@ def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> 
         crossed: tuple[Crossing, ...] = ()
         if request.crossovers:
             crossed = tuple(crossings(trials, request.scenarios, request.variant(request.scenarios[0], budgets[0])))
+        traces = trials.traces(request.variants())
         return Fit(
             model=trials.name,
             inputs=trials.inputs,
@@ -83,8 +90,8 @@ def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> 
             optimizer=_optimizer(request.training),
             findings=RULES.findings(FitEvidence(_first(rows), budgets, vary, remedied, crossed, rows)),
             remedied=remedied,
-            notes=tuple(dict.fromkeys((*notes, *_notes(trials, budgets, rows)))),
-            traces=trials.traces(),
+            notes=tuple(dict.fromkeys((*notes, *_notes(trials, traces, budgets, rows)))),
+            traces=traces,
             runs=trials.count,
             generation=asdict(request.generation) if request.generation else {},
         )
@@ -341,9 +348,10 @@ def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow], work
     return try_optimizations(attempts, size, row.gpu, parts=trials.vary.batch, alone=alone)
 
 
-def _notes(trials: Trials, budgets: Sequence[Budget], rows: Sequence[FitRow]) -> Iterator[str]:
+def _notes(
+    trials: Trials, traces: Mapping[FitRun, Trace], budgets: Sequence[Budget], rows: Sequence[FitRow]
+) -> Iterator[str]:
     """What a reader must know about how the answers were found."""
-    traces = trials.traces()
     yield from (note for budget in budgets for note in budget.notes)
     yield from trials.notes
     if not trials.resizable:
@@ -355,8 +363,8 @@ def _notes(trials: Trials, budgets: Sequence[Budget], rows: Sequence[FitRow]) ->
         following = ", and so was the next size" if all(row.status in ("found", "none") for row in looked) else ""
         yield f"each answer was {done}{following}: {trials.count} runs in all, at most {most} per answer"
     # The workspace of a convolution is of the order of the largest tensor that one makes, in the first answer.
-    answered = (trace for row in rows if row.size and (trace := traces.get((row.scenario, row.size))))
-    if first := next(answered, None):
+    answer = next(((row.scenario, row.size) for row in rows if row.size), None)
+    if first := next((trace for run, trace in traces.items() if run[:2] == answer), None):
         made = (storage.bytes for storage in first.storages if "convolution" in storage.op)
         if workspace := max(made, default=0):
             yield (

@@ -21,7 +21,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, first_line
 from memsize.internals.silence import silent
 from memsize.internals.workers import Workers, can_fork
-from memsize.records.fit import Budget, Fit, FitRow
+from memsize.records.fit import Budget, Fit, FitRow, FitRun
 from memsize.records.gpu import Card
 from memsize.records.trace import Trace
 from memsize.spec.script import VariedScript
@@ -109,7 +109,7 @@ def fit_script(
         optimizer="the script's optimizer",
         findings=RULES.findings(FitEvidence(rows, tuple(budgets), script.name, None, ())),
         notes=tuple(dict.fromkeys(note for run in runs.made.values() for note in run.trace.notes)),
-        traces={("as-given", size): run.trace for size, run in runs.made.items()},
+        traces={FitRun("as-given", size, budgets[0].name): run.trace for size, run in runs.made.items()},
         runs=len(runs.made),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
@@ -14,6 +14,7 @@ from memsize.analysis.runner import Runner
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError
 from memsize.model.inputs import ModelInputs, input_tensors, resized_call
+from memsize.records.fit import FitRun
 from memsize.records.gpu import Card
 from memsize.records.trace import InputTensor, Trace
 from memsize.spec.generation import Generation
@@ -214,12 +215,15 @@ class Trials:
         found = self._refusals.items()
         return {size: str(error) for (of, size), error in found if of._replace(kernels=events.kernels) == events}
 
-    def traces(self) -> dict[tuple[str, int], Trace]:
-        """Every run without optimizations, by its scenario and its size: on several numbers of GPUs, the last."""
+    def traces(self, variants: Iterable[tuple[str, RunVariant]]) -> dict[FitRun, Trace]:
+        """Every run of `variants`, which are given with the names of their GPUs."""
+        named: dict[Events, str] = {}
+        for gpu, variant in variants:
+            named.setdefault(variant.events, gpu)
         return {
-            (trace.scenario, size): trace
+            FitRun(events.scenario, size, named[asked], events.sequences): trace
             for (events, size), trace in self._traces.items()
-            if not events.edits and events.split == 1
+            if (asked := events._replace(sequences=None)) in named
         }
 
     def prepared(self, variant: RunVariant, size: int) -> Setup:
