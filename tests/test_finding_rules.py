@@ -388,6 +388,17 @@ def test_which_scenarios_peak_is_told() -> None:
             "in the forward:",
             "Parameters, gradients and optimizer state are 501 B of it, whatever the batch.",
         ),
+        # 300 B are the parameters', 250 B more the model's too
+        (
+            peak(parameter=300, workspace=150, gathered_parameter=100, activation=450),
+            "in the backward:",
+            "What does not depend on the batch is 550 B of it, mostly parameters.",
+        ),
+        (
+            peak(workspace=501),
+            "in the backward:",
+            "What does not depend on the batch is 501 B of it, mostly workspaces.",
+        ),
     ],
 )
 def test_what_is_said_of_a_peak(found: GpuEstimate, where: str, advice: str) -> None:

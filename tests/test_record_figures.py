@@ -615,4 +615,5 @@ def test_words_stand_at_the_left_of_their_column_and_numbers_at_the_right(
 
 def test_what_decides_the_bytes_of_each_role() -> None:
     assert {"parameter", "gradient", "optimizer state", "master weight"} == PER_PARAMETER
-    assert PER_PARAMETER | {"buffer", "workspace", "gathered parameter", "unsharded gradient"} == FIXED
+    whole = {"buffer", "workspace", "gathered parameter", "unsharded gradient", "communication"}
+    assert PER_PARAMETER | whole == FIXED

@@ -37,7 +37,7 @@ TITLES: Final[dict[str, RoleTitle]] = {
     "input": RoleTitle("inputs", 20, "#a57155"),
     "activation": RoleTitle("activations", 59, "#e08b2e"),
     "cast copy": RoleTitle("cast copies", 50, "#e4bf21"),
-    "communication": RoleTitle("communication buffers", 51, "#90fc8a"),
+    "communication": RoleTitle("communication buffers", 51, "#90fc8a", "model"),
     "output": RoleTitle("outputs", 30, "#c38de6"),
     "temporary": RoleTitle("temporaries", 57, "#8fd48a"),
 }

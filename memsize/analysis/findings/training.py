@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from memsize.analysis.findings.evidence import Evidence, bytes_of
 from memsize.analysis.findings.memory import moment, out_of_memory
 from memsize.records.aggregates import summit
 from memsize.records.finding import Finding, Moment, Rules
 from memsize.records.gpu import GpuEstimate
-from memsize.records.roles import PER_PARAMETER
+from memsize.records.roles import FIXED, PER_PARAMETER, Role, noun
 from memsize.units import Bytes
 
 RULES = Rules[Evidence]()
@@ -48,6 +48,8 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
             "requested": Bytes(peak.requested),
             "where": moment(peak.peak_phase, peak.peak_layer),
             "states": Bytes(_states(peak)),
+            "constant": Bytes(_held(peak, FIXED)),
+            "main": noun(max(FIXED, key=lambda role: (peak.roles.get(role, 0), role))),
             "temporary": Bytes(peak.roles.get("temporary", 0)),
             "low": Bytes(peak.device.low),
             "high": Bytes(peak.device.high),
@@ -64,7 +66,11 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _states(peak: GpuEstimate) -> int:
-    return sum(peak.roles.get(role, 0) for role in PER_PARAMETER)
+    return _held(peak, PER_PARAMETER)
+
+
+def _held(peak: GpuEstimate, roles: Iterable[Role]) -> int:
+    return sum(peak.roles.get(role, 0) for role in roles)
 
 
 def _advice(peak: GpuEstimate) -> str:
@@ -72,6 +78,8 @@ def _advice(peak: GpuEstimate) -> str:
         return "The update's temporaries take {temporary} of it, whatever the batch: a fused optimizer has none."
     if _states(peak) * 2 > peak.requested:
         return "Parameters, gradients and optimizer state are {states} of it, whatever the batch."
+    if _held(peak, FIXED) * 2 > peak.requested:
+        return "What does not depend on the batch is {constant} of it, mostly {main}."
     return "Most of it grows with the batch."
 
 
