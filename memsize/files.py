@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from errno import EINVAL
 from pathlib import Path
@@ -33,7 +33,11 @@ _LONGEST_VALUE: Final = 64
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write(path: str | os.PathLike[str], content: str | bytes, *, overwrite: bool = False) -> None:
+Content = str | bytes | Iterable[str]
+"""What a file gets: a text also piece by piece, each made when those before it are written."""
+
+
+def write(path: str | os.PathLike[str], content: Content, *, overwrite: bool = False) -> None:
     """Write `content` to `path`, whole or not at all: whatever fails, an old file stays as it is, and nothing else.
 
     A symbolic link stays, and what it points to is replaced. A pipe or a device is written in place. Raises
@@ -41,7 +45,8 @@ def write(path: str | os.PathLike[str], content: str | bytes, *, overwrite: bool
     """
     target = Path(path)
     check_writable(target, overwrite=overwrite)
-    data = content.encode() if isinstance(content, str) else content
+    pieces = (content,) if isinstance(content, str | bytes) else content
+    data = (piece.encode() if isinstance(piece, str) else piece for piece in pieces)
     try:
         if _is_stream(target):
             _append(target, data)
@@ -90,19 +95,19 @@ def _is_open_as(status: os.stat_result, descriptor: int) -> bool:
         return False
 
 
-def _append(path: Path, data: bytes) -> None:
+def _append(path: Path, data: Iterable[bytes]) -> None:
     # Not truncated: after ``>> log -o /dev/stdout`` the log must still have what it had.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0)), "wb") as file:
-        file.write(data)
+        file.writelines(data)
 
 
-def _put(target: Path, data: bytes, overwrite: bool) -> None:
+def _put(target: Path, data: Iterable[bytes], overwrite: bool) -> None:
     """Write beside `target`, then give that file its name."""
     beside = target.with_name(f".memsize-{secrets.token_hex(8)}")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.writelines(data)
             file.flush()
             os.fsync(file.fileno())
         if overwrite:

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_a_failure_leaves_the_old_file_and_no_litter(
         write(file, "new", overwrite=existing)
     assert os.listdir(tmp_path) == (["a"] if existing else [])
     assert not existing or file.read_text() == "old"
+
+
+def test_a_text_that_fails_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+    def pieces() -> Iterator[str]:
+        yield "new "
+        raise ValueError("nothing more")
+
+    file = tmp_path / "a"
+    write(file, iter(("old ", "größe")))
+    with pytest.raises(ValueError, match="nothing more"):
+        write(file, pieces(), overwrite=True)
+    assert os.listdir(tmp_path) == ["a"] and file.read_text() == "old größe"
 
 
 def test_a_file_that_appears_meanwhile_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from memsize.records.aggregates import totals
 from memsize.records.answer import FlatTable
 from memsize.records.report import Report
 from memsize.records.trace import TensorSpec
-from memsize.render import FORMATS, format_of, render
+from memsize.render import FORMATS, format_of, pieces, render
 from memsize.render.cells import draw_specs, shorten_path
 from memsize.render.json import draw as draw_json
 from tests import records
@@ -371,4 +371,24 @@ def test_json_in_pieces_is_what_the_encoder_makes(data: dict[str, Any], rows: li
 
     whole = {"schema": "some", "verdict": [], "bars": None} | data | {"rows": [{"a": a, "b": b} for a, b in rows]}
     with patch("memsize.render.json._AT_ONCE", 2):
-        assert draw_json(Some(None), "MiB") == json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+        assert "".join(draw_json(Some(None), "MiB")) == json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+
+
+@pytest.mark.parametrize("format", ["json", "csv"])
+def test_a_long_table_is_drawn_in_short_pieces(format: str) -> None:
+    class Long(Document[Any]):
+        def figures(self, unit: str) -> dict[str, Any]:
+            return {"schema": "long"} | self.tables()
+
+        def tables(self) -> dict[str, FlatTable]:
+            return {"rows": FlatTable(("a", "b"), ((str(n), n) for n in range(10_000)))}
+
+        def sections(self) -> tuple[Section, ...]:
+            return ()
+
+    with patch("memsize.render.document", lambda answer: Long(answer)):
+        drawn = list(pieces(records.toy_report(), format))
+        assert "".join(drawn) == render(records.toy_report(), format)
+    # Of 10,000 rows a thousand at a time, each of at most 35 characters in JSON.
+    assert len(drawn) >= 10
+    assert max(map(len, drawn)) < 50_000

@@ -100,8 +100,8 @@ def test_full_and_what_is_chosen_need_no_room(terminal: pytest.MonkeyPatch) -> N
     assert destination(None, None, False).height == 10
     assert destination(None, None, False, full=True).height is None
     low = replace(destination(None, None, False), colour=False)
-    assert "--full" in low.drawn(report, depth=None)
-    assert "--full" not in low.drawn(report, depth=1)
+    assert "--full" in "".join(low.drawn(report, depth=None))
+    assert "--full" not in "".join(low.drawn(report, depth=1))
 
 
 def test_coloured_text_says_the_same() -> None:

@@ -7,7 +7,7 @@ that people give it. A file of names alone (safetensors, GGUF, a bare ``state_di
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from memsize.checkpoint.dtypes import BITS, is_float
@@ -90,17 +90,14 @@ class Breakdown:
         groups = [_group("model", dtype, tensors) for dtype, tensors in found.items()]
         return tuple(sorted(groups, key=lambda group: -group.bytes))
 
-    def modules(self, view: View) -> tuple[Group, ...]:
-        """One group for each module that `view` tells apart, in the order of the file."""
+    def modules(self, view: View) -> Iterator[Group]:
+        """One group for each module that `view` tells apart, part by part, in the order of the file."""
         found: dict[tuple[PartKind, str, tuple[str, ...]], list[Tensor]] = {}
         for tensor, place, steps in zip(self.contents.tensors, self.places, self._steps(view.folded), strict=True):
             root = ".".join(tensor.keys[: place.root])
             found.setdefault((place.kind, root, steps[: view.depth]), []).append(tensor)
-        groups = [
-            _group(kind, ".".join([root, *steps] if root else steps), tensors, root)
-            for (kind, root, steps), tensors in found.items()
-        ]
-        return tuple(sorted(groups, key=lambda group: KINDS.index(group.kind)))
+        for (kind, root, steps), tensors in sorted(found.items(), key=lambda item: KINDS.index(item[0][0])):
+            yield _group(kind, ".".join([root, *steps] if root else steps), tensors, root)
 
     @cached_property
     def fitting_view(self) -> View:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,8 @@ from memsize.cli.working import interrupts_raised
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.records.answer import Drawable, Savable
 from memsize.records.run_file import check_writable
-from memsize.render import FORMATS, format_of, render
+from memsize.render import FORMATS, format_of, pieces
+from memsize.render.screen import Screen
 from memsize.suggestions import suggestion
 
 
@@ -43,13 +44,15 @@ class Destination:
                 answer.save(self.saved, overwrite=self.overwrite)
             say(f"Wrote {self.saved}")
 
-    def drawn(self, answer: Drawable, **view: Any) -> str:
-        """`answer` in this format; `view` as `memsize.render.render` takes it. What is chosen is shown however long."""
+    def drawn(self, answer: Drawable, **view: Any) -> Iterator[str]:
+        """`answer` in this format, drawn piece by piece as it is written; `view` as `memsize.render.render` takes it.
+        What is chosen is shown however long.
+        """
         chosen = any(choice is not None for choice in view.values())
         height = None if chosen else self.height
-        return render(answer, self.format, unit=self.unit, width=self.width, height=height, colour=self.colour, **view)
+        return pieces(answer, self.format, Screen(self.width, height, self.colour), unit=self.unit, **view)
 
-    def write(self, content: str | bytes) -> None:
+    def write(self, content: files.Content) -> None:
         """Write `content`; a file is announced on stderr. Raises `OutputError` when it cannot be written."""
         if self.file is None:
             _print(content)
@@ -129,14 +132,15 @@ def _format_by_suffix(file: Path, formats: Formats) -> str:
     return format_of(file.name, formats)
 
 
-def _print(content: str | bytes) -> None:
+def _print(content: files.Content) -> None:
     """Print to stdout. A reader that has gone away (``| head``) raises `BrokenPipeError`, now and not at exit."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         if isinstance(content, bytes):
             sys.stdout.buffer.write(content)
         else:
-            sys.stdout.write(content.encode(encoding, "replace").decode(encoding))
+            pieces = (content,) if isinstance(content, str) else content
+            sys.stdout.writelines(piece.encode(encoding, "replace").decode(encoding) for piece in pieces)
         sys.stdout.flush()
     except OSError as error:
         # Python flushes stdout once more when it ends, and would complain then.

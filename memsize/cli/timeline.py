@@ -24,6 +24,7 @@ from memsize.cli.subject import subject_options, training_options
 from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
+from memsize.files import Content
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.parallel import spread_of
 from memsize.spec.scenario import scenario_named
@@ -108,7 +109,7 @@ def _given(name: str, value: str) -> str | None:
     return value if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE else None
 
 
-def _content(traced: StepTrace, output: Destination) -> str | bytes:
+def _content(traced: StepTrace, output: Destination) -> Content:
     if output.format == "snapshot":
         from memsize.analysis.snapshot import pickled
 

@@ -211,7 +211,7 @@ def dtype_table(report: CheckpointReport) -> Table:
 def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     """The tensors by module, down to `depth` below their part; the rows add up to the tensors' bytes."""
     view = report.breakdown.fitting_view if depth is None else View(depth)
-    groups, size = report.breakdown.modules(view), report.contents.size
+    groups, size = tuple(report.breakdown.modules(view)), report.contents.size
     columns = (
         Column("module", "module", "name", 100, "the names' common prefix"),
         Column("part", "part", "text", 55, "the part it belongs to"),

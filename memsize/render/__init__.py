@@ -6,7 +6,7 @@ document (`memsize.documents`), knows none of them in particular, and adds no fa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from json import dumps
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -15,13 +15,13 @@ from memsize.documents import document
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.printable import printable_lines
 from memsize.records.answer import Drawable
-from memsize.render.screen import Screen, painted
+from memsize.render.screen import WHOLE, Screen, painted
 from memsize.units import DECIMAL, UNITS
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["FORMATS", "format_of", "plotted", "render"]
+__all__ = ["FORMATS", "format_of", "pieces", "plotted", "render"]
 
 _FORMATS: Final = {
     "text": ("memsize.render.text:draw", (".txt",)),
@@ -37,7 +37,8 @@ _FORMATS: Final = {
 """What draws each format, imported when it is asked for, and the suffixes of its files (none: it is no file of any
 answer; a command that writes it says how its files end).
 
-All are called alike: with a document, the unit of bytes, and the screen, which only text minds.
+All are called alike: with a document, the unit of bytes, and the screen, which only text minds. What can be long is
+drawn in pieces.
 """
 
 FORMATS: Final[Mapping[str, tuple[str, ...]]] = {name: suffixes for name, (_, suffixes) in _FORMATS.items() if suffixes}
@@ -63,13 +64,21 @@ def render(
 
     Raises `OutputError` for an unknown format, unit or column, and for a depth that there is not.
     """
+    return "".join(pieces(answer, format, Screen(width, height, colour), unit=unit, **view))
+
+
+def pieces(answer: Drawable, format: str, screen: Screen = WHOLE, *, unit: str = "MiB", **view: Any) -> Iterator[str]:
+    """The text of `render` piece by piece, where a format can draw it so: it may have hundreds of megabytes."""
     if format not in _FORMATS:
         raise UnknownOutputError("format", format, FORMATS)
     _check_unit(unit)
     place, _ = _FORMATS[format]
-    text: str = resolve_name(place)(document(answer, **view), unit, Screen(width, height, colour))
+    drawn: str | Iterator[str] = resolve_name(place)(document(answer, **view), unit, screen)
+    texts = (drawn,) if isinstance(drawn, str) else drawn
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
-    return painted(text) if colour else printable_lines(text, escape=_in_json if format in ("json", "sarif") else None)
+    if screen.colour:
+        return map(painted, texts)
+    return (printable_lines(text, escape=_in_json if format in ("json", "sarif") else None) for text in texts)
 
 
 def plotted(answer: Drawable, picture: Literal["overview", "layers"], unit: str, **view: Any) -> Figure:

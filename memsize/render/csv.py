@@ -8,7 +8,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any, Final
 
 from memsize.documents import Document
 from memsize.printable import printable
@@ -20,13 +22,20 @@ _FORMULA = ("=", "+", "-", "@")
 _NUMBER = re.compile(r"[+-]?[0-9]+([.][0-9]+)?")
 
 
-def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
-    """The first of the flat tables of `document`, whatever `unit` says."""
+_AT_ONCE: Final = 1000
+"""Rows in a piece of the text."""
+
+
+def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> Iterator[str]:
+    """The first of the flat tables of `document`, piece by piece, whatever `unit` says."""
     table = next(iter(document.tables().values()))
+    lines = chain((table.columns,), (map(_value, row) for row in table.rows))
+    return iter(lambda: _text(islice(lines, _AT_ONCE)), "")
+
+
+def _text(lines: Iterable[Iterable[object]]) -> str:
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(table.columns)
-    writer.writerows(map(_value, row) for row in table.rows)
+    csv.writer(file, lineterminator="\n").writerows(lines)
     return file.getvalue()
 
 

@@ -15,12 +15,12 @@ _AT_ONCE: Final = 1000
 """Rows of a table that are drawn together: the encoder makes fifty small texts of one, and keeps all to the end."""
 
 
-def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
-    """The data of `document`; `unit` is for the sentences of findings, figures are in bytes."""
+def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> Iterator[str]:
+    """The data of `document`, piece by piece; `unit` is for the sentences of findings, figures are in bytes."""
     data = document.data(unit)
     if document.indent is None:
-        return _dumps(data, None) + "\n"
-    return "".join(_members(data, document.indent))
+        return iter((_dumps(data), "\n"))
+    return _members(data, document.indent)
 
 
 def _members(data: dict[str, Any], indent: int) -> Iterator[str]:
