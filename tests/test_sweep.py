@@ -86,6 +86,14 @@ def test_sections_have_what_all_have_and_their_own() -> None:
     assert told == [("a:A", 8, "none"), *((name, batch, "sgd") for name in ("b:B", "c:C") for batch in (1, 2))]
 
 
+def test_strategies_are_spread_over_numbers_of_gpus() -> None:
+    data = {"target": "a:A", "train": "sgd", "parallel": ["ddp", "hsdp=x2"], "gpus": ["2..4", 6]}
+    assert [each["parallel"] for each in cells(data)] == ["ddp=2", "ddp=4", "ddp=6", "hsdp=1x2", "hsdp=2x2", "hsdp=3x2"]
+    sections = [{"target": "a:A", "gpus": 4}, {"target": "b:B", "parallel": "ddp=2"}]
+    found = cells({"train": "sgd", "parallel": "fsdp", "target": sections})
+    assert [(each["target"], each["parallel"]) for each in found] == [("a:A", "fsdp=4"), ("b:B", "ddp=2")]
+
+
 def test_how_a_cell_runs_follows_from_its_settings() -> None:
     grid = grid_of({"target": "a:A", "train": ["none", "adamw"], "arguments": {"width": 3}})
     infer, train = grid.cells(lambda name: (name,), str)
@@ -115,7 +123,14 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "an allocator": ('target = "torch.nn:ReLU"\nallocator = "x:1"', "x.toml: allocator: "),
     "a missing file": ('target = "m.py:N"', "x.toml: target: no such file: m.py"),
     "a pattern": ('target = "nets/*.py:N"', "x.toml: target: no file matches 'nets/*.py'"),
-    "several GPUs": ('target = "m.py:N"\ngpus = 8', "x.toml has no key 'gpus'"),
+    "GPUs alone": ('target = "m.py:N"\ngpus = 8', "x.toml: --gpus goes with --parallel"),
+    "GPUs of a strategy": ('target = "m.py:N"\nparallel = "fsdp"', "x.toml: on how many GPUs? write it like fsdp=8"),
+    "a strategy": ('target = "m.py:N"\nparallel = "fdsp=8"', "x.toml: no strategy 'fdsp'"),
+    "a number of GPUs": (
+        'target = "m.py:N"\nparallel = "fsdp"\ngpus = "8.."',
+        "x.toml: cannot read the number of GPUs",
+    ),
+    "GPUs for inference": ('target = "torch.nn:ReLU"\nparallel = "fsdp=8"', "x.toml: fsdp=8 spreads a training"),
     "too many": (
         f'target = "m.py:N"\nbatch_size = {[*range(1, 401)]}\nseq_len = {[*range(1, 401)]}',
         "x.toml: more than 100,000 cells",
@@ -204,6 +219,34 @@ def test_each_cell_is_what_a_trace_of_its_own_says(folder: Path) -> None:
         assert row.stored == (64 * 10 + 10) * (4 if how["scenario"] == "fp32" else 2)
         assert row.left == card(str(how["gpu"])).bytes - peak.device.high
     assert found.varying == ("train", "scenario", "batch_size", "gpu")
+
+
+def test_trainings_on_several_gpus_are_those_of_a_report(folder: Path) -> None:
+    """Of 64 x 10 + 10 float32 parameters and gradients each GPU of `fsdp=2` stores half."""
+    grid = {
+        **{"target": "nets.py:Net", "input": "64", "train": "sgd", "scenario": ["fp32", "int8-weight"]},
+        **{"parallel": ["ddp", "fsdp"], "gpus": [1, 2], "gpu": "t4"},
+    }
+    found = memsize.sweep(grid, jobs=1, results="r.jsonl")
+    ran, failed = (found.sweep_rows[:4], found.sweep_rows[4:])
+    assert [(row.settings["parallel"], row.gpus) for row in ran] == [
+        *(("ddp=1", 1), ("ddp=2", 2), ("fsdp=1", 1), ("fsdp=2", 2)),
+    ]
+    for row in ran:
+        how: Any = {"parallel": row.settings["parallel"], "scenarios": "fp32", "gpu": "t4"}
+        (result,) = memsize.report("nets.py:Net", "64", train="sgd", **how).scenario_results
+        assert result.training is not None
+        assert (row.requested, row.reserved, row.device) == (
+            *(result.training.requested, result.training.reserved, result.training.device),
+        )
+    assert [row.stored for row in ran] == [2600, 2600, 2600, 1300]
+    assert {row.outcome for row in failed} == {"failed"} and "quantized weights" in (failed[0].reason or "")
+    assert found.rows["gpus"].tolist() == [1, 2, 1, 2] * 2
+    assert memsize.sweep(grid, jobs=1, results="r.jsonl").reused == 8
+    assert (
+        found.findings[0].text() == "Of the cells that ran, these fit: 2 of 2 on 1 x Tesla T4, 2 of 2 on 2 x Tesla T4."
+    )
+    assert found.findings[1].text() == "The fewest GPUs that fit all are 1 x Tesla T4."
 
 
 def test_a_cell_that_fails_says_why_and_the_others_are_there(folder: Path) -> None:

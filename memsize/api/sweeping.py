@@ -53,7 +53,8 @@ def sweep(
 
     `grid` is a TOML file, or a mapping with its keys: those of a ``[[tool.memsize.target]]``, where ``target``,
     ``train``, ``scenario``, ``mode``, ``stack``, ``allocator``, ``seq_len``, ``batch_size`` and ``gpu`` may be lists,
-    ``train`` may be ``"none"`` for inference, and a target may be a pattern such as ``"timm:resnet*"``. Files are
+    ``train`` may be ``"none"`` for inference, and a target may be a pattern such as ``"timm:resnet*"``. ``parallel``
+    and ``gpus``, which may be lists too, spread trainings over several GPUs, as those of `memsize.fit` do. Files are
     looked for beside the TOML file, or in the working folder.
 
     `results` is a file to which each cell is added when it is done, and from which a sweep goes on: cells are taken
@@ -271,10 +272,10 @@ class _Shared:
 
     def _run(self, cell: Cell) -> _Traced:
         from memsize.spec.scenario import scenario_named
-        from memsize.workloads.training import step_workload
+        from memsize.workloads.ranks import steps_on
 
         runner, notes = self._runner(cell)
-        trace = runner.run(step_workload(cell.training), scenario_named(cell.scenario))
+        trace = runner.run(steps_on(cell.training, cell.parallel, _card(cell)), scenario_named(cell.scenario))
         return trace, tuple(dict.fromkeys((*notes, *trace.notes, *trace.assumptions)))
 
     def _runner(self, cell: Cell) -> tuple[Runner, tuple[str, ...]]:
@@ -314,11 +315,17 @@ def _row(cell: Cell, trace: Trace, notes: tuple[str, ...], seconds: float) -> Sw
         roles=peak.roles,
         notes=notes,
         seconds=round(seconds, 2),
+        gpus=_gpus(cell),
     )
 
 
 def _failed(cell: Cell, reason: str, seconds: float = 0.0) -> SweepRow:
-    return SweepRow(cell.settings, "failed", first_line(reason), gpu_bytes=_card(cell).bytes, seconds=round(seconds, 2))
+    of_gpu, spent = _card(cell).bytes, round(seconds, 2)
+    return SweepRow(cell.settings, "failed", first_line(reason), gpu_bytes=of_gpu, seconds=spent, gpus=_gpus(cell))
+
+
+def _gpus(cell: Cell) -> int:
+    return cell.parallel.size if cell.parallel else 1
 
 
 def _reason(error: BaseException, timeout: float | None) -> str:

@@ -46,6 +46,7 @@ _SETTINGS: Final[Mapping[str, tuple[str, Kind, str]]] = {
     "stack": ("stack", "text", "PyTorch and CUDA on the GPU"),
     "allocator": ("allocator", "text", "settings of the caching allocator"),
     "execute": ("execute", "text", "whether it was really computed"),
+    "parallel": ("parallel", "text", "how a training is spread over several GPUs"),
     "seq_len": ("tokens", "count", "tokens of each text"),
     "batch_size": ("batch", "count", "samples in each batch"),
     "gpu": ("GPU", "text", "where it is run"),

@@ -128,8 +128,9 @@ class Crossing:
 
 
 class FitRun(NamedTuple):
-    """Which of a fit's runs it is: of which scenario and size; on which `gpu`, the first of those that run alike; and of
-    which `batch`, where the context was searched for at several.
+    """Which of a fit's runs it is: its scenario and size, and the first of the GPUs that run alike.
+
+    `batch` is that of a run whose context was searched for at several.
     """
 
     scenario: str

@@ -27,7 +27,7 @@ class SweepRow:
     """One cell: its `settings` by the keys of the sweep's file, and its peak in bytes, as `GpuEstimate` has it.
 
     `reason` is why it failed, and every figure is None then. `gpu_bytes` are all of its GPU. `seconds` is what the run
-    took, which cells of GPUs of one kind share.
+    took, which cells of GPUs of one kind share. Where a training is spread over several `gpus`, all is that of one.
     """
 
     settings: Mapping[str, object]
@@ -45,16 +45,23 @@ class SweepRow:
     roles: Mapping[Role, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    gpus: int = 1
 
     @property
     def left(self) -> int | None:
         """Bytes of the GPU that are free at the peak at least, below 0 where they are too few."""
         return None if self.device is None or self.gpu_bytes is None else self.gpu_bytes - self.device.high
 
+    @property
+    def place(self) -> str:
+        """Where it is run: its GPU, and how many of them where the training is spread (``8 x H100 80GB``)."""
+        gpu = str(self.settings["gpu"])
+        return f"{self.gpus} x {gpu}" if "parallel" in self.settings else gpu
+
 
 COLUMNS = (
     *("target", "arguments", "input", "inputs", "train", "loss", "accumulate", "ema", "scenario", "mode", "stack"),
-    *("allocator", "execute", "seq_len", "batch_size", "gpu"),
+    *("allocator", "execute", "parallel", "seq_len", "batch_size", "gpu"),
 )
 """The settings in the order of their columns."""
 
@@ -130,6 +137,7 @@ _FIGURES = (
 def _record(row: SweepRow, settings: tuple[str, ...]) -> dict[str, object]:
     return {
         **{key: setting_text(row.settings.get(key)) for key in settings},
+        **({"gpus": row.gpus} if "parallel" in settings else {}),
         "outcome": row.outcome,
         "parameters": row.parameters,
         "stored": row.stored,

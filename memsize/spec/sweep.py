@@ -12,8 +12,9 @@ from typing import Any, Final, TypeVar
 
 from memsize.errors import InputError, ScenarioError, TargetError, UnknownValueError, quoted
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.parallel import Parallel, on_each, spread_of
 from memsize.spec.scenario import scenario_named
-from memsize.spec.section import MODEL_KEYS, check_type, parsed_toml, refuse_unknown, subject_of, training_of
+from memsize.spec.section import MODEL_KEYS, Keys, check_type, parsed_toml, refuse_unknown, subject_of, training_of
 from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
@@ -25,6 +26,7 @@ AXES: Final[tuple[str, ...]] = (
     "mode",
     "stack",
     "allocator",
+    "parallel",
     "seq_len",
     "batch_size",
     "gpu",
@@ -33,6 +35,9 @@ AXES: Final[tuple[str, ...]] = (
 INFERENCE: Final = "none"
 """The value of `train` that stands for one forward without gradients."""
 MOST_CELLS: Final = 100_000
+_SPREAD: Final = ("parallel", "gpus")
+"""What together says over how many GPUs a training is spread, and how."""
+_KEYS: Final[Keys] = {**MODEL_KEYS, "parallel": (str,), "gpus": (int, str)}
 _DEFAULTS: Final[Mapping[str, object]] = {
     "scenario": "as-given",
     "batch_size": 1,
@@ -54,14 +59,16 @@ class Cell:
     scenario: str
     training: Training | None
     stack: Stack
+    parallel: Parallel | None
 
     @classmethod
     def of(cls, settings: Settings) -> Cell:
         """The cell that `settings` describe; raises `InputError` for what cannot be meant together."""
         own = {key: value for key, value in settings.items() if (key, value) != ("train", INFERENCE)}
         mode = settings.get("mode", "eval" if settings["train"] == INFERENCE else "train")
-        subject = subject_of(own | {"mode": mode})
-        return cls(settings, subject, settings["scenario"], training_of(own), Stack.of(settings.get("stack")))
+        subject, training = subject_of(own | {"mode": mode}), training_of(own)
+        parallel = spread_of(settings.get("parallel"), training, execute=settings.get("execute", False))
+        return cls(settings, subject, settings["scenario"], training, Stack.of(settings.get("stack")), parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +150,8 @@ def _grid(name: str, folder: Path, data: Mapping[str, Any], places: list[str]) -
     if isinstance(targets, list) and all(isinstance(each, Mapping) for each in targets):
         wheres = [*places, *[name] * len(targets)]
         parts = [(where, rest | each) for where, each in zip(wheres, targets, strict=False)]
-        _section(name, rest | {"target": "-"})  # what is wrong with keys for all is no section's fault
+        alone = {key: value for key, value in rest.items() if key not in _SPREAD}  # each may need the section's other
+        _section(name, alone | {"target": "-"})  # what is wrong with keys for all is no section's fault
     else:
         parts = [(name, dict(data))]
     return Grid(name, folder, tuple(_section(where, given) for where, given in parts))
@@ -155,15 +163,26 @@ def _lines(text: str) -> Iterator[int]:
 
 
 def _section(where: str, given: Mapping[str, Any]) -> Section:
-    refuse_unknown("key", given, MODEL_KEYS, where)
+    refuse_unknown("key", given, _KEYS, where)
     if not given.get("target"):
         raise InputError(f'{where}: a section needs a target, such as target = "model.py:Net"')
-    values = dict(_DEFAULTS) | dict(given)
+    values = dict(_DEFAULTS) | {key: value for key, value in given.items() if key not in _SPREAD}
+    if parallels := _parallels(where, given):
+        values["parallel"] = parallels
     axes = {key: _values(where, key, values[key]) for key in AXES if key in values}
     fixed = {key: value for key, value in values.items() if key not in AXES}
     for key, value in fixed.items():
         _checked(where, key, value)
     return Section(where, fixed, axes)
+
+
+def _parallels(where: str, given: Mapping[str, Any]) -> list[str]:
+    """Each strategy on each number of GPUs, in words; none where the models are trained on one GPU."""
+    strategies, gpus = ([*_values(where, key, given[key])] if key in given else None for key in _SPREAD)
+    try:
+        return [str(each) for text in strategies or (None,) for each in on_each(text, gpus) if each]
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def _values(where: str, key: str, given: Any) -> tuple[Any, ...]:
@@ -178,7 +197,7 @@ def _values(where: str, key: str, given: Any) -> tuple[Any, ...]:
 def _checked(where: str, key: str, value: Any) -> None:
     """Raise `InputError` for a value that its key cannot have."""
     try:
-        check_type(key, value, MODEL_KEYS[key])
+        check_type(key, value, _KEYS[key])
         _PARSERS.get(key, lambda _: None)(value)
     except UnknownValueError as error:
         raise InputError(f"{where}: {key}: {error}") from error

@@ -31,7 +31,7 @@ def what_fits(rows: Rows) -> Iterator[Finding]:
 
 @RULES.rule("sweep-smallest-card", "sweep-no-card")
 def the_smallest_card(rows: Rows) -> Iterator[Finding]:
-    """Where several cards were asked about: the smallest on which all fits."""
+    """Where several cards, or numbers of them, were asked about: the least on which all fits."""
     cards = _by_card(_ran(rows))
     if len(cards) < 2:
         return
@@ -40,7 +40,8 @@ def the_smallest_card(rows: Rows) -> Iterator[Finding]:
         text = "No card fits all."
         yield Finding("sweep-no-card", None, (), text, brief=text)
     else:
-        text = "The smallest card that fits all is {gpu}."
+        several = any(row.gpus > 1 for row in rows)
+        text = "The fewest GPUs that fit all are {gpu}." if several else "The smallest card that fits all is {gpu}."
         yield Finding("sweep-smallest-card", None, (), text, {"gpu": enough}, brief=text)
 
 
@@ -90,8 +91,8 @@ def _ran(rows: Rows) -> list[SweepRow]:
 
 
 def _by_card(rows: Rows) -> Mapping[str, list[SweepRow]]:
-    """The rows by the name of their card, the smallest card first."""
+    """The rows by their card, and by how many such cards where trainings are spread: the least memory first."""
     cards: dict[str, list[SweepRow]] = {}
-    for row in sorted(rows, key=lambda each: each.gpu_bytes or 0):
-        cards.setdefault(str(row.settings["gpu"]), []).append(row)
+    for row in sorted(rows, key=lambda each: (each.gpu_bytes or 0) * each.gpus):
+        cards.setdefault(row.place, []).append(row)
     return cards
