@@ -21,10 +21,9 @@ from memsize.analysis.generation import generator as generators
 from memsize.analysis.generation.curve import Curve
 from memsize.analysis.generation.exact import Polynomials, weighted
 from memsize.analysis.generation.generator import Generated, Generator
-from memsize.analysis.generation.prompts import prompts_of
 from memsize.analysis.generation.steps import Step, Structure
 from memsize.analysis.runner import Runner
-from memsize.api.opened import model_of, with_inputs
+from memsize.api.opened import model_of, prompts_of
 from memsize.cli import run
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
@@ -78,7 +77,7 @@ def config(tmp_path: Path) -> Callable[..., str]:
 def generator_of(target: str) -> Iterator[Generator]:
     subject = Subject.of(target, mode="eval")
     with model_of(subject) as loaded:
-        prompts = prompts_of(subject, lambda prompted: with_inputs(prompted, loaded).run[2])
+        prompts = prompts_of(subject, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(8), False, gpu=card("a100"))
         yield Generator(runner, prompts, scenario_named("as-given"))
 
@@ -375,3 +374,9 @@ def check_follows(curve: Curve, trace: Callable[[int], Step], start: int, count:
     for length, made in found.items():
         assert made.structure == trace(length).structure
         assert (made.sizes == trace(length).sizes).all()
+
+
+def test_a_prompt_of_many_sequences_is_known_to_be_unpadded(config: Callable[..., str]) -> None:
+    with generator_of(config(**SMALL)) as generator:
+        made = generator.run(Generation(40_000, 2), 8)
+    assert sum(layer.bytes for layer in made.cached) == 8 * (40_000 + 1) * TOKEN

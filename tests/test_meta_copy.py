@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import memsize
 from memsize.constants.toeplitz import diagonals_of, filled
 from memsize.constants.values import constant_of
+from memsize.model.inputs import resized
 from memsize.model.meta_copy import meta_copy
 from memsize.model.stored import stored_tensors
 from memsize.tracing.dispatch import MetaDispatchMode
@@ -311,3 +312,21 @@ def test_scripted_modules_lose_their_memory_too() -> None:
     # Linear 4·3 + 3 = 15 and BatchNorm 3 + 3 = 6 parameters
     assert report.trace.layers[0].calls == 1
     assert sum(layer.parameters for layer in report.trace.layers) == 21
+
+
+def test_a_large_mask_that_hides_nothing_is_known_at_any_size() -> None:
+    mask = torch.ones(8, 40_000, dtype=torch.int64)
+    copied, view = meta_copy((mask, mask[:, :4]))
+    for known in (copied, meta_copy(copied), resized(copied, [1], 50_000)):
+        value = constant_of(known)
+        assert value is not None
+        assert value.shape == known.shape
+        assert value.untyped_storage().nbytes() == 8
+        assert torch.equal(value, torch.ones(known.shape, dtype=torch.int64))
+    mask[0, 0] = 0
+    assert constant_of(meta_copy(mask)) is None
+    with MetaDispatchMode():
+        kept = copied[:, torch.arange(39_999, device="meta")]
+        assert (kept.bool().sum() == 8 * 39_999).item()
+        view.zero_()
+        assert constant_of(copied) is None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from memsize.api.opened import model_of, opened, with_inputs
+from memsize.api.opened import model_of, opened, prompts_of, with_inputs
 from memsize.errors import InputError
 from memsize.spec.parallel import Parallel, on_each, spread_of
 from memsize.spec.scenario import scenario_named, select
@@ -264,9 +264,8 @@ def _fit_of_generations(
     with model_of(subject, say, request.budgets[0].card.name) as loaded:
         from memsize.analysis.fit.fit import find_fit
         from memsize.analysis.fit.generations import GenerationTrials
-        from memsize.analysis.generation.prompts import prompts_of
 
-        prompts = prompts_of(subject, lambda prompted: with_inputs(prompted, loaded).run[2])
+        prompts = prompts_of(subject, loaded)
         trials = GenerationTrials(
             loaded.name, loaded.model, prompts, request.generation, subject.batch_size or 1, varied, say, software
         )
@@ -314,11 +313,10 @@ def generate(
     generations = [Generation(length, new, cache, kv_dtype, beams) for length in lengths]
     settings = AllocatorConfig.of(config, software.release)
     with model_of(subject, say, where.name) as loaded:
-        from memsize.analysis.generation.prompts import prompts_of
         from memsize.analysis.generation.report import GenerationRequest, report_generation
         from memsize.analysis.runner import Runner
 
-        prompts = prompts_of(subject, lambda prompted: with_inputs(prompted, loaded).run[2])
+        prompts = prompts_of(subject, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), False, gpu=where, stack=software)
         request = GenerationRequest(generations, sizes, asked, settings)
         return report_generation(runner, prompts, request, loaded.notes, say)
@@ -364,11 +362,10 @@ def serve(
     if tp > 1:
         subject = _one_of(tp, subject, say)
     with model_of(subject, say, where.name) as loaded:
-        from memsize.analysis.generation.prompts import prompts_of
         from memsize.analysis.runner import Runner
         from memsize.analysis.serving.report import Server
 
-        prompts = prompts_of(subject, lambda prompted: with_inputs(prompted, loaded).run[2])
+        prompts = prompts_of(subject, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(1), False, gpu=where, stack=software)
         return Server(runner, prompts, serving, say).report(asked, loaded.notes)
 

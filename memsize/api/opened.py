@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from memsize.errors import ExitError, MemsizeError, exits_caught
@@ -12,6 +13,7 @@ from memsize.spec.subject import Subject
 if TYPE_CHECKING:
     from torch import nn
 
+    from memsize.analysis.generation.prompts import Prompts
     from memsize.loading import Machine
     from memsize.model.inputs import ModelInputs
     from memsize.spec.request import InputMaker
@@ -52,6 +54,15 @@ def with_inputs(subject: Subject, loaded: Loaded) -> Opened:
     inputs = inputs_for(subject, loaded.model, loaded.maker, training, loaded.machine)
     run = (loaded.name, loaded.model, inputs, training)
     return Opened(run, (*loaded.notes, *filter(None, [inputs.note])))
+
+
+def prompts_of(subject: Subject, loaded: Loaded) -> Prompts:
+    """The prompts of a model that generates, by their length. Raises `InputError` where they have none."""
+    from memsize.analysis.generation.prompts import prompts_of
+
+    maker = loaded.maker
+    goes_on = maker and replace(maker, make=lambda request: maker.make(replace(request, goes_on=True)))
+    return prompts_of(subject, lambda prompted: with_inputs(prompted, loaded._replace(maker=goes_on)).run[2])
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from memsize.constants.values import (
     has_single_value,
     is_small,
     set_constant,
+    set_filled,
     set_uniform,
     state_of,
     true_share_of,
@@ -183,7 +184,7 @@ def _computed(op: OpTraits, func: Any, real: Any, first: torch.Tensor, state: Co
     with suppress(Exception):  # the CPU's kernel may refuse these values: they are unknown then
         if wanted and all(value.numel() <= MAX_ASSUMED_ELEMENTS for value in values):
             return func(*real[0], **real[1])
-        if op.fill is not None or all(map(has_single_value, values)):
+        if op.fill is not None or all(map(has_single_value, values[:1] if op.preserving else values)):
             state.uniform = True
             return _computed_once(op, func, real, first)
     return None
@@ -257,9 +258,7 @@ def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         # As many as a selection by the same mask takes.
         set_uniform(result, args[0].numel() // result.numel(), ALL_SELECTED)
     elif op.fill is not None:
-        number = op.filled_with(args, kwargs)
-        dense = torch.full(result.shape, number, dtype=result.dtype, device="cpu") if is_small(result) else None
-        set_uniform(result, number) if dense is None else set_constant(result, dense)
+        set_filled(result, op.filled_with(args, kwargs))
     elif op.finite is not None:
         set_uniform(result, op.finite, ALL_FINITE)
     elif op.comparison is not None and args[0].is_floating_point():

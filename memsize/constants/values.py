@@ -130,6 +130,13 @@ def set_uniform(tensor: torch.Tensor, value: Any, assumption: str | None = None)
     return set_constant(tensor, real, ConstantState(assumption, uniform=True))
 
 
+def set_filled(tensor: torch.Tensor, value: Any) -> torch.Tensor:
+    """The same for a tensor that may be written to: of a small one, every element is kept."""
+    if not is_small(tensor):
+        return set_uniform(tensor, value)
+    return set_constant(tensor, torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu"))
+
+
 def is_uniform(value: torch.Tensor) -> bool:
     """Whether a constant is stored as a single element, expanded."""
     return value.numel() == 1 or not any(value.stride())

@@ -38,7 +38,7 @@ def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | N
 
 def _taken(function: Callable[..., Any], label: str) -> set[str]:
     """Which parts of a request `function` has parameters for."""
-    known = set(Request.__dataclass_fields__)
+    known = {"batch_size", "seq_len", "training"}
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from memsize.constants.toeplitz import cast
-from memsize.constants.values import UNREADABLE, constant_of, is_small, set_constant, set_uniform
+from memsize.constants.values import UNREADABLE, constant_of, has_single_value, set_constant, set_filled
 from memsize.errors import InputError, first_line
 from memsize.internals.pytree import map_tensors, objects_in, tensors_in
 from memsize.loading import Machine, load_inputs
@@ -214,9 +214,7 @@ def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
     if spec.span is not None:
         return set_constant(tensor, _evenly_over(spec.span, tensor))
     value = 1 if "mask" in (spec.name or "") else 0
-    if not is_small(tensor):
-        return set_uniform(tensor, value)
-    return set_constant(tensor, torch.full(shape, value, dtype=dtype, device="cpu"))
+    return set_filled(tensor, value)
 
 
 def _evenly_over(span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
@@ -233,13 +231,17 @@ def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, An
 
 def resized(tensor: torch.Tensor, dims: Iterable[int], size: int) -> torch.Tensor:
     """A new tensor like `tensor` with `size` elements along each of `dims`; known values repeat along them."""
-    shape, value = list(tensor.shape), constant_of(tensor)
+    dims, shape, value = list(dims), list(tensor.shape), constant_of(tensor)
     for dim in dims:
-        if value is not None:
-            value = value.index_select(dim, torch.arange(size) % shape[dim])
         shape[dim] = size
     made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    return made if value is None else set_constant(made, value)
+    if value is None:
+        return made
+    if has_single_value(value):
+        return set_filled(made, value.flatten()[0].item())
+    for dim in dims:
+        value = value.index_select(dim, torch.arange(size) % value.shape[dim])
+    return set_constant(made, value)
 
 
 def resized_call(call: Call, dimensions: Iterable[Dimension], size: int) -> Call:

@@ -1,7 +1,7 @@
 """Meta tensors that stand in for real ones: same shape, strides, dtype, ties and flags, and no memory.
 
 Values that models look at are kept with them (`memsize.constants.values`): those of small integer and boolean tensors,
-of small floating buffers and inputs, and of parameters with a single element.
+and of large ones that are one number; of small floating buffers and inputs, and of parameters with a single element.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from memsize.constants.toeplitz import diagonals_in, diagonals_of, set_diagonals
-from memsize.constants.values import ConstantState, constant_of, is_small, set_constant, state_of
+from memsize.constants.values import (
+    UNREADABLE,
+    ConstantState,
+    constant_of,
+    has_single_value,
+    is_small,
+    set_constant,
+    state_of,
+)
 from memsize.internals.sparse import PARTS, with_parts
 from memsize.model.traced import refuse_traced
 
@@ -52,7 +60,7 @@ class MetaTensors:
         self._copy_attribute = copy_attribute
         self._plain = plain
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._values: dict[int, tuple[torch.UntypedStorage, ConstantState]] = {}
+        self._values: dict[int, torch.UntypedStorage] = {}
         self._states: dict[int, ConstantState] = {}
         self._alive: list[Any] = []
         """Objects that these tables know by address, kept alive."""
@@ -95,7 +103,7 @@ class MetaTensors:
         if plain.value is None:
             return copied
         value, state = plain.value.clone(), ConstantState()
-        self._values[plain.storage] = value.untyped_storage(), state
+        self._values[plain.storage], self._states[plain.storage] = value.untyped_storage(), state
         return set_constant(copied, value, state)
 
     def data(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
@@ -171,25 +179,35 @@ class MetaTensors:
         return empty.set_(base, original.storage_offset(), original.shape, original.stride())
 
     def _as_mask(self, copied: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-        """A large square matrix, where its diagonals tell all of it: an attention mask among the buffers or inputs."""
-        is_square = original.dim() > 1 and original.shape[-1] == original.shape[-2] and _fills_storage(original)
-        diagonals = diagonals_in(original.detach()) if is_square and original.dtype in _MASKS else None
-        if diagonals is None:
+        """A large tensor among the buffers or inputs that a few numbers tell: integers that are all the same (nothing
+        is padded), or a square matrix with its diagonals.
+        """
+        if not _fills_storage(original) or original.dtype in UNREADABLE:
             return copied
-        state = self._states.setdefault(original.untyped_storage()._cdata, ConstantState())
-        return set_diagonals(copied, diagonals.cpu(), state)
+        original = original.detach()
+        if not (original.is_floating_point() or original.is_complex()) and has_single_value(original):
+            state = self._state(original)
+            state.uniform = True
+            return set_constant(copied, original[(0,) * original.dim()].clone().cpu().expand(original.shape), state)
+        is_square = original.dim() > 1 and original.shape[-1] == original.shape[-2]
+        diagonals = diagonals_in(original) if is_square and original.dtype in _MASKS else None
+        return copied if diagonals is None else set_diagonals(copied, diagonals.cpu(), self._state(original))
 
     def _remembered(self, copied: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
         """Keep known values: views of one small block keep sharing them; each view of a large one has its own."""
-        storage = original.untyped_storage()
+        storage, state = original.untyped_storage(), self._state(original)
         if storage.nbytes() > 4 * original.numel() * original.element_size() + 1024:
-            return set_constant(copied, original.detach().cpu().clone())
+            return set_constant(copied, original.detach().cpu().clone(), state.for_view())
         if storage._cdata not in self._values:
-            self._values[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage), ConstantState()
-        block, state = self._values[storage._cdata]
+            self._values[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
         empty = torch.empty(0, dtype=original.dtype, device="cpu")
+        block = self._values[storage._cdata]
         value = empty.set_(block, original.storage_offset(), original.shape, original.stride())
         return set_constant(copied, value, state)
+
+    def _state(self, original: torch.Tensor) -> ConstantState:
+        """That of the memory of `original`, which others may share."""
+        return self._states.setdefault(original.untyped_storage()._cdata, ConstantState())
 
 
 _MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -198,9 +216,10 @@ _MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float6
 def _known_as(original: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
     """`copied` with a copy of the values that are known of a meta `original`."""
     state, value, diagonals = state_of(original), constant_of(original), diagonals_of(original)
-    own = ConstantState(None if state is None else state.assumption)
+    uniform = state is not None and state.uniform and not is_small(original)
+    own = ConstantState(None if state is None else state.assumption, uniform)
     if value is not None and state is not None:
-        return set_constant(copied, value.clone(), own)
+        return set_constant(copied, value if uniform else value.clone(), own)
     return copied if diagonals is None else set_diagonals(copied, diagonals, own)
 
 

@@ -9,11 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What inputs are made for. `seq_len` is None where nobody chose one."""
+    """What inputs are made for. `seq_len` is None where nobody chose one; a text that `goes_on` is a prompt, whose last
+    token ends nothing.
+    """
 
     batch_size: int = 1
     seq_len: int | None = None
     training: bool = True
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from memsize.analysis.fit.search import LIMIT
 from memsize.analysis.fit.trials import Events, NotApplicable, RunVariant, Trials
 from memsize.analysis.generation.generator import Generator
 from memsize.analysis.generation.prompts import Prompts
-from memsize.constants.values import MAX_INTEGER_ELEMENTS
 from memsize.errors import ForwardError, InputError
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
@@ -24,6 +23,8 @@ MOST_SEQUENCES: Final = 1024
 """The largest batch of a frontier."""
 _SHORT: Final = 8
 """The shortest prompt of those that are not traced by themselves."""
+_MOST_TOKENS: Final = 1 << 22
+"""The most tokens of all sequences in what contexts have in common."""
 _INEXACT = "some steps are close to what was derived for them, not equal"
 
 
@@ -99,10 +100,8 @@ class GenerationTrials(Trials):
         return self._generators[key]
 
     def _cover(self, generator: Generator, generation: Generation, batch: int) -> None:
-        """Trace once what all contexts of a batch have in common. Whether a mask hides nothing is known of one with up
-        to so many tokens.
-        """
-        longest = min(self.most, MAX_INTEGER_ELEMENTS // batch) - generation.new - 1
+        """Trace once what all contexts of a batch have in common, up to a size whose inputs are small themselves."""
+        longest = min(self.most, _MOST_TOKENS // batch) - generation.new - 1
         asked = replace(generation, prompt=_SHORT)
         if longest > _SHORT and (generator, asked, batch) not in self._covered:
             self._covered.add((generator, asked, batch))

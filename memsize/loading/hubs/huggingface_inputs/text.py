@@ -1,6 +1,7 @@
 """Text: ids, their masks and types, and where each word is on a page.
 
-Ids are valid tokens that mean nothing special, and end with the end of a sentence, which some classifiers look for.
+Ids are valid tokens that mean nothing special, and end with the end of a sentence, which some classifiers look for;
+a prompt goes on instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def ids(batch: Batch) -> Tensor:
     """Ids (batch, tokens); the placeholders of what is perceived come first, between their start and end tokens."""
     text = _plain(batch, batch.request.seq_len or length_of(batch))
     end = _valid(batch.text, getattr(batch.text, "eos_token_id", None))
-    if end is not None:
+    if end is not None and not batch.request.goes_on:
         text[:, -1] = end
     stands = [getattr(batch.config, name) for name, count in batch.tokens.items() for _ in range(count)]
     if stands:
