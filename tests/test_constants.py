@@ -443,6 +443,18 @@ def test_a_selection_keeps_everything_and_its_count_agrees() -> None:
     assert list(mode.evaluator.assumptions) == [ALL_SELECTED]
 
 
+def test_boxes_that_are_known_are_suppressed_where_torchvision_can() -> None:
+    pytest.importorskip("torchvision", exc_type=Exception)
+    kernel = torch._C._dispatch_has_kernel_for_dispatch_key("torchvision::nms", "CPU")
+    mode = MetaDispatchMode()
+    with mode:
+        boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2], [4, 4, 6, 6]], device=META)
+        scores = torch.tensor([0.5, 0.9, 0.7], device=META)
+        assert torch.ops.torchvision.nms(boxes, scores, 0.5).tolist() == ([1, 2] if kernel else [0, 1, 2])
+        assert torch.ops.torchvision.nms(unknown(3, 4), scores, 0.5).tolist() == [0, 1, 2]
+    assert list(mode.evaluator.assumptions) == [ALL_SELECTED]
+
+
 def test_masks_are_pasted_over_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchvision's Mask R-CNN reads the corners of its boxes; a module of that name stands for it here."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import runpy
@@ -250,6 +251,20 @@ def test_a_copy_into_memory_of_the_cpu_takes_none_on_the_gpu() -> None:
         assert host.copy_(there).tolist() == [3, 5] and host.device.type == "cpu"
         assert len(program.ledger.events) == before
         assert not program.ledger.evaluator.notes
+
+
+def test_copies_of_tensors_and_storages_are_on_the_gpu_too() -> None:
+    with gpu() as program:
+        tensor, own = torch.ones(1024, device="cuda"), torch.empty(8, device="meta")
+        twin = copy.deepcopy([tensor, tensor])
+        assert twin[0].is_cuda and twin[0] is twin[1] and twin[0].tolist() == tensor.tolist()
+        assert torch.cuda.memory_allocated() == 2 * 4096
+        held = tensor.untyped_storage().clone()
+        assert torch.empty(0, device="cuda").set_(held).is_cuda
+        assert tensor.untyped_storage().cpu().device.type == "cpu"
+        assert copy.deepcopy(own).is_meta and torch.empty(0, device="meta").set_(own.untyped_storage().clone()).is_meta
+    made = [(each.bytes, each.dtype) for each in program.trace().storages]
+    assert (4096, "float32") in made and (8 * 4, "float32") not in made
 
 
 def test_parameters_stay_the_same_objects_when_their_module_moves() -> None:

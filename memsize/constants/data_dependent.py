@@ -145,8 +145,11 @@ def _bincount(rely: Rely, tensor: torch.Tensor, weights: torch.Tensor | None = N
 
 
 def _nms(rely: Rely, boxes: torch.Tensor, scores: torch.Tensor, _threshold: float) -> Any:
-    """Non-maximum suppression (torchvision) of boxes that do not overlap: none is suppressed."""
-    if constant_of(boxes) is not None and constant_of(scores) is not None:
+    """Non-maximum suppression (torchvision) of boxes that do not overlap: none is suppressed. Boxes that are known need
+    torchvision's compiled part, which does not fit every PyTorch.
+    """
+    known = constant_of(boxes) is not None and constant_of(scores) is not None
+    if known and torch._C._dispatch_has_kernel_for_dispatch_key("torchvision::nms", "CPU"):
         return NotImplemented
     rely(ALL_SELECTED)
     kept = _meta(len(boxes))

@@ -98,7 +98,6 @@ class OpTraits:
         self.written = tuple((p, a.name) for p, a in enumerate(schema.arguments) if _is_written(a))
         self.aliases = not self.mutates and any(result.alias_info is not None for result in schema.returns)
         self.pointwise = torch.Tag.pointwise in tags
-        self.dynamic = torch.Tag.dynamic_output_shape in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
         self.quantizes = packet in _QUANTIZING
         self.joins = packet in ("aten::cat", "aten::stack")
@@ -117,6 +116,7 @@ class OpTraits:
         self.passive = not (self.aliases or self.informative or self.preserving)
         """Whether nothing is known of the results where the first argument is data."""
         self.data_dependent: DataDependentOp | None = data_dependent_ops().get(self.name)
+        self.dynamic = self.data_dependent is not None or torch.Tag.dynamic_output_shape in tags
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call writes to."""

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from memsize.internals.meta import is_meta
 
@@ -22,6 +22,11 @@ _storages: dict[int, weakref.finalize[Any, Any]] = {}
 def is_own_meta(tensor: Tensor) -> bool:
     """Whether `tensor` was put on `meta` by the program."""
     return bool(_storages) and is_meta(tensor) and _address(tensor) in _storages
+
+
+def is_own_storage(storage: UntypedStorage) -> bool:
+    """Whether a tensor that the program put on `meta` stores its elements in `storage`."""
+    return storage._cdata in _storages
 
 
 def claim(result: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memsize.constants.values import CONSTANT
 from memsize.internals.meta import is_meta
 from memsize.virtual.ledger import below_autograd
-from memsize.virtual.own_meta import is_own_meta
+from memsize.virtual.own_meta import is_own_meta, is_own_storage
 from memsize.virtual.seat import SEAT, check_index
 
 _TYPES = {
@@ -50,6 +50,7 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     yield Tensor, "cuda", _with_data(Tensor.cuda, always=True)
     yield Tensor, "data_ptr", _tensor_address
     yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
+    yield torch.UntypedStorage, "copy_", _storage_copy(torch.UntypedStorage.copy_)
     yield Tensor, "get_device", lambda t: SEAT.index if is_stand_in(t) else _base.get_device(t)
     yield Tensor, "pin_memory", lambda t, *device: t
     yield Tensor, "is_pinned", lambda t, *device: False
@@ -123,6 +124,18 @@ def _on_meta(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _storage_address(original: Callable[[Any], int]) -> Callable[[Any], int]:
     return lambda storage: storage._cdata if storage.device.type == "meta" else original(storage)
+
+
+def _storage_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Deep copies go through storages, and have no device that would tell the GPU's from the program's own `meta`."""
+
+    def copy(storage: Any, source: Any, *options: Any, **named: Any) -> Any:
+        known = source if source.device.type == "meta" else storage
+        if known.device.type != "meta" or is_own_storage(known):
+            return original(storage, source, *options, **named)
+        return storage.fill_(0) if storage.device.type == "cpu" else storage
+
+    return copy
 
 
 def _setter(moved: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]:
