@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
@@ -145,7 +146,7 @@ def _wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> l
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Drawn:
     """One column as text: its title's lines, its body and the total below it."""
 
@@ -154,7 +155,7 @@ class _Drawn:
     body: tuple[str, ...]
     total: str
 
-    @property
+    @cached_property
     def width(self) -> int:
         return max(map(columns_of, (*self.title, *self.body, self.total)))
 
