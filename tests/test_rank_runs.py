@@ -58,7 +58,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(sizes: Sequence[int], *collectives: Collective) -> tuple[list[int], RankRuns]:
     runner = Runner(sizes, *collectives)
-    found = run_ranks(runner, len(sizes), 1, "distinct", 1, lambda _: None)
+    found = run_ranks(runner, World(len(sizes)), "distinct", 1, lambda _: None)
     return sorted(runner.asked), found
 
 
@@ -106,7 +106,7 @@ def test_of_stages_all_are_run(here: None) -> None:
 
 def test_all_are_all(here: None) -> None:
     runner = Runner([3, 3, 3])
-    found = run_ranks(runner, 3, 1, "all", 1, lambda _: None)
+    found = run_ranks(runner, World(3), "all", 1, lambda _: None)
     assert sorted(runner.asked) == [0, 1, 2] and [group.ran for group in found.groups] == [(0, 1, 2)]
 
 

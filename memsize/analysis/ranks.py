@@ -28,10 +28,11 @@ class RankProcesses:
     """The ranks of a program, each run once: `jobs` of them side by side."""
 
     def __init__(
-        self, run_rank: Callable[[World], ProgramRun], size: int, nodes: int, jobs: int, say: Callable[[str], None]
+        self, run_rank: Callable[[World], ProgramRun], world: World, jobs: int, say: Callable[[str], None]
     ) -> None:
         self._run_rank = run_rank
-        self.size, self.nodes = size, nodes
+        self._world = world
+        self.size = world.size
         self.made: dict[int, ProgramRun] = {}
         self._jobs = jobs
         self._say = say
@@ -55,7 +56,7 @@ class RankProcesses:
 
     def rank(self, rank: int) -> ProgramRun:
         """One rank's run; nobody reads what it prints."""
-        world = World(self.size, rank, self.nodes)
+        world = replace(self._world, rank=rank)
         if not can_fork():
             return self._run_rank(world)
         with silent():
@@ -64,23 +65,23 @@ class RankProcesses:
 
 def run_ranks(
     run_rank: Callable[[World], ProgramRun],
-    size: int,
-    nodes: int,
+    world: World,
     which: Which,
     jobs: int | None,
     say: Callable[[str], None] | None = None,
 ) -> RankRuns:
-    """All ranks of a program, or as many as it takes to know what each holds; `run_rank` runs one of them.
+    """All ranks of a program that is run as one of `world`, or as many as it takes to know what each holds; `run_rank`
+    runs one of them.
 
     `jobs` are run side by side; None: one for each core.
     """
-    processes = RankProcesses(run_rank, size, nodes, cores() if jobs is None else jobs, say or (lambda _: None))
+    processes = RankProcesses(run_rank, world, cores() if jobs is None else jobs, say or (lambda _: None))
     if which == "all":
-        processes.run(range(size))
+        processes.run(range(world.size))
         between: dict[int, int] = {}
     else:
         between = distinct(processes)
-    found = RankRuns(size, nodes, tuple(_groups(processes.made, between)))
+    found = RankRuns(world.size, world.nodes, tuple(_groups(processes.made, between)))
     return replace(found, findings=RULES.findings(found))
 
 

@@ -30,6 +30,7 @@ def run(
     gpus: int | None = ...,
     nodes: int = ...,
     rank: int = ...,
+    one_process: bool = ...,
 ) -> ProgramRun: ...
 
 
@@ -46,6 +47,7 @@ def run(
     gpus: int,
     nodes: int = ...,
     rank: Which,
+    one_process: bool = ...,
     jobs: int | None = ...,
     progress: Callable[[str], None] | None = ...,
 ) -> RankRuns: ...
@@ -63,6 +65,7 @@ def run(
     gpus: int | None = None,
     nodes: int = 1,
     rank: int | Which = 0,
+    one_process: bool = False,
     jobs: int | None = 1,
     progress: Callable[[str], None] | None = None,
 ) -> ProgramRun | RankRuns:
@@ -91,7 +94,11 @@ def run(
     from memsize.records.gpu import DEFAULT_GPU
     from memsize.spec.ranks import asked_world
 
-    where, settings, world = card(gpu or DEFAULT_GPU), AllocatorConfig.given(config), asked_world(gpus, nodes, rank)
+    where, settings, world = (
+        card(gpu or DEFAULT_GPU),
+        AllocatorConfig.given(config),
+        asked_world(gpus, nodes, rank, one_process),
+    )
     path = os.fspath(script)
     run_rank = partial(
         run_program,
@@ -106,7 +113,7 @@ def run(
     if world is not None and not isinstance(rank, int):
         if not module:
             import_packages(path, where, settings)
-        return run_ranks(lambda each: run_rank(world=each)[0], world.size, nodes, rank, jobs, progress)
+        return run_ranks(lambda each: run_rank(world=each)[0], world, rank, jobs, progress)
     found, error = run_rank(world=world)
     if error is not None and not found.refused:
         raise ForwardError(f"{script} failed: {type(error).__name__}: {error}", found.trace) from error

@@ -53,6 +53,7 @@ writes_option = click.option(
       memsize run --gpu h100 -o step.html -m mypackage.train --config c.yaml
       memsize run --gpus 8 train_fsdp.py                   as torchrun --nproc-per-node 8 starts it, rank 0
       memsize run --gpus 32 --nodes 4 --rank distinct train_fsdp.py
+      memsize run --gpus 4 --one-process --rank all train_dp.py
 
     \b
     Options of memsize come before the script, the script's own after it. A .pickle is a PyTorch memory snapshot, which
@@ -66,12 +67,13 @@ writes_option = click.option(
 @writes_option
 @click.option("--gpus", type=int, metavar="N", help="Run it as one of N processes, one for each GPU of a job.")
 @click.option("--nodes", default=1, show_default=True, metavar="N", help="Machines that the GPUs are spread over.")
+@click.option("--one-process", is_flag=True, help="Start it once, with all N GPUs: for nn.DataParallel, device_map.")
 @click.option(
     "--rank",
     default="0",
     show_default=True,
     metavar="RANK",
-    help="Which of the processes: its number, all, or distinct: as many as it takes to know what each holds.",
+    help="Which of the processes (or GPUs): its number, all, or distinct: as many as it takes to know what each holds.",
 )
 @jobs_option
 @output_options_for(WITH_SNAPSHOT)
@@ -85,6 +87,7 @@ def run(
     allow_writes: bool,
     gpus: int | None,
     nodes: int,
+    one_process: bool,
     rank: str,
     jobs: int | None,
     program: str,
@@ -97,7 +100,7 @@ def run(
     own. It is stopped after a few optimizer steps. PROGRAM may also be a saved run.
     """
     where, config, which = card(gpu or DEFAULT_GPU), AllocatorConfig.given(allocator), parse_rank(rank)
-    world = asked_world(gpus, nodes, which)
+    world = asked_world(gpus, nodes, which, one_process)
     if not module and is_saved(program):
         from memsize.analysis.saved import load_kind
 
@@ -117,6 +120,7 @@ def run(
                 gpus=gpus or 1,
                 nodes=nodes,
                 rank=which,
+                one_process=one_process,
                 jobs=jobs,
                 progress=progress,
                 **options,

@@ -65,7 +65,7 @@ class RanksDocument(Document[RankRuns]):
         groups = [group for group in self.answer.groups if group.run.peak.roles]
         parts = map(role_part, in_order(role for group in groups for role in group.run.peak.roles))
         rows = ((Label(spans(group.ranks)), dict(group.run.peak.roles)) for group in groups)
-        return Bars.of("alive at the peak, by rank", parts, rows) if groups else None
+        return Bars.of(f"alive at the peak, by {self.answer.noun}", parts, rows) if groups else None
 
     def picture(self) -> Chart:
         """The run of the rank that needs most over time."""
@@ -91,7 +91,7 @@ def _group_data(group: RankGroup, unit: str) -> dict[str, Any]:
 
 def ranks_title(runs: RankRuns) -> Title:
     """The program's command line, how many ranks it has, and where they run."""
-    ranks = f"{runs.size} rank{'' if runs.size == 1 else 's'}"
+    ranks = f"{runs.size} {runs.noun}{'' if runs.size == 1 else 's'}"
     machines = f" on {runs.nodes} nodes" if runs.nodes > 1 else ""
     return Title(runs.program, ((f"{ranks}{machines}",), (f"each on {runs.groups[0].run.card.name}",)))
 
@@ -100,7 +100,7 @@ def rank_table(runs: RankRuns) -> Table:
     """One row for each kind of rank."""
     roles = in_order(role for group in runs.groups for role in group.run.peak.roles)
     columns = (
-        Column("ranks", "ranks", "name", 100, "those that hold the same"),
+        Column("ranks", f"{runs.noun}s", "name", 100, "those that hold the same"),
         Column("ran", "run", "text", 60, "those of them that were run"),
         Column("requested", "tensors", "bytes", 98, "live bytes at the peak"),
         Column("reserved", "reserved", "bytes", 97, "the allocator's segments at their peak"),
@@ -110,7 +110,13 @@ def rank_table(runs: RankRuns) -> Table:
         *map(role_column, roles),
     )
     rows = tuple(_cells(group, roles) for group in runs.groups)
-    return Table("ranks", "Ranks", columns, rows, caption="Ranks beside one another, each at its own peak")
+    return Table(
+        "ranks",
+        _title(f"{runs.noun}s"),
+        columns,
+        rows,
+        caption=f"{_title(runs.noun)}s beside one another, each at its own peak",
+    )
 
 
 def _cells(group: RankGroup, roles: list[Any]) -> tuple[Cell, ...]:
@@ -126,3 +132,7 @@ def _cells(group: RankGroup, roles: list[Any]) -> tuple[Cell, ...]:
         Path(peak.peak_layer) if peak.peak_layer else None,
         *sizes,
     )
+
+
+def _title(noun: str) -> str:
+    return noun[0].upper() + noun[1:]

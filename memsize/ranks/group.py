@@ -80,7 +80,7 @@ def started(world: World | None) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of TorchScript, which compiles it from functions that are replaced next
             import torch.distributed.optim  # noqa: F401
     before, hook = dict(os.environ), sys.excepthook
-    os.environ.update({} if world is None else environment(world))
+    os.environ.update({} if world is None or world.one_process else environment(world))
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""A model spread over the GPUs of a job by PyTorch's own code: `fully_shard` or `DistributedDataParallel`."""
+"""A model spread over GPUs by PyTorch's own code: `fully_shard`, `DistributedDataParallel` or `DataParallel`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 def spread(model: nn.Module, parallel: Parallel, scenario: Scenario) -> nn.Module:
     """`model` as one process of `parallel` has it, in a process group that is there already.
 
-    The model is changed. What is returned is to be called in its place.
+    The model is changed; for ``dp`` it has been `wrapped`. What is returned is to be called in its place.
     """
+    if parallel.kind == "dp":
+        made = nn.DataParallel(cast(nn.DataParallel[Any], model).module)
+        vars(model).update((name, value) for name, value in vars(made).items() if not name.startswith("_"))
+        return model
     if not parallel.shards_parameters:
         return nn.parallel.DistributedDataParallel(model)
     from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +42,11 @@ def spread(model: nn.Module, parallel: Parallel, scenario: Scenario) -> nn.Modul
     return model
 
 
+def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
+    """`model` in what `spread` later spreads: for ``dp`` an `nn.DataParallel`, whose GPUs are not there yet."""
+    return nn.DataParallel(model) if parallel.kind == "dp" and not isinstance(model, nn.DataParallel) else model
+
+
 def policy_of(scenario: Scenario) -> MixedPrecisionPolicy:
     """How sharded parameters are gathered: what autocast is for a whole model, this is for a sharded one.
 
@@ -53,6 +62,11 @@ def policy_of(scenario: Scenario) -> MixedPrecisionPolicy:
 
 def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, ...]:
     """What a reader must know about how `model` is spread, before it is."""
+    if parallel.kind == "dp":
+        return (
+            f"dp: nn.DataParallel splits the batch over {parallel.size} GPUs, and copies the model to each for every "
+            "forward; shown is GPU 0",
+        )
     if not parallel.shards_parameters:
         return ("ddp: each GPU holds the whole model, in DistributedDataParallel; shown is rank 0",)
     blocks = blocks_of(model)

@@ -52,6 +52,15 @@ class RankRuns(Answer):
         return min(self.groups, key=_need)
 
     @property
+    def noun(self) -> str:
+        """What is counted: the ranks of a job, or the GPUs of one process."""
+        return "GPU" if self.groups[0].run.trace.world.one_process else "rank"
+
+    def named(self, group: RankGroup) -> str:
+        """The ranks of a group inside a sentence."""
+        return f"{self.noun}{'' if len(group.ranks) == 1 else 's'} {spans(group.ranks)}"
+
+    @property
     def program(self) -> str:
         """The program's command line."""
         return self.groups[0].run.program

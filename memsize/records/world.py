@@ -14,12 +14,16 @@ MOST_RANKS: Final = 2**20
 class World:
     """Process `rank` of `size`, spread evenly over `nodes` machines; ranks are counted from 0, machine by machine.
 
+    With `one_process`, a single process drives all `size` GPUs of its machine, as `nn.DataParallel` does, and `rank` is
+    the number of the GPU that is looked at.
+
     Raises `InputError` where there is no such process.
     """
 
     size: int = 1
     rank: int = 0
     nodes: int = 1
+    one_process: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("size", self.size), ("rank", self.rank), ("number of nodes", self.nodes)):
@@ -31,6 +35,8 @@ class World:
             raise InputError(f"no rank {self.rank} among {self.size}: they are counted from 0 to {self.size - 1}")
         if self.nodes < 1 or self.size % self.nodes:
             raise InputError(f"{self.size} processes cannot be spread evenly over {self.nodes} nodes")
+        if self.one_process and self.nodes > 1:
+            raise InputError(f"one process has the GPUs of its own machine, not those of {self.nodes} nodes")
 
     @property
     def local_size(self) -> int:
@@ -48,7 +54,7 @@ class World:
         return self.rank // self.local_size
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.size}"
+        return f"{'GPU' if self.one_process else 'rank'} {self.rank} of {self.size}"
 
 
 ALONE: Final = World()

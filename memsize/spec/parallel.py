@@ -12,7 +12,7 @@ from memsize.records.world import MOST_RANKS, World
 from memsize.spec.scenario import Scenario
 from memsize.spec.training import Training
 
-Kind = Literal["ddp", "fsdp", "hsdp"]
+Kind = Literal["ddp", "fsdp", "hsdp", "dp"]
 
 _OWN_LOOP: Final = "shard the model in a step= of your own instead, with memsize.trace(world=…)"
 _REFUSED: Final = {
@@ -28,7 +28,7 @@ class Parallel:
     """One strategy on `replicas` x `shards` GPUs.
 
     ``ddp`` holds the whole model `replicas` times, ``fsdp`` shards it over `shards` GPUs, and ``hsdp`` does both:
-    `replicas` groups of `shards` GPUs each.
+    `replicas` groups of `shards` GPUs each. ``dp`` is one process with all GPUs, by `nn.DataParallel`.
     """
 
     kind: Kind
@@ -47,12 +47,12 @@ class Parallel:
     @property
     def world(self) -> World:
         """The process whose GPU holds most: the first. Shards are padded to the largest, so that all are alike."""
-        return World(self.size)
+        return World(self.size, one_process=self.kind == "dp")
 
     @property
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded, by PyTorch's ``fully_shard``."""
-        return self.kind != "ddp"
+        return self.kind in ("fsdp", "hsdp")
 
     def on(self, gpus: int) -> Parallel:
         """The same strategy on so many GPUs; ``hsdp`` keeps its groups as large as they are.
@@ -123,7 +123,12 @@ def parse_parallel(text: str) -> Parallel:
     return Parallel(kind, shards=given[0]) if kind == "fsdp" else Parallel(kind, given[0])
 
 
-_EXAMPLES: Final[dict[Kind, str]] = {"ddp": "ddp=8", "fsdp": "fsdp=8", "hsdp": "hsdp=4x8 (4 groups, each of 8 shards)"}
+_EXAMPLES: Final[dict[Kind, str]] = {
+    "ddp": "ddp=8",
+    "fsdp": "fsdp=8",
+    "hsdp": "hsdp=4x8 (4 groups, each of 8 shards)",
+    "dp": "dp=4",
+}
 
 
 def _kind(name: str) -> Kind:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,6 +126,7 @@ class Calls:
                 self._returned(index, result, start, given)
             return result
 
+        vars(call)["of"] = partial(self._call, index)  # for a copy of the module, as nn.DataParallel makes them
         return self._model_call(call) if index == 0 else call
 
     def _model_call(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,10 +31,6 @@ from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
 
 _THERE = torch.device("meta")
-_META = torch.device("meta", 0)
-"""Where stand-ins for tensors on a GPU are. Tensors forget the number; it tells what is asked for here from the `meta`
-that a program names itself.
-"""
 _FACTORIES = """
     arange empty empty_like empty_strided eye full full_like linspace logspace normal ones ones_like rand rand_like
     randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
@@ -121,34 +117,60 @@ def _patches_of_torch() -> tuple[Patch, ...]:
     )
 
 
-_checks: list[Callable[[int], None]] = []
+class Gpus(Protocol):
+    """The GPUs that a program may name by their numbers."""
+
+    def named(self, number: int | None) -> int:
+        """The GPU that a device of this number, or of none, means; it may raise."""
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The GPU that a stand-in is on."""
+
+
+class _OneGpu:
+    """Whatever number is named, there is one GPU."""
+
+    def named(self, number: int | None) -> int:
+        return 0
+
+    def number_of(self, tensor: Tensor) -> int:
+        return 0
+
+
+_gpus: list[Gpus] = [_OneGpu()]
+"""The last ones are there."""
 
 
 @contextmanager
-def devices_checked(check: Callable[[int], None]) -> Iterator[None]:
-    """While open, `check` is told the number of each CUDA device that is named by one, and may raise."""
-    _checks.append(check)
+def there(gpus: Gpus) -> Iterator[None]:
+    """While open, the devices that are named are among `gpus`."""
+    _gpus.append(gpus)
     try:
         yield
     finally:
-        _checks.remove(check)
+        _gpus.remove(gpus)
 
 
-def _names_cuda(device: Any) -> bool:
-    """Whether `device` is a CUDA device, by name, as an object or by its number."""
-    if isinstance(device, torch.device):
-        named = device.type == "cuda"
-    else:
-        named = device.startswith("cuda") if isinstance(device, str) else type(device) is int
-    if named and _checks:
-        index = device if type(device) is int else torch.device(device).index
-        for check in _checks if index is not None else ():
-            check(index)
-    return named
+def _meta(number: int | None) -> torch.device:
+    """Where stand-ins for tensors on a GPU are. Tensors forget the number: it says which GPU is meant, and tells what
+    is asked for here from the `meta` that a program names itself.
+    """
+    return torch.device("meta", _gpus[-1].named(number))
+
+
+def _on_gpu(device: Any) -> torch.device | None:
+    """Where stand-ins are for a CUDA device, named by name, as an object or by its number; None for any other."""
+    if type(device) is int:
+        return _meta(device)
+    if isinstance(device, str) and device.startswith("cuda"):
+        device = torch.device(device)
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return _meta(device.index)
+    return None
 
 
 def _is_meta(device: Any) -> bool:
-    return device is not None and (_names_cuda(device) or torch.device(device).type == "meta")
+    return device is not None and (_on_gpu(device) is not None or torch.device(device).type == "meta")
 
 
 # -- numbers from Python ----------------------------------------------------------------------------------------------
@@ -184,7 +206,7 @@ def _device_of_context() -> torch.device | None:
 
 def _moved_from_cpu(make: Function, data: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     wants = kwargs.get("requires_grad", False)
-    device = _META if _names_cuda(kwargs["device"]) else kwargs["device"]
+    device = _on_gpu(kwargs["device"]) or kwargs["device"]
     kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad")}
     moved: Tensor = make(_numbers(data), *args, device="cpu", **kwargs).to(device)
     return moved.requires_grad_() if wants else moved
@@ -201,9 +223,9 @@ def _indexed(original: Function) -> Function:
     def indexed(tensor: Tensor, index: Any, *value: Any) -> Any:
         if is_meta(tensor):
             if type(index) is list:
-                index = _index(index)
+                index = _index(index, tensor)
             elif type(index) is tuple and any(type(each) is list for each in index):
-                index = tuple(_index(each) if type(each) is list else each for each in index)
+                index = tuple(_index(each, tensor) if type(each) is list else each for each in index)
         return original(tensor, index, *value)
 
     return indexed
@@ -229,9 +251,9 @@ def _is_looked_up(part: Any) -> bool:
     return isinstance(part, list) or (isinstance(part, Tensor) and part.dtype not in (torch.bool, torch.uint8))
 
 
-def _index(numbers: list[Any]) -> Any:
+def _index(numbers: list[Any], tensor: Tensor) -> Any:
     plain = numbers and all(isinstance(number, (int, bool)) for number in numbers)
-    return torch.tensor(numbers, device=_META) if plain else numbers
+    return torch.tensor(numbers, device=_meta(_gpus[-1].number_of(tensor))) if plain else numbers
 
 
 def _given_numbers(original: Function) -> Function:
@@ -279,7 +301,8 @@ def _without_gradients(mode: bool) -> torch.set_grad_enabled:
 
 def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     device = kwargs.get("device")
-    return kwargs | {"device": _META} if device is not None and _names_cuda(device) else kwargs
+    place = None if device is None else _on_gpu(device)
+    return kwargs if place is None else kwargs | {"device": place}
 
 
 def _on_device(original: Function) -> Function:
@@ -295,28 +318,50 @@ def _moved(original: Function) -> Function:
     """``x.to(device)``, the device in front or by keyword."""
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Tensor) and is_meta(args[0]) and not is_meta(tensor):
-            args = (_META, args[0].dtype, *args[1:])
-        elif args and not isinstance(args[0], (torch.dtype, Tensor)) and _names_cuda(args[0]):
-            args = (_place_for(tensor), *args[1:])
-        elif "device" in kwargs and kwargs["device"] is not None and _names_cuda(kwargs["device"]):
-            kwargs = kwargs | {"device": _place_for(tensor)}
+        if args and isinstance(args[0], Tensor) and is_meta(args[0]):
+            tensor, place = _towards(tensor, _meta(_gpus[-1].number_of(args[0])))
+            args = (place, args[0].dtype, *args[1:])
+        elif args and not isinstance(args[0], (torch.dtype, Tensor)) and (gpu := _on_gpu(args[0])):
+            tensor, place = _towards(tensor, gpu)
+            args = (place, *args[1:])
+        elif kwargs.get("device") is not None and (gpu := _on_gpu(kwargs["device"])):
+            tensor, place = _towards(tensor, gpu)
+            kwargs = kwargs | {"device": place}
         return original(tensor, *args, **kwargs)
 
     return moved
 
 
+def _towards(tensor: Tensor, gpu: torch.device) -> tuple[Tensor, torch.device]:
+    """What to move where, to have `tensor` on `gpu`: PyTorch returns it as it is if that is where it is already."""
+    if not is_meta(tensor):
+        return tensor, gpu
+    if _gpus[-1].number_of(tensor) == gpu.index:
+        return tensor, _THERE
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _ToOther.apply(tensor, gpu), _THERE  # type: ignore[no-untyped-call]
+    return tensor, gpu
+
+
+class _ToOther(torch.autograd.Function):
+    """A tensor on another GPU, whose gradient goes back to where it was: PyTorch's own would not know where that is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gpu: torch.device) -> Tensor:
+        ctx.origin = _meta(_gpus[-1].number_of(tensor))
+        return tensor.to(gpu)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.origin), None
+
+
 def _moved_to_cuda(_: Function) -> Function:
     def moved(tensor: Tensor, device: Any = None, *_: Any, **__: Any) -> Tensor:
-        _names_cuda(device)
-        return tensor.to(_place_for(tensor))
+        tensor, place = _towards(tensor, (device is not None and _on_gpu(device)) or _meta(None))
+        return tensor.to(place)
 
     return moved
-
-
-def _place_for(tensor: Tensor) -> torch.device:
-    """Where `tensor` is moved to the GPU: PyTorch returns it as it is if that is the very device that it is on."""
-    return _THERE if is_meta(tensor) else _META
 
 
 def _with_states_moved(original: Function) -> Function:
@@ -327,7 +372,7 @@ def _with_states_moved(original: Function) -> Function:
         states = args[place]
         if is_meta(tensor) and any(not is_meta(state) for state in tensors_in(states)):
             _thread.notes[-1][mixed_devices()] = None
-            moved = map_tensors(lambda state: state.to(_META), states)
+            moved = map_tensors(lambda state: state.to(_meta(_gpus[-1].number_of(tensor))), states)
             args = (*args[:place], moved, *args[place + 1 :])
         return original(tensor, *args)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -94,29 +95,30 @@ class Properties:
 class Stream:
     """A CUDA stream: a number to compare by. Work is never queued, so there is nothing to wait for."""
 
-    numbers: Iterator[int] = itertools.cycle([1])
-    """Of new streams: there is a pool of them, handed out in turn."""
+    numbers: ClassVar[defaultdict[int, Iterator[int]]] = defaultdict(lambda: itertools.cycle(range(1, _STREAMS + 1)))
+    """Of new streams: each GPU has a pool of them, handed out in turn."""
 
     def __init__(self, device: Any = None, priority: int = 0, **known: Any) -> None:
-        self.device = SEAT.device
-        self.device_index, self.device_type = SEAT.index, _TYPE
+        self.device_index, self.device_type = SEAT.named(known.get("device_index", _number(device))), _TYPE
+        self.device = torch.device("cuda", self.device_index)
         self.priority = priority
-        self.stream_id: int = known["stream_id"] if "stream_id" in known else next(self.numbers)
+        self.stream_id: int = known["stream_id"] if "stream_id" in known else next(self.numbers[self.device_index])
         self.cuda_stream = self.native_handle = self.stream_id
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.stream_id == self.stream_id
+        return isinstance(other, Stream) and (other.device, other.stream_id) == (self.device, self.stream_id)
 
     def __hash__(self) -> int:
-        return hash((SEAT.device, self.stream_id))
+        return hash((self.device, self.stream_id))
 
     def __enter__(self) -> Stream:
-        self._outer = torch.cuda.current_stream()
+        self._outer = torch.cuda.current_stream(), torch.cuda.current_stream(self.device)
         torch.cuda.set_stream(self)  # type: ignore[arg-type]
         return self
 
     def __exit__(self, *error: object) -> None:
-        torch.cuda.set_stream(self._outer)
+        for stream in reversed(self._outer):
+            torch.cuda.set_stream(stream)
 
     def query(self) -> bool:
         return True
@@ -134,6 +136,11 @@ class Stream:
         event = event or Event()
         event.record(self)
         return event
+
+
+def _number(device: Any) -> int | None:
+    """The number of a device that is given by it, by name or as an object."""
+    return device if device is None or isinstance(device, int) else torch.device(device).index
 
 
 class Event:
@@ -159,9 +166,10 @@ class Event:
 
 
 class _Current(threading.local):
-    """What each thread has for itself."""
+    """What each thread has for itself: the stream that it works on, by the number of the GPU."""
 
-    stream = 0
+    def __init__(self) -> None:
+        self.streams: dict[int, int] = {}
 
 
 @dataclass
@@ -180,12 +188,15 @@ class Driver:
     def __post_init__(self) -> None:
         self._elsewhere = DeviceMemory(self.card.bytes, 0, AllocatorConfig, (), {})
         """What this process holds on the GPUs of other processes: nothing."""
-        Stream.numbers = itertools.cycle(range(1, _STREAMS + 1))
+        Stream.numbers.clear()
 
     @property
     def stream(self) -> int:
         """The stream that this thread works on; 0 is the default one."""
-        return self._current.stream
+        return self._stream_on(SEAT.index)
+
+    def _stream_on(self, device: int | None) -> int:
+        return self._current.streams.get(SEAT.named(device), 0)
 
     @property
     def properties(self) -> Properties:
@@ -198,10 +209,10 @@ class Driver:
         arch = " ".join(f"sm_{major}{minor}" for major, minor in [self.card.capability])
         return {
             "_cuda_getDeviceCount": _returning(SEAT.count),
-            "_cuda_getDevice": _returning(SEAT.index),
-            "_cuda_setDevice": check_index,
-            "_cuda_exchangeDevice": _exchanged,
-            "_cuda_maybeExchangeDevice": _exchanged,
+            "_cuda_getDevice": lambda: SEAT.current,
+            "_cuda_setDevice": SEAT.choose,
+            "_cuda_exchangeDevice": SEAT.choose,
+            "_cuda_maybeExchangeDevice": SEAT.choose,
             "_cuda_isInBadFork": _returning(False),
             "_cuda_init": _returning(None),
             "_cuda_synchronize": _returning(None),
@@ -213,9 +224,9 @@ class Driver:
             "_cuda_isCurrentStreamCapturing": _returning(False),
             "_cuda_get_sync_debug_mode": _returning(0),
             "_cuda_set_sync_debug_mode": _returning(None),
-            "_cuda_getCurrentStream": lambda device: (self.stream, SEAT.index, _TYPE),
-            "_cuda_getDefaultStream": lambda device: (0, SEAT.index, _TYPE),
-            "_cuda_getCurrentRawStream": lambda device: self.stream,
+            "_cuda_getCurrentStream": lambda device: (self._stream_on(device), SEAT.named(device), _TYPE),
+            "_cuda_getDefaultStream": lambda device: (0, SEAT.named(device), _TYPE),
+            "_cuda_getCurrentRawStream": self._stream_on,
             "_cuda_setStream": self._set_stream,
             "_cuda_memoryStats": lambda device: self._memory_on(device).stats(),
             "_cuda_resetPeakMemoryStats": lambda device: self._memory_on(device).reset_peaks(),
@@ -233,17 +244,16 @@ class Driver:
             "_cuda_record_memory_history": _returning(None),
             "_cuda_record_memory_history_legacy": _returning(None),
             "_cuda_memorySnapshot": lambda *pool: self.snapshot(),
-            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, SEAT.index, _TYPE),
-            "_scatter": lambda tensor, *rest: (tensor.to(SEAT.device),),
+            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, SEAT.named(device), _TYPE),
             "_get_accelerator": _returning(torch.device("cuda")),
             "_accelerator_getAccelerator": _returning(torch.device("cuda")),
             "_accelerator_getDeviceCapability": lambda device: {"supported_dtypes": set(_TYPES_THERE)},
-            "_accelerator_getDeviceIndex": _returning(SEAT.index),
-            "_accelerator_setDeviceIndex": check_index,
-            "_accelerator_exchangeDevice": _exchanged,
-            "_accelerator_maybeExchangeDevice": _exchanged,
-            "_accelerator_getStream": lambda device: Stream(stream_id=self.stream),
-            "_accelerator_setStream": lambda stream: self._set_stream(stream.stream_id),
+            "_accelerator_getDeviceIndex": lambda: SEAT.current,
+            "_accelerator_setDeviceIndex": SEAT.choose,
+            "_accelerator_exchangeDevice": SEAT.choose,
+            "_accelerator_maybeExchangeDevice": SEAT.choose,
+            "_accelerator_getStream": lambda device: Stream(device, stream_id=self._stream_on(device)),
+            "_accelerator_setStream": lambda stream: self._set_stream(stream.stream_id, stream.device_index),
             "_accelerator_synchronizeDevice": _returning(None),
             "_accelerator_emptyCache": lambda *device: memory.empty_cache(),
             "_accelerator_getDeviceStats": lambda device: self._memory_on(device).stats(),
@@ -263,14 +273,10 @@ class Driver:
         check_index(device)
         return self.memory.free, self.memory.total
 
-    def _set_stream(self, stream_id: int, device_index: int = 0, device_type: int = _TYPE) -> None:
-        self._current.stream = stream_id
+    def _set_stream(self, stream_id: int, device_index: int = -1, device_type: int = _TYPE) -> None:
+        SEAT.choose(device_index)
+        self._current.streams[SEAT.current] = stream_id
 
 
 def _returning(answer: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: answer
-
-
-def _exchanged(device: int) -> int:
-    check_index(device)
-    return SEAT.index if device >= 0 else -1

@@ -31,12 +31,13 @@ from memsize.ranks.collectives import (
 )
 from memsize.records.roles import Role
 from memsize.records.trace import Storage
-from memsize.records.world import Collective
+from memsize.records.world import Collective, CollectiveKind
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
-from memsize.virtual.seat import check_index
+from memsize.virtual.seat import SEAT
+from memsize.virtual.several_gpus import gpu_of
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -120,9 +121,14 @@ class VirtualLedger(Ledger):
         device = kwargs.get("device")
         if not self._is_on_gpu(func, args, device):
             return self._off_gpu(func, args, kwargs, device)
-        if device is not None and device.type == "cuda":
-            check_index(-1 if device.index is None else device.index)
+        gpu = SEAT.index
+        if device is not None and _names_gpu(device):
+            gpu = SEAT.named(device.index)
             kwargs = {**kwargs, "device": _META}
+        elif SEAT.drives_all:
+            gpu = gpu_of(func, args)
+        if gpu != SEAT.index:
+            return self._on_other(gpu, func, args, kwargs)
         with self._turn:
             _thread.depth += 1
             try:
@@ -133,24 +139,44 @@ class VirtualLedger(Ledger):
                 _thread.depth -= 1
                 self._observer()
 
+    def _on_other(self, gpu: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on a GPU that nobody looks at."""
+        with self._turn:
+            self.clock.tick()
+            self.last_op = func._overloadpacket.__name__
+            _thread.depth += 1
+            try:
+                result = self.run_op(func, args, kwargs)
+                for tensor in arguments_in(result if isinstance(result, (tuple, list)) else (result,)):
+                    if self.index_of(tensor) < 0:
+                        SEAT.put(tensor, gpu)
+                return result
+            finally:
+                _thread.depth -= 1
+                self._observer()
+
     def _between_ranks(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A collective; one on the GPU is recorded, and the buffers that it works on are marked."""
-        kind, given, clock = kind_of(func), is_given_buffers(func), self.clock
+        kind, given = kind_of(func), is_given_buffers(func)
         if waits(func):
             return waited(func, args[0])
         with self._turn:
-            clock.tick()
+            self.clock.tick()
             before = len(self.events)
             result = answer(kind, func, args) if given else self._run(func, types, args, kwargs)
             self.last_op = func._overloadpacket.__name__
             if kind is not None and on_gpu(args):
-                moved, ranks = bytes_moved(args, None if given else result), ranks_of(args)
-                self.collectives.append(Collective(kind, moved, ranks, clock.phase, clock.layer, before))
-                for tensor in arguments_in(args) if given else ():
+                self.sent(kind, bytes_moved(args, None if given else result), ranks_of(args), before)
+                for tensor in arguments_in(args if given else (result,)):
                     self.mark(tensor, "communication")
             elif kind is not None and given:
                 alike(kind, args)
         return result
+
+    def sent(self, kind: CollectiveKind, size: int, ranks: int, before: int | None = None) -> None:
+        """A collective of `size` bytes among so many ranks, after so many events: by default now."""
+        clock, place = self.clock, len(self.events) if before is None else before
+        self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, place))
 
     @contextmanager
     def in_pytorch(self) -> Iterator[None]:
@@ -247,7 +273,9 @@ class VirtualLedger(Ledger):
             self._elsewhere = {}
 
     def enter(self, tensor: torch.Tensor, role: Role, op: str = "", size: int | None = None) -> int:
-        """As the base class; nothing for what is `elsewhere`."""
+        """As the base class; nothing for what is `elsewhere`, or on a GPU that nobody looks at."""
+        if SEAT.number_of(tensor) != SEAT.index:
+            return -1
         if self._elsewhere and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._elsewhere:
             return -1
         return super().enter(tensor, role, op, size)

@@ -7,7 +7,7 @@ A module that is called while none is running is a root, and its modules are the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, count
 from typing import Any
 
@@ -21,6 +21,7 @@ from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.records.trace import InputTensor, StoredTensor
 from memsize.tracing.module_calls import Calls, Seen, kernel_size, module_type, version_of
 from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.seat import SEAT
 
 
 class Root:
@@ -50,10 +51,23 @@ class ProgramCalls(Calls):
         self._before_forward = before_forward
         self._known: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 
-    def replacement(self) -> tuple[Any, str, Any]:
-        """What takes the place of `nn.Module.__call__`."""
-        original = nn.Module.__call__
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """What takes the place of `nn.Module.__call__`, and of what `nn.DataParallel` makes copies of modules with."""
+        yield nn.Module, "__call__", self._called(nn.Module.__call__)
+        yield nn.Module, "_replicate_for_data_parallel", self._replicated(nn.Module._replicate_for_data_parallel)
 
+    def _replicated(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A copy of a module on another GPU is the same layer."""
+
+        def replicate(module: nn.Module) -> Any:
+            copy, index = original(module), self._index(module)
+            if index >= 0:
+                self._known[id(copy)] = weakref.ref(copy), index
+            return copy
+
+        return replicate
+
+    def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             index = self._index(module)
             if index < 0:
@@ -64,7 +78,7 @@ class ProgramCalls(Calls):
                 return self._call_root(module, index, args, kwargs)
             return self._call_module(module, index, args, kwargs)
 
-        return nn.Module, "__call__", called
+        return called
 
     def _index(self, module: nn.Module) -> int:
         known = self._known.get(id(module))
@@ -133,7 +147,7 @@ class ProgramCalls(Calls):
         clock = self.ledger.clock
         self._compiler.forget()
         outer, start = clock.enter(index), self.ledger.count
-        is_open = not self.roots[self.root_of[index]].trained
+        is_open = not self.roots[self.root_of[index]].trained and SEAT.current == SEAT.index
         given = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs))] if is_open else []
         try:
             result = module._call_impl(*args, **kwargs)

@@ -23,13 +23,13 @@ from memsize.errors import InputError
 from memsize.ranks import group
 from memsize.records.world import World
 from memsize.tracing.functional import functional_transforms_allowed
-from memsize.tracing.overrides import devices_checked
+from memsize.tracing.overrides import there
 from memsize.tracing.resizes import resizes_seen
 from memsize.tracing.run import gpu_semantics
-from memsize.virtual import graphs, monitoring, processes, tensors
+from memsize.virtual import graphs, monitoring, processes, several_gpus, tensors
 from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.ledger import VirtualLedger
-from memsize.virtual.seat import SEAT, check_index, seated
+from memsize.virtual.seat import SEAT, seated
 from memsize.virtual.tensors import Replacement
 from memsize.virtual.threads import Threads
 
@@ -70,7 +70,7 @@ def virtual_gpu(
         regions.enter_context(seated(world or World()))
         _forget_answers()
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
-        regions.enter_context(devices_checked(check_index))
+        regions.enter_context(there(SEAT))
         for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
             regions.enter_context(region)
         semantics = regions.enter_context(gpu_semantics(ledger, capability=driver.card.capability))
@@ -94,6 +94,7 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World) -> Iterat
     yield from graphs.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from monitoring.replacements(driver)
     yield from processes.replacements(world, ledger)
+    yield from several_gpus.replacements(ledger)
     yield from tensors.replacements(lambda parameter: ledger.mark(parameter, "parameter"))
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
@@ -107,7 +108,7 @@ def _of_cuda(driver: Driver) -> Iterator[Replacement]:
     yield cuda, "_cached_device_count", None
     yield cuda, "_is_in_bad_fork", lambda: False
     yield cuda, "_get_device_properties", lambda device: driver.properties
-    yield cuda, "current_device", lambda: SEAT.index
+    yield cuda, "current_device", lambda: SEAT.current
     yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
     yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
     yield cuda, "default_generators", (driver.seed,) * SEAT.count

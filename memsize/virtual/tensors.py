@@ -42,7 +42,7 @@ _data: Any = vars(_base)["data"]
 def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     """What `Tensor` has to answer; `moved` is called with each parameter whose data went to the GPU."""
     original_type = Tensor.type
-    yield Tensor, "device", property(lambda t: SEAT.device if is_stand_in(t) else _device.__get__(t))
+    yield Tensor, "device", property(lambda t: SEAT.device_of(t) if is_stand_in(t) else _device.__get__(t))
     yield Tensor, "is_meta", property(lambda t: is_meta(t) and not is_stand_in(t))
     yield Tensor, "is_cuda", property(lambda t: is_stand_in(t) or _is_cuda.__get__(t))
     yield Tensor, "data", property(_data.__get__, _setter(moved))
@@ -51,7 +51,7 @@ def replacements(moved: Callable[[Tensor], None]) -> Iterator[Replacement]:
     yield Tensor, "data_ptr", _tensor_address
     yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
     yield torch.UntypedStorage, "copy_", _storage_copy(torch.UntypedStorage.copy_)
-    yield Tensor, "get_device", lambda t: SEAT.index if is_stand_in(t) else _base.get_device(t)
+    yield Tensor, "get_device", lambda t: SEAT.number_of(t) if is_stand_in(t) else _base.get_device(t)
     yield Tensor, "pin_memory", lambda t, *device: t
     yield Tensor, "is_pinned", lambda t, *device: False
     yield Tensor, "record_stream", lambda t, stream: None

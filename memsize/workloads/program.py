@@ -113,7 +113,7 @@ class Program:
         """The region in which this process has the GPU; `more` is replaced besides."""
         driver = Driver(self.card, self.memory, lambda: self._snapshot(self._trace(None), self.memory.config))
         shown = threading, "excepthook", _unless_stopped(threading.excepthook)
-        own = (self.calls.replacement(), *self.steps.replacements(), shown, *self.files.replacements())
+        own = (*self.calls.replacements(), *self.steps.replacements(), shown, *self.files.replacements())
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world),
             steps_watched(self.ledger, everywhere=True),

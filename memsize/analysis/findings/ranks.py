@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from memsize.records.finding import Finding, Rules
-from memsize.records.ranks import RankGroup, RankRuns, spans
+from memsize.records.ranks import RankRuns, spans
 from memsize.records.roles import noun
 from memsize.units import Bytes
 
@@ -18,7 +18,7 @@ def _failed(runs: RankRuns) -> Iterator[Finding]:
     for group in runs.groups:
         if group.run.failure is not None and not group.run.refused:
             template = "{ranks} failed: {failure}. --rank {first} shows where."
-            values = {"ranks": named(group), "failure": group.run.failure, "first": group.ran[0]}
+            values = {"ranks": _first(runs.named(group)), "failure": group.run.failure, "first": group.ran[0]}
             yield Finding("ranks-failed", None, (), template, values)
 
 
@@ -33,7 +33,7 @@ def _refused(runs: RankRuns) -> Iterator[Finding]:
             )
             values = {
                 "card": group.run.card.name,
-                "ranks": named(group).lower(),
+                "ranks": runs.named(group),
                 "size": runs.size,
                 "line": first.line or "a line of PyTorch's own",
                 "phase": first.phase,
@@ -50,12 +50,13 @@ def _fit(runs: RankRuns) -> Iterator[Finding]:
     run, peak = group.run, group.run.peak
     if run.refused or not run.trace.events or any(each.run.failure for each in runs.groups):
         return
-    template = "All {size} ranks fit on {card}: " + ("each takes" if len(runs.groups) == 1 else "{ranks} needs most,")
+    template = "All {size} {noun} fit on {card}: " + ("each takes" if len(runs.groups) == 1 else "{ranks} needs most,")
     template += " {low} to {high} of {total} at the peak, in {phase}" + (" of {layer}." if peak.peak_layer else ".")
     values = {
         "size": runs.size,
+        "noun": f"{runs.noun}s",
         "card": run.card.name,
-        "ranks": named(group).lower(),
+        "ranks": runs.named(group),
         "low": Bytes(peak.device.low),
         "high": Bytes(peak.device.high),
         "total": Bytes(run.card.bytes),
@@ -80,7 +81,7 @@ def _differ(runs: RankRuns) -> Iterator[Finding]:
     role = max(sizes, key=sizes.__getitem__)
     template = "{least} hold{s} {bytes} less of tensors at the peak, {part} of it {role}."
     values = {
-        "least": named(least),
+        "least": _first(runs.named(least)),
         "s": "" if len(least.ranks) > 1 else "s",
         "bytes": Bytes(difference),
         "part": Bytes(sizes[role]),
@@ -94,13 +95,13 @@ def _between(runs: RankRuns) -> Iterator[Finding]:
     ran = [rank for group in runs.groups for rank in group.ran]
     if len(ran) < runs.size:
         template = (
-            "{count} of {size} ranks were run: {ran}. Each of the others lies between two that hold the same, and "
-            "shards never grow from one rank to the next."
+            "{count} of {size} {noun} were run: {ran}. Each of the others lies between two that hold the same, and "
+            "parts never grow from one to the next."
         )
-        values = {"count": len(ran), "size": runs.size, "ran": spans(ran)}
-        yield Finding("ranks-between", None, (), template, values, "{count} of {size} ranks were run: {ran}.")
+        values = {"count": len(ran), "size": runs.size, "noun": f"{runs.noun}s", "ran": spans(ran)}
+        yield Finding("ranks-between", None, (), template, values, "{count} of {size} {noun} were run: {ran}.")
 
 
-def named(group: RankGroup) -> str:
-    """The ranks of a group as the subject of a sentence."""
-    return f"{'Rank' if len(group.ranks) == 1 else 'Ranks'} {spans(group.ranks)}"
+def _first(text: str) -> str:
+    """With a capital, as a sentence begins."""
+    return text[0].upper() + text[1:]

@@ -95,10 +95,10 @@ def data_parallel(evidence: Evidence) -> Iterator[Finding]:
         "data-parallel-replicas",
         copied,
         paths,
-        "The figures are those of one GPU. On n GPUs DataParallel gives each 1/n of the batch, and so of {saved} kept "
-        "for backward; every GPU but the first holds a copy of the {copied} of parameters and buffers during each "
-        "forward and backward; the first alone holds the whole input and output, the summed gradients and the "
-        "optimizer's state.",
+        "The figures are those of one GPU; --train adamw --parallel dp=4 runs it on four. On n GPUs DataParallel gives "
+        "each 1/n of the batch, and so of {saved} kept for backward; every GPU but the first holds a copy of the "
+        "{copied} of parameters and buffers during each forward and backward; the first alone holds the whole input "
+        "and output, the summed gradients and the optimizer's state.",
         {"saved": Bytes(evidence.stored.saved_bytes), "copied": Bytes(copied)},
     )
 

@@ -1,0 +1,203 @@
+"""Several GPUs that one process drives: which of them an op works on, and what PyTorch's C++ moves between them.
+
+`nn.DataParallel` copies a model to each GPU, scatters the batch, gathers the outputs and adds up the gradients. That is
+Python, except for the functions here. NCCL sends without memory of PyTorch's own allocator.
+
+Source: torch/csrc/cuda/comm.cpp and torch/nn/parallel/comm.py (2.11 to 2.14).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, Final, Protocol
+
+import torch
+import torch._prims_common
+import torch.cuda.nccl
+import torch.nn.parallel._functions
+import torch.nn.parallel.comm
+from torch import Tensor, nn
+from torch._utils import (
+    _flatten_dense_tensors,
+    _reorder_tensors_as,
+    _take_tensors,
+    _unflatten_dense_tensors,
+)
+
+from memsize.internals.meta import is_meta
+from memsize.ranks.group import Replacement
+from memsize.records.roles import Role
+from memsize.records.world import CollectiveKind
+from memsize.virtual.seat import SEAT
+
+_aten = torch.ops.aten
+_modules: Final[tuple[Any, ...]] = (
+    torch.nn.parallel._functions,
+    torch.nn.parallel.comm,
+    sys.modules["torch.nn.parallel.parallel_apply"],
+)
+_BETWEEN: Final = frozenset((_aten.copy_.default, _aten._to_copy.default, _aten._foreach_copy_.default))
+"""What takes tensors of several GPUs."""
+
+
+class Recorder(Protocol):
+    """Records what happens on the GPU that is looked at."""
+
+    def mark(self, tensor: Tensor, role: Role) -> None:
+        """Say what `tensor` is for."""
+
+    def sent(self, kind: CollectiveKind, size: int, ranks: int) -> None:
+        """Say that so many bytes went between that many GPUs."""
+
+
+def gpu_of(func: Any, args: Iterable[Any]) -> int:
+    """The GPU of an op's arguments: that of the first. Raises PyTorch's error where they are on several."""
+    numbers = list(dict.fromkeys(SEAT.number_of(each) for each in _stand_ins(args)))
+    if len(numbers) > 1 and func not in _BETWEEN:
+        found = " and ".join(f"cuda:{number}" for number in numbers[:2])
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {found}! (when "
+            f"dispatching {func})"
+        )
+    return numbers[0] if numbers else SEAT.current
+
+
+def _stand_ins(args: Iterable[Any]) -> Iterator[Tensor]:
+    for item in args:
+        if isinstance(item, Tensor):
+            if is_meta(item):
+                yield item
+        elif isinstance(item, (list, tuple)) and item and type(item[0]) is not int:
+            yield from _stand_ins(item)
+
+
+def replacements(recorder: Recorder) -> Iterator[Replacement]:
+    """What moves tensors between GPUs, and tells `recorder`."""
+    between = _Between(recorder)
+    for name in ("broadcast", "broadcast_coalesced", "scatter", "gather"):
+        yield torch._C, f"_{name}", getattr(between, name)
+    yield torch.cuda.nccl, "is_available", lambda tensors: all(each.is_cuda and not each.is_sparse for each in tensors)
+    yield torch.cuda.nccl, "reduce", between.reduce
+    in_python, comm, applying = _modules
+    yield in_python, "torch", _Torch()
+    yield in_python, "_streams", None
+    yield applying, "threading", _InTurn
+    yield nn.Module, "_replicate_for_data_parallel", _watched(nn.Module._replicate_for_data_parallel)
+    yield comm, "reduce_add_coalesced", between.adding(comm.reduce_add_coalesced)
+
+
+class _Torch:
+    """PyTorch with devices that are given by a number alone, which a build without GPUs refuses."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(named: Any) -> torch.device:
+        return torch.device("cuda", named) if type(named) is int else torch.device(named)
+
+
+def _watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The calls of a copy of a module are watched where those of the module are."""
+
+    def replicate(module: nn.Module) -> Any:
+        copy, call = original(module), vars(module).get("_compiled_call_impl")
+        if call is not None and hasattr(call, "of"):
+            vars(copy)["_compiled_call_impl"] = call.of(copy)
+        return copy
+
+    return replicate
+
+
+class _Now:
+    """A thread that has ended when it is started."""
+
+    def __init__(self, target: Callable[..., None], args: Any = ()) -> None:
+        self._target, self._args = target, args
+
+    def start(self) -> None:
+        self._target(*self._args)
+
+    def join(self) -> None: ...
+
+
+class _InTurn:
+    """One copy of a model after the other, on each of its GPUs: autograd numbers its nodes thread by thread, and by
+    these numbers a backward finds its layers.
+    """
+
+    Lock, Thread = threading.Lock, _Now
+
+
+class _Between:
+    """The functions of PyTorch's C++ by which one process moves tensors between its GPUs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def broadcast(self, tensor: Tensor, devices: Sequence[int]) -> tuple[Tensor, ...]:
+        """`tensor` on each of the devices; where it is, itself."""
+        own = SEAT.number_of(tensor)
+        self._recorder.sent("broadcast", tensor.nbytes, len(devices))
+        return tuple(tensor if number == own else _like(tensor, number) for number in devices)
+
+    def broadcast_coalesced(
+        self, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+    ) -> list[list[Tensor]]:
+        """Copies on each device, as parts of buffers of about `buffer_size` bytes; the first device keeps its own."""
+        copies: list[list[Tensor]] = [[] for _ in devices[1:]]
+        for chunk in _take_tensors(tensors, buffer_size):
+            _, *flat = self.broadcast(_flatten_dense_tensors(chunk), devices)
+            role: Role = "parameter" if any(isinstance(each, nn.Parameter) for each in chunk) else "buffer"
+            for made, each in zip(copies, flat, strict=True):
+                self._recorder.mark(each, role)
+                made += [part.detach() for part in _unflatten_dense_tensors(each, chunk)]
+        return [list(tensors), *(list(_reorder_tensors_as(made, tensors)) for made in copies)]
+
+    def scatter(
+        self, tensor: Tensor, devices: Sequence[int], sizes: Any, dim: int, streams: Any = None
+    ) -> tuple[Tensor, ...]:
+        """A part of `tensor` on each device, copied there on the stream that is given for it."""
+        chunks = tensor.chunk(len(devices), dim) if sizes is None else tensor.split_with_sizes(sizes, dim)
+        waiting = [None] * len(chunks) if streams is None else streams
+        return tuple(map(self._copied, chunks, devices, waiting))
+
+    def _copied(self, chunk: Tensor, number: int, stream: Any) -> Tensor:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            copy = chunk.to(torch.device("cuda", number), non_blocking=True)
+        if not is_meta(chunk):  # from the CPU: what the program passes in, no gradient
+            self._recorder.mark(copy, "input")
+        return copy
+
+    def gather(self, tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
+        """One tensor of all of them on one device; -1 is the CPU."""
+        first, sizes = tensors[0], [each.shape[dim] for each in tensors]
+        shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
+        place = torch.device("cpu") if destination == -1 else torch.device("cuda", SEAT.named(destination))
+        layouts = {torch._prims_common.suggest_memory_format(each) for each in tensors}
+        layout = layouts.pop() if len(layouts) == 1 else torch.contiguous_format
+        gathered = torch.empty(shape, dtype=first.dtype, device=place, memory_format=layout)
+        for part, tensor in zip(gathered.split(sizes, dim), tensors, strict=True):
+            part.copy_(tensor, non_blocking=True)
+        return gathered
+
+    def reduce(self, inputs: Sequence[Tensor], *args: Any, **options: Any) -> None:
+        """The sum goes where there is room for it already."""
+        self._recorder.sent("reduce", inputs[0].nbytes, len(inputs))
+
+    def adding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What the backward made on each GPU is there until it is added up."""
+
+        def add(inputs: Sequence[Sequence[Tensor]], *args: Any, **options: Any) -> Any:
+            for gradient in (each for gradients in inputs for each in gradients):
+                self._recorder.mark(gradient, "unsharded gradient")
+            return original(inputs, *args, **options)
+
+        return add
+
+
+def _like(tensor: Tensor, device: int) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("cuda", device))
