@@ -96,9 +96,9 @@ def _between(runs: RankRuns) -> Iterator[Finding]:
     if len(ran) < runs.size:
         template = (
             "{count} of {size} {noun} were run: {ran}. Each of the others lies between two that hold the same, and "
-            "parts never grow from one to the next."
+            "shards never grow from one {one} to the next."
         )
-        values = {"count": len(ran), "size": runs.size, "noun": f"{runs.noun}s", "ran": spans(ran)}
+        values = {"count": len(ran), "size": runs.size, "noun": f"{runs.noun}s", "one": runs.noun, "ran": spans(ran)}
         yield Finding("ranks-between", None, (), template, values, "{count} of {size} {noun} were run: {ran}.")
 
 
