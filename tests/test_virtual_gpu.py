@@ -12,8 +12,9 @@ import textwrap
 import threading
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError
 from memsize.records.aggregates import split_phase
 from memsize.records.program import Holder, KeptGradients, ProgramRun
-from memsize.records.trace import Trace
+from memsize.records.trace import Event, Trace
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.workloads.program import Program
 from tests.models import Small
@@ -719,6 +720,77 @@ def test_a_program_allocates_what_it_really_allocates_on_the_cpu(
     assert len(counters) == (11 if loop == CONVOLUTIONS else 0)
     expected = [event.delta for event in real.events if event.storage not in counters]
     assert [event.delta for event in program.ledger.events] == expected
+
+
+EVALUATED = """
+    import builtins, sys, torch
+    from torch import nn
+    torch.set_default_device(sys.argv[1])
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 100))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=False)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(torch.randn(16, 64)), torch.randint(100, (16,)))
+        loss.backward()
+        return loss
+
+    def evaluate(batch):
+        answers, total = [], 0.0
+        for _ in range(3):
+            out = model(torch.randn(batch, 64))
+            total += nn.functional.cross_entropy(out, torch.randint(100, (batch,))).item()
+            answers.append(out)
+        return torch.cat(answers).argmax(-1).tolist()
+
+    for epoch, guard in enumerate((torch.no_grad, torch.inference_mode)):
+        for _ in range(2):
+            optimizer.step(closure)
+        with guard():
+            builtins.mark(evaluate, 128 * (epoch + 1))
+"""
+
+
+def test_evaluation_between_epochs_is_what_it_really_is_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and collected answers are evaluation too, and what an optimizer's closure does is none of the optimizer's.
+
+    Momentum is the only thing that an optimizer makes.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(EVALUATED), encoding="utf-8")
+    monkeypatch.setattr("builtins.mark", lambda call, batch: call(batch), raising=False)
+    program = Program("test", card("t4"), Workspaces(), AllocatorConfig(), 0)
+    assert program.run(str(script), ["cuda"]) is None
+    trace, real = program.trace(), Ledger("cpu")
+    peaks: list[int] = []
+
+    def measured(call: Callable[[int], Any], batch: int) -> None:
+        start = len(real.events)
+        call(batch)
+        peaks.append(max(_live(real.events)[start:]))
+
+    try:
+        with real, monkeypatch.context() as patch:
+            patch.setattr("builtins.mark", measured)
+            patch.setattr(sys, "argv", [str(script), "cpu"])
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        torch.set_default_device(None)
+    found = dict.fromkeys(trace.phases, 0)
+    for event, live in zip(trace.events, _live(trace.events), strict=True):
+        found[trace.phases[event.phase]] = max(found[trace.phases[event.phase]], live)
+    assert [found["evaluation 3"], found["evaluation 5"]] == peaks
+    assert program.steps.done == 4 and "evaluation 4" not in found
+    phases = [trace.phases[event.phase] for event in trace.events]
+    made = [(phase, event.delta) for phase, event in zip(phases, trace.events, strict=True) if "optimizer" in phase]
+    weights = [4 * 64 * 256, 4 * 256, 4 * 256 * 100, 4 * 100]
+    assert made == [("optimizer 1", size) for size in weights]
+
+
+def _live(events: Iterable[Event]) -> list[int]:
+    return list(accumulate(event.delta for event in events))
 
 
 def test_what_the_program_reads_is_what_the_report_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

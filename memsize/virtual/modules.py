@@ -18,6 +18,8 @@ from memsize.internals.pytree import arguments_in, tensors_in
 from memsize.internals.user_code import users_frames, variables
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors, spec_of
+from memsize.records.aggregates import split_phase
+from memsize.records.timeline import AROUND
 from memsize.records.trace import InputTensor, StoredTensor
 from memsize.tracing.module_calls import Calls, Seen, kernel_size, module_type, version_of
 from memsize.virtual.ledger import VirtualLedger
@@ -122,6 +124,7 @@ class ProgramCalls(Calls):
         self.ledger.counts = not root.trained
         if grad and root.called and not root.trained:
             self._forget(root)
+        self._turn_to(AROUND if grad else "evaluation")
         with self.ledger.clock.during("forward" if grad else "evaluation"):
             result = self._call_module(module, index, args, kwargs)
             if not root.trained:
@@ -135,6 +138,13 @@ class ProgramCalls(Calls):
             root.inputs = root.inputs or _inputs(args, kwargs)
             root.called, root.trained = True, grad
         return result
+
+    def _turn_to(self, name: str) -> None:
+        """What a loop does between its forwards is evaluation too, or the `step` around training's."""
+        clock = self.ledger.clock
+        current, _ = split_phase(clock.phases[clock.phase])
+        if current != name and current in (AROUND, "evaluation"):
+            clock.phase = clock.index(name)
 
     def _forget(self, root: Root) -> None:
         """What a forward without gradients showed of `root`."""

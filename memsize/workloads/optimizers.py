@@ -60,20 +60,23 @@ def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 
 @contextmanager
 def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
-    """While open, every optimizer's `step` in this thread, or `everywhere`, is its own phase; the gradients that it
-    takes and the state that it makes are marked.
+    """While open, every optimizer's `step` in this thread, or `everywhere`, is its own phase, but for a closure that it
+    calls; the gradients that it takes and the state that it makes are marked.
     """
     phases: defaultdict[int, list[Any]] = defaultdict(list)
     thread = threading.get_ident()
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         here = threading.get_ident()
-        if everywhere or here == thread:
-            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-                if parameter.grad is not None:
-                    ledger.mark(parameter.grad, "gradient")
-            phases[here].append(ledger.clock.during("optimizer"))
-            phases[here][-1].__enter__()
+        if not (everywhere or here == thread):
+            return None
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter.grad is not None:
+                ledger.mark(parameter.grad, "gradient")
+        phases[here].append(ledger.clock.during("optimizer"))
+        phases[here][-1].__enter__()
+        given = [_outside(ledger, value) for value in args[1:]]
+        return (optimizer, *given), {name: _outside(ledger, value) for name, value in kwargs.items()}
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         here = threading.get_ident()
@@ -92,3 +95,15 @@ def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _outside(ledger: Ledger, value: Any) -> Any:
+    """What a closure does is no part of its optimizer's phase."""
+    if not callable(value):
+        return value
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with ledger.clock.during("step"):
+            return value(*args, **kwargs)
+
+    return called

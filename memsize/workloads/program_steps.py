@@ -141,5 +141,5 @@ class ProgramSteps:
 
 def in_step(phase: str, place: int, ends: Sequence[int]) -> str:
     """The name of `phase` with the step that event `place` is in, where each step's events end at `ends`."""
-    name, step = split_phase(phase)
-    return f"{name} {bisect_right(ends, place) + 1}" if step else phase
+    name, _ = split_phase(phase)
+    return phase if name == "setup" else f"{name} {bisect_right(ends, place) + 1}"
