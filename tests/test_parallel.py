@@ -219,6 +219,21 @@ def test_the_command_shows_one_of_the_gpus(write: Write, capsys: pytest.CaptureF
     assert run([*command, "--parallel", "fsdp=4"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "gathered parameters" in shown and "fsdp: fully_shard on 4 x Block" in shown
+    # Four blocks are gathered in the forward and in the backward, all but the last twice, and reduced once.
+    assert f"all-gather 4 8 {8 * 4 * 2 * BLOCK / 2**20:.2f} {4 * 2 * BLOCK / 2**20:.2f}" in shown
+    assert f"reduce-scatter 4 4 {4 * 4 * 2 * BLOCK / 2**20:.2f}" in shown
+
+
+def test_a_report_tells_what_its_training_sends(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    target = f"{write('net.py', NET)}:build"
+    command = ["report", target, "--input", "64", "--train", "sgd", "--gpu", "t4", "--scenario", "fp32,int8-weight"]
+    assert run([*command, "--parallel", "ddp=4", "--format", "json"]) == 0
+    trained, untrained = (each["training"] for each in json.loads(capsys.readouterr().out)["scenarios"])
+    size = 4 * 4 * 2 * BLOCK
+    assert trained["collectives"] == [{"kind": "all-reduce", "ranks": 4, "count": 1, "bytes": size, "largest": size}]
+    assert untrained is None
+    report = memsize.report(target, "64", train="sgd", gpu="t4", scenarios="fp32", parallel="ddp=4")
+    assert "What a GPU sends and gets in a step" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +295,18 @@ def test_what_is_compared_is_in_the_data(fitted: Any) -> None:
         ("fsdp=2", 2),
         ("fsdp=4", 4),
     ]
-    assert "training with adamw and fsdp" in " ".join(str(fitted).split())
+    # Each of the blocks is gathered twice and reduced once; on one GPU nothing is sent.
+    block = 4 * 2 * 512 * 2048
+    sent = [
+        {each["kind"]: (each["ranks"], each["count"], each["bytes"]) for each in row["collectives"]}
+        for row in data["rows"]
+    ]
+    assert sent == [
+        {},
+        *({"all-gather": (n, 8, 8 * block), "reduce-scatter": (n, 4, 4 * block)} for n in (2, 4)),
+    ]
+    shown = " ".join(str(fitted).split())
+    assert "training with adamw and fsdp" in shown and "What a GPU sends and gets in a step" in shown
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from memsize.analysis.findings.ranks import RULES
 from memsize.analysis.ranks import run_ranks
 from memsize.cli import run as command
 from memsize.documents import document
+from memsize.records.aggregates import traffic
 from memsize.records.gpu import Interval
 from memsize.records.program import ProgramRun, Refused
 from memsize.records.ranks import RankGroup, RankRuns, spans
@@ -33,7 +34,12 @@ def of_size(size: int, *collectives: Collective) -> ProgramRun:
     run = program()
     first = run.trace.storages[0]._replace(bytes=size * MiB)
     trace = replace(run.trace, storages=(first, *run.trace.storages[1:]), collectives=collectives)
-    peak = replace(run.peak, requested=(11 + size) * MiB, device=Interval((337 + size) * MiB, (687 + size) * MiB))
+    peak = replace(
+        run.peak,
+        collectives=traffic(trace),
+        requested=(11 + size) * MiB,
+        device=Interval((337 + size) * MiB, (687 + size) * MiB),
+    )
     return replace(run, trace=trace, peak=replace(peak, roles={**run.peak.roles, "parameter": size * MiB}))
 
 
@@ -122,7 +128,10 @@ def test_ranks_in_words(ranks: Sequence[int], text: str) -> None:
 
 def two_kinds() -> RankRuns:
     """Ranks 0 to 5 hold 3 MiB of parameters, 6 and 7 hold 1 MiB."""
-    runs = RankRuns(8, 2, (RankGroup((0, 3, 4, 5), of_size(3), (1, 2)), RankGroup((6, 7), of_size(1))))
+    reduced = [Collective("all-reduce", size * MiB, 8, 3, 1, 2) for size in (2, 3)]
+    gathered = Collective("all-gather", 24 * MiB, 2, 2, 1, 2)
+    first, last = of_size(3, *reduced, gathered), of_size(1, *reduced)
+    runs = RankRuns(8, 2, (RankGroup((0, 3, 4, 5), first, (1, 2)), RankGroup((6, 7), last)))
     return replace(runs, findings=RULES.findings(runs))
 
 

@@ -19,7 +19,7 @@ from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.trace import Trace
-from memsize.records.world import World
+from memsize.records.world import Traffic, World
 from tests.ranks import BLOCK, LAYERS, PARAMETERS, WIDTH, Block, Model, Step, ddp, fsdp, tensor_parallel
 
 distributed = pytest.importorskip("torch.distributed")
@@ -127,6 +127,11 @@ def test_a_rank_shows_itself_with_what_it_sends() -> None:
         f"reduce-scatter {4 * 2 * BLOCK}": LAYERS,
     }
     assert "Model on Tesla T4, rank 3 of 8" in repr(step)
+    root, block = 2 * 96 * WIDTH, 2 * BLOCK
+    assert step.peak.collectives == (
+        Traffic("reduce-scatter", 8, 1 + LAYERS, 4 * (root + LAYERS * block), 4 * block),
+        Traffic("all-gather", 8, 1 + 2 * LAYERS, 2 * (root + 2 * LAYERS * block), 2 * block),
+    )
     # one of 24,576 bytes and eight of 65,536: 548,864
     assert "9 × all-gather of 0.52 MiB" in repr(step)
 

@@ -116,16 +116,6 @@ class StepTrace(Savable):
         """The trace that `to_json` wrote, on the default card."""
         return cls(decode(json.loads(text)))
 
-    def _sent(self) -> list[str]:
-        """The collectives of the last step, kind by kind."""
-        table = self.collectives
-        if table.empty:
-            return []
-        last = table[table.step == table.step.max()]
-        sums = last.assign(bytes=last["count"] * last["bytes"]).groupby("kind")[["count", "bytes"]].sum()
-        kinds = [f"{row['count']} × {kind} of {format_bytes(int(row['bytes']))}" for kind, row in sums.iterrows()]
-        return [f"  in a step  {', '.join(kinds)} together"]
-
     def _repr_html_(self) -> str:
         return timeline(self.trace, self.config, card(self.gpu))._repr_html_()
 
@@ -140,7 +130,9 @@ class StepTrace(Savable):
         lines += [f"  device     {format_bytes(peak.device.low)} to {format_bytes(peak.device.high)}"]
         width = max(map(len, ("optimizer state", *peak.roles)))
         lines += [f"    {role:<{width}}  {_in_mib(size)}" for role, size in peak.roles.items()]
-        lines += self._sent()
+        if peak.collectives:
+            kinds = (f"{each.count} × {each.kind} of {format_bytes(each.bytes)}" for each in peak.collectives)
+            lines.append(f"  in a step  {', '.join(kinds)} together")
         if peak.shortage:
             lines.append(out_of_memory(peak.shortage, "the run", self.gpu).text())
         return "\n".join(map(printable, lines))

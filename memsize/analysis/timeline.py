@@ -14,7 +14,7 @@ from typing import Final
 from memsize.analysis.findings.memory import out_of_memory
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import replay_on
-from memsize.records.aggregates import split_phase
+from memsize.records.aggregates import split_phase, traffic
 from memsize.records.gpu import Card
 from memsize.records.roles import Role, in_order
 from memsize.records.timeline import AROUND, Phase, Segment, Timeline
@@ -52,6 +52,7 @@ def timeline(
         stack=trace.stack,
         lines=trace.lines,
         world=trace.world,
+        collectives=traffic(trace),
         storage=tuple(event.storage for event in events),
         address=tuple(levels.address.tolist()),
         storages=storages,

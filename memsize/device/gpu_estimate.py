@@ -8,7 +8,7 @@ from memsize.device.allocator import Limited, Replay, replay, replay_within
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context, context_on
 from memsize.device.workspace_bounds import Requests, dispensable, requests, variants
-from memsize.records.aggregates import alive, live_bytes, split_phase
+from memsize.records.aggregates import alive, live_bytes, split_phase, traffic
 from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, Shortage
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
@@ -74,6 +74,7 @@ def estimate_gpu(
         storages=_largest(trace, live, largest),
         shortage=shortage,
         tensors=max(live_bytes(e for e in trace.events if trace.storages[e.storage].role != "workspace"), default=0),
+        collectives=traffic(trace),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from memsize.analysis.fit.search import LIMIT
 from memsize.documents import Document, findings_data, plain
+from memsize.documents.collectives import compared_collectives
 from memsize.documents.sections import (
     Bar,
     Bars,
@@ -27,13 +28,19 @@ from memsize.documents.sections import (
 )
 from memsize.documents.versions import versions
 from memsize.errors import first_line
+from memsize.records.aggregates import traffic
 from memsize.records.finding import join_names
 from memsize.records.fit import Bind, Budget, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.roles import noun
+from memsize.records.world import Traffic
 from memsize.spec.vary import CONTEXT, UNITS
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.fit/1"
+_ROW: Final = (
+    Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
+    Column("gpu", "GPU", "text", 99, "where it is run"),
+)
 _OUTCOMES: Final = {"fits": "fits", "saves": "helps", "no help": "no help here", "not here": "not here"}
 
 
@@ -48,6 +55,7 @@ class FitDocument(Document[Fit]):
             *self.opening(),
             *([overview_table(fit)] if len(fit.budgets) > 1 and not _is_frontier(fit) else []),
             fit_table(fit),
+            *compared_collectives(_collective_keys(fit), _collectives(fit)),
             *([remedy_table(fit, fit.remedied)] if fit.remedied else []),
             *self.reasons(),
             *listed("Notes", fit.notes),
@@ -65,7 +73,8 @@ class FitDocument(Document[Fit]):
     def figures(self, unit: str) -> dict[str, Any]:
         """Everything but the traces."""
         fit = self.answer
-        rows = zip(fit.tables()["rows"].records(), map(_extra_data, fit.fit_rows), strict=True)
+        extra = (_extra_data(row) | {"collectives": plain(_traffic(fit, row))} for row in fit.fit_rows)
+        rows = zip(fit.tables()["rows"].records(), extra, strict=True)
         return {
             "schema": SCHEMA,
             "model": fit.model,
@@ -113,6 +122,23 @@ def _largest_data(bind: Bind | None) -> dict[str, Any] | None:
         return None
     most = bind.largest
     return {"tensors": most.tensors, **plain(most.spec), "bytes": most.bytes}
+
+
+def _traffic(fit: Fit, row: FitRow) -> tuple[Traffic, ...]:
+    """The collectives of a step of the answer, or of the next size where there is none."""
+    trace = fit.trace_of(row)
+    return traffic(trace) if trace else ()
+
+
+def _collective_keys(fit: Fit) -> tuple[Column, ...]:
+    size = Column("size", fit.vary, "count", 98, "the size of the run")
+    return *_ROW[: 1 if len(fit.budgets) == 1 else 2], size
+
+
+def _collectives(fit: Fit) -> Iterator[tuple[tuple[Cell, ...], tuple[Traffic, ...]]]:
+    for row in fit.fit_rows:
+        place = () if len(fit.budgets) == 1 else (row.gpu,)
+        yield (Label(row.scenario, hint=row.title), *place, row.size or row.next_size), _traffic(fit, row)
 
 
 def _is_frontier(fit: Fit) -> bool:
@@ -183,8 +209,7 @@ def fit_table(fit: Fit) -> Table:
     step = UNITS.get(fit.vary, "step")
     answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
     columns = (
-        Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
-        Column("gpu", "GPU", "text", 99, "where it is run"),
+        *_ROW,
         Column("batch", "batch", "count", 99, "how many sequences"),
         Column("size", answer, "count", 98, "the answer"),
         Column("peak", "needs", "bytes", 95, "the least that the allocator needs for it"),

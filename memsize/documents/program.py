@@ -9,6 +9,7 @@ from typing import Any, Final
 from memsize.analysis.saved import config_of
 from memsize.analysis.timeline import timeline
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
+from memsize.documents.collectives import collective_tables
 from memsize.documents.sections import (
     Bars,
     Cell,
@@ -60,6 +61,7 @@ class ProgramDocument(Document[ProgramRun]):
         tables = (course_table(told), alive_table(told), module_table(run)) if told else ()
         return (
             *tables,
+            *collective_tables(run.peak.collectives),
             *((tensor_table(run),) if run.tensors else ()),
             *listed("Assumed", tuple(map(_assumed, run.assumed))),
             *listed("Not written", run.unwritten),

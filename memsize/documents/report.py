@@ -16,6 +16,7 @@ from memsize.analysis.timeline import timeline
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
+from memsize.documents.collectives import compared_collectives
 from memsize.documents.peaks import living_table, peak_bars, peak_table, scenario_label
 from memsize.documents.sections import (
     Bars,
@@ -150,10 +151,17 @@ class ReportDocument(Document[Report]):
             layer_table(report, self.depth, self.columns),
             *([scenario_table(report)] if report.scenario_results else []),
             *([peak_table(report), living_table(report)] if any(estimates) else []),
+            *self._collectives(),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.remarks),
         )
+
+    def _collectives(self) -> tuple[Table, ...]:
+        """Those of a training that is spread over several GPUs, scenario by scenario."""
+        runs = ((r, r.training.collectives) for r in self.answer.scenario_results if r.training)
+        key = Column("scenario", "scenario", "name", 100, "how the model is stored and run")
+        return compared_collectives([key], (((scenario_label(result),), traffic) for result, traffic in runs))
 
     def verdict(self) -> tuple[Finding, ...]:
         """Whether a training that was asked for fits and where it peaks, then what precision does."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from memsize.documents import Document
+from memsize.documents.collectives import collective_tables
 from memsize.documents.sections import Cell, Chart, Column, Path, Section, Table, Title, Words, listed, role_column
 from memsize.records.finding import Finding, Moment
 from memsize.records.roles import in_order, noun
@@ -29,6 +30,7 @@ class TimelineDocument(Document[Timeline]):
             Chart(found),
             course_table(courses(found)),
             alive_table(courses(found)),
+            *collective_tables(found.collectives),
             *listed("Assumed", found.assumptions),
             *listed("Notes", found.notes),
         )

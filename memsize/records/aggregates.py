@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Layer, Output, StoredTensor, TensorSpec, Trace
+from memsize.records.world import CollectiveKind, Traffic
 
 COUNTED = ("parameter", "packed")
 """The kinds of tensor that count as parameters: registered ones, and the weights inside packed objects."""
@@ -388,3 +389,15 @@ def split_phase(text: str) -> tuple[str, int]:
     """A phase's name and step, which the record writes as ``"backward 2"``."""
     name, _, step = text.rpartition(" ")
     return (name, int(step)) if step.isdecimal() and name else (text, 0)
+
+
+def traffic(trace: Trace) -> tuple[Traffic, ...]:
+    """The collectives of the last step that had an update, or of the last that had any; the most bytes first."""
+    by_step: dict[int, dict[tuple[CollectiveKind, int], list[int]]] = {}
+    for each in trace.collectives:
+        _, step = split_phase(trace.phases[each.phase])
+        by_step.setdefault(step, {}).setdefault((each.kind, each.ranks), []).append(each.bytes)
+    updated = {step for name, step in map(split_phase, trace.phases) if name == "optimizer"}
+    last = by_step.get(max(updated & by_step.keys() or by_step.keys(), default=0), {})
+    found = (Traffic(*key, len(sizes), sum(sizes), max(sizes)) for key, sizes in last.items())
+    return tuple(sorted(found, key=lambda each: -each.bytes))

@@ -169,6 +169,13 @@ class Fit(Answer):
         """The PyTorch and CUDA on the GPUs; empty for the installed ones."""
         return next((trace.stack for trace in self.traces.values()), "")
 
+    def trace_of(self, row: FitRow) -> Trace | None:
+        """The run of a row's answer, or of the next size where there is none; None where it was not run."""
+        own = next(budget for budget in self.budgets if budget.name == row.gpu)
+        alike = next(each for each in self.budgets if each.runs_as(own))
+        size = row.size or row.next_size
+        return None if size is None else self.traces.get(FitRun(row.scenario, size, alike.name, row.batch))
+
     def tables(self) -> dict[str, FlatTable]:
         """`rows` and `remedies`, as the properties of these names have them."""
         columns = ("name", "title", "cost", "outcome", "peak", "saved", "reason")
@@ -233,6 +240,10 @@ class Budget:
     fraction: float = 1.0
     parallel: str = ""
     gpus: int = 1
+
+    def runs_as(self, other: Budget) -> bool:
+        """Whether what is run on it is what is run on `other`, however much memory they have."""
+        return (self.card.kernels, self.parallel) == (other.card.kernels, other.parallel)
 
     @property
     def allocator(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from memsize.records.roles import Role
+from memsize.records.world import Traffic
 
 DEFAULT_GPU: Final = "A100 40GB"
 """The GPU that is simulated where none is named."""
@@ -103,7 +104,7 @@ class GpuEstimate:
 
     Near the limit of the card `reserved` counts what is left after cached segments were given back. Where the run may
     not fit, `shortage` says how it ends; where it certainly doesn't, all other figures are those of the same run with
-    enough memory.
+    enough memory. `collectives` are those of a step, where the run is that of one process of many.
     """
 
     requested: int
@@ -119,3 +120,4 @@ class GpuEstimate:
     storages: tuple[LiveStorage, ...]
     shortage: Shortage | None = None
     tensors: int | None = None
+    collectives: tuple[Traffic, ...] = ()

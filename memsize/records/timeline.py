@@ -12,7 +12,7 @@ from memsize.errors import InputError
 from memsize.records.answer import Drawable, FlatTable
 from memsize.records.roles import ROLES, Role
 from memsize.records.trace import Storage
-from memsize.records.world import ALONE, World
+from memsize.records.world import ALONE, Traffic, World
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -96,6 +96,8 @@ class Timeline(Drawable):
     """The lines that storages come from: what `Storage.line` and `Storage.saved_at` index."""
     world: World = ALONE
     """Which process of a distributed job it is."""
+    collectives: tuple[Traffic, ...] = ()
+    """Those of a step of that process."""
 
     def __len__(self) -> int:
         return len(self.delta)
@@ -283,7 +285,8 @@ def to_data(found: Timeline) -> dict[str, Any]:
     columns = {field.name: getattr(found, field.name) for field in fields(found)}
     peak = found.peak._asdict() | {"phase": str(found.phase_at(found.peak.event)) if len(found) else None}
     parts = {name: [part._asdict() for part in columns[name]] for name in ("phases", "storages", "segments")}
-    return {"schema": SCHEMA, "peak": peak, **columns, **parts, "world": asdict(found.world)}
+    between = {"world": asdict(found.world), "collectives": [asdict(each) for each in found.collectives]}
+    return {"schema": SCHEMA, "peak": peak, **columns, **parts, **between}
 
 
 def from_data(data: object) -> Timeline:
@@ -322,6 +325,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "segments": lambda items: tuple(Segment(**item) for item in items),
     "lines": tuple,
     "world": lambda fields: World(**fields),
+    "collectives": lambda items: tuple(Traffic(**item) for item in items),
 }
-_NEW: Final = frozenset(("storage", "address", "storages", "segments", "lines", "world"))
+_NEW: Final = frozenset(("storage", "address", "storages", "segments", "lines", "world", "collectives"))
 """What the first files of this version lack."""

@@ -79,3 +79,17 @@ class Collective(NamedTuple):
     phase: int
     layer: int
     event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The collectives of one kind in one step, among as many `ranks`: how many, the bytes of all, and of the largest.
+
+    Bytes are as in `Collective`.
+    """
+
+    kind: CollectiveKind
+    ranks: int
+    count: int
+    bytes: int
+    largest: int
