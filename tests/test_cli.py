@@ -374,6 +374,22 @@ def test_progress_can_be_switched_off() -> None:
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.usefixtures("talking")
+def test_progress_beside_a_program_leaves_its_open_lines_alone() -> None:
+    shared = Terminal()
+    with Progress(shared, patience=0.0, tick=0.001, beside=(shared, shared)) as progress:
+        print("loading", end="", file=shared)
+        progress("train.py: step 1")
+        time.sleep(0.05)
+        assert shared.getvalue() == "loading"
+        print(" done", file=shared)
+        while shared.getvalue().count("step 1 … 0 s") < 2:
+            time.sleep(0.001)
+        shared.write("\r50%")
+    assert set(shared.getvalue().splitlines()) == {"loading done", "memsize: train.py: step 1 … 0 s", "", "50%"}
+    assert "write" not in vars(shared)
+
+
 def test_what_remains_is_estimated_from_a_count() -> None:
     assert remaining("fp16, 3 of 7", 10) == "10 s, about 25 s left"  # two took 10 s, five remain
     assert remaining("fp16, 1 of 7", 10) == remaining("fp16", 10) == "10 s"

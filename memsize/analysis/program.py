@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -49,8 +49,10 @@ def run_program(
     module: bool,
     allow_writes: bool = False,
     world: World | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[ProgramRun, BaseException | None]:
-    """Run a script (or a module) with its own arguments, as one process of `world` if it is named.
+    """Run a script (or a module) with its own arguments, as one process of `world` if it is named; `say` is called with
+    what it is doing.
 
     The error that it ended with, if any, comes with the run.
     """
@@ -58,8 +60,12 @@ def run_program(
     program = Program(path, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world)
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
+    name = Path(path).name
+    program.steps.say = lambda stage: say(f"{name}: {stage}")
+    say(f"{name}: starting")
     with isolated():
         error = program.run(path, arguments, module)
+    say(f"{name}: adding up what it held")
     return program_run(program, " ".join((path, *arguments)), error), error
 
 

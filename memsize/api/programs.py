@@ -31,6 +31,7 @@ def run(
     nodes: int = ...,
     rank: int = ...,
     one_process: bool = ...,
+    progress: Callable[[str], None] | None = ...,
 ) -> ProgramRun: ...
 
 
@@ -114,7 +115,7 @@ def run(
         if not module:
             import_packages(path, where, settings)
         return run_ranks(lambda each: run_rank(world=each)[0], world, rank, jobs, progress)
-    found, error = run_rank(world=world)
+    found, error = run_rank(world=world, say=progress or (lambda _: None))
     if error is not None and not found.refused:
         raise ForwardError(f"{script} failed: {type(error).__name__}: {error}", found.trace) from error
     return found

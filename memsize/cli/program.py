@@ -13,6 +13,7 @@ import click
 from memsize.cli.messages import say
 from memsize.cli.options import WITH_SNAPSHOT, allocator_option, gpu_option, jobs_option, output_options_for
 from memsize.cli.output import Destination
+from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
 from memsize.cli.working import interrupts_raised, working
 from memsize.device.cards import card
@@ -134,8 +135,8 @@ def run(
     with own:
         from memsize.analysis.program import run_program
 
-        with interrupts_raised():
-            found, error = run_program(program, arguments, where, config, world=world, **options)
+        with interrupts_raised(), Progress(beside=(sys.stdout, sys.stderr)) as progress:
+            found, error = run_program(program, arguments, where, config, world=world, say=progress, **options)
     if isinstance(error, KeyboardInterrupt) and not found.trace.events:
         raise error
     if isinstance(error, SystemExit) and not found.trace.events:

@@ -1,7 +1,8 @@
 """`Progress`: what is being done, on stderr, and about how long that will go on.
 
 A terminal shows it in one line once it takes longer than a second, and wipes the line at the end. A file or a pipe gets
-a line every few seconds, none for quick work. `MEMSIZE_PROGRESS=never` silences both.
+a line every few seconds, none for quick work, and so does a terminal that a program writes to meanwhile.
+`MEMSIZE_PROGRESS=never` silences both.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from memsize.printable import printable
 
@@ -32,11 +34,22 @@ if hasattr(os, "register_at_fork"):
 
 
 class Progress:
-    """Call it with what is being done now; `patience` and `tick` are the seconds before and between its lines."""
+    """Call it with what is being done now; `patience` and `tick` are the seconds before and between its lines.
 
-    def __init__(self, stream: TextIO | None = None, patience: float | None = None, tick: float | None = None) -> None:
+    A program that is running writes to the streams `beside` it: lines that it has not ended, such as a bar of its own,
+    are left alone.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        patience: float | None = None,
+        tick: float | None = None,
+        beside: Iterable[TextIO | None] = (),
+    ) -> None:
         self._stream = stream or sys.stderr
-        self._on_terminal = self._stream is not None and self._stream.isatty()
+        self._beside = [_Lines(each) for each in {id(each): each for each in beside}.values() if each is not None]
+        self._on_terminal = self._stream is not None and self._stream.isatty() and not self._beside
         self._patience = (_PATIENCE if self._on_terminal else _FILE_PATIENCE) if patience is None else patience
         self._tick = (_TICK if self._on_terminal else _FILE_TICK) if tick is None else tick
         self._text = ""
@@ -48,6 +61,8 @@ class Progress:
         self._start = time.monotonic()
         # There is no stderr where it is closed.
         if self._stream is not None and os.environ.get("MEMSIZE_PROGRESS") != "never":
+            for each in self._beside:
+                each.watch()
             self._thread = threading.Thread(target=self._tell, daemon=True)
             self._thread.start()
         return self
@@ -59,6 +74,8 @@ class Progress:
         with _writing:
             if self._shown and self._on_terminal:
                 self._write(_CLEAR)
+            for each in self._beside if self._thread else ():
+                each.leave()
             self._thread = None
 
     def wipe(self) -> None:
@@ -80,7 +97,7 @@ class Progress:
 
     def _show(self) -> None:
         with _writing:
-            if self._thread is None or not self._text or self._over.is_set():
+            if self._thread is None or not self._text or self._over.is_set() or any(e.is_open for e in self._beside):
                 return
             line = f"{printable(self._text)} … {remaining(self._text, time.monotonic() - self._start)}"
             if self._on_terminal:
@@ -93,6 +110,28 @@ class Progress:
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
             self._stream.write(text)
             self._stream.flush()
+
+
+class _Lines:
+    """The lines that are written to a stream of Python's: whether the last one `is_open`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.is_open = False
+        self._stream: Any = stream
+
+    def watch(self) -> None:
+        write = self._stream.write
+
+        def watched(text: str) -> int:
+            count: int = write(text)
+            if text:
+                self.is_open = not text.endswith("\n")
+            return count
+
+        self._stream.write = watched
+
+    def leave(self) -> None:
+        del self._stream.write
 
 
 def remaining(text: str, elapsed: float) -> str:

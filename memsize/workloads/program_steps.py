@@ -47,6 +47,8 @@ class ProgramSteps:
 
     def __init__(self, ledger: VirtualLedger, wanted: int, begun: Callable[[], None]) -> None:
         self.wanted = wanted
+        self.say: Callable[[str], None] = lambda stage: None
+        """Called with the step that begins."""
         self.zeroed: list[Zeroed] = []
         self._ledger = ledger
         self._begun = begun
@@ -119,6 +121,7 @@ class ProgramSteps:
         self._ends.append((len(self._ledger.events), leads))
         if leads:
             self._ledger.begin_step(self.done + 1)
+            self.say(f"step {self.done + 1}" + f" of {self.wanted}" * (self.wanted > self.done))
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
