@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import memsize
 from memsize.analysis.fit.footprint import Footprint
+from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
 from memsize.cli import run
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.records.fit import Fit, FitRow
 from memsize.spec.generation import Generation
-from tests.test_generation import SMALL, generated
+from tests.test_generation import SMALL, generated, generator_of
+
+transformers = pytest.importorskip("transformers")
 
 MiB = 1 << 20
 BUDGET = "698MiB"
@@ -97,9 +101,48 @@ def test_what_would_make_a_batch_fit(target: str) -> None:
         "int4 weights",
         "fp8 KV cache",
         "static cache",
+        "prefill in chunks",
+        "last logits only",
+        "2 cards",
+        "GeForce RTX 3050 Laptop 4GB",
     }
     (static,) = fit(target, prompt=300, batch_size=200, cache="static", remedies=False).fit_rows
     assert rows["static cache"].peak == static.peak
+    larger = rows["GeForce RTX 3050 Laptop 4GB"]
+    assert (larger.outcome, larger.changes) == ("fits", "hardware") and found.remedied.combination == ()
+    assert rows["last logits only"].reason == ("generate asks the model for the logits of the last token alone already")
+
+
+def test_each_of_two_cards_holds_a_half(target: str) -> None:
+    with generator_of(target, Share(2)) as generator:
+        made = generator.run(Generation(8, 4), 3)
+    # 64 wide; 2 of 4 heads and 1 of 2 of keys and values, 16 wide; 64 of 128 in the MLP; half of 100 tokens, padded
+    # to 128; three norms.
+    attention, mlp, vocabulary = 64 * (32 + 16 + 16 + 32), 3 * 64 * 64, 2 * 64 * 64
+    held = {storage.bytes for storage in made.trace.storages if storage.role == "parameter"}
+    assert sum(s.bytes for s in made.trace.storages if s.role == "parameter") == 2 * (
+        attention + mlp + vocabulary + 3 * 64
+    )
+    assert 2 * 64 * 64 in held
+    assert sum(layer.bytes for layer in made.cached) == 3 * 11 * 2 * 16 * 2
+    logits = [s for s in made.trace.storages if s.op == "cat" and s.shape[-1:] == (128,)]
+    assert logits
+
+
+def test_the_last_logits_alone_are_made_of_a_model_that_makes_all(tmp_path: Path) -> None:
+    class Whole(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def forward(self, **given: Any) -> Any:  # as models were before they knew which logits are wanted
+            return super().forward(**{name: value for name, value in given.items() if name != "logits_to_keep"})
+
+    entries = {name: value for name, value in SMALL.items() if name not in ("architectures", "model_type")}
+    model = Whole(transformers.LlamaConfig(**entries | {"vocab_size": 20_000})).eval()
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
+    peaks = []
+    for edits in ((), (keep_the_last_logits,)):
+        with generator_of(model, *edits, **inputs) as generator:
+            trace = generator.run(Generation(400, 4), 2).trace
+        peaks.append(max(s.bytes for s in trace.storages if s.shape[-1:] == (20_000,)))
+    assert peaks == [2 * 400 * 20_000 * 4, 2 * 20_000 * 4]
 
 
 def test_the_command_line(target: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +157,7 @@ def test_the_command_line(target: str, capsys: pytest.CaptureFixture[str]) -> No
         "kv_dtype": None,
         "beams": 1,
         "begun": 0,
+        "chunk": None,
     }
 
 

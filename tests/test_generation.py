@@ -74,12 +74,12 @@ def config(tmp_path: Path) -> Callable[..., str]:
 
 
 @contextmanager
-def generator_of(target: str) -> Iterator[Generator]:
-    subject = Subject.of(target, mode="eval")
+def generator_of(target: Any, *edits: Any, **kwargs: torch.Tensor) -> Iterator[Generator]:
+    subject = Subject.of(target, kwargs=kwargs or None, mode="eval")
     with model_of(subject) as loaded:
         prompts = prompts_of(subject, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(8), False, gpu=card("a100"))
-        yield Generator(runner, prompts, scenario_named("as-given"))
+        yield Generator(runner, prompts, scenario_named("as-given"), edits=edits)
 
 
 def generated(target: str, generation: Generation, batch: int, every: bool = False) -> Generated:
@@ -98,6 +98,7 @@ CASES = {
     "dynamic": (SMALL, {}),
     "static": (SMALL, {"cache": "static"}),
     "fp8": (SMALL, {"kv_dtype": "fp8"}),
+    "in chunks": (SMALL, {"chunk": 5}),
     "window filled while decoding": (SMALL | WINDOW, {}),
     "window filled by the prompt": (SMALL | WINDOW | {"sliding_window": 12}, {}),
     "encoder-decoder, masks padded to 8": (T5, {}),

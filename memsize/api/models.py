@@ -197,6 +197,7 @@ def fit(
     cache: str | None = None,
     kv_dtype: str | None = None,
     beams: int | None = None,
+    chunk: int | None = None,
     progress: Callable[[str], None] | None = None,
     **given: Unpack[InputOptions],
 ) -> Fit:
@@ -213,9 +214,9 @@ def fit(
     its PyTorch and CUDA, `config` holds the caching allocator's settings. `remedies` tries them in any case (True) or
     never (False); `crossovers` looks for the sizes from which on autocast pays or the peak moves.
 
-    With `new`, `prompt`, `cache`, `kv_dtype` or `beams`, as for `generate`, the question is about generated tokens: how
-    many sequences fit, or, with `vary` ``"context"``, how many tokens of `batch_size` sequences, the `new` ones
-    included; with ``"context,batch"`` also of twice as many, and so on.
+    With `new`, `prompt`, `cache`, `kv_dtype`, `beams` or `chunk`, as for `generate`, the question is about generated
+    tokens: how many sequences fit, or, with `vary` ``"context"``, how many tokens of `batch_size` sequences, the `new`
+    ones included; with ``"context,batch"`` also of twice as many, and so on.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
@@ -227,7 +228,8 @@ def fit(
 
     subject = Subject.of(model_or_target, input_size, **given)
     varied = parse_vary(vary)
-    generation = asked_generation(varied, prompt=prompt, new=new, cache=cache, kv_dtype=kv_dtype, beams=beams)
+    held = {"cache": cache, "kv_dtype": kv_dtype, "beams": beams, "chunk": chunk}
+    generation = asked_generation(varied, prompt=prompt, new=new, **held)
     asked = select(GENERATED if generation and scenarios is None else scenarios)
     steps = {"train": train, "crossovers": crossovers, "seq_len": subject.seq_len, "parallel": parallel or gpus}
     if generation and any(steps.values()):
@@ -283,6 +285,7 @@ def generate(
     cache: str | None = None,
     kv_dtype: str | None = None,
     beams: int = 1,
+    chunk: int | None = None,
     scenarios: str | Iterable[str] | None = None,
     gpu: str | None = None,
     stack: Stack | str | None = None,
@@ -296,8 +299,8 @@ def generate(
     (of a model that isn't a library's, its first dimension after the batch). `new` tokens are generated after it, for
     each of `batches` sequences. `cache` is ``"dynamic"``, ``"static"``, ``"offloaded"`` or ``"quantized"`` (None: the
     model's own), `kv_dtype` that of a quantized one: ``"fp8"``, ``"int4"``, ``"int2"``. `beams` is the width of a beam
-    search. `scenarios` are as for `report` (None: as given, and its weights in int8 and int4), `gpu`, `stack` and
-    `config` as for `trace`.
+    search; the prompt is read `chunk` tokens at a time (None: all at once). `scenarios` are as for `report` (None: as
+    given, and its weights in int8 and int4), `gpu`, `stack` and `config` as for `trace`.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
@@ -310,7 +313,7 @@ def generate(
     where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
     asked = select(GENERATED if scenarios is None else scenarios)
     lengths, sizes = ((each,) if isinstance(each, int) else tuple(each) for each in (prompt, batches))
-    generations = [Generation(length, new, cache, kv_dtype, beams) for length in lengths]
+    generations = [Generation(length, new, cache, kv_dtype, beams, chunk=chunk) for length in lengths]
     settings = AllocatorConfig.of(config, software.release)
     with model_of(subject, say, where.name) as loaded:
         from memsize.analysis.generation.report import GenerationRequest, report_generation

@@ -40,8 +40,8 @@ def counts(text: str, what: str) -> tuple[int, ...]:
     return found
 
 
-def _generations(prompt: str, new: int, cache: str | None, kv_dtype: str | None, beams: int) -> tuple[Generation, ...]:
-    return tuple(Generation(length, new, cache, kv_dtype, beams) for length in sorted(set(counts(prompt, "prompts"))))
+def _generations(prompt: str, **held: Any) -> tuple[Generation, ...]:
+    return tuple(Generation(length, **held) for length in sorted(set(counts(prompt, "prompts"))))
 
 
 _COUNT = click.IntRange(min=1)
@@ -58,6 +58,7 @@ generation_options: Callable[..., Any] = grouped(
         ),
         click.option("--kv-dtype", type=click.Choice(list(KV_DTYPES)), help="Keep the cache quantized."),
         click.option("--beams", default=1, type=_COUNT, metavar="N", help="Beams of a beam search."),
+        click.option("--chunk", type=_COUNT, metavar="N", help="Read the prompt N tokens at a time."),
     ),
     _generations,
 )
@@ -71,6 +72,7 @@ generating_options: Callable[..., Any] = grouped(
         click.option("--cache", type=click.Choice(CACHES), help="Generate with this cache."),
         click.option("--kv-dtype", type=click.Choice(list(KV_DTYPES)), help="Generate with a quantized cache."),
         click.option("--beams", type=_COUNT, metavar="N", help="Generate with a beam search of that width."),
+        click.option("--chunk", type=_COUNT, metavar="N", help="Read the prompt N tokens at a time."),
     ),
     dict,
 )
@@ -131,6 +133,7 @@ def generate(
                 cache=generations[0].cache,
                 kv_dtype=generations[0].kv_dtype,
                 beams=generations[0].beams,
+                chunk=generations[0].chunk,
                 batches=batches,
                 scenarios=scenarios,
                 gpu=where.name,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from memsize.device.cards import card
+from memsize.device.cards import CARDS, card
 from memsize.device.context import context, context_on
 from memsize.errors import InputError, first_line
 from memsize.records.fit import Budget
@@ -44,6 +44,13 @@ def budgets(
         raise InputError("a budget is that of one GPU: name one, or leave the budget out")
     device = parse_bytes(budget) if isinstance(budget, str) else budget
     return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin, stack, fraction),)
+
+
+def larger_budgets(than: Budget, stack: Stack = INSTALLED) -> tuple[Budget, ...]:
+    """The budgets of the cards that have more memory, ascending: of those whose kernels are known."""
+    cards = sorted(CARDS.values(), key=lambda each: each.bytes)
+    larger = [each for each in cards if each.bytes > than.device and each.platform == "CUDA"]
+    return tuple(_budget(each.name, each, each.bytes, than.margin, stack, than.fraction) for each in larger)
 
 
 def spread_over(budgets: Iterable[Budget], parallels: Sequence[Parallel | None]) -> tuple[Budget, ...]:

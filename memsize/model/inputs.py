@@ -145,14 +145,15 @@ def inputs_from_maker(maker: InputMaker, request: Request) -> ModelInputs:
         return replace(inputs_from_data(maker.make(request)), typed=typed)
 
     @cache
-    def made(size: int) -> Any:
+    def made(size: int) -> Call:
         try:
-            return maker.make(replace(request, batch_size=size))
+            return _copied(call_of(maker.make(replace(request, batch_size=size))))
         except (RuntimeError, MemoryError) as error:
             raise InputError(f"inputs of batch {size:,} cannot be made: {first_line(error)}") from error
 
     def make(size: int) -> Call:
-        return _copied(call_of(made(size)))
+        copied: Call = meta_copy(made(size))
+        return copied
 
     make(request.batch_size)  # to find mistakes in them now
     return ModelInputs(make, request.batch_size, True, maker.note, typed)

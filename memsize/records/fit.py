@@ -81,14 +81,14 @@ class FitRow:
 class RemedyRow:
     """One remedy at the size that was asked about: what it needs then, and what that saves.
 
-    `changes` is what else it changes: nothing, the speed, the numbers (by rounding) or the training. `outcome` is
-    ``"fits"``, ``"saves"``, ``"no help"`` or ``"not here"``, the last with the `reason`.
+    `changes` is what else it changes: nothing, the speed, the numbers (by rounding), the training or the hardware.
+    `outcome` is ``"fits"``, ``"saves"``, ``"no help"`` or ``"not here"``, the last with the `reason`.
     """
 
     name: str
     title: str
     cost: str
-    changes: Literal["nothing", "speed", "numbers", "training"]
+    changes: Literal["nothing", "speed", "numbers", "training", "hardware"]
     outcome: Literal["fits", "saves", "no help", "not here"]
     peak: int | None = None
     saved: int | None = None

@@ -26,7 +26,8 @@ class Generation:
 
     `cache` is a name of `CACHES`, None the model's own choice; `kv_dtype` is ``"fp8"``, ``"int4"`` or ``"int2"`` for a
     quantized cache. `beams` is the width of a beam search, 1 for none. `begun` counts the tokens that the decoder of an
-    encoder-decoder starts with, of which all but the first are given; 0 for a model that continues its prompt.
+    encoder-decoder starts with, of which all but the first are given; 0 for a model that continues its prompt. The
+    prompt is read `chunk` tokens at a time, all at once with None.
     """
 
     prompt: int
@@ -35,12 +36,14 @@ class Generation:
     kv_dtype: str | None = None
     beams: int = 1
     begun: int = 0
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         for what, count in (
             ("prompt", self.prompt),
             ("number of new tokens", self.new),
             ("number of beams", self.beams),
+            ("chunk", 1 if self.chunk is None else self.chunk),
         ):
             if count < 1:
                 raise InputError(f"a {what} of {count}: it must be at least 1")
@@ -55,6 +58,11 @@ class Generation:
     def start(self) -> int:
         """The tokens that the decoder reads first."""
         return self.begun or self.prompt
+
+    @property
+    def prefills(self) -> int:
+        """How many forwards read what the decoder reads first."""
+        return 1 if self.chunk is None else -(-self.start // self.chunk)
 
     @property
     def last(self) -> int:
@@ -79,6 +87,8 @@ class Generation:
         asked: dict[str, object] = {"max_new_tokens": self.new + 1, "do_sample": False, "num_beams": self.beams}
         if cache not in (None, "dynamic"):
             asked["cache_implementation"] = cache
+        if self.chunk is not None:
+            asked["prefill_chunk_size"] = self.chunk
         if cache == "quantized":
             asked["cache_config"] = KV_DTYPES[self.kv_dtype or "int4"]
         return asked

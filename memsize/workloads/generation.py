@@ -55,14 +55,18 @@ class _Enough(BaseException):
 class GenerationSteps:
     """The prefill and the first `steps` decode steps of a generation; all of them with None.
 
-    The setup's inputs are those of the prompt. `observer` is told what the cache holds after each forward.
+    The setup's inputs are those of the prompt. `observer` is told what the cache holds after each forward, `edits`
+    change the model before.
     """
 
     generation: Generation
     steps: int | None = None
     observer: Observer = field(default=lambda number, layers: None)
+    edits: tuple[Callable[[Setup], Setup], ...] = ()
 
     def run(self, setup: Setup) -> Trace:
+        for edit in self.edits:
+            setup = edit(setup)
         generate = getattr(setup.model, "generate", None)
         if not callable(generate):
             raise InputError(f"{setup.name} has no generate method: it generates no tokens")
@@ -74,7 +78,10 @@ class GenerationSteps:
         arguments = _arguments(setup.model, self.generation)
         with run.recording(), torch.no_grad(), setup.autocast(), run.ledger.clock.during(PREFILL):
             steps = self.generation.new - 1 if self.steps is None else self.steps
-            with _steps(run, steps, self.observer), _without_end(setup.model, self.generation.last):
+            with (
+                _steps(run, self.generation.prefills, steps, self.observer),
+                _without_end(setup.model, self.generation.last),
+            ):
                 run.result = generate(*args, **kwargs, **arguments)
         return run.trace()
 
@@ -123,25 +130,27 @@ def _without_end(model: nn.Module, tokens: int) -> Iterator[None]:
 
 
 @contextmanager
-def _steps(run: Run, steps: int, observer: Observer) -> Iterator[None]:
-    """While open, each forward of the model is a step; the run is cut off at the start of the one after `steps`."""
-    clock, begun = run.ledger.clock, 0
+def _steps(run: Run, prefills: int, steps: int, observer: Observer) -> Iterator[None]:
+    """While open, each forward of the model after the first `prefills`, which are one, is a step; the run is cut off at
+    the start of the one after `steps`.
+    """
+    clock, begun = run.ledger.clock, 1 - prefills
 
     def start() -> str:
         nonlocal begun
         if begun > steps:
             clock.phase = clock.index(END)
             raise _Enough
-        clock.step, begun = begun, begun + 1
+        clock.step, begun = max(begun, 0), begun + 1
         name = PREFILL if clock.step == 0 else DECODE
         clock.phase = clock.index(name)
         return name
 
     def forwarded(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if clock.backward or begun == 0:
+        if clock.backward or begun == 1 - prefills:
             return
         layers = tuple(_cached(run, _cache_of(kwargs, output)))
-        observer(begun - 1, layers)
+        observer(clock.step, layers)
 
     run.calls.forward = start
     handle = run.setup.model.register_forward_hook(forwarded, with_kwargs=True)

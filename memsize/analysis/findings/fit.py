@@ -272,7 +272,7 @@ def remedies(evidence: FitEvidence) -> Iterator[Finding]:
     remedied = evidence.remedied
     if remedied is None or remedied.peak <= remedied.budget:
         return
-    order = ("nothing", "speed", "numbers", "training")
+    order = ("nothing", "speed", "numbers", "training", "hardware")
     enough = sorted((row for row in remedied.rows if row.outcome == "fits"), key=lambda row: order.index(row.changes))
     alone = tuple(row.name for row in enough)
     values = {"vary": evidence.vary, "size": remedied.size, "scenario": remedied.scenario}

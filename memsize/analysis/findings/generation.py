@@ -85,7 +85,7 @@ def what_the_prefill_needs(rows: Evidence) -> Iterator[Finding]:
         return
     text = (
         "The prefill of {prompt} tokens is what decides at batch {batch}: it needs {beyond} more than any step after "
-        "it. Reading the prompt in chunks (prefill_chunk_size) lowers that."
+        "it. Reading the prompt in chunks (--chunk) may lower that."
     )
     values = {"prompt": row.prompt, "batch": row.batch, "beyond": Bytes(beyond)}
     brief = "The prefill decides at batch {batch}: it needs {beyond} more than any step after it."

@@ -16,6 +16,7 @@ from memsize.analysis.fit.remedies import Attempts, try_optimizations
 from memsize.analysis.fit.search import Search, largest
 from memsize.analysis.fit.trials import Made, RunVariant, Trials
 from memsize.analysis.runner import is_float32
+from memsize.device.budget import larger_budgets
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
@@ -344,7 +345,8 @@ def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow], work
     for remedy, made in workers.each([("alone", base, size, budget.allocator, each) for each in names]):
         alone.append(remedy)
         trials.adopt(made)
-    attempts = Attempts(lambda variant: trials.run(variant, size), base, budget.allocator)
+    larger = larger_budgets(budget, trials.stack) if trials.generates else ()
+    attempts = Attempts(lambda variant: trials.run(variant, size), base, budget.allocator, larger)
     return try_optimizations(attempts, size, row.gpu, parts=trials.vary.batch, alone=alone)
 
 

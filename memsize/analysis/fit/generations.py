@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 from torch import nn
 
 from memsize.analysis.fit.search import LIMIT
-from memsize.analysis.fit.trials import Events, NotApplicable, RunVariant, Trials
+from memsize.analysis.fit.trials import Events, RunVariant, Trials
 from memsize.analysis.generation.generator import Generator
 from memsize.analysis.generation.prompts import Prompts
 from memsize.errors import ForwardError, InputError
@@ -23,7 +23,9 @@ MOST_SEQUENCES: Final = 1024
 """The largest batch of a frontier."""
 _SHORT: Final = 8
 """The shortest prompt of those that are not traced by themselves."""
-_MOST_TOKENS: Final = 1 << 22
+_TOGETHER: Final = 16
+"""How many times as many sequences the largest of some batches has that have generations in common."""
+_MOST_TOKENS: Final = 1 << 23
 """The most tokens of all sequences in what contexts have in common."""
 _INEXACT = "some steps are close to what was derived for them, not equal"
 
@@ -75,14 +77,12 @@ class GenerationTrials(Trials):
         )
 
     def _trace(self, variant: RunVariant, size: int) -> Trace:
-        if variant.edits:
-            raise NotApplicable("a model generates as it is")
         assert variant.generation is not None, "what is asked of a generation"
         generation, batch, generator = variant.generation, size, self._generator(variant)
         if self.vary.context:
             generation = self._of_context(generation, size)
             batch = variant.sequences or self.model_inputs.batch_size
-            self._cover(generator, generation, batch)
+            self._cover(generator, generation, batch, size)
         made = (generator.derive if self.vary.frontier else generator.run)(generation, batch)
         return made.trace if made.exact else replace(made.trace, notes=(*made.trace.notes, _INEXACT))
 
@@ -96,14 +96,24 @@ class GenerationTrials(Trials):
         """What all sizes of a variant share."""
         key = variant.events._replace(generation=None, sequences=None)
         if key not in self._generators:
-            self._generators[key] = Generator(self._runner(variant), self._prompts, variant.scenario)
+            runner = self._runner(variant)
+            self._generators[key] = Generator(runner, self._prompts, variant.scenario, edits=variant.edits)
         return self._generators[key]
 
-    def _cover(self, generator: Generator, generation: Generation, batch: int) -> None:
-        """Trace once what all contexts of a batch have in common, up to a size whose inputs are small themselves."""
-        longest = min(self.most, _MOST_TOKENS // batch) - generation.new - 1
-        asked = replace(generation, prompt=_SHORT)
-        if longest > _SHORT and (generator, asked, batch) not in self._covered:
+    def _cover(self, generator: Generator, generation: Generation, batch: int, size: int) -> None:
+        """Trace once what contexts have in common: all of a batch, or of those of a frontier that are like it, up to a
+        size whose inputs are small themselves.
+        """
+        asked, batches = replace(generation, prompt=_SHORT), self._alike(batch)
+        longest = min(self.most, max(_MOST_TOKENS // batches[-1], size)) - generation.new
+        done = (generator, asked, batch) in self._covered or generator.covers(generation, batch)
+        if longest > _SHORT and not done:
             self._covered.add((generator, asked, batch))
             with suppress(ForwardError, InputError):  # then each is traced by itself
-                generator.cover(asked, [batch], [_SHORT, longest], between=True, splits=0)
+                generator.cover(asked, batches, [_SHORT, longest], between=True, splits=0)
+
+    def _alike(self, batch: int) -> tuple[int, ...]:
+        """The batches that are looked at together with `batch`; one sequence makes other tensors than several."""
+        if not self.vary.frontier or batch == 1:
+            return (batch,)
+        return batch, min(_TOGETHER * batch, MOST_SEQUENCES)

@@ -9,18 +9,25 @@ from typing import Final, Literal
 from memsize.analysis.fit.optimized_models import (
     Adam8bit,
     LowRank,
+    Share,
     chunk_the_head,
     freeze_all_but_head,
+    keep_the_last_logits,
     loss_of_the_head,
     recompute_blocks,
     write_in_place,
 )
 from memsize.analysis.fit.trials import NotApplicable, RunVariant
+from memsize.records.gpu import Card
+from memsize.spec.generation import Generation
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import Training, parse_optimizer
+from memsize.units import format_bytes
 
-Changes = Literal["nothing", "speed", "numbers", "training"]
-"""What an optimization changes besides memory: nothing that matters, the speed, the rounding, or what is learnt."""
+Changes = Literal["nothing", "speed", "numbers", "training", "hardware"]
+"""What an optimization changes besides memory: nothing that matters, the speed, the rounding, what is learnt, or the
+cards that it takes.
+"""
 
 Apply = Callable[[RunVariant], RunVariant]
 
@@ -43,6 +50,8 @@ class Optimization:
 
 RANK: Final = 16
 """The rank of adapters."""
+CHUNK: Final = 1024
+"""Tokens of the prompt that are read at a time."""
 _FUSED: Final = ("adam", "adamw", "sgd", "sgd-momentum", "adagrad")
 _ADAMS: Final = ("adam", "adamw")
 
@@ -303,6 +312,31 @@ def fp8_cache(variant: RunVariant) -> RunVariant:
 
 
 @_optimization(
+    "prefill in chunks",
+    f"prefill_chunk_size={CHUNK}",
+    "a slower prefill, in smaller pieces",
+    "speed",
+    of=(OF_GENERATIONS,),
+)
+def chunked_prefill(variant: RunVariant) -> RunVariant:
+    generation = _generation(variant)
+    if generation.chunk is not None:
+        raise NotApplicable("the prompt is read in chunks already")
+    return replace(variant, generation=replace(generation, chunk=CHUNK))
+
+
+@_optimization(
+    "last logits only",
+    "the head applied to the last token of the prompt alone",
+    "none: generate looks at no other",
+    "nothing",
+    of=(OF_GENERATIONS,),
+)
+def last_logits_only(variant: RunVariant) -> RunVariant:
+    return variant.edited(keep_the_last_logits)
+
+
+@_optimization(
     "static cache",
     'cache_implementation="static"',
     "room for the whole context from the first token on",
@@ -314,12 +348,39 @@ def static_cache(variant: RunVariant) -> RunVariant:
     return _with_cache(variant, "static", None)
 
 
+@_optimization(
+    "2 cards",
+    "each layer divided between two such GPUs (tensor parallelism), as vLLM divides it",
+    "a second card, and what all of them exchange after each layer",
+    "hardware",
+    "cards precision",
+    of=(OF_GENERATIONS,),
+)
+def two_cards(variant: RunVariant) -> RunVariant:
+    return variant.edited(Share(2))
+
+
 def _with_cache(variant: RunVariant, cache: str, dtype: str | None) -> RunVariant:
-    assert variant.generation is not None, "optimizations of generations are tried on them alone"
-    chosen = variant.generation.cache or ("quantized" if variant.generation.kv_dtype else None)
+    generation = _generation(variant)
+    chosen = generation.cache or ("quantized" if generation.kv_dtype else None)
     if chosen not in (None, "dynamic"):
         raise NotApplicable(f"the cache is {chosen} already")
-    return replace(variant, generation=replace(variant.generation, cache=cache, kv_dtype=dtype))
+    return replace(variant, generation=replace(generation, cache=cache, kv_dtype=dtype))
+
+
+def _generation(variant: RunVariant) -> Generation:
+    assert variant.generation is not None, "optimizations of generations are tried on them alone"
+    return variant.generation
+
+
+def on(card: Card) -> Optimization:
+    """The same on another card."""
+
+    def apply(variant: RunVariant) -> RunVariant:
+        return replace(variant, card=card)
+
+    title = f"the smallest card on which it fits, of {format_bytes(card.bytes)}"
+    return Optimization(card.name, title, "another card", "hardware", frozenset({"cards"}), apply)
 
 
 def accumulation(parts: int) -> Optimization:

@@ -13,9 +13,11 @@ signed and unsigned values; parameters of fewer than 4,096 elements keep float32
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +25,10 @@ from torch import nn
 from torch.nn import functional
 
 from memsize.analysis.fit.trials import NotApplicable
+from memsize.analysis.serving.tensor_parallel import divided
 from memsize.internals.pytree import tensors_in
+from memsize.model.stored import stored_tensors
+from memsize.spec.scenario import scenario_named
 from memsize.tracing.run import Setup
 
 TOKENS = 1024
@@ -51,6 +56,39 @@ def chunk_the_head(setup: Setup) -> Setup:
 
     head.forward = chunked  # type: ignore[method-assign,assignment]
     return setup
+
+
+def keep_the_last_logits(setup: Setup) -> Setup:
+    """Let the head make the logits of the last token of each sequence alone: no other is looked at."""
+    model = setup.model
+    if {"logits_to_keep", "num_logits_to_keep"} & set(inspect.signature(model.forward).parameters):
+        raise NotApplicable("generate asks the model for the logits of the last token alone already")
+    head = _head(model)
+    forward = head.forward
+    head.forward = lambda hidden: forward(hidden[:, -1:])  # type: ignore[method-assign,assignment]
+    return setup
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of the model that one of `cards` holds; the head's parts of the logits are gathered."""
+
+    cards: int
+
+    def __call__(self, setup: Setup) -> Setup:
+        model: Any = setup.model
+        if scenario_named(setup.scenario).recipe == "quantized":
+            raise NotApplicable("quantized weights are not divided here")
+        config = copy.deepcopy(getattr(model, "config", None))
+        for name, value in divided(config, self.cards, setup.name).items():
+            setattr(config, name, value)
+        with torch.device("meta"):
+            part = type(model)._from_config(config, dtype=model.dtype)
+        part.generation_config = model.generation_config
+        head = part.get_output_embeddings()
+        forward = head.forward
+        head.forward = lambda hidden: torch.cat([forward(hidden)] * self.cards, dim=-1)
+        return replace(setup, model=part, stored=stored_tensors)
 
 
 def loss_of_the_head(output: Any) -> torch.Tensor:

@@ -9,16 +9,18 @@ from itertools import combinations
 from typing import Final
 
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimizations import Optimization, accumulation, optimizations_of
+from memsize.analysis.fit.optimizations import Optimization, accumulation, on, optimizations_of
 from memsize.analysis.fit.trials import NotApplicable, RunVariant
 from memsize.errors import ForwardError, InputError, ScenarioError
-from memsize.records.fit import Remedied, RemedyRow
+from memsize.records.fit import Budget, Remedied, RemedyRow
 
 Run = Callable[[RunVariant], Footprint]
 """Runs a variant at the size that was asked about."""
 Tried = tuple[Optimization, RemedyRow]
 """An optimization, and what it did alone."""
 
+_LAST: Final = ("training", "hardware")
+"""What is not changed where anything else is enough."""
 _MOST_PARTS: Final = 64
 _PAIRS: Final = 4
 """How many pairs are run where more than two optimizations would be needed otherwise."""
@@ -39,21 +41,27 @@ def try_optimizations(
     tried = list(zip(optimizations, rows, strict=True))
     if parts and base.training is not None and size > 1:
         tried.append(attempts.split(size))
+    if attempts.larger and attempts.peak > capacity:
+        tried += filter(None, [attempts.moved()])
     tried.sort(key=lambda pair: -(pair[1].saved or 0))
     together: tuple[tuple[str, ...], int | None] = (), None
-    enough = any(row.outcome == "fits" and row.changes != "training" for _, row in tried)
+    enough = any(row.outcome == "fits" and row.changes not in _LAST for _, row in tried)
     if attempts.peak > capacity and not enough:
-        together = attempts.combined([pair for pair in tried if pair[1].outcome in ("fits", "saves")])
+        helpful = [(each, row) for each, row in tried if row.outcome in ("fits", "saves")]
+        together = attempts.combined([(each, row) for each, row in helpful if each.changes != "hardware"])
     return Remedied(base.scenario.name, gpu, size, capacity, attempts.peak, tuple(row for _, row in tried), *together)
 
 
 @dataclass
 class Attempts:
-    """Optimizations of one variant at one size, with `capacity` bytes for the allocator."""
+    """Optimizations of one variant at one size, with `capacity` bytes for the allocator; `larger` are what other cards
+    have, ascending.
+    """
 
     run: Run
     base: RunVariant
     capacity: int
+    larger: Sequence[Budget] = ()
 
     @cached_property
     def peak(self) -> int:
@@ -88,6 +96,18 @@ class Attempts:
             if tried.outcome == "fits" or self.peak <= self.capacity or 2 * parts > min(size, _MOST_PARTS):
                 return split, tried
             parts *= 2
+
+    def moved(self) -> Tried | None:
+        """The smallest larger card on which it fits; None where none is large enough."""
+        for budget in self.larger:
+            if budget.allocator >= self.peak:
+                card = on(budget.card)
+                needs = self.run(card.apply(self.base)).needs(budget.allocator)
+                if needs <= budget.allocator:
+                    return card, RemedyRow(
+                        card.name, card.title, card.cost, card.changes, "fits", needs, self.peak - needs
+                    )
+        return None
 
     def combined(self, helpful: Sequence[Tried]) -> tuple[tuple[str, ...], int | None]:
         """A few optimizations that fit together, and what is needed with them.

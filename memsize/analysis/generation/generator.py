@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from memsize.analysis.generation.curve import Curve, Piece
@@ -20,6 +21,7 @@ from memsize.model.inputs import input_tensors
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
+from memsize.tracing.run import Setup
 from memsize.workloads.generation import CachedLayer, GenerationSteps
 
 LOOKED = 4
@@ -68,12 +70,18 @@ class Generator:
     """
 
     def __init__(
-        self, runner: Runner, prompts: Prompts, scenario: Scenario, say: Callable[[str], None] = lambda _: None
+        self,
+        runner: Runner,
+        prompts: Prompts,
+        scenario: Scenario,
+        say: Callable[[str], None] = lambda _: None,
+        edits: tuple[Callable[[Setup], Setup], ...] = (),
     ) -> None:
         self.runner = runner
         self.prompts = prompts
         self.scenario = scenario
         self.say = say
+        self.edits = edits
         self.ahead: Callable[[Sequence[Traced]], None] = lambda _: None
         self.samples: dict[Traced, Sample] = {}
         self._laws: list[tuple[Generation, Law]] = []
@@ -122,7 +130,7 @@ class Generator:
 
         With `between`, they are to be of all prompts between these too.
         """
-        if asked.new <= _ALL or asked.beams > 1 or asked.is_periodic or self._is_encoder_decoder:
+        if asked.new <= _ALL or asked.beams > 1 or asked.is_periodic or asked.chunk or self._is_encoder_decoder:
             return  # the prompt of an encoder is not what the decoder reads
         if batches[0] == 1 < len(batches):
             self.cover(asked, batches[:1], prompts, between=between, splits=splits)
@@ -138,13 +146,17 @@ class Generator:
             for fewer, shorter in _parts(batches, prompts, apart):
                 self.cover(asked, fewer, shorter, splits=splits - 1)
 
+    def covers(self, generation: Generation, batch: int) -> bool:
+        """Whether a law tells of a generation."""
+        return self._law(generation, batch) is not None
+
     def sample(self, traced: Traced) -> Sample:
         """The beginning of a generation."""
         if traced not in self.samples:
             generation, batch, steps = traced
             self.say(f"{self.scenario.name}, batch {batch:,}, a prompt of {generation.prompt:,}")
             cached: list[tuple[CachedLayer, ...]] = []
-            workload = GenerationSteps(generation, steps, lambda number, layers: _put(cached, number, layers))
+            workload = GenerationSteps(generation, steps, partial(_put, cached), self.edits)
             trace = self.runner.given(self.prompts(generation.prompt), batch).run(workload, self.scenario)
             rest = replace(trace, phases=(), storages=(), events=())
             self.samples[traced] = Sample(tuple(steps_of(trace, cached)), rest)
