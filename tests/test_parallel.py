@@ -23,9 +23,11 @@ from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model
 
 
 def test_a_strategy_is_read_and_written_alike() -> None:
-    for text, size in (("fsdp=8", 8), ("ddp=6", 6), ("hsdp=4x8", 32)):
+    for text, size in (("fsdp=8", 8), ("ddp=6", 6), ("hsdp=4x8", 32), ("tp=8", 8), ("fsdp=32,tp=8", 256)):
         assert str(parse_parallel(text)) == text
         assert parse_parallel(text).world == World(size)
+    assert parse_parallel("dp=4").world == World(4, one_process=True)
+    assert str(parse_parallel("hsdp=2x4,tp=2")) == "hsdp=2x4,tp=2"
     assert parse_parallel(" hsdp = 4x8 ") == Parallel("hsdp", replicas=4, shards=8)
 
 
@@ -38,8 +40,11 @@ def test_a_strategy_is_read_and_written_alike() -> None:
         ("ddp=9999999", "it has to be on 1 to 1,048,576"),
         ("hsdp=8", "write it like hsdp=4x8"),
         ("fdsp=8", "no strategy 'fdsp'"),
-        ("fsdp=32,tp=8", "tensor parallelism needs a plan"),
-        ("fsdp=4,ddp=2", "one strategy at a time"),
+        ("ddp=32,tp=8", "no such combination, 'ddp=32,tp=8': fsdp=32,tp=8 shards and divides"),
+        ("fsdp=4,ddp=2", "no such combination"),
+        ("fsdp=4,tp=2,pp=2", "pipeline stages need the model cut into parts"),
+        ("tp=0", "tp=0 is on 0 GPUs"),
+        ("fsdp=4,tp=x", "cannot read --parallel 'tp=x': write it like tp=8"),
         ("pp=4", "pipeline stages need the model cut into parts"),
         ("", "no strategy ''"),
     ],
@@ -57,6 +62,8 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
     assert [str(each) for each in on_each("fsdp", "3..10")] == ["fsdp=3", "fsdp=6", "fsdp=10"]
     assert [str(each) for each in on_each("hsdp=x8", "8..32")] == ["hsdp=1x8", "hsdp=2x8", "hsdp=4x8"]
     assert on_each("fsdp=8", None) == on_each("fsdp=8", "8") == (Parallel("fsdp", shards=8),)
+    assert [str(each) for each in on_each("fsdp,tp=8", "8..32")] == ["fsdp=1,tp=8", "fsdp=2,tp=8", "fsdp=4,tp=8"]
+    assert [str(each) for each in on_each("tp", "2,4")] == ["tp=2", "tp=4"]
     assert on_each(None, None) == (None,)
 
 
@@ -70,6 +77,7 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
         ("fsdp", "8..1", "cannot read the number of GPUs '8..1'"),
         ("fsdp", "0", "cannot read the number of GPUs '0'"),
         ("fsdp", "many", "cannot read the number of GPUs 'many'"),
+        ("fsdp,tp=8", "12", "12 GPUs are no whole number of groups of 8, which tp=8 needs"),
         (None, "8", "--gpus goes with --parallel"),
     ],
 )
@@ -239,7 +247,7 @@ def test_a_report_tells_what_its_training_sends(write: Write, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--train", "adamw", "--parallel", "tp=4"], "--parallel tp: tensor parallelism needs a plan"),
+        (["--train", "adamw", "--parallel", "tp=4"], "Sequential has no plan for tensor parallelism"),
         (["--parallel", "fsdp=4"], "fsdp=4 spreads a training: name its optimizer, such as adamw"),
         (["--train", "adamw", "--parallel", "ddp=4", "--execute"], "it cannot really compute alone"),
     ],

@@ -173,6 +173,41 @@ def test_a_training_step_and_a_fit_make_their_inputs_too(tiny: Path) -> None:
     assert step.trace.inputs[0].spec.shape == (2, 8)
 
 
+def test_layers_are_divided_by_the_models_own_plan(tiny: Path) -> None:
+    """Of 22,976 - 7 x 32 numbers a half, of the norms all. Each layer sums up after its attention and its MLP."""
+    traces = {
+        parallel: api.trace(
+            f"hf:{tiny}", optimizer="sgd", batch_size=2, seq_len=8, parallel=parallel, scenario="fp32"
+        ).trace
+        for parallel in ("tp=2", "fsdp=4,tp=2")
+    }
+    norms = 32 * (1 + 2 * 2)
+    for parallel, trace in traces.items():
+        held = (TINY_PARAMETERS - norms) // 2 + norms
+        shards = 4 if "fsdp" in parallel else 1
+        # of 50 rows of the embedding and the head, each of four shards has 13
+        held += 2 * (4 * 13 - 50) * 32 if shards == 4 else 0
+        assert sum(each.bytes for each in trace.tensors if each.kind == "parameter") == 4 * held // shards
+        sums = [each for each in trace.collectives if each.kind == "all-reduce" and each.ranks == 2]
+        in_forward = [each for each in sums if trace.phases[each.phase] == "forward 2"]
+        # the embedding's sum, too
+        assert [each.bytes for each in in_forward] == [2 * 8 * 32 * 4] * (1 + 2 * 2)
+        assert trace.world.size == 2 * shards
+        assert "tp: the model's own tp_plan" in " ".join(trace.notes)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("{tiny}?num_attention_heads=4", "2 key and value heads cannot be divided evenly over tp=4"),
+        ("gpt2?n_layer=1&n_embd=32&n_head=4&vocab_size=100", "GPT2LMHeadModel has no plan for tensor parallelism"),
+    ],
+)
+def test_models_that_cannot_be_divided(tiny: Path, target: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        api.trace(f"hf:{target.format(tiny=tiny)}", optimizer="sgd", seq_len=8, parallel="tp=4", scenario="fp32")
+
+
 def test_the_length_of_texts_follows_the_config(tiny: Path) -> None:
     assert shapes(made(f"hf:{tiny}")) == {"input_ids": (1, 64), "attention_mask": (1, 64)}
     assert shapes(made(f"hf:{tiny}", Request(3, 128)))["input_ids"] == (3, 128)

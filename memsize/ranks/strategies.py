@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
 
 from memsize.ranks.blocks import blocks_of
+from memsize.ranks.tensor_plans import divide, plan_in_words
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import Scenario
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
@@ -24,22 +26,30 @@ def spread(model: nn.Module, parallel: Parallel, scenario: Scenario) -> nn.Modul
         made = nn.DataParallel(cast(nn.DataParallel[Any], model).module)
         vars(model).update((name, value) for name, value in vars(made).items() if not name.startswith("_"))
         return model
-    if not parallel.shards_parameters:
+    if parallel.kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = {"replicate": parallel.replicas, "shard": parallel.shards, "tp": parallel.tensor}
+    axes = [name for name in sizes if name in _AXES[parallel.kind] or (name == "tp" and parallel.tensor > 1)]
+    mesh = init_device_mesh("cuda", tuple(sizes[name] for name in axes), mesh_dim_names=tuple(axes))
+    if "tp" in axes:
+        divide(model, mesh["tp"])
+    if parallel.shards_parameters:
+        _shard(model, mesh[_AXES[parallel.kind]], scenario)
+    return model
+
+
+_AXES: Final[dict[str, tuple[str, ...]]] = {"fsdp": ("shard",), "hsdp": ("replicate", "shard"), "tp": ("tp",)}
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, scenario: Scenario) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    replicated = parallel.kind == "hsdp"
-    shape = (parallel.replicas, parallel.shards) if replicated else (parallel.shards,)
-    names = ("replicate", "shard") if replicated else ("shard",)
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh("cuda", shape, mesh_dim_names=names),
-        "mp_policy": policy_of(scenario),
-    }
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy_of(scenario)}
     for block in blocks_of(model).modules:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return model
 
 
 def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
@@ -67,12 +77,15 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
             f"dp: nn.DataParallel splits the batch over {parallel.size} GPUs, and copies the model to each for every "
             "forward; shown is GPU 0",
         )
-    if not parallel.shards_parameters:
+    if parallel.kind == "ddp":
         return ("ddp: each GPU holds the whole model, in DistributedDataParallel; shown is rank 0",)
+    divided = () if parallel.tensor == 1 else (plan_in_words(model, parallel.tensor),)
+    if parallel.kind == "tp":
+        return (*divided, "the optimizer updates one parameter after the other (foreach=False), as some are divided")
     blocks = blocks_of(model)
     units = f"{blocks}, {blocks.source}" if blocks.modules else "the whole model at once: no layers repeat in it"
     lower = scenario.autocast and (
         f"{scenario.name} is FSDP's mixed precision here, not autocast: shards in float32, layers in "
         f"{scenario.autocast}, gradients reduced in float32"
     )
-    return tuple(filter(None, (f"{parallel.kind}: fully_shard on {units}; shown is rank 0", lower)))
+    return (*divided, *filter(None, (f"{parallel.kind}: fully_shard on {units}; shown is rank 0", lower)))

@@ -1,4 +1,4 @@
-"""How a training is spread over several GPUs, in a few words: ``fsdp=8``, ``ddp=4``, ``hsdp=4x8``."""
+"""How a training is spread over several GPUs, in a few words: ``fsdp=8``, ``ddp=4``, ``hsdp=4x8``, ``fsdp=32,tp=8``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Final, Literal, get_args
 from memsize.errors import InputError, UnknownInputError
 from memsize.records.world import MOST_RANKS, World
 from memsize.spec.scenario import Scenario
-from memsize.spec.training import Training
+from memsize.spec.training import Training, parse_optimizer
 
-Kind = Literal["ddp", "fsdp", "hsdp", "dp"]
+Kind = Literal["ddp", "fsdp", "hsdp", "dp", "tp"]
 
 _OWN_LOOP: Final = "shard the model in a step= of your own instead, with memsize.trace(world=…)"
 _REFUSED: Final = {
-    "tp": f"tensor parallelism needs a plan for the model's layers: {_OWN_LOOP}",
     "pp": f"pipeline stages need the model cut into parts: {_OWN_LOOP}",
     "cp": f"context parallelism needs the loop's own context_parallel region: {_OWN_LOOP}",
     "ep": f"expert parallelism needs the model's own dispatch: {_OWN_LOOP}",
@@ -25,24 +24,26 @@ _REFUSED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """One strategy on `replicas` x `shards` GPUs.
+    """One strategy on `replicas` x `shards` x `tensor` GPUs.
 
     ``ddp`` holds the whole model `replicas` times, ``fsdp`` shards it over `shards` GPUs, and ``hsdp`` does both:
-    `replicas` groups of `shards` GPUs each. ``dp`` is one process with all GPUs, by `nn.DataParallel`.
+    `replicas` groups of `shards` GPUs each. ``dp`` is one process with all GPUs, by `nn.DataParallel`. ``tp`` divides
+    layers over `tensor` GPUs, alone or each of the shards of ``fsdp`` and ``hsdp``.
     """
 
     kind: Kind
     replicas: int = 1
     shards: int = 1
+    tensor: int = 1
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.shards < 1 or self.size > MOST_RANKS:
+        if min(self.replicas, self.shards, self.tensor) < 1 or self.size > MOST_RANKS:
             raise InputError(f"{self} is on {self.size} GPUs: it has to be on 1 to {MOST_RANKS:,}")
 
     @property
     def size(self) -> int:
         """How many GPUs it is on."""
-        return self.replicas * self.shards
+        return self.replicas * self.shards * self.tensor
 
     @property
     def world(self) -> World:
@@ -55,15 +56,25 @@ class Parallel:
         return self.kind in ("fsdp", "hsdp")
 
     def on(self, gpus: int) -> Parallel:
-        """The same strategy on so many GPUs; ``hsdp`` keeps its groups as large as they are.
+        """The same strategy on so many GPUs; the groups of ``hsdp`` and ``tp`` stay as large as they are.
 
         Raises `InputError` where they cannot be divided into such groups.
         """
-        if self.kind == "fsdp":
-            return replace(self, shards=gpus)
-        if gpus % self.shards:
-            raise InputError(f"{gpus} GPUs are no whole number of groups of {self.shards}, which {self} shards over")
-        return replace(self, replicas=gpus // self.shards)
+        if self.kind == "tp":
+            return replace(self, tensor=gpus)
+        group = self.tensor if self.kind == "fsdp" else self.shards * self.tensor
+        if gpus % group:
+            raise InputError(f"{gpus} GPUs are no whole number of groups of {group}, which {self} needs")
+        return replace(self, shards=gpus // group) if self.kind == "fsdp" else replace(self, replicas=gpus // group)
+
+    def trained(self, training: Training) -> Training:
+        """`training` as it can be done so: PyTorch's multi-tensor updates refuse lists in which some of the parameters
+        are divided and others whole, as they are under ``tp``.
+        """
+        optimizer = training.optimizer
+        if self.kind != "tp" or not isinstance(optimizer, str) or {"foreach", "fused"} & set(_options(optimizer)):
+            return training
+        return replace(training, optimizer=f"{optimizer}{',' if ':' in optimizer else ':'}foreach=False")
 
     def refuses(self, scenario: Scenario) -> str | None:
         """Why `scenario` cannot be trained so; None where it can."""
@@ -74,13 +85,14 @@ class Parallel:
         return None
 
     def __str__(self) -> str:
-        return f"{self.kind}={_numbers(self)}"
+        if self.kind == "tp":
+            return f"tp={self.tensor}"
+        numbers = f"{self.replicas}x{self.shards}" if self.kind == "hsdp" else str(self.replicas * self.shards)
+        return f"{self.kind}={numbers}" + (f",tp={self.tensor}" if self.tensor > 1 else "")
 
 
-def _numbers(parallel: Parallel) -> str:
-    if parallel.kind == "hsdp":
-        return f"{parallel.replicas}x{parallel.shards}"
-    return str(parallel.size)
+def _options(optimizer: str) -> Iterable[str]:
+    return parse_optimizer(optimizer).options
 
 
 def spread_of(
@@ -104,30 +116,43 @@ def spread_of(
 
 
 def parse_parallel(text: str) -> Parallel:
-    """The strategy that ``ddp=8``, ``fsdp=8`` or ``hsdp=4x8`` names.
+    """The strategy that ``ddp=8``, ``fsdp=8``, ``hsdp=4x8``, ``dp=4``, ``tp=8`` or ``fsdp=32,tp=8`` names.
 
     Raises `InputError` for one that is unknown, or whose numbers cannot be.
     """
-    kinds = [_kind(part.partition("=")[0].strip()) for part in text.split(",")]
-    if len(kinds) > 1:
-        raise InputError(f"one strategy at a time, not {text!r}: hsdp=4x8 is sharded and replicated")
-    (kind,), (_, equals, numbers) = kinds, (part.strip() for part in text.partition("="))
+    parts = [part.strip() for part in text.split(",")]
+    kinds = [_kind(part.partition("=")[0].strip()) for part in parts]
+    if len(kinds) == 1:
+        return _one(kinds[0], text)
+    if len(kinds) > 2 or kinds[0] not in ("fsdp", "hsdp") or kinds[1] != "tp":
+        raise InputError(f"no such combination, {text!r}: fsdp=32,tp=8 shards and divides, hsdp=4x8 has copies too")
+    return replace(_one(kinds[0], parts[0]), tensor=_one("tp", parts[1]).tensor)
+
+
+def _one(kind: Kind, text: str) -> Parallel:
+    _, equals, numbers = (part.strip() for part in text.partition("="))
     if not equals:
         raise InputError(f"on how many GPUs? write it like {_EXAMPLES[kind]}")
     found = re.fullmatch(r"(\d+)x(\d+)" if kind == "hsdp" else r"(\d+)", numbers)
     if found is None:
         raise InputError(f"cannot read --parallel {text!r}: write it like {_EXAMPLES[kind]}")
     given = tuple(map(int, found.groups()))
-    if kind == "hsdp":
-        return Parallel(kind, *given)
-    return Parallel(kind, shards=given[0]) if kind == "fsdp" else Parallel(kind, given[0])
+    return Parallel(kind, **dict(zip(_FIELDS[kind], given, strict=True)))
 
 
+_FIELDS: Final[dict[Kind, tuple[str, ...]]] = {
+    "ddp": ("replicas",),
+    "fsdp": ("shards",),
+    "hsdp": ("replicas", "shards"),
+    "dp": ("replicas",),
+    "tp": ("tensor",),
+}
 _EXAMPLES: Final[dict[Kind, str]] = {
     "ddp": "ddp=8",
     "fsdp": "fsdp=8",
     "hsdp": "hsdp=4x8 (4 groups, each of 8 shards)",
     "dp": "dp=4",
+    "tp": "tp=8",
 }
 
 
@@ -144,7 +169,8 @@ def on_each(text: str | None, gpus: str | Iterable[int] | None) -> tuple[Paralle
     """The strategies to compare: `text` on each of the numbers of GPUs; just itself where none are given.
 
     ``"1..128"`` doubles from 1 to 128, ``"6,12"`` are two numbers. Without a number of its own, ``fsdp`` and ``ddp``
-    take any; ``hsdp=x8`` has groups of 8 GPUs. With one, it has to be the number that is asked about.
+    take any; ``hsdp=x8`` and ``fsdp,tp=8`` have groups of 8 GPUs. With one, it has to be the number that is asked
+    about.
     """
     if text is None:
         if gpus is not None:
@@ -156,6 +182,12 @@ def on_each(text: str | None, gpus: str | Iterable[int] | None) -> tuple[Paralle
 
 
 def _on(text: str, gpus: int) -> Parallel:
+    spread, comma, divided = (part.strip() for part in text.partition(","))
+    if comma and (spread in ("fsdp", "hsdp") or "=x" in spread):
+        tensor = parse_parallel(divided).tensor
+        if gpus % tensor:
+            raise InputError(f"{gpus} GPUs are no whole number of groups of {tensor}, which {divided} needs")
+        return replace(_on(spread, gpus // tensor), tensor=tensor)
     name, equals, numbers = (part.strip() for part in text.partition("="))
     if equals and not (name == "hsdp" and numbers.startswith("x")):
         found = parse_parallel(text)

@@ -114,7 +114,7 @@ class ParallelSteps:
 
         def made(run: Run) -> Callable[[], None]:
             model = spread(run.setup.model, parallel, scenario)
-            loop = Loop(replace(run.setup, model=model), run.ledger, self.options)
+            loop = Loop(replace(run.setup, model=model), run.ledger, parallel.trained(self.options))
 
             def step() -> None:
                 loop()
