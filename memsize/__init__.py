@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         TargetError,
         UnknownValueError,
     )
+    from memsize.interrupt import Interrupted
     from memsize.records.check import Check
     from memsize.records.comparison import Comparison
     from memsize.records.explanation import Explanation
@@ -92,6 +93,7 @@ __all__ = [
     "GenerationReport",
     "Guard",
     "InputError",
+    "Interrupted",
     "LayoutReport",
     "MemsizeError",
     "OutputError",
@@ -149,6 +151,7 @@ _HOMES = {
         "verify",
         "virtual_gpu",
     ),
+    "memsize.interrupt": ("Interrupted",),
     "memsize.records.check": ("Check",),
     "memsize.records.comparison": ("Comparison",),
     "memsize.records.explanation": ("Explanation",),

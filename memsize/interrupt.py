@@ -1,7 +1,9 @@
-"""Ctrl-C ends a command at once: silently, with status 130, wherever it is.
+"""Ctrl-C ends a command at once, with status 130, wherever it is; silently, where it has found nothing yet.
 
 Python's own way, an exception, is wrong nearly everywhere in a command: it shows a traceback while modules are
 imported, aborts the process where C++ had called Python code, and may be caught by the user's code.
+
+Where parts of an answer have been found, `Interrupted` carries them to whoever shows them.
 
 The command runs this before it imports anything that takes time. Before that, Python itself decides.
 """
@@ -23,6 +25,14 @@ INTERRUPTED = 130
 cleanups: list[Callable[[], None]] = []
 """Called before the process ends. They must neither wait for a lock nor take long."""
 _process: list[int] = []
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended the work on an `answer` when parts of it were there: `answer` has them, and says what is missing."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__("what was found until then is the `answer` of this exception")
+        self.answer = answer
 
 
 def ends_the_process() -> None:

@@ -307,6 +307,7 @@ SCHEMA = {
     "stack": (str, type(None)),
     "optimizer": (str, type(None)),
     "failure": ({"layer": str, "type": str, "op": (str, type(None)), "inputs": [str], "reason": str}, type(None)),
+    "missing": [str],
 }
 
 

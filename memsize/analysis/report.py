@@ -11,12 +11,14 @@ from torch import nn
 
 from memsize.analysis.crossover import Crossover, find_crossover
 from memsize.analysis.findings.evidence import Evidence
+from memsize.analysis.findings.interruption import interrupted
 from memsize.analysis.findings.report import RULES
 from memsize.analysis.runner import Runner, is_float32, own_autocast
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.internals.ctrl_c import found_kept
 from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
 from memsize.loading.signature import wanted_inputs
@@ -60,6 +62,36 @@ class _Own:
     readings: tuple[Reading, ...]
 
 
+@dataclass
+class _Parts:
+    """What has been found so far, in whatever order."""
+
+    own: _Own | None = None
+    shown: list[_Shown] = field(default_factory=list)
+
+    def add(self, part: _Own | _Shown) -> None:
+        """Take a part; work that was done again gives the same once more."""
+        if isinstance(part, _Own):
+            self.own = part
+        else:
+            self.shown.append(part)
+
+    @property
+    def results(self) -> dict[str, ScenarioResult]:
+        """By scenario; what the model showed as it is goes before what was run for fp32."""
+        return {result.name: result for part in (*self.shown, self.own) if part for result in part.results}
+
+    @property
+    def runs(self) -> dict[str, Trace]:
+        """The traces of those that were run."""
+        return {name: result.trace for name, result in self.results.items() if result.trace}
+
+    @property
+    def left(self) -> dict[str, dict[str, str]]:
+        """The layers that quantized scenarios left as they are."""
+        return {name: layers for part in self.shown for name, layers in part.left.items()}
+
+
 def numbered(say: Callable[[str], None], names: Set[str]) -> Callable[[str], None]:
     """`say` with a count behind each of `names` as they are begun, whatever their order: ``fp16, 3 of 7``."""
     begun: dict[str, int] = {}
@@ -95,6 +127,7 @@ class ReportBuilder:
         self.peaks = peaks or training is not None
         self.config = config
         self.say = say
+        self.found: Callable[[_Own | _Shown], None] = lambda _: None
         self._traces: dict[str, Trace] = {}
         self._replays, self._inferences = Replays(config), Replays()
         self._untrained: dict[str, str] = {}
@@ -102,37 +135,68 @@ class ReportBuilder:
         self._readable: nn.Module | None = None
 
     def build(self, asked: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
-        """The report over the scenarios `asked`; `default` leaves out `as-given` where it is what fp32 is."""
-        names = {_OWN.name, *(scenario.name for scenario in asked)} - {_FP32.name}
-        with collector_paused(), Workers(self, numbered(self.say, names)) as workers:
-            self.say = workers.say
-            return self._build(asked, default, notes, workers)
+        """The report over the scenarios `asked`; `default` leaves out `as-given` where it is what fp32 is.
 
-    def _build(self, asked: Sequence[Scenario], default: bool, notes: Sequence[str], workers: Workers) -> Report:
+        Raises `Interrupted` with what was found, once the model as it is was run.
+        """
+        names = {_OWN.name, *(scenario.name for scenario in asked)} - {_FP32.name}
+        parts = _Parts()
+        with (
+            found_kept(lambda: self._so_far(asked, notes, parts)),
+            collector_paused(),
+            Workers(self, numbered(self.say, names), parts.add) as workers,
+        ):
+            self.say, self.found = workers.say, workers.found
+            self._run_all(asked, default, parts, workers)
+            amp = next((name for name in _AMP if name in parts.runs), None)
+            crossover = self._crossover(parts.runs, amp, workers) if amp and "fp32" in parts.runs else None
+            return self._report(asked, notes, parts, crossover)
+
+    def _run_all(self, asked: Sequence[Scenario], default: bool, parts: _Parts, workers: Workers) -> None:
+        """Run every scenario, `fp32` in any case."""
         others = [("shown", scenario) for scenario in asked if scenario not in (_OWN, _FP32)]
         # In float32, the model's own runs are those of fp32 too, and show both.
         likely = floating_dtype(self.runner.model) in (torch.float32, None) and not own_autocast(self.runner.model)
-        own, *rest = workers.each([("own", asked, default), *others, *([] if likely else [("shown", _FP32)])])
-        found = {result.name: result for shown in (*rest, own) for result in shown.results}
-        if "fp32" not in found:
-            found["fp32"] = self.result(_FP32)
+        workers.each([("own", asked, default), *others, *([] if likely else [("shown", _FP32)])])
+        if "fp32" not in parts.results:
+            self.shown(_FP32)
+
+    def _so_far(self, asked: Sequence[Scenario], notes: Sequence[str], parts: _Parts) -> Report | None:
+        """The report over what has been run; None where not even the model as it is was."""
+        if parts.own is None:
+            return None
+        missing = tuple(each.name for each in asked if each is not _OWN and each.name not in parts.results)
+        return self._report(asked, notes, parts, None, missing or ("findings",))
+
+    def _report(
+        self,
+        asked: Sequence[Scenario],
+        notes: Sequence[str],
+        parts: _Parts,
+        crossover: Crossover | None,
+        missing: tuple[str, ...] = (),
+    ) -> Report:
+        assert parts.own is not None
+        found, given = parts.results, parts.own.trace
+        self.runner.left |= parts.left
         results = tuple(found[scenario.name] for scenario in asked if scenario.name in found)
-        for shown in rest:
-            self.runner.left |= shown.left
+        fp32 = found.get("fp32")
+        evidence = self._evidence(parts.own, (*results, *filter(None, [fp32])), crossover)
         return Report(
             model=self.runner.name,
-            trace=own.trace,
+            trace=given,
             scenario_results=results,
-            findings=RULES.findings(self._evidence(own, (*results, found["fp32"]), workers)),
+            findings=(*interrupted(missing), *RULES.findings(evidence)),
             notes=(*notes, *self._how(asked)),
-            baseline=_as_float32(found["fp32"].totals, own.trace),
+            baseline=_as_float32(fp32.totals, given) if fp32 else None,
             gpu=self.runner.gpu.name if self.peaks else "",
             optimizer=self._optimizer(),
             allocator=json.dumps(plain(self.config)) if self.config else "",
+            missing=missing,
         )
 
-    def own(self, asked: Sequence[Scenario], default: bool) -> _Own:
-        """What the model showed as it is, and for fp32 where that is the same. Raises what its run raises."""
+    def own(self, asked: Sequence[Scenario], default: bool) -> None:
+        """Find what the model shows as it is, and for fp32 where that is the same. Raises what its run raises."""
         trace = self.trace(_OWN)
         as_fp32 = is_float32(self.runner.model, trace)
         if as_fp32:
@@ -140,12 +204,12 @@ class ReportBuilder:
             if not any(tensor.kind == "attribute" for tensor in trace.tensors):  # a module may cast those itself
                 self.runner.same_stored(_FP32, _OWN)
         wanted = [*([_OWN] if _OWN in asked and not (default and as_fp32) else []), *([_FP32] if as_fp32 else [])]
-        return _Own(tuple(map(self.result, wanted)), trace, self.readings())
+        self.found(_Own(tuple(map(self.result, wanted)), trace, self.readings()))
 
-    def shown(self, scenario: Scenario) -> _Shown:
-        """What the runs of one scenario showed."""
+    def shown(self, scenario: Scenario) -> None:
+        """Find what the runs of one scenario show."""
         result, left = self.result(scenario), self.runner.left.get(scenario.name)
-        return _Shown((result,), {} if left is None else {scenario.name: left})
+        self.found(_Shown((result,), {} if left is None else {scenario.name: left}))
 
     def result(self, scenario: Scenario) -> ScenarioResult:
         """The figures of one scenario, or why it does not apply."""
@@ -232,7 +296,7 @@ class ReportBuilder:
         is_simple = not grows and not self.runner.execute and calls.complete and counts_without_running(calls)
         self._readable = calls.seen[0].module if is_simple else None
 
-    def _evidence(self, own: _Own, results: Sequence[ScenarioResult], workers: Workers) -> Evidence:
+    def _evidence(self, own: _Own, results: Sequence[ScenarioResult], crossover: Crossover | None) -> Evidence:
         runs = {result.name: result.trace for result in results if result.trace}
         amp = next((name for name in _AMP if name in runs), None)
         return Evidence(
@@ -245,7 +309,7 @@ class ReportBuilder:
             gpu=self.runner.gpu.name,
             gpu_bytes=self.runner.gpu.bytes,
             optimizer=self._optimizer(),
-            crossover=self._crossover(runs, amp, workers) if amp and "fp32" in runs else None,
+            crossover=crossover,
             amp=amp,
             buckets=bucket_bytes(self.runner.model),
             spread=self.parallel is not None,

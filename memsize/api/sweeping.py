@@ -18,11 +18,12 @@ from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError, MemsizeError, first_line, in_one_line
 from memsize.internals.spread import BACKENDS, Backend, Died, TimeLimitError, is_late, spread, time_limited
+from memsize.interrupt import Interrupted
 from memsize.loading.patterns import targets_of
 from memsize.loading.target import parse_target
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.results_file import ResultsFile, results_file
-from memsize.records.sweep import Sweep, SweepRow
+from memsize.records.sweep import Sweep, SweepRow, phrase_of, varying
 from memsize.spec.sweep import Cell, Grid, grid_of, read_grid
 from memsize.version import VERSION
 
@@ -67,8 +68,6 @@ def sweep(
     Raises `InputError` for a grid that cannot be meant, `TargetError` for a pattern that matches nothing, and
     `OutputError` where the results cannot be kept.
     """
-    from memsize.analysis.findings.sweep import RULES
-
     if backend not in BACKENDS:
         raise InputError(f"no backend {backend!r}: choose from {', '.join(BACKENDS)}")
     if scheduler is not None and backend == "loky":
@@ -84,8 +83,8 @@ def sweep(
     kept: contextlib.AbstractContextManager[ResultsFile | None] = contextlib.nullcontext()
     if results is not None:
         kept = results_file(Path(results), fresh=fresh)
+    found: dict[int, SweepRow] = {}
     with kept as file:
-        found: dict[int, SweepRow] = {}
         for place, cell in enumerate(cells):
             row = file.find(cell.settings, made[cell.settings["target"]]) if file else None
             if row is not None and not (retry and row.outcome == "failed"):
@@ -94,14 +93,31 @@ def sweep(
         left, failed = len(cells) - reused, 0
         say(f"running {left} cells")
         tasks = _tasks(asked.folder, {n: cell for n, cell in enumerate(cells) if n not in found}, jobs, timeout)
-        for task, rows in _outcomes(tasks, jobs, backend, scheduler):
-            found |= zip(task.places, rows, strict=True)
-            if file:
-                file.add((row, made[row.settings["target"]]) for row in rows)
-            failed += sum(row.outcome == "failed" for row in rows)
-            say(f"{len(found) - reused} of {left} cells" + (f", {failed} failed" if failed else ""))
-    ordered = tuple(found[place] for place in range(len(cells)))
-    return Sweep(asked.name, ordered, RULES.findings(ordered), reused)
+        try:
+            for task, rows in _outcomes(tasks, jobs, backend, scheduler):
+                found |= zip(task.places, rows, strict=True)
+                if file:
+                    file.add((row, made[row.settings["target"]]) for row in rows)
+                failed += sum(row.outcome == "failed" for row in rows)
+                say(f"{len(found) - reused} of {left} cells" + (f", {failed} failed" if failed else ""))
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            hint = " The same command goes on with what is missing." if file else ""
+            raise Interrupted(_answer(asked.name, cells, found, reused, hint)) from None
+    return _answer(asked.name, cells, found, reused)
+
+
+def _answer(name: str, cells: Sequence[Cell], found: Mapping[int, SweepRow], reused: int, hint: str = "") -> Sweep:
+    """The rows that were found, in the order of the cells; `hint` says how to get those that were not."""
+    from memsize.analysis.findings.interruption import interrupted
+    from memsize.analysis.findings.sweep import RULES
+
+    rows = tuple(found[place] for place in range(len(cells)) if place in found)
+    settings = [cell.settings for cell in cells]
+    varied = varying(settings)
+    missing = tuple(phrase_of(each, varied) for place, each in enumerate(settings) if place not in found)
+    return Sweep(name, rows, (*interrupted(missing, hint), *RULES.findings(rows)), reused, missing)
 
 
 def _grid(grid: str | os.PathLike[str] | Mapping[str, Any]) -> Grid:

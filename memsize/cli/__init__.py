@@ -51,6 +51,12 @@ class _Commands(click.Group):
             with formatter.section(question):
                 formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in found])
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # of which click would say an empty line
+            return INTERRUPTED
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None

@@ -175,7 +175,7 @@ def _saved(subject: Subject) -> Any:
 
 def _answer(output: Destination, ask: Callable[[Any, Callable[[str], None]], Any]) -> None:
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
-    with working() as progress:
+    with output.told_if_interrupted(), working() as progress:
         from memsize import api
 
         found = ask(api, progress)

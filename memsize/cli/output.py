@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from memsize import files
 from memsize.cli.messages import say
 from memsize.cli.working import interrupts_raised
 from memsize.errors import OutputError, UnknownOutputError
+from memsize.interrupt import Interrupted
 from memsize.records.answer import Drawable, Savable
 from memsize.records.run_file import check_writable
 from memsize.render import FORMATS, format_of, pieces
@@ -52,6 +54,24 @@ class Destination:
         height = None if chosen else self.height
         return pieces(answer, self.format, Screen(self.width, height, self.colour), unit=self.unit, **view)
 
+    @contextlib.contextmanager
+    def told_if_interrupted(self, **view: Any) -> Iterator[None]:
+        """Where Ctrl-C ends what is in here, print what was found until then. A file is for a complete answer alone."""
+        try:
+            yield
+        except Interrupted as ended:
+            self._tell(ended.answer, **view)
+            raise
+
+    def _tell(self, part: Any, **view: Any) -> None:
+        for file in filter(None, (self.file, self.saved)):
+            say(f"{file} was not written")
+        output = self if self.file is None else destination(None, None, False, unit=self.unit)
+        if output.format in _WORDLESS:
+            say(part.findings[0].text(self.unit))
+        else:
+            output.write(output.drawn(part, **view))
+
     def write(self, content: files.Content) -> None:
         """Write `content`; a file is announced on stderr. Raises `OutputError` when it cannot be written."""
         if self.file is None:
@@ -69,6 +89,8 @@ Formats = Mapping[str, tuple[str, ...]]
 
 BINARY = ("snapshot", "parquet")
 """Formats that are no text."""
+_WORDLESS = ("csv", "parquet")
+"""Formats that have no place to say that an answer is not complete."""
 
 
 def destination(

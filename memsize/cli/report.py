@@ -94,7 +94,11 @@ def report(
     spread = spread_of(parallel, training, execute=execute)
 
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
-    with working() as progress, side_by_side(1 if execute else jobs):
+    with (
+        output.told_if_interrupted(depth=depth, columns=chosen),
+        working() as progress,
+        side_by_side(1 if execute else jobs),
+    ):
         found, error = (
             _shown(subject.model)
             if is_saved(subject.model)

@@ -79,7 +79,7 @@ def sweep(
     that was interrupted goes on where it was.
     """
     # What the user's models print goes to stderr: stdout holds the answer and nothing else.
-    with working() as progress, interrupts_raised():
+    with output.told_if_interrupted(), working() as progress, interrupts_raised():
         from memsize import api
 
         found: Sweep

@@ -90,6 +90,7 @@ class FitDocument(Document[Fit]):
             "findings": findings_data(fit.findings, unit),
             "notes": fit.notes,
             "runs": fit.runs,
+            "missing": fit.missing,
         }
 
 
@@ -170,12 +171,14 @@ def overview_table(fit: Fit) -> Table:
     scenarios = dict.fromkeys(row.scenario for row in fit.fit_rows)
     cells = {(row.scenario, row.gpu): _answer(fit, row) for row in fit.fit_rows}
     titles = {row.scenario: row.title for row in fit.fit_rows}
+    unknown = Missing("not run before it was interrupted")
     columns = (
         Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
         *(Column(budget.name, budget.name, "count", 90, f"on {budget.name}") for budget in fit.budgets),
     )
     rows = tuple(
-        (Label(name, hint=titles[name]), *(cells[name, budget.name] for budget in fit.budgets)) for name in scenarios
+        (Label(name, hint=titles[name]), *(cells.get((name, budget.name), unknown) for budget in fit.budgets))
+        for name in scenarios
     )
     caption = f"Largest {fit.vary}" if fit.asked is None else f"Whether {fit.vary} {fit.asked:,} fits"
     return Table("overview", "Overview", columns, rows, caption=caption)
@@ -301,8 +304,8 @@ def _remark(fit: Fit, row: FitRow) -> str | None:
     if row.status == "open":
         refused = row.next_size in row.refused
         does = "is refused by the model" if refused else "does not"
-        beyond = f"; {fit.vary} {row.next_size:,} {does}" if row.next_size else ""
-        return f"{fit.vary} {row.size:,} fits{beyond}; what lies between was not run"
+        beyond = f"{fit.vary} {row.next_size:,} {does}; what lies between" if row.next_size else "what lies beyond"
+        return f"{fit.vary} {row.size:,} fits; {beyond} was not run"
     if row.status == "endless" and _is_whole(fit, row):
         return "every token that the model has a position for fits"
     if row.status == "endless":

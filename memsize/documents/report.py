@@ -116,7 +116,7 @@ def column_keys(names: Iterable[str]) -> tuple[str, ...]:
     return keys
 
 
-_PEAK_CODES: Final = ("out-of-memory", "training-peak")
+_FIRST: Final = ("interrupted", "out-of-memory", "training-peak")
 """What is told first where it was found: who asks for a training, or for a GPU, asks for this."""
 
 _RUN_FIGURES: Final = frozenset(
@@ -166,7 +166,7 @@ class ReportDocument(Document[Report]):
     def verdict(self) -> tuple[Finding, ...]:
         """Whether a training that was asked for fits and where it peaks, then what precision does."""
         told = [finding for finding in self.answer.findings if finding.brief]
-        return tuple(sorted(told, key=lambda finding: finding.code not in _PEAK_CODES))[:MOST_SENTENCES]
+        return tuple(sorted(told, key=lambda finding: finding.code not in _FIRST))[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
         """The scenarios side by side: at the peak of a training step, or else where a backward would begin."""
@@ -239,6 +239,7 @@ class ReportDocument(Document[Report]):
             "stack": trace.stack or None,
             "optimizer": report.optimizer or None,
             "failure": plain(report.stopped),
+            "missing": report.missing,
         }
 
 

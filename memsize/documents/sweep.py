@@ -109,6 +109,7 @@ class SweepDocument(Document[Sweep]):
             "reused": sweep.reused,
             "cells": cells,
             "findings": findings_data(sweep.findings, unit),
+            "missing": sweep.missing,
         }
 
 

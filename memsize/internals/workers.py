@@ -32,6 +32,9 @@ _jobs: ContextVar[int] = ContextVar("jobs", default=1)
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux's prctl (include/uapi/linux/prctl.h)."""
 
+_PATIENCE = 0.1
+"""Seconds after which a Ctrl-C that came while all workers were busy is noticed."""
+
 Say = Callable[[str], None]
 Request = tuple[Any, ...]
 """The name of a method of the subject, and its arguments."""
@@ -64,9 +67,10 @@ class Workers:
     refuse to work ends at once: where there is a GPU, that is one whose parent has used it or has run a backward.
     """
 
-    def __init__(self, subject: Any, say: Say) -> None:
+    def __init__(self, subject: Any, say: Say, found: Callable[[Any], None] = lambda _: None) -> None:
         self._subject = subject
         self._say = say
+        self._found = found
         self._workers: dict[Connection, int] = {}
         """The process at the other end of each connection."""
         self._parent: Connection | None = None
@@ -88,6 +92,15 @@ class Workers:
             self._say(text)
         else:
             self._parent.send(("said", text))
+
+    def found(self, part: Any) -> None:
+        """Hand over a part of an answer as soon as it is there, from whichever process; work that is done again hands
+        it over again.
+        """
+        if self._parent is None:
+            self._found(part)
+        else:
+            self._parent.send(("found", part))
 
     def each(self, requests: Sequence[Request]) -> list[Any]:
         """What the subject returns for each request, in their order; raises what one of them raises."""
@@ -141,6 +154,8 @@ class Workers:
     def _shared_out(self, requests: Sequence[Request]) -> list[Any]:
         from multiprocessing.connection import wait
 
+        from memsize.internals.ctrl_c import raise_waiting
+
         waiting, idle = deque(range(len(requests))), list(self._workers)
         answers: dict[int, Any] = {}
         busy: dict[Any, int] = {}
@@ -153,10 +168,11 @@ class Workers:
                 index = waiting.popleft()
                 answers[index] = self._answer(requests[index])
                 continue
-            ready: list[Any] = wait(list(busy))
+            ready: list[Any] = wait(list(busy), _PATIENCE)
+            raise_waiting()
             for connection in ready:
                 kind, value = _heard(connection)
-                if kind in ("said", "warned"):
+                if kind in ("said", "found", "warned"):
                     self._relay(kind, value)
                     continue
                 index = busy.pop(connection)
@@ -170,6 +186,8 @@ class Workers:
     def _relay(self, kind: str, value: Any) -> None:
         if kind == "said":
             self._say(value)
+        elif kind == "found":
+            self._found(value)
         else:
             message, category, filename, line = value
             warnings.warn_explicit(message, category, filename, line, registry=self._warned)

@@ -163,6 +163,8 @@ class Fit(Answer):
     traces: Mapping[FitRun, Trace] = field(default_factory=dict)
     runs: int = 0
     generation: Mapping[str, object] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    """What was not run since Ctrl-C ended it before; empty where the answer is complete."""
 
     @property
     def stack(self) -> str:

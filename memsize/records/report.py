@@ -88,6 +88,8 @@ class Report(Answer):
     optimizer: str = ""
     allocator: str = ""
     """The settings of the caching allocator as JSON data; empty where they are PyTorch's."""
+    missing: tuple[str, ...] = ()
+    """What was not run since Ctrl-C ended it before; empty where the report is complete."""
 
     @property
     def totals(self) -> Totals:

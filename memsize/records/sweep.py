@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -66,9 +66,10 @@ COLUMNS = (
 """The settings in the order of their columns."""
 
 
-def varying(rows: Sequence[SweepRow]) -> tuple[str, ...]:
-    """The settings in which rows differ."""
-    return tuple(key for key in COLUMNS if len({repr(row.settings.get(key)) for row in rows}) > 1)
+def varying(cells: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
+    """The settings in which cells differ."""
+    found = tuple(cells)
+    return tuple(key for key in COLUMNS if len({repr(settings.get(key)) for settings in found}) > 1)
 
 
 def phrase_of(settings: Mapping[str, object], keys: Iterable[str]) -> str:
@@ -88,6 +89,8 @@ class Sweep(Answer):
     sweep_rows: tuple[SweepRow, ...]
     findings: tuple[Finding, ...] = ()
     reused: int = 0
+    missing: tuple[str, ...] = ()
+    """The cells that were not run since Ctrl-C ended it before, each in a few words; empty where it is complete."""
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -97,7 +100,7 @@ class Sweep(Answer):
     @property
     def varying(self) -> tuple[str, ...]:
         """The settings in which cells differ."""
-        return varying(self.sweep_rows)
+        return varying(row.settings for row in self.sweep_rows)
 
     def tables(self) -> dict[str, FlatTable]:
         """`rows`, as the property of this name has them."""

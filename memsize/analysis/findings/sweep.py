@@ -54,7 +54,7 @@ def what_needs_most(rows: Rows) -> Iterator[Finding]:
     row = max(ran, key=lambda each: each.reserved or 0)
     role = max(row.roles, key=lambda each: row.roles[each])
     values = {
-        "cell": phrase_of(row.settings, varying(rows)),
+        "cell": phrase_of(row.settings, varying(each.settings for each in rows)),
         "reserved": Bytes(row.reserved or 0),
         "role": noun(role),
         "part": Bytes(row.roles[role]),

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
+from memsize.analysis.findings.interruption import interrupted
 from memsize.analysis.fit.crossovers import crossings, most_alive
 from memsize.analysis.fit.footprint import Footprint, bind, phase_name
 from memsize.analysis.fit.generations import MOST_SEQUENCES
 from memsize.analysis.fit.optimizations import optimizations_of
 from memsize.analysis.fit.remedies import Attempts, try_optimizations
-from memsize.analysis.fit.search import Search, largest
+from memsize.analysis.fit.search import Search
 from memsize.analysis.fit.trials import Made, RunVariant, Trials
 from memsize.analysis.runner import is_float32
 from memsize.device.budget import larger_budgets
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.internals.ctrl_c import found_kept
 from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
 from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied, RemedyRow, Status
@@ -72,30 +74,84 @@ def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> 
     """
     if request.default and is_float32(trials.model, stored_only(trials.name, trials.model)):
         request = replace(request, scenarios=[each for each in request.scenarios if each.name != "as-given"])
-    budgets, vary = tuple(request.budgets), trials.vary.text
-    with collector_paused(), Workers(_Work(trials, request), trials.say) as workers:
-        trials.say = workers.say
+    found: dict[tuple[str, str], _Answered] = {}
+    with (
+        found_kept(lambda: _so_far(trials, request, found, notes)),
+        collector_paused(),
+        Workers(work := _Work(trials, request), trials.say, lambda part: found.update({part.of: part})) as workers,
+    ):
+        trials.say, work.found = workers.say, workers.found
         rows = _rows(trials, request, workers)
         remedied = _optimized(trials, request, rows, workers)
         crossed: tuple[Crossing, ...] = ()
         if request.crossovers:
-            crossed = tuple(crossings(trials, request.scenarios, request.variant(request.scenarios[0], budgets[0])))
-        traces = trials.traces(request.variants())
-        return Fit(
-            model=trials.name,
-            inputs=trials.inputs,
-            vary=vary,
-            budgets=budgets,
-            fit_rows=rows,
-            asked=request.asked,
-            optimizer=_optimizer(request.training),
-            findings=RULES.findings(FitEvidence(_first(rows), budgets, vary, remedied, crossed, rows)),
-            remedied=remedied,
-            notes=tuple(dict.fromkeys((*notes, *_notes(trials, traces, budgets, rows)))),
-            traces=traces,
-            runs=trials.count,
-            generation=asdict(request.generation) if request.generation else {},
-        )
+            base = request.variant(request.scenarios[0], request.budgets[0])
+            crossed = tuple(crossings(trials, request.scenarios, base))
+        return _fit(trials, request, rows, notes, remedied, crossed)
+
+
+class _Answered(NamedTuple):
+    """The rows of a scenario on a GPU; as far as they are known where it is not `complete`."""
+
+    of: tuple[str, str]
+    rows: tuple[FitRow, ...]
+    complete: bool
+
+
+def _so_far(
+    trials: Trials, request: FitRequest, found: Mapping[tuple[str, str], _Answered], notes: Sequence[str]
+) -> Fit | None:
+    """The answer from what was found; None where that says nothing."""
+    asked = [(each.name, budget.name) for each, budget in product(request.scenarios, request.budgets)]
+    rows = tuple(row for key in asked if key in found for row in found[key].rows)
+    if all(row.status == "unavailable" for row in rows):
+        return None
+    return _fit(trials, request, rows, notes, missing=tuple(_missing(request, asked, found, rows)))
+
+
+def _missing(
+    request: FitRequest,
+    asked: Sequence[tuple[str, str]],
+    found: Mapping[tuple[str, str], _Answered],
+    rows: Sequence[FitRow],
+) -> Iterator[str]:
+    for key in asked:
+        if key not in found or not found[key].complete:
+            name = " on ".join(key[: len(request.budgets)])
+            yield f"the rest of {name}" if key in found else name
+    if request.remedies or (request.remedies is None and any(row.status == "exceeds" for row in rows)):
+        yield "remedies"
+    if request.crossovers:
+        yield "crossovers"
+
+
+def _fit(
+    trials: Trials,
+    request: FitRequest,
+    rows: Sequence[FitRow],
+    notes: Sequence[str],
+    remedied: Remedied | None = None,
+    crossed: tuple[Crossing, ...] = (),
+    missing: tuple[str, ...] = (),
+) -> Fit:
+    budgets, vary, traces = tuple(request.budgets), trials.vary.text, trials.traces(request.variants())
+    evidence = FitEvidence(_first(rows), budgets, vary, remedied, crossed, tuple(rows))
+    return Fit(
+        model=trials.name,
+        inputs=trials.inputs,
+        vary=vary,
+        budgets=budgets,
+        fit_rows=tuple(rows),
+        asked=request.asked,
+        optimizer=_optimizer(request.training),
+        findings=(*interrupted(missing), *RULES.findings(evidence)),
+        remedied=remedied,
+        notes=tuple(dict.fromkeys((*notes, *_notes(trials, traces, budgets, rows)))),
+        traces=traces,
+        runs=trials.count,
+        generation=asdict(request.generation) if request.generation else {},
+        missing=missing,
+    )
 
 
 def _first(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
@@ -148,6 +204,7 @@ class _Work:
     def __init__(self, trials: Trials, request: FitRequest) -> None:
         self.trials = trials
         self.request = request
+        self.found: Callable[[_Answered], None] = lambda _: None
         self.failures: list[Exception] = []
 
     def rows(self, scenarios: Sequence[Scenario]) -> tuple[list[FitRow], Made]:
@@ -157,11 +214,15 @@ class _Work:
         for scenario in scenarios:
             for budget in self.request.budgets:
                 if self.trials.vary.frontier:
-                    rows += self._frontier(scenario, budget)
+                    own = self._frontier(scenario, budget)
                 else:
-                    variant = self.request.variant(scenario, budget)
-                    rows.append(self._row(variant, budget, _likely(rows, budget)))
+                    own = [self._row(self.request.variant(scenario, budget), budget, _likely(rows, budget))]
+                self._tell(own)
+                rows += own
         return rows, self.trials.made(before)
+
+    def _tell(self, rows: Sequence[FitRow], complete: bool = True) -> None:
+        self.found(_Answered((rows[0].scenario, rows[0].gpu), tuple(rows), complete))
 
     def _frontier(self, scenario: Scenario, budget: Budget) -> list[FitRow]:
         """The longest context of one batch after another, each twice the last, until nothing fits."""
@@ -172,6 +233,7 @@ class _Work:
             row = replace(self._row(of_batch, budget, likely and likely // 2), batch=batch)
             self.trials.forget(of_batch, but=None if rows else row.size)
             rows, batch = [*rows, row], 2 * batch
+            self._tell(rows, complete=False)
         return rows if len(rows) == 1 or rows[-1].size else rows[:-1]
 
     def alone(self, base: RunVariant, size: int, capacity: int, name: str) -> tuple[RemedyRow, Made]:
@@ -189,10 +251,30 @@ class _Work:
                 return replace(row, reason="what its modules pass on is modelled and cannot be run")
             if request.asked is not None or not trials.resizable:
                 return _asked_row(trials, variant, row, request.asked or trials.asked)
-            return _searched_row(trials, variant, row, likely)
+            return self._searched_row(variant, row, likely)
         except (ScenarioError, ForwardError, InputError) as error:
             self.failures.append(error)
             return replace(row, reason=str(error))
+
+    def _searched_row(self, variant: RunVariant, row: FitRow, likely: int | None) -> FitRow:
+        """The largest size that fits."""
+        trials = self.trials
+        search = Search(
+            lambda size: trials.run(variant, size),
+            row.budget,
+            trials.known(variant),
+            trials.refused(variant),
+            trials.most,
+            powers=not trials.vary.batch,
+        )
+        linear = trials.vary.batch
+        try:
+            search.run(likely or (trials.asked if trials.asked > 1 else None))
+        except KeyboardInterrupt:
+            if search.runs and search.size and variant.sequences is None:
+                self._tell([growing_row(search, row, linear=linear)], complete=False)
+            raise
+        return growing_row(search, row, linear=linear)
 
 
 def _likely(rows: Sequence[FitRow], budget: Budget) -> int | None:
@@ -224,20 +306,6 @@ def _asked_row(trials: Trials, variant: RunVariant, row: FitRow, size: int) -> F
         bind=bind(run, None),
         looked=(size,),
     )
-
-
-def _searched_row(trials: Trials, variant: RunVariant, row: FitRow, likely: int | None) -> FitRow:
-    """The largest size that fits."""
-    found = largest(
-        lambda size: trials.run(variant, size),
-        row.budget,
-        start=likely or (trials.asked if trials.asked > 1 else None),
-        known=trials.known(variant),
-        refused=trials.refused(variant),
-        most=trials.most,
-        powers=not trials.vary.batch,
-    )
-    return growing_row(found, row, linear=trials.vary.batch)
 
 
 def growing_row(found: Search, row: FitRow, *, linear: bool) -> FitRow:

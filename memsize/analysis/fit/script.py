@@ -12,13 +12,15 @@ from dataclasses import replace
 from typing import Final
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
+from memsize.analysis.findings.interruption import interrupted
 from memsize.analysis.fit.fit import growing_row
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.search import LIMIT, MOST_RUNS, largest
+from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.analysis.program import run_program
 from memsize.analysis.script_imports import import_packages
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, first_line
+from memsize.internals.ctrl_c import found_kept
 from memsize.internals.silence import silent
 from memsize.internals.workers import Workers, can_fork
 from memsize.records.fit import Budget, Fit, FitRow, FitRun
@@ -99,31 +101,53 @@ def fit_script(
         raise InputError(
             f"{script.name} {first.size} and {second.size} take the same memory of the GPU: there is nothing to vary"
         )
-    rows = tuple(_row(runs, budget, first, second) for budget in budgets)
+    rows: list[FitRow] = []
+    searches: list[Search] = []
+
+    def so_far() -> Fit | None:
+        """The answers that are complete, and the one that was being looked for as far as that was."""
+        begun = budgets[len(rows) : len(searches)]
+        known = [_grown(search, budget) for search, budget in zip(searches[len(rows) :], begun, strict=True)]
+        known = [row for row in known if row.size]
+        missing = [f"the rest of {row.gpu}" for row in known]
+        missing += [budget.name for budget in budgets[len(rows) + len(known) :]]
+        return _answer(runs, [*rows, *known], budgets, missing) if rows or known else None
+
+    with found_kept(so_far):
+        for budget in budgets:
+            searches.append(_search(runs, budget, first, second))
+            searches[-1].run(None, MOST_RUNS - 2)
+            rows.append(_grown(searches[-1], budget))
+    return _answer(runs, rows, budgets)
+
+
+def _answer(runs: ScriptRuns, rows: Sequence[FitRow], budgets: Sequence[Budget], missing: Sequence[str] = ()) -> Fit:
+    script = runs.script
     return Fit(
         model=script.command(),
         inputs=(),
         vary=script.name,
         budgets=tuple(budgets),
-        fit_rows=rows,
+        fit_rows=tuple(rows),
         optimizer="the script's optimizer",
-        findings=RULES.findings(FitEvidence(rows, tuple(budgets), script.name, None, ())),
+        findings=(
+            *interrupted(missing),
+            *RULES.findings(FitEvidence(tuple(rows), tuple(budgets), script.name, None, ())),
+        ),
         notes=tuple(dict.fromkeys(note for run in runs.made.values() for note in run.trace.notes)),
         traces={FitRun("as-given", size, budgets[0].name): run.trace for size, run in runs.made.items()},
         runs=len(runs.made),
+        missing=tuple(missing),
     )
 
 
-def _row(runs: ScriptRuns, budget: Budget, first: Footprint, second: Footprint) -> FitRow:
-    """The answer for one budget, after the two runs that say about where to look."""
+def _search(runs: ScriptRuns, budget: Budget, first: Footprint, second: Footprint) -> Search:
+    """The search for one budget, after the two runs that say about where to look."""
     slope = max((second.requested - first.requested) // (second.size - first.size), 1)
     about = max((budget.allocator - first.requested) // slope + first.size, second.size)
-    found = largest(
-        runs.run,
-        budget.allocator,
-        known=runs.made,
-        most=min(_BEYOND * about, LIMIT),
-        runs=MOST_RUNS - 2,
-    )
+    return Search(runs.run, budget.allocator, {**runs.made}, {}, min(_BEYOND * about, LIMIT))
+
+
+def _grown(search: Search, budget: Budget) -> FitRow:
     row = FitRow("as-given", "as the script runs", budget.name, budget.allocator, "unavailable")
-    return growing_row(found, row, linear=True)
+    return growing_row(search, row, linear=True)

@@ -80,8 +80,8 @@ class Search:
     capacity: int
     runs: dict[int, Footprint]
     refused: dict[int, str]
-    most: int
-    powers: bool
+    most: int = LIMIT
+    powers: bool = False
     looked: tuple[int, ...] = ()
     _nudges: int = 0
     _jumps: int = 0
@@ -130,7 +130,7 @@ class Search:
 
     # -- the runs -----------------------------------------------------------------------------------------------------
 
-    def run(self, start: int | None, runs: int) -> None:
+    def run(self, start: int | None, runs: int = MOST_RUNS) -> None:
         """Run up to `runs` sizes, `start` first; raises `ForwardError` where the model runs with none of them."""
         sizes = dict.fromkeys(size for size in (start, *STARTS) if size and size <= self.most)
         # Where all of them were refused before, the model says it once more.
