@@ -70,6 +70,21 @@ def test_the_largest_value_fits_and_the_next_does_not(script: Path, capfd: pytes
     assert "never seen" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_allocator_has_the_settings_that_the_script_runs_with(
+    inside: bool, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two steps from 64 to 128 MiB, 97 MiB take a block of 128, and 100 MiB are there."""
+    setting = "roundup_power2_divisions:2"
+    if inside:
+        text = script.read_text()
+        script.write_text(f"import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = '{setting}'\n{text}")
+    else:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    row = memsize.fit_script(script, ["--size", "20"], vary="size", gpu="t4", budget="750MiB").fit_rows[0]
+    assert (row.size, row.peak, row.next_size) == (96, 96 * MiB, 97)
+
+
 def test_a_value_without_effect_and_a_failing_script_are_said(script: Path) -> None:
     with pytest.raises(InputError, match="--size 20 and 40 take the same memory of the GPU"):
         memsize.fit_script(script, ["--size", "20", "--fixed"], vary="size", gpu="t4")

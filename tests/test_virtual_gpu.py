@@ -435,13 +435,18 @@ def test_settings_of_the_environment_that_pytorch_would_refuse(monkeypatch: pyte
         torch.empty(1, device="cuda")
 
 
-def test_settings_that_the_script_makes_and_pytorch_would_refuse(tmp_path: Path) -> None:
+def test_settings_that_the_script_makes_and_pytorch_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, torch\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'unknown:1'\ntorch.empty(1, device='cuda')\n"
     )
     with pytest.raises(ForwardError, match="no allocator setting 'unknown'"):
         memsize.run(script)
+    assert command(["run", str(script)]) == 2
+    said, message = capsys.readouterr().err.splitlines()
+    assert said.startswith("memsize: ") and message.startswith("error: the environment's PYTORCH_CUDA_ALLOC_CONF or ")
 
 
 def test_free_rests_of_split_segments_are_counted_where_pytorch_counts_them() -> None:

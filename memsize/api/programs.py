@@ -137,7 +137,7 @@ def fit_script(
 
     `script` runs as by `run`, with `arguments` as its command line, of which `vary` names one with a whole number:
     ``"batch-size"`` for ``--batch-size 8``, ``"train.batch_size"`` for ``train.batch_size=8``. `gpu`, `budget` and
-    `margin` are as for `fit`, `config` as for `trace`; `steps` training steps are made in each run. Where the platform
+    `margin` are as for `fit`, `config` as for `run`; `steps` training steps are made in each run. Where the platform
     forks, each run is a process of its own.
 
     Raises `InputError` where there is no such script or argument, or where it has no effect on the GPU's memory; and
@@ -149,8 +149,9 @@ def fit_script(
     from memsize.spec.stack import Stack
 
     varied = VariedScript.of(os.fspath(script), tuple(arguments), vary)
-    settings = AllocatorConfig.of(config)
-    capacities = budgets(gpu, budget, margin, Stack.of(None), settings.memory_fraction)
+    settings = AllocatorConfig.given(config)
+    fraction = (settings or AllocatorConfig.of_environment(os.environ)).memory_fraction
+    capacities = budgets(gpu, budget, margin, Stack.of(None), fraction)
     from memsize.analysis.fit.script import fit_script as fitted
 
     return fitted(varied, capacities, settings, steps=steps, say=progress or (lambda _: None))

@@ -139,6 +139,8 @@ def run(
             found, error = run_program(program, arguments, where, config, world=world, say=progress, **options)
     if isinstance(error, KeyboardInterrupt) and not found.trace.events:
         raise error
+    if isinstance(error, InputError) and not found.steps:
+        raise error
     if isinstance(error, SystemExit) and not found.trace.events:
         return error.code if isinstance(error.code, int) else 1
     if error is not None:

@@ -102,6 +102,14 @@ class AllocatorConfig:
         """The settings that are given as a value or as a text; None where none are."""
         return None if settings is None else cls.of(settings, release)
 
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> AllocatorConfig:
+        """The settings that a PyTorch process started in `environment` would use."""
+        try:
+            return cls.parse(settings_in(environment))
+        except InputError as error:
+            raise InputError(f"the environment's {' or '.join(_VARIABLES)}: {error}") from None
+
     def block_size(self, request: int) -> int:
         """The bytes of the block that serves `request` bytes: a multiple of 512, at least 512.
 

@@ -16,7 +16,7 @@ import torch
 
 from memsize.device.config import AllocatorConfig, settings_in
 from memsize.device.context import context
-from memsize.errors import InputError, first_line
+from memsize.errors import first_line
 from memsize.internals.user_code import line_of, running_line, users_frames
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
@@ -129,10 +129,7 @@ class Program:
         text = settings_in(os.environ)
         if text:
             self.ledger.evaluator.notes[_SET.format(text)] = None
-        try:
-            return AllocatorConfig.parse(text)
-        except InputError as error:
-            raise InputError(f"the environment's PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF: {error}") from None
+        return AllocatorConfig.of_environment(os.environ)
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 

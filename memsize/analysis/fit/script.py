@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.findings.interruption import interrupted
@@ -17,6 +17,7 @@ from memsize.analysis.fit.fit import growing_row
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.analysis.program import run_program
+from memsize.analysis.saved import config_of
 from memsize.analysis.script_imports import import_packages
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, first_line
@@ -30,6 +31,8 @@ from memsize.spec.script import VariedScript
 
 _AMPLE: Final = 2**50
 """Bytes of a GPU on which no script runs out of memory."""
+Ran: TypeAlias = tuple[Trace, AllocatorConfig, str]
+"""What a script did, with which settings of the allocator, and how it failed (empty: it did not)."""
 _BEYOND: Final = 4
 """How many times as large as a straight line through two runs says a value is tried at most: the data that a script
 makes for it are really made.
@@ -40,7 +43,7 @@ class ScriptRuns:
     """The runs of a script with different values of one argument, `steps` training steps each."""
 
     def __init__(
-        self, script: VariedScript, card: Card, config: AllocatorConfig, steps: int, say: Callable[[str], None]
+        self, script: VariedScript, card: Card, config: AllocatorConfig | None, steps: int, say: Callable[[str], None]
     ) -> None:
         self.script = script
         self.made: dict[int, Footprint] = {}
@@ -53,43 +56,44 @@ class ScriptRuns:
         """The run with one value; raises `ForwardError` where the script fails with it."""
         if value not in self.made:
             self._say(f"running {self.script.command(value)}")
-            trace, failure = self._apart(value)
+            trace, config, failure = self._apart(value)
             if failure:
                 raise ForwardError(failure, trace)
-            self.made[value] = Footprint(value, trace, self._config)
+            self.made[value] = Footprint(value, trace, config)
         return self.made[value]
 
-    def _apart(self, value: int) -> tuple[Trace, str]:
+    def _apart(self, value: int) -> Ran:
         if not can_fork():
             return self.trace(value)
         with Workers(self, self._say) as workers:
-            found: tuple[Trace, str] = workers.apart(("silent_trace", value))
+            found: Ran = workers.apart(("silent_trace", value))
             return found
 
-    def silent_trace(self, value: int) -> tuple[Trace, str]:
+    def silent_trace(self, value: int) -> Ran:
         """`trace` in a process of its own, where nobody reads what the script prints."""
         with silent():
             return self.trace(value)
 
-    def trace(self, value: int) -> tuple[Trace, str]:
-        """What the script did with a value, and how it failed (empty: it did not)."""
+    def trace(self, value: int) -> Ran:
+        """What the script did with a value."""
         arguments = self.script.valued(value)
         found, error = run_program(
             self.script.path, arguments, self._card, self._config, steps=self._steps, module=False
         )
         failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
-        return found.trace, failure
+        return found.trace, config_of(found), failure
 
 
 def fit_script(
     script: VariedScript,
     budgets: Sequence[Budget],
-    config: AllocatorConfig,
+    config: AllocatorConfig | None,
     *,
     steps: int = 3,
     say: Callable[[str], None] = lambda _: None,
 ) -> Fit:
-    """The largest value of the script's argument that fits each budget.
+    """The largest value of the script's argument that fits each budget. The allocator has the settings of `config`, or
+    with None those that the environment has in each run.
 
     Raises `ForwardError` where the script fails with the value that it is given, and `InputError` where that value has
     no effect on the memory of the GPU.
