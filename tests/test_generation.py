@@ -381,3 +381,11 @@ def test_a_prompt_of_many_sequences_is_known_to_be_unpadded(config: Callable[...
     with generator_of(config(**SMALL)) as generator:
         made = generator.run(Generation(40_000, 2), 8)
     assert sum(layer.bytes for layer in made.cached) == 8 * (40_000 + 1) * TOKEN
+
+
+def test_no_token_ends_a_generation(config: Callable[..., str]) -> None:
+    mamba = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 32, "state_size": 4}
+    made = generated(config(**mamba, num_hidden_layers=1, vocab_size=50, eos_token_id=0), Generation(8, 4), 1)
+    assert {split_phase(phase) for phase in made.trace.phases} >= {("decode", 1), ("decode", 2), ("decode", 3)}
+    # 64 inner channels: three inputs and one place more of a convolution, and a state of 4, in float32
+    assert sum(layer.bytes for layer in made.cached) == 64 * (4 + 4) * 4

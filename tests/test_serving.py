@@ -149,6 +149,98 @@ def test_a_little_padding_is_better_than_many_groups() -> None:
     assert layout.block_bytes == 16 * 13 * 10
 
 
+MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
+MAMBA2 = {"model_type": "mamba2", "state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2}
+HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+MLA = {"kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+STATE_OF_MAMBA = 2 * (3 * 128 + 128 * 16)
+"""128 inner channels: three inputs of a convolution that is four wide, and 16 numbers of a state."""
+TOKEN = 2 * 2 * 16 * 2
+KINDS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], int, int]] = {
+    # entries; groups; bytes of a block; blocks of a request of 500 tokens
+    "MLA": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 2}
+        | {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4}
+        | MLA,
+        [("latent attention", 2)],
+        2 * 16 * (32 + 8) * 2,
+        32,
+    ),
+    "Mamba": (MAMBA, [("state", 2)], 2 * STATE_OF_MAMBA, 1),
+    # 8 heads of 16, and 2 groups of 16 states of either kind, go through the convolution
+    "Mamba-2": (
+        MAMBA2 | {"architectures": ["Mamba2ForCausalLM"]},
+        [("state", 2)],
+        2 * 2 * (3 * (128 + 2 * 2 * 16) + 8 * 16 * 16),
+        1,
+    ),
+    # 4,864 bytes of a state in blocks of 48 tokens of 128 bytes
+    "Jamba": (
+        SMALL | {"architectures": ["JambaForCausalLM"], "model_type": "jamba", "num_hidden_layers": 8}
+        | {"num_experts": 2, "mamba_dt_rank": 8},
+        [("state", 1)] * 7 + [("full attention", 1)],
+        48 * TOKEN,
+        7 + 11,
+    ),
+    # (3 × (2·2·16 + 4·16) + 4·16·16) × 2 = 2,816 bytes of a state in blocks of 32 tokens
+    "Qwen3-Next": (
+        {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4, "head_dim": 16}
+        | {"shared_expert_intermediate_size": 32} | EXPERTS | LINEAR,
+        [("state", 1)] * 3 + [("full attention", 1)],
+        32 * TOKEN,
+        3 + 16,
+    ),
+    # both in each layer: (3 × (64 + 2·16) + 4·16·16) × 2 = 2,624 bytes of a state
+    "Falcon-H1": (
+        {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4}
+        | {"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1},
+        [("state", 2), ("full attention", 2)],
+        2 * 32 * TOKEN,
+        1 + 16,
+    ),
+    # (3 × (128 + 2·16) + 8·16·16) × 2 = 5,056 bytes of a state in blocks of 48 tokens
+    "Granite": (
+        {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_local_experts": 0}
+        | {"layer_types": ["mamba", "mamba", "attention"], "num_hidden_layers": 3} | HYBRID,
+        [("state", 1), ("state", 1), ("full attention", 1)],
+        48 * TOKEN,
+        2 + 11,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_layers(kind: str, config: Callable[..., str]) -> None:
+    entries, groups, size, request = KINDS[kind]
+    options: dict[str, Any] = {"scenarios": "as-given", "context": 500, "batched_tokens": 64, "seqs": 4}
+    report = memsize.serve(config(**SMALL | entries), **options)
+    paged = report.ran[0].paged
+    assert paged is not None
+    assert [group[:2] for group in report.groups] == groups
+    assert (paged.block_bytes, paged.request_blocks) == (size, request)
+    has_states = any(name == "state" for name, _ in groups)
+    assert any("plain PyTorch code" in each for each in report.assumptions) == has_states
+    if has_states:
+        with pytest.raises(InputError, match=r"keeps states as in Mamba|has no num_|has no head_dim"):
+            memsize.serve(config(**SMALL | entries), tp=2, **options)
+
+
+def test_a_block_holds_more_of_smaller_tokens() -> None:
+    layout = block_layout([CachedLayer(SLIDING, 32), CachedLayer(FULL, 64)], 100, 16, "it")
+    assert layout.tokens == (32, 16)
+    assert layout.block_bytes == 16 * 64
+    assert layout.request(Serving(batched_tokens=64), 1000) == 6 + 1 + 63  # 163 tokens by 32, one more, 1,000 by 16
+    with pytest.raises(InputError, match="tokens of two sizes"):
+        block_layout([CachedLayer(SLIDING, 48), CachedLayer(FULL, 64)], 100, 16, "it")
+
+
 def test_too_small_a_card_says_by_how_much(config: Callable[..., str]) -> None:
     report = memsize.serve(config(**SMALL), gpu="t4", utilization=0.0001, scenarios="as-given", batched_tokens=64)
     (row,) = report.ran
@@ -166,13 +258,19 @@ def test_a_request_that_is_longer_than_the_cache(config: Callable[..., str]) -> 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, "has latent attention"),
+        (
+            SMALL | {"architectures": ["MiniMaxForCausalLM"], "model_type": "minimax"},
+            "keeps states in a form of its own",
+        ),
+        (
+            SMALL | {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "num_hidden_layers": 4},
+            "has chunked attention",
+        ),
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "has an encoder"),
         (
             {"architectures": ["BertModel"], "model_type": "bert", "num_attention_heads": 4},
             "it takes a body and a head",
         ),
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "caches state"),
     ],
 )
 def test_what_is_not_covered(entries: dict[str, Any], message: str, config: Callable[..., str]) -> None:

@@ -36,15 +36,29 @@ _MADE: Final = frozenset(("decoder_input_ids", "decoder_attention_mask", "labels
 """Arguments of a forward that `generate` makes itself."""
 
 
+class State(NamedTuple):
+    """A state of fixed size: the shape that each sequence has of it, bytes of an element, and whether it holds the last
+    inputs of a convolution, along its last dimension.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    of_convolution: bool
+
+
 class CachedLayer(NamedTuple):
-    """What a cache holds for one layer of the model: of which kind, in how many bytes."""
+    """What a cache holds for one layer of the model: of which kind, in how many bytes; and the states among that."""
 
     kind: str
     bytes: int
+    states: tuple[State, ...] = ()
 
 
 Observer = Callable[[int, tuple[CachedLayer, ...]], None]
 """Called after each forward with its number (0: the prefill), and what the cache holds then."""
+
+
+_NOTHING: Final = torch.empty(0, device="cpu")
 
 
 class _Enough(BaseException):
@@ -76,6 +90,8 @@ class GenerationSteps:
         if self.generation.begun > 1:
             kwargs["decoder_input_ids"] = _begun(setup.model, self.generation.begun, setup.batch_size or 1)
         arguments = _arguments(setup.model, self.generation)
+        if "generation_config" in arguments:  # generate takes what is None in the one from the other
+            setup.model.generation_config = arguments["generation_config"]  # type: ignore[assignment]
         with run.recording(), torch.no_grad(), setup.autocast(), run.ledger.clock.during(PREFILL):
             steps = self.generation.new - 1 if self.steps is None else self.steps
             with (
@@ -177,8 +193,11 @@ def _cache_of(kwargs: dict[str, Any], output: Any) -> Any:
 def _cached(run: Run, cache: Any) -> Iterator[CachedLayer]:
     """What each layer of the cache holds; its storages are marked as those of a cache."""
     met: set[int] = set()
+    latent = getattr(getattr(run.setup.model, "config", None), "kv_lora_rank", None)
     for kind, layer in _layers(cache):
         size = 0
+        if kind == "full attention" and latent and getattr(layer, "keys", _NOTHING).shape[-1] == latent:
+            kind = "latent attention"
         for tensor in tensors_in(layer if isinstance(layer, torch.Tensor) else vars(layer)):
             for piece in plain_tensors(tensor):
                 index = run.ledger.index_of(piece)
@@ -187,7 +206,16 @@ def _cached(run: Run, cache: Any) -> Iterator[CachedLayer]:
                     run.ledger.mark(piece, "KV cache")
                     size += run.ledger.size(index)
         if size:
-            yield CachedLayer(kind, size)
+            yield CachedLayer(kind, size, tuple(_states(layer)))
+
+
+def _states(layer: Any) -> Iterator[State]:
+    """The states of a layer of transformers' linear attention, or of one with both kinds of attention."""
+    for name in ("conv_states", "recurrent_states"):
+        held = getattr(layer, name, None)
+        for tensor in held.values() if isinstance(held, dict) else ():
+            if isinstance(tensor, torch.Tensor):
+                yield State(tuple(tensor.shape[1:]), tensor.element_size(), name == "conv_states")
 
 
 def _layers(cache: Any) -> Iterator[tuple[str, Any]]:

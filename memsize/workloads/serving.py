@@ -34,7 +34,9 @@ class ProfileRun:
         run = Run(setup)
         with run.recording(), torch.no_grad(), setup.autocast():
             hidden = body(tokens, use_cache=False).last_hidden_state
-            logits = head(hidden[: self.seqs, -1].contiguous())
+            last = hidden[: self.seqs, -1].contiguous()
+            width = getattr(head, "weight", last).dtype
+            logits = head(last.to(width) if width.is_floating_point else last)  # Mamba's residuals are in float32
             if self.tp > 1:
                 logits = torch.cat([logits] * self.tp, dim=-1)
             run.result = _sampled(logits)

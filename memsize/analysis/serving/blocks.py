@@ -3,11 +3,20 @@
 Layers that keep the same number of tokens form one group, whose block has the keys and values of all of them
 (`_get_kv_cache_groups_uniform_spec`, `_get_kv_cache_groups_uniform_type`). A model of layers with full attention and
 with a sliding window has several groups of equally many layers, the last of each kind padded, which share one pool of
-blocks (`_get_kv_cache_groups_uniform_page_size`).
+blocks (`_get_kv_cache_groups_uniform_page_size`). Where the tokens of one kind are smaller, its blocks have room for
+more of them (`unify_kv_cache_spec_page_size`).
+
+Latent attention (MLA) keeps one vector for each token, whatever the number of cards (`MLAAttentionSpec`). A layer with
+a state, as in Mamba, has one block for each request (`MambaSpec`, where prefixes are not cached), and blocks are made
+so large that one holds its state (`HybridAttentionMambaModelConfig` of `vllm/model_executor/models/config.py`). A state
+has the dtype of the model, and one input less than its convolution is wide (`mamba_utils.py` of
+`vllm/model_executor/layers/mamba`).
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,66 +26,114 @@ from memsize.records.serving import Concurrency, LayerGroup, Paged
 from memsize.spec.serving import Serving
 from memsize.workloads.generation import CachedLayer
 
-FULL, SLIDING = "full attention", "sliding window"
+FULL, SLIDING, LATENT, STATE = "full attention", "sliding window", "latent attention", "state"
+_KINDS = (FULL, SLIDING, LATENT, STATE)
+_ALIGNED = 16
+"""The tokens that a block with a state has are a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The groups of layers that have tables of blocks of their own, and the bytes of a block, which all share."""
+    """The groups of layers that have tables of blocks of their own, and the bytes of a block, which all share.
+
+    `tokens` are those of a block of each group; 0 where one block is for a whole request.
+    """
 
     groups: tuple[LayerGroup, ...]
     block_bytes: int
+    tokens: tuple[int, ...]
+
+    def notes(self, asked: int) -> tuple[str, ...]:
+        """What a reader must know of the blocks, where `asked` tokens were asked for."""
+        tokens = min(filter(None, self.tokens), default=0)
+        if 0 in self.tokens and tokens > asked:
+            return (f"a block has {tokens:,} tokens in place of {asked:,}, so that it holds the state of a layer",)
+        return ()
 
     def request(self, serving: Serving, context: int) -> int:
         """The blocks of one request of `context` tokens (`max_memory_usage_bytes` of each group)."""
-        return sum(_blocks(group, serving, context) for group in self.groups)
+        groups = zip(self.groups, self.tokens, strict=True)
+        return sum(_blocks(group, tokens, serving, context) for group, tokens in groups)
 
     def paged(self, available: Interval, serving: Serving, context: int) -> Paged:
         """The cache that fills `available` bytes; tokens as vLLM logs them (`_report_kv_cache_config`)."""
         request = self.request(serving, context)
         blocks = Interval(*(size // self.block_bytes for size in available))
+        tokens = min(filter(None, self.tokens), default=context)
         return Paged(
             available=available,
             block_bytes=self.block_bytes,
             request_blocks=request,
             blocks=blocks,
-            tokens=Interval(*(count // len(self.groups) * serving.block for count in blocks)),
+            tokens=Interval(*(count // len(self.groups) * tokens for count in blocks)),
             concurrency=Concurrency(*(count / request for count in blocks)),
         )
 
 
 def block_layout(layers: Sequence[CachedLayer], window: int | None, block: int, name: str) -> BlockLayout:
-    """The blocks of a model whose layers' `bytes` are those of one token; `window` is that of its sliding ones.
+    """The blocks of a model whose layers' `bytes` are those of one token, or of a whole state; `window` is that of its
+    sliding ones.
 
     Raises `InputError` for layers that these rules do not cover.
     """
-    kinds = list(dict.fromkeys(layer.kind for layer in layers))
-    other = next((kind for kind in kinds if kind not in (FULL, SLIDING)), None)
-    if other or not kinds:
-        raise InputError(f"{name} caches {other or 'nothing'}: paged caches of full attention and windows are covered")
-    if SLIDING in kinds and window is None:
+    count = Counter(layer.kind for layer in layers)
+    other = next((kind for kind in count if kind not in _KINDS), None)
+    if other or not count:
+        raise InputError(f"{name} caches {other or 'nothing'}: paged caches of attention and of states are covered")
+    if SLIDING in count and window is None:
         raise InputError(f"{name} has layers with a sliding window, and its config does not say how wide it is")
-    count = {kind: sum(layer.kind == kind for layer in layers) for kind in kinds}
-    windows = {FULL: None, SLIDING: window}
-    if len(kinds) == 1:
-        group = LayerGroup(kinds[0], len(layers), windows[kinds[0]])
-        return BlockLayout((group,), block * sum(layer.bytes for layer in layers))
-    if len({layer.bytes for layer in layers}) > 1:
-        raise InputError(f"{name} has windows whose tokens are not as large as those of full attention: not covered")
+    windows = {SLIDING: window}
+    if len(count) == 1:
+        (kind,) = count
+        tokens = 0 if kind == STATE else block
+        size = (tokens or 1) * sum(layer.bytes for layer in layers)
+        return BlockLayout((LayerGroup(kind, len(layers), windows.get(kind)),), size, (tokens,))
+    page, tokens_of = _page(layers, block, name)
     most, least = max(count.values()), min(count.values())
     together = most if most < 1.5 * least else least  # the first where that costs little padding
     groups = tuple(
-        LayerGroup(kind, len(range(place, count[kind], tables)), windows[kind])
-        for kind in kinds
+        LayerGroup(kind, len(range(place, count[kind], tables)), windows.get(kind))
+        for kind in count
         for tables in (-(-count[kind] // together),)
         for place in range(tables)
     )
-    return BlockLayout(groups, block * together * layers[0].bytes)
+    return BlockLayout(groups, page * together, tuple(tokens_of[group.kind] for group in groups))
 
 
-def _blocks(group: LayerGroup, serving: Serving, context: int) -> int:
+def _page(layers: Sequence[CachedLayer], block: int, name: str) -> tuple[int, dict[str, int]]:
+    """The bytes that a block has for one layer, and how many tokens of each kind of layer go into it."""
+    sizes = {kind: {layer.bytes for layer in layers if layer.kind == kind} for kind in {each.kind for each in layers}}
+    if any(len(found) > 1 for found in sizes.values()):
+        raise InputError(f"{name} has layers of one kind that cache more than others of it: not covered")
+    of_token = {kind: found.pop() for kind, found in sizes.items() if kind != STATE}
+    largest = max(of_token.values())
+    if STATE in sizes:
+        block = max(block, _ALIGNED * -(-max(sizes[STATE]) // (_ALIGNED * largest)))
+    if any(largest % size for size in of_token.values()):
+        raise InputError(f"{name} has tokens of two sizes in its cache, and the larger is no multiple of the other")
+    return block * largest, {STATE: 0} | {kind: block * largest // size for kind, size in of_token.items()}
+
+
+def state_bytes(layer: CachedLayer, width: int | None) -> int:
+    """The bytes of a layer's states as a server keeps them; those of a recurrence `width` bytes for each number, None
+    for as many as the others.
+    """
+    of_model = min(state.itemsize for state in layer.states)
+    size = 0
+    for state in layer.states:
+        numbers = math.prod(state.shape)
+        if state.of_convolution:
+            size += numbers // state.shape[-1] * (state.shape[-1] - 1) * of_model
+        else:
+            size += numbers * (width or of_model)
+    return size
+
+
+def _blocks(group: LayerGroup, tokens: int, serving: Serving, context: int) -> int:
     """A window may begin in the middle of a block; a step's tokens come in before those beyond it go."""
+    if not tokens:
+        return 1
     if group.window is None:
-        return -(-context // serving.block)
-    tokens = min(group.window - 1 + serving.batched_tokens, context)
-    return -(-tokens // serving.block) + 1
+        return -(-context // tokens)
+    held = min(group.window - 1 + serving.batched_tokens, context)
+    return -(-held // tokens) + 1

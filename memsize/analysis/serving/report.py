@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+import torch
+
 from memsize.analysis.findings.serving import RULES
-from memsize.analysis.generation.generator import Generator
 from memsize.analysis.generation.prompts import Prompts
 from memsize.analysis.runner import Runner
-from memsize.analysis.serving.blocks import BlockLayout, block_layout
+from memsize.analysis.serving.blocks import STATE, BlockLayout, block_layout, state_bytes
 from memsize.device.context import context_on
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
@@ -26,7 +27,7 @@ from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.spec.serving import KV_BYTES, Serving
 from memsize.units import GiB
-from memsize.workloads.generation import CachedLayer
+from memsize.workloads.generation import CachedLayer, GenerationSteps
 from memsize.workloads.serving import ProfileRun, text_model
 
 LEAST_OUTSIDE: Final = GiB // 100
@@ -40,6 +41,12 @@ _LOOKED = 8
 _ASSUMED = (
     "the largest step runs transformers' own forward: the fused kernels of a server need less between its layers",
     "CUDA graphs come on top of what the server may take, and so do adapters and the models of speculative decoding",
+)
+_STATEFUL = ("linear", "mamba", "recurrent", "conv")
+"""Words in the names of layers that keep a state."""
+_PLAIN = (
+    "layers with a state run transformers' plain PyTorch code, which needs far more for a moment than a server's "
+    "kernels: the cache has at least these blocks"
 )
 
 
@@ -81,8 +88,8 @@ class Server:
             groups=layouts[0].groups,
             serving_rows=tuple(rows),
             findings=RULES.findings((tuple(rows), asked, self.runner.gpu, self._budget)),
-            notes=tuple(dict.fromkeys(notes)),
-            assumptions=_ASSUMED,
+            notes=tuple(dict.fromkeys((*notes, *layouts[0].notes(self.serving.block)))),
+            assumptions=(*_ASSUMED, *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else [])),
         )
 
     @property
@@ -98,14 +105,20 @@ class Server:
     def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
         """The blocks of the cache, from one more token in the model's own."""
         self.say(f"{scenario.name}: the cache of one token")
-        generator = Generator(self.runner, self.prompts, scenario)
-        generated = generator.run(Generation(_LOOKED, 2), 1)
-        own = _width(generated.trace)
+        steps: dict[int, tuple[CachedLayer, ...]] = {}
+        workload = GenerationSteps(Generation(_LOOKED, 2), None, steps.__setitem__)
+        trace = self.runner.given(self.prompts(_LOOKED), 1).run(workload, scenario)
+        own = _width(trace)
         width = own if self.serving.kv_dtype is None else KV_BYTES[self.serving.kv_dtype]
-        layers = [
-            CachedLayer(now.kind, (now.bytes - before.bytes) // own * width)
-            for now, before in zip(generated.cached, generated.before, strict=True)
-        ]
+        _check_states(config, steps[1], self.runner.name)
+        layers: list[CachedLayer] = []
+        for before, now in zip(steps[0], steps[1], strict=True):
+            if now.states:
+                layers.append(CachedLayer(STATE, state_bytes(now, _state_width(config))))
+            if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
+                layers.append(CachedLayer(kind, (now.bytes - before.bytes) // own * width))
+        if self.serving.tp > 1 and any(layer.states for layer in steps[1]):
+            raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among cards")
         window = getattr(config, "sliding_window", None)
         return block_layout(layers, window, self.serving.block, self.runner.name)
 
@@ -127,10 +140,27 @@ class Server:
         return replace(row, paged=layout.paged(available, serving, context))
 
 
+def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None:
+    """Raise `InputError` for a model with states that are not those of transformers' linear attention."""
+    kinds = " ".join(
+        map(str, next(filter(None, (getattr(config, entry, None) for entry in ("layer_types", "block_types"))), ()))
+    )
+    hidden = any(kind in kinds for kind in _STATEFUL) and not any(layer.states for layer in layers)
+    if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
+        raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")
+
+
 def _width(trace: Trace) -> int:
-    """The bytes of one number in a cache; 1 where there is no cache."""
-    cached = max((storage for storage in trace.storages if storage.role == "KV cache"), default=None)
-    return cached.bytes // math.prod(cached.shape) if cached else 1
+    """The bytes of one number in a cache of keys and values; 1 where there is no cache. States may have wider ones."""
+    cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
+    return min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
+
+
+def _state_width(config: Any) -> int | None:
+    """The bytes of one number in a recurrent state, where the config says its dtype."""
+    named = (getattr(config, name, None) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
+    dtypes = (getattr(torch, str(name).removeprefix("torch."), None) for name in named if name)
+    return next((dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
 
 
 def _text_config(runner: Runner) -> Any:
@@ -139,11 +169,9 @@ def _text_config(runner: Runner) -> Any:
     for name, what in (("vision_config", "images"), ("audio_config", "sound")):
         if getattr(config, name, None) is not None:
             raise InputError(f"{runner.name} also reads {what}: serve the config of its text model")
-    if getattr(config, "kv_lora_rank", None):
-        raise InputError(f"{runner.name} has latent attention, whose cache a server compresses: that is not covered")
     kinds = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
         what = "chunked attention" if "chunked_attention" in kinds else "an encoder"
-        raise InputError(f"{runner.name} has {what}: only full attention and sliding windows are covered")
+        raise InputError(f"{runner.name} has {what}: only full and latent attention, windows and states are covered")
     text_model(runner.model, runner.name)
     return config
