@@ -10,11 +10,13 @@ in what matters here from PyTorch 2.1 to 2.14; the checks raise in the words of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, ops, strided
+from torch import Tensor, int32, ops, sparse_coo, strided
 
-from memsize.cuda.registry import Copies, copies_of, result_first, same_dtype
+from memsize.cuda.registry import Copies, Temporary, copies_of, result_first, same_dtype, temporaries_of
+from memsize.internals.sparse import stored_elements
 from memsize.meta_kernels.strides import is_dense
 
 _aten = ops.aten
@@ -39,6 +41,23 @@ CUBLAS = frozenset((*_PRODUCTS, *_ADDED, *_ADDED_IN_PLACE, *_SUMMED, *_VECTORS, 
 same_dtype(slice(0, 2), _aten.mm.default, _aten.bmm.default, _aten.mv.default, _aten.dot.default)
 same_dtype(slice(0, 3), _aten.addmm.default, _aten.addmv.default, _aten.baddbmm.default)
 result_first(*_PRODUCTS, *_ADDED, *_VECTORS)
+
+
+def takes_cublas(args: Any) -> bool:
+    """Whether an op of `CUBLAS` has no sparse operand: cuSPARSE, which has no such workspace, would compute it."""
+    return all(each.layout is strided for each in args if isinstance(each, Tensor))
+
+
+@temporaries_of(_aten.mm.default, _aten.addmm.default, _aten._sparse_addmm.default)
+def _in_coordinates(*args: Any, **_: Any) -> Iterator[Temporary]:
+    """cuSPARSE wants row pointers and columns of 32 bits, and a result by columns, which is copied into that by rows
+    (sparse/cuda/SparseCUDATensorMath.cu). What it asks for itself beside is not known.
+    """
+    matrix, dense = args[-2:]
+    if matrix.layout is sparse_coo:
+        yield Temporary((matrix.shape[0] + 1,), int32)
+        yield Temporary((stored_elements(matrix),), int32)
+        yield Temporary((dense.shape[1], matrix.shape[0]), dense.dtype)
 
 
 def takes_cublaslt(args: Any, kwargs: Any) -> bool:

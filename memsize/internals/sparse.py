@@ -17,6 +17,12 @@ PARTS: Final = {
 """Sparse layouts, and the methods that return their component tensors; the last one is that of the values."""
 
 
+def stored_elements(tensor: torch.Tensor) -> int:
+    """How many elements `tensor` holds, with the zeros that it holds."""
+    held = getattr(tensor, PARTS[tensor.layout][-1])() if tensor.layout in PARTS else tensor
+    return int(held.numel())
+
+
 def with_parts(
     original: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], shape: torch.Size | None = None
 ) -> torch.Tensor:

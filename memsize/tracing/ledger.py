@@ -16,7 +16,7 @@ import torch
 
 from memsize.constants.propagation import carry_over
 from memsize.cuda.convolution import Convolutions
-from memsize.cuda.matmul import takes_cublaslt
+from memsize.cuda.matmul import takes_cublas, takes_cublaslt
 from memsize.cuda.registry import Temporary
 from memsize.internals.meta import is_meta
 from memsize.internals.sparse import PARTS
@@ -137,7 +137,7 @@ class Ledger(MetaDispatchMode):
         kwargs, op = kwargs or {}, self.known[func]
         self.clock.tick()
         self.last_op = name = op.name
-        if op.multiplies and self.workspaces.blas:
+        if op.multiplies and self.workspaces.blas and takes_cublas(args):
             self._keep_workspace(self._handles, self.workspaces.blas, name)
         self._mark_read(args)
         result = self.run_op(func, args, kwargs)

@@ -12,6 +12,8 @@ from typing import Any, Final
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from memsize.internals.sparse import PARTS, stored_elements
+
 FLOPS_OF_ONE: Final = 2
 """The registry counts a multiplication and an addition as two operations."""
 
@@ -64,6 +66,14 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return FLOPS_OF_ONE * rows * a.shape[-1] * b.shape[-1]
 
 
+def _product(*matrices: Tensor, **_: Any) -> int:
+    """Every element that a matrix stores is multiplied for each column of the other, or for each row."""
+    one, other = matrices[-2:]
+    if other.layout in PARTS:
+        return FLOPS_OF_ONE * one.shape[0] * stored_elements(other)
+    return FLOPS_OF_ONE * stored_elements(one) * other.shape[1]
+
+
 _OWN: Final[dict[str, Formula]] = {
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
@@ -72,4 +82,7 @@ _OWN: Final[dict[str, Formula]] = {
     "memsize::flex_attention": _attention,
     "aten::_cudnn_rnn": _recurrent,
     "aten::_grouped_mm": _grouped,
+    "aten::mm": _product,
+    "aten::addmm": _product,
+    "aten::_sparse_addmm": _product,
 }
