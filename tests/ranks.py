@@ -87,6 +87,48 @@ def tensor_parallel(model: Any) -> Callable[[torch.Tensor], None]:
     return loop(model, torch.optim.AdamW(model.parameters(), foreach=False))
 
 
+def stage_of(model: Any, rank: int, size: int) -> nn.Module:
+    """The part of `model` that a stage of a pipeline has; the rest of it is dropped."""
+    own = slice(rank * LAYERS // size, (rank + 1) * LAYERS // size)
+    model.blocks = model.blocks[own]
+    ends = [model.embedding] if rank == 0 else [], [model.head] if rank == size - 1 else []
+    model.embedding = model.head = None
+    return nn.Sequential(*ends[0], *model.blocks, *ends[1])
+
+
+def pipeline(schedule: str, known: bool = True) -> Step:
+    """Microbatches of one sample through as many stages as there are processes."""
+
+    def step(model: Any) -> Callable[[torch.Tensor], None]:
+        from torch.distributed import pipelining
+
+        device = next(model.parameters()).device
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        model.stage = stage_of(model, rank, size)
+        between = torch.empty(1, 8, WIDTH, device=device, requires_grad=True)
+        ids = torch.empty(1, 8, dtype=torch.long, device=device)
+        result = torch.empty(1, 8, 96, device=device, requires_grad=True) if rank == size - 1 else between
+        metadata = {"input_args": ids if rank == 0 else between, "output_args": result} if known else {}
+        stage = pipelining.PipelineStage(model.stage, rank, size, device, **metadata)
+        scheduled = getattr(pipelining, schedule)(stage, 4, loss_fn=lambda output, _: output.sum())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+        def body(ids: torch.Tensor) -> None:
+            batch = ids.repeat(2, 1)
+            if rank == 0:
+                scheduled.step(batch)
+            elif rank == size - 1:
+                scheduled.step(target=batch, losses=[])
+            else:
+                scheduled.step()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return body
+
+    return step
+
+
 LOOPS: dict[str, tuple[Step, int]] = {
     "fsdp": (fsdp(), WIDTH),
     "fsdp, uneven": (fsdp(), WIDTH + 1),
@@ -95,5 +137,7 @@ LOOPS: dict[str, tuple[Step, int]] = {
     "ddp, views": (ddp(gradient_as_bucket_view=True), WIDTH),
     "zero": (ddp(zero=True), WIDTH),
     "tp": (tensor_parallel, WIDTH),
+    "1f1b": (pipeline("Schedule1F1B"), WIDTH),
+    "gpipe": (pipeline("ScheduleGPipe"), WIDTH),
 }
 """Loops that run with any number of processes, and the width of the model that each shards."""

@@ -20,7 +20,7 @@ from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.trace import Trace
 from memsize.records.world import Traffic, World
-from tests.ranks import BLOCK, LAYERS, PARAMETERS, WIDTH, Block, Model, Step, ddp, fsdp, tensor_parallel
+from tests.ranks import BLOCK, LAYERS, PARAMETERS, WIDTH, Block, Model, Step, ddp, fsdp, pipeline, tensor_parallel
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available():
@@ -198,6 +198,53 @@ def test_tensor_parallel_weights_are_split_and_their_sums_reduced() -> None:
     assert kinds == {"all-reduce": LAYERS}
     # 2 x 8 positions of 64 numbers
     assert {each.bytes for each in trace.collectives if each.kind == "all-reduce"} == {2 * 8 * WIDTH * 4}
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stages() -> list[Trace]:
+    return [traced(pipeline("Schedule1F1B"), World(2, rank), steps=2).trace for rank in range(2)]
+
+
+def test_a_stage_has_its_own_layers_alone(stages: list[Trace]) -> None:
+    for trace in stages:  # the first has the embedding, the last the head, which is as large
+        assert at_the_end(trace)["parameter"] == PARAMETERS * 4 // 2
+        assert at_the_end(trace)["optimizer state"] == PARAMETERS * 4
+
+
+def test_stages_send_what_is_between_them(stages: list[Trace]) -> None:
+    """Of four microbatches of one sample, the activations one way and their gradients the other."""
+    for trace in stages:
+        in_step = [each for each in trace.collectives if trace.phases[each.phase].endswith("2")]
+        sent = Counter((each.kind, each.bytes) for each in in_step)
+        assert sent == {("send", 8 * WIDTH * 4): 4, ("receive", 8 * WIDTH * 4): 4}
+
+
+def test_the_first_of_two_stages_keeps_two_microbatches_and_the_last_one(stages: list[Trace]) -> None:
+    """What ReLU returns in each of two blocks; under GPipe all four microbatches are kept on both stages."""
+    hidden = (1, 8, 4 * WIDTH)
+    assert [most_of_shape(trace, hidden) for trace in stages] == [2 * 2, 2 * 1]
+    all_first = traced(pipeline("ScheduleGPipe"), World(2, 1), steps=2).trace
+    assert most_of_shape(all_first, hidden) == 2 * 4
+
+
+def most_of_shape(trace: Trace, shape: tuple[int, ...]) -> int:
+    """The most results of ReLU of `shape`, kept for backward, that are alive at one time."""
+    live = found = 0
+    for event in trace.events:
+        storage = trace.storages[event.storage]
+        if storage.shape == shape and storage.role == "activation":
+            live += 1 if event.delta > 0 else -1
+            found = max(found, live)
+    return found
+
+
+def test_stages_that_would_ask_others_for_shapes_are_refused() -> None:
+    with pytest.raises(InputError, match=r"stage 1 of the pipeline would ask its neighbours .* input_args") as error:
+        traced(pipeline("Schedule1F1B", known=False), World(2, 1))
+    assert "\n" not in str(error.value)
 
 
 # -- the process afterwards -------------------------------------------------------------------------------------------

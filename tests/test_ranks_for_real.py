@@ -27,7 +27,7 @@ ONLY_HERE = {"split", "_wrap_tensor_autograd"}
 Events = list[tuple[str, str, int]]
 
 
-FEW = ("fsdp", "ddp, views", "tp")
+FEW = ("fsdp", "ddp, views", "tp", "1f1b")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 import torch.nn.parallel.distributed
 
+from memsize.errors import InputError
 from memsize.ranks.group import Replacement
 from memsize.tracing.ledger import Ledger
 
@@ -55,7 +56,13 @@ def later(ledger: Ledger, aside: Region) -> dict[str, Callable[[Any], Iterator[R
         name = "post_backward"
         yield module.FSDPParamGroup, name, _reducing(getattr(module.FSDPParamGroup, name), ledger)
 
+    def stages(module: Any) -> Iterator[Replacement]:
+        for name, replaced in (("_warmup_forward_vote", _voting), ("_warmup_backward_result", _voted)):
+            if hasattr(module.PipelineStage, name):
+                yield module.PipelineStage, name, replaced(getattr(module.PipelineStage, name), module)
+
     return {
+        "torch.distributed.pipelining.stage": stages,
         "torch.distributed.tensor._sharding_prop": propagation,
         "torch.distributed.tensor._random": random_numbers,
         "torch.distributed.fsdp._fully_shard._fsdp_param": parameters,
@@ -95,3 +102,27 @@ def _reducing(original: Callable[..., None], ledger: Ledger) -> Callable[..., No
                 ledger.mark(each.sharded_param.grad, "gradient")
 
     return post_backward
+
+
+def _voting(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """Stages that don't say what they take and return ask the others, which are not there."""
+
+    def vote(stage: Any, has_backward: bool, *args: Any, **options: Any) -> Any:
+        if module.InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+            raise InputError(
+                f"stage {stage.stage_index} of the pipeline would ask its neighbours for the shapes that they send: "
+                "give PipelineStage its input_args and output_args"
+            )
+        return original(stage, has_backward, *args, **options)
+
+    return vote
+
+
+def _voted(original: Callable[..., Any], _: Any) -> Callable[..., Any]:
+    """All stages are taken to have said it, where this one has."""
+
+    def result(stage: Any, *args: Any, **options: Any) -> Any:
+        original(stage, *args, **options)
+        return torch.ones(1, dtype=torch.int32)
+
+    return result

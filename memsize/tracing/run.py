@@ -189,7 +189,10 @@ class Run:
     def enter_inputs(self) -> None:
         """Record what is there before the run: what the model stores, and its inputs."""
         ledger, sizes = self.ledger, self.setup.sizes
+        there = set(map(id, self.setup.model.modules()))
         for index, seen in enumerate(self.calls.seen):
+            if id(seen.module) not in there:  # a stage of a pipeline drops the layers of others
+                continue
             ledger.clock.layer = index
             for name, parameter in seen.module._parameters.items():
                 if parameter is not None and not is_lazy(parameter):
