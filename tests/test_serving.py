@@ -250,6 +250,28 @@ def test_too_small_a_card_says_by_how_much(config: Callable[..., str]) -> None:
     assert "nothing is left for the KV cache" in str(report)
 
 
+def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
+    options: dict[str, Any] = {"scenarios": "as-given", "batched_tokens": 64, "seqs": 4, "gpu": "t4"}
+    target = config(**SMALL)
+    found = memsize.serve(target, context=10**8, **options)
+    assert found.remedied is not None
+    rows = {row.name: row for row in found.remedied.rows}
+    assert set(rows) == {"2 cards", "fp8 KV cache", "GeForce RTX 5090", "smaller steps", "fp8 weights"} | {
+        "int4 weights",
+        "more of the card",
+    }
+    request = 10**8 // 16 * 16 * 2 * LAYER
+    (row,) = found.ran
+    assert found.remedied.peak == row.weights + row.profile + row.non_torch.high + request
+    assert rows["fp8 KV cache"].saved == request // 2
+    assert rows["2 cards"].outcome == rows["GeForce RTX 5090"].outcome == "fits"
+    assert rows["more of the card"].outcome == "saves"
+    divided = memsize.serve(target, context=10**8, tp=2, **options).ran[0]
+    assert rows["2 cards"].peak == divided.weights + divided.profile + divided.non_torch.high + request // 2
+    assert "room with any one of" in str(found)
+    assert memsize.serve(target, context=100, **options).remedied is None
+
+
 def test_a_request_that_is_longer_than_the_cache(config: Callable[..., str]) -> None:
     report = memsize.serve(config(**SMALL), gpu="t4", scenarios="as-given", context=10**9)
     assert [finding.code for finding in report.why()][:2] == ["serves", "request-too-long"]

@@ -56,7 +56,7 @@ class FitDocument(Document[Fit]):
             *([overview_table(fit)] if len(fit.budgets) > 1 and not _is_frontier(fit) else []),
             fit_table(fit),
             *compared_collectives(_collective_keys(fit), _collectives(fit)),
-            *([remedy_table(fit, fit.remedied)] if fit.remedied else []),
+            *([remedies(fit, fit.remedied)] if fit.remedied else []),
             *self.reasons(),
             *listed("Notes", fit.notes),
         )
@@ -313,7 +313,14 @@ def _remark(fit: Fit, row: FitRow) -> str | None:
     return None
 
 
-def remedy_table(fit: Fit, found: Remedied) -> Table:
+def remedies(fit: Fit, found: Remedied) -> Table:
+    """What would make a size fit."""
+    return remedy_table(
+        found, f"Remedies for {found.scenario} at {fit.vary} {found.size:,} on {found.gpu}, each run by itself"
+    )
+
+
+def remedy_table(found: Remedied, caption: str) -> Table:
     """The remedies, most bytes saved first; those that mean nothing here are named below."""
     columns = (
         Column("remedy", "remedy", "name", 100, "what is done"),
@@ -324,7 +331,7 @@ def remedy_table(fit: Fit, found: Remedied) -> Table:
     return Table(
         name="remedies",
         title="What would make it fit",
-        caption=f"Remedies for {found.scenario} at {fit.vary} {found.size:,} on {found.gpu}, each run by itself",
+        caption=caption,
         columns=columns,
         rows=tuple(_remedy_cells(row) for row in found.rows if row.outcome != "not here"),
         remarks=tuple(_remedy_remarks(found.rows)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data
+from memsize.documents import Document, findings_data, plain
+from memsize.documents.fit import remedy_table
 from memsize.documents.sections import (
     Bars,
     Cell,
@@ -21,6 +22,7 @@ from memsize.documents.sections import (
     listed,
 )
 from memsize.documents.versions import versions
+from memsize.records.fit import Remedied
 from memsize.records.serving import ServingReport, ServingRow
 from memsize.units import Bytes
 
@@ -45,6 +47,7 @@ class ServingDocument(Document[ServingReport]):
             *self.opening(),
             row_table(report),
             group_table(report),
+            *([remedies(report.remedied)] if report.remedied else []),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.notes),
@@ -72,10 +75,18 @@ class ServingDocument(Document[ServingReport]):
             "budget": report.budget,
             "groups": [group._asdict() for group in report.groups],
             "servings": [_row_data(row) for row in report.serving_rows],
+            "remedies": plain(report.remedied),
             "findings": findings_data(report.findings, unit),
             "assumptions": report.assumptions,
             "notes": report.notes,
         }
+
+
+def remedies(found: Remedied) -> Table:
+    """What would make room for one request."""
+    return remedy_table(
+        found, f"Remedies for one request of {found.size:,} tokens under {found.scenario}, each run by itself"
+    )
 
 
 def _sizes(row: ServingRow) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
+from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, Interval
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class ServingReport(Answer):
     """The bytes of the card that the server may take."""
     groups: tuple[LayerGroup, ...]
     serving_rows: tuple[ServingRow, ...]
+    remedied: Remedied | None = None
+    """Where the first scenario has no room for one request: what would make room, `peak` being what it needs."""
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = field(default=())

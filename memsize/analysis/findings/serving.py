@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memsize.records.finding import Finding, Rules
+from memsize.records.fit import Remedied
 from memsize.records.gpu import Card
 from memsize.records.serving import ServingRow
 from memsize.spec.serving import Serving
 from memsize.units import Bytes
 
-Evidence = tuple[tuple[ServingRow, ...], Serving, Card, int]
-"""The rows, how the model is served (its context given), the card, and what the server may take of it."""
+Evidence = tuple[tuple[ServingRow, ...], Serving, Card, int, Remedied | None]
+"""The rows, how the model is served (its context given), the card, what the server may take of it, and what would make
+room for a request where there is none.
+"""
 
 RULES = Rules[Evidence]()
 
@@ -19,7 +22,7 @@ RULES = Rules[Evidence]()
 @RULES.rule("serves", "serves-none")
 def what_is_served(evidence: Evidence) -> Iterator[Finding]:
     """What the first scenario leaves for the cache."""
-    rows, serving, card, budget = evidence
+    rows, serving, card, budget, _ = evidence
     row = next(row for row in rows if row.reason is None)
     cards = card.name if serving.tp == 1 else f"each of {serving.tp} {card.name}"
     values: dict[str, object] = {"scenario": row.scenario, "card": cards, "budget": Bytes(budget)}
@@ -51,7 +54,7 @@ def what_is_served(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("request-too-long")
 def what_is_too_long(evidence: Evidence) -> Iterator[Finding]:
     """A request of the whole context that the cache does not hold: a server refuses to start."""
-    rows, serving, _, _ = evidence
+    rows, serving, _, _, _ = evidence
     row = next((row for row in rows if row.paged and row.paged.concurrency.low < 1), None)
     if row is None or row.paged is None:
         return
@@ -63,6 +66,19 @@ def what_is_too_long(evidence: Evidence) -> Iterator[Finding]:
         "then, but for a lower max_model_len."
     )
     yield Finding("request-too-long", missing, (), text, values, brief=text)
+
+
+@RULES.rule("serves-with")
+def what_makes_room(evidence: Evidence) -> Iterator[Finding]:
+    """What is enough by itself to serve one request, where there is no room for it."""
+    remedied = evidence[-1]
+    if remedied is None:
+        return
+    enough = [row.name for row in remedied.rows if row.outcome == "fits"]
+    values: dict[str, object] = {"context": remedied.size, "peak": Bytes(remedied.peak), "names": ", ".join(enough)}
+    text = "One request of {context} tokens needs {peak} with the server; "
+    text += "there is room with any one of: {names}." if enough else "nothing that was tried makes room by itself."
+    yield Finding("serves-with", remedied.peak, (), text, values, brief=text)
 
 
 @RULES.rule("serves-more")
@@ -81,7 +97,7 @@ def what_serves_more(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("step-transient")
 def what_a_step_takes(evidence: Evidence) -> Iterator[Finding]:
     """What is kept free for the largest step, where that is a twentieth of the cache or more."""
-    rows, serving, _, _ = evidence
+    rows, serving, _, _, _ = evidence
     row = next(row for row in rows if row.reason is None)
     if row.paged is not None and row.profile * 20 < row.paged.available.low:
         return

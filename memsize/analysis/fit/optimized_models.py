@@ -13,7 +13,6 @@ signed and unsigned values; parameters of fewer than 4,096 elements keep float32
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from memsize.analysis.fit.trials import NotApplicable
-from memsize.analysis.serving.tensor_parallel import divided
+from memsize.analysis.serving.tensor_parallel import part_of
 from memsize.internals.pytree import tensors_in
 from memsize.model.stored import stored_tensors
 from memsize.spec.scenario import scenario_named
@@ -79,12 +78,7 @@ class Share:
         model: Any = setup.model
         if scenario_named(setup.scenario).recipe == "quantized":
             raise NotApplicable("quantized weights are not divided here")
-        config = copy.deepcopy(getattr(model, "config", None))
-        for name, value in divided(config, self.cards, setup.name).items():
-            setattr(config, name, value)
-        with torch.device("meta"):
-            part = type(model)._from_config(config, dtype=model.dtype)
-        part.generation_config = model.generation_config
+        part: Any = part_of(model, self.cards, setup.name)
         head = part.get_output_embeddings()
         forward = head.forward
         head.forward = lambda hidden: torch.cat([forward(hidden)] * self.cards, dim=-1)

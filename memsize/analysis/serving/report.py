@@ -16,10 +16,12 @@ from memsize.analysis.findings.serving import RULES
 from memsize.analysis.generation.prompts import Prompts
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.blocks import STATE, BlockLayout, block_layout, state_bytes
+from memsize.analysis.serving.remedies import Served, try_remedies
 from memsize.device.context import context_on
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.isolation import collector_paused
+from memsize.records.fit import Remedied
 from memsize.records.gpu import Interval
 from memsize.records.serving import ServingReport, ServingRow
 from memsize.records.trace import Trace
@@ -80,6 +82,8 @@ class Server:
         if not layouts or len(errors) == len(rows):
             raise errors[0]
         asked = replace(self.serving, context=context)
+        ran = next(number for number, row in enumerate(rows) if row.reason is None)
+        remedied = None if _starts(rows[ran]) else self._remedied(scenarios[ran], config, context)
         return ServingReport(
             model=self.runner.name,
             card=self.runner.gpu,
@@ -87,7 +91,8 @@ class Server:
             budget=self._budget,
             groups=layouts[0].groups,
             serving_rows=tuple(rows),
-            findings=RULES.findings((tuple(rows), asked, self.runner.gpu, self._budget)),
+            remedied=remedied,
+            findings=RULES.findings((tuple(rows), asked, self.runner.gpu, self._budget, remedied)),
             notes=tuple(dict.fromkeys((*notes, *layouts[0].notes(self.serving.block)))),
             assumptions=(*_ASSUMED, *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else [])),
         )
@@ -95,6 +100,18 @@ class Server:
     @property
     def _budget(self) -> int:
         return int(self.runner.gpu.bytes * self.serving.utilization)
+
+    def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
+        """What would leave room for one request."""
+
+        def needs(served: Served) -> int:
+            server = replace(self, runner=served.runner, serving=served.serving)
+            layout = server._layout(served.scenario, config)
+            row = server._row(ServingRow("", ""), served.scenario, layout, context)
+            request = layout.request(served.serving, context) * layout.block_bytes
+            return row.weights + row.profile + row.non_torch.high + request
+
+        return try_remedies(Served(self.runner, self.serving, scenario), context, needs)
 
     def _context(self, config: Any) -> int:
         context = self.serving.context or getattr(config, "max_position_embeddings", None)
@@ -138,6 +155,11 @@ class Server:
             return replace(row, shortage=layout.block_bytes - left[1])
         available = Interval(max(left[0], 0), left[1])
         return replace(row, paged=layout.paged(available, serving, context))
+
+
+def _starts(row: ServingRow) -> bool:
+    """Whether there is room for one request, whatever is outside PyTorch."""
+    return row.paged is not None and row.paged.concurrency.low >= 1
 
 
 def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None:

@@ -7,7 +7,11 @@ multiple of 64 (`vllm/model_executor/layers/vocab_parallel_embedding.py`).
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+
+import torch
+from torch import nn
 
 from memsize.errors import InputError
 
@@ -17,6 +21,8 @@ _PADDED = 64
 
 def divided(config: Any, tp: int, name: str) -> dict[str, object]:
     """The entries of the config of one card's part. Raises `InputError` where `tp` cards cannot share the model."""
+    if config is None:
+        raise InputError(f"{name} has no config: without it memsize cannot divide it among cards")
     entries = vars(config)
     missing = [each for each in ("num_attention_heads", "num_key_value_heads", "vocab_size") if each not in entries]
     if missing or not hasattr(config, "head_dim"):
@@ -35,6 +41,17 @@ def divided(config: Any, tp: int, name: str) -> dict[str, object]:
     }
     widths = {each: entries[each] for each in _WIDTHS if entries.get(each)}
     return found | {each: _whole(width, tp, f"as its {each}", name) for each, width in widths.items()}
+
+
+def part_of(model: Any, tp: int, name: str) -> nn.Module:
+    """The part of a model of transformers that one of `tp` cards holds, on meta. Raises as `divided` does."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    for entry, value in divided(config, tp, name).items():
+        setattr(config, entry, value)
+    with torch.device("meta"):
+        part: nn.Module = type(model)._from_config(config, dtype=model.dtype)
+    part.generation_config = model.generation_config
+    return part.eval()
 
 
 def _whole(count: int, tp: int, what: str, name: str) -> int:
