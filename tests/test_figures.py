@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 import memsize
+from memsize import render
 from memsize.analysis.compare import compare_traces
 from memsize.analysis.step import StepTrace
 from memsize.analysis.timeline import timeline
+from memsize.cli import run
 from memsize.errors import OutputError
 from memsize.records.answer import Answer
 from memsize.records.fit import Fit
@@ -24,6 +26,7 @@ from memsize.records.roles import TITLES, noun
 from memsize.records.timeline import Timeline
 from memsize.render import figures
 from tests import records
+from tests.browser import CHROMIUM
 from tests.test_fit import made_by_hand
 from tests.test_program_document import program
 from tests.test_timeline import empty, two_steps
@@ -206,6 +209,39 @@ def test_without_plotly_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
         with pytest.raises(OutputError) as caught:
             plot()
         assert str(caught.value) == "a figure needs plotly: pip install 'memsize[plots]'"
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("kaleido", reason="needs kaleido: pip install memsize[plots]")
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    saved = str(SAVED / "report.1.memsize")
+    assert run(["report", saved, "-o", str(tmp_path / "report.png")]) == 0
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert run(["report", saved, "-o", str(tmp_path / "report.svg")]) == 0
+    drawn = (tmp_path / "report.svg").read_text()
+    assert drawn.startswith("<svg") and "fp32, amp-bf16" in drawn and "peak of a training step, MiB" in drawn
+
+
+def test_without_kaleido_or_a_browser_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, saved = tmp_path / "report.png", str(SAVED / "report.1.memsize")
+    monkeypatch.setattr(render, "find_spec", lambda name: None if name == "kaleido" else name)
+    assert run(["report", saved, "-o", str(file)]) == 2
+    assert capsys.readouterr().err == "error: a picture needs kaleido: pip install 'memsize[plots]'\n"
+
+    def to_image(*_: object, **options: object) -> bytes:
+        raise RuntimeError("no browser here")
+
+    monkeypatch.setattr(render, "find_spec", lambda name: name)
+    monkeypatch.setattr("plotly.graph_objects.Figure.to_image", to_image)
+    assert run(["report", saved, "-o", str(file)]) == 2
+    assert capsys.readouterr().err == (
+        "error: a browser draws pictures: install Chrome or Chromium, or name it in BROWSER_PATH "
+        "(RuntimeError: no browser here)\n"
+    )
+    assert not file.exists()
 
 
 def test_nothing_but_a_figure_imports_plotly(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:

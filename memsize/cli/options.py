@@ -12,13 +12,14 @@ from memsize.cli.output import Color, Destination, Formats, destination
 from memsize.cli.session import Session
 from memsize.cli.values import Option, grouped
 from memsize.errors import UnknownOutputError
-from memsize.render import FORMATS
+from memsize.render import FORMATS, IMAGES
 from memsize.spec.scenario import DEFAULT
 from memsize.units import DECIMAL, UNITS
 
 
 def output_options_for(formats: Formats) -> Option:
     """The parameter `output`, a `Destination` in one of `formats`, and the flag --debug."""
+    formats = {**formats, **IMAGES}
     options = (_UNITS, _format_option(formats), _FILE, _SAVE, _FORCE, _FULL, _COLOR, _DEBUG)
     return grouped("output", options, partial(_output, formats=formats))
 

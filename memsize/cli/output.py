@@ -18,7 +18,7 @@ from memsize.errors import OutputError, UnknownOutputError
 from memsize.interrupt import Interrupted
 from memsize.records.answer import Drawable, Savable
 from memsize.records.run_file import check_writable
-from memsize.render import FORMATS, format_of, pieces
+from memsize.render import FORMATS, IMAGES, check_images, format_of, image, pieces
 from memsize.render.screen import Screen
 from memsize.suggestions import suggestion
 
@@ -46,10 +46,12 @@ class Destination:
                 answer.save(self.saved, overwrite=self.overwrite)
             say(f"Wrote {self.saved}")
 
-    def drawn(self, answer: Drawable, **view: Any) -> Iterator[str]:
+    def drawn(self, answer: Drawable, **view: Any) -> files.Content:
         """`answer` in this format, drawn piece by piece as it is written; `view` as `memsize.render.render` takes it.
         What is chosen is shown however long.
         """
+        if self.format in IMAGES:
+            return image(answer, self.format, unit=self.unit, **view)
         chosen = any(choice is not None for choice in view.values())
         height = None if chosen else self.height
         return pieces(answer, self.format, Screen(self.width, height, self.colour), unit=self.unit, **view)
@@ -87,9 +89,9 @@ Color = Literal["auto", "always", "never"]
 Formats = Mapping[str, tuple[str, ...]]
 """What a command can write: each format with the suffixes of its files."""
 
-BINARY = ("snapshot", "parquet")
+BINARY = ("snapshot", "parquet", "png")
 """Formats that are no text."""
-_WORDLESS = ("csv", "parquet")
+_WORDLESS = ("csv", "parquet", *IMAGES)
 """Formats that have no place to say that an answer is not complete."""
 
 
@@ -116,8 +118,10 @@ def destination(
     if file is None and format in BINARY and sys.stdout.isatty():
         suffix = formats[format][0]
         raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{suffix}")
+    form = format or ("text" if file is None else _format_by_suffix(file, formats))
+    if form in IMAGES:
+        check_images()
     if file is None:
-        form = format or "text"
         terminal = shutil.get_terminal_size() if sys.stdout.isatty() else None
         return Destination(
             form,
@@ -132,7 +136,7 @@ def destination(
     if file == saved:
         raise OutputError(f"{file} cannot hold both the output and the saved run: give them different names")
     files.check_writable(file, overwrite=force)
-    return Destination(format or _format_by_suffix(file, formats), file, force, unit=unit, saved=saved)
+    return Destination(form, file, force, unit=unit, saved=saved)
 
 
 def _coloured(color: Color) -> bool:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from memsize.documents import Case, Document
 from memsize.documents.sections import (
+    Bar,
+    Bars,
     Cell,
     Change,
     Column,
     Findings,
     Label,
+    Limit,
     Notes,
+    Part,
     Section,
     Sized,
     Table,
@@ -24,6 +28,13 @@ from memsize.records.check import SEVERITIES, Check, CheckedModel, Figure, Probl
 from memsize.records.finding import Finding
 
 SCHEMA: Final = "memsize.check/1"
+MOST_FIGURES: Final = 8
+"""How many sizes are drawn: those that break a limit or their baseline first."""
+_PARTS: Final = (
+    Part("baseline", "baseline", "buffer"),
+    Part("value", "now", "parameter"),
+    Part("over", "over the limit", "gradient"),
+)
 
 _COLUMNS: Final = (
     Column("target", "target", "name", 90, "the target, by the name in its section"),
@@ -45,9 +56,14 @@ class CheckDocument(Document[Check]):
         return (
             Title(_verdict(check), ((check.project,),)),
             *(section for model in check.models for section in _told(model)),
+            *([bars] if (bars := figure_bars(check)).bars else []),
             *([_table(check)] if any(model.figures for model in check.models) else []),
             *listed("Baselines written", check.written),
         )
+
+    def bars(self) -> Bars:
+        """Sizes beside their baselines, and how far they are over their limits; what is broken first."""
+        return figure_bars(self.answer)
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Every target with its figures and problems."""
@@ -63,6 +79,40 @@ class CheckDocument(Document[Check]):
     def cases(self, unit: str) -> tuple[Case, ...]:
         """A case for each figure, and for each problem that is about none."""
         return tuple(case for model in self.answer.models for case in _cases(model, unit))
+
+
+def figure_bars(check: Check) -> Bars:
+    """A bar of each size, below that of its baseline; with a line where all that are drawn have one limit."""
+    shown = sorted(_sizes(check), key=lambda size: size.holds)[:MOST_FIGURES]
+    bars: list[Bar] = []
+    for size in shown:
+        if size.baseline is not None:
+            bars.append(Bar((Label(f"{size.name} before: {size.target}"),), (size.baseline, 0, 0)))
+        within = size.value if size.limit is None else min(size.value, size.limit)
+        bars.append(Bar((Label(f"{size.name}: {size.target}"),), (0, within, size.value - within)))
+    limits = {size.limit for size in shown if size.limit is not None}
+    return Bars("sizes", _PARTS, tuple(bars), Limit("limit", limits.pop()) if len(limits) == 1 else None)
+
+
+class _Size(NamedTuple):
+    """What is checked of one size of a target."""
+
+    target: str
+    name: str
+    value: int
+    limit: int | None
+    baseline: int | None
+    holds: bool
+
+
+def _sizes(check: Check) -> Iterator[_Size]:
+    for model in check.models:
+        for name in dict.fromkeys(figure.name for figure in model.figures if figure.unit == "bytes"):
+            found = [figure for figure in model.figures if figure.name == name]
+            limit = next((figure.limit for figure in found if figure.limit is not None), None)
+            baseline = next((figure.baseline for figure in found if figure.baseline is not None), None)
+            if (value := found[0].value) is not None:
+                yield _Size(model.name, name, value, limit, baseline, all(figure.holds for figure in found))
 
 
 def _verdict(check: Check) -> str:

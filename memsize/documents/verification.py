@@ -8,11 +8,14 @@ from typing import Any, Final
 
 from memsize.documents import Document, plain, renamed
 from memsize.documents.sections import (
+    Bar,
+    Bars,
     Cell,
     Change,
     Column,
     Label,
     Missing,
+    Part,
     Path,
     Section,
     Signed,
@@ -55,6 +58,10 @@ class VerificationDocument(Document[Verification]):
     def verdict(self) -> tuple[Finding, ...]:
         """How far the predictions are off, at the figure that is off the most."""
         return tuple(_accuracy(self.answer))
+
+    def bars(self) -> Bars | None:
+        """What was predicted above what was measured, figure by figure."""
+        return comparison_bars(self.answer)
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Everything but the logs."""
@@ -112,6 +119,25 @@ def title(found: Verification) -> Title:
     libraries = (("CUDA", stack.cuda), ("cuDNN", stack.cudnn and dotted_cudnn(stack.cudnn)), ("cuBLAS", stack.cublas))
     software = ", ".join(f"{name} {version}" for name, version in (("torch", stack.torch), *libraries) if version)
     return Title(found.model, ((work.scenario,), (f"batch {work.batch_size}",), (trained,), (stack.gpu,), (software,)))
+
+
+_PARTS: Final = (
+    Part("predicted", "predicted", "parameter"),
+    Part("most", "perhaps more", "workspace"),
+    Part("measured", "measured", "activation"),
+)
+
+
+def comparison_bars(found: Verification) -> Bars | None:
+    """Two bars for each figure that was measured: the prediction, with its interval, and the measurement."""
+    bars: list[Bar] = []
+    for each in found.comparisons:
+        if each.measured is not None:
+            name = f"{each.figure}, benchmark" if each.benchmark else each.figure
+            low, high = each.predicted
+            bars.append(Bar((Label(f"{name}: predicted"),), (low, high - low, 0)))
+            bars.append(Bar((Label(f"{name}: measured"),), (0, 0, each.measured)))
+    return Bars("predicted beside measured", _PARTS, tuple(bars)) if bars else None
 
 
 def figure_table(found: Verification) -> Table:

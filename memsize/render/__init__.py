@@ -7,6 +7,7 @@ document (`memsize.documents`), knows none of them in particular, and adds no fa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from json import dumps
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -21,7 +22,7 @@ from memsize.units import DECIMAL, UNITS
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["FORMATS", "format_of", "pieces", "plotted", "render"]
+__all__ = ["FORMATS", "IMAGES", "check_images", "format_of", "image", "pieces", "plotted", "render"]
 
 _FORMATS: Final = {
     "text": ("memsize.render.text:draw", (".txt",)),
@@ -43,6 +44,8 @@ drawn in pieces.
 
 FORMATS: Final[Mapping[str, tuple[str, ...]]] = {name: suffixes for name, (_, suffixes) in _FORMATS.items() if suffixes}
 """The formats of files, each with its suffixes."""
+IMAGES: Final[Mapping[str, tuple[str, ...]]] = {"png": (".png",), "svg": (".svg",)}
+"""The formats of pictures, each with its suffixes: what an answer's page shows first, and nothing else."""
 
 
 def render(
@@ -88,6 +91,24 @@ def plotted(answer: Drawable, picture: Literal["overview", "layers"], unit: str,
     """
     _check_unit(unit)
     return resolve_name(f"memsize.render.figures:{picture}")(document(answer, **view), unit)
+
+
+def image(answer: Drawable, format: str, *, unit: str = "MiB", **view: Any) -> bytes:
+    """The first picture of `answer` as a file in one of `IMAGES`; `view` as in `render`.
+
+    Raises `OutputError` as `check_images` and `plotted` do, and without a browser.
+    """
+    check_images()
+    figure = plotted(answer, "overview", unit, **view)
+    content: bytes = resolve_name("memsize.render.figures:image")(figure, format)
+    return content
+
+
+def check_images() -> None:
+    """Raise `OutputError` where the packages are missing that pictures need."""
+    missing = [name for name in ("plotly", "kaleido") if find_spec(name) is None]
+    if missing:
+        raise OutputError(f"a picture needs {' and '.join(missing)}: pip install 'memsize[plots]'")
 
 
 def _check_unit(unit: str) -> None:

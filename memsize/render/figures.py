@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from memsize.documents import Document
 from memsize.documents.sections import Bars, Chart, Column, Path, Table, Title
-from memsize.errors import OutputError
+from memsize.errors import OutputError, first_line
 from memsize.printable import printable
 from memsize.records.roles import TITLES, noun
 from memsize.records.timeline import Phase, Timeline
@@ -28,6 +28,8 @@ POINTS: Final = 2000
 """How many moments of a run are drawn: of each equal stretch of events the highest."""
 MARKS: Final = 40
 """How many phases, or else steps, are named below a run."""
+_WIDTH: Final = 1200
+_HEIGHT: Final = 500
 _NO_ROLE: Final = "#8a949e"
 _LINE: Final = "#3b4550"
 _PAPER: Final = "rgba(255, 255, 255, 0.8)"
@@ -41,6 +43,19 @@ def overview(document: Document[Any], unit: str) -> Figure:
     if isinstance(picture, Bars) and picture.bars:
         return _titled(document, unit, _bars(picture, unit))
     raise OutputError(f"there is nothing to plot in this {document.answer.kind}: print it, or look at its tables")
+
+
+def image(figure: Figure, format: str) -> bytes:
+    """`figure` in a format of `memsize.render.IMAGES`, as tall as its bars need. A browser draws it."""
+    bars = len(figure.layout.yaxis.ticktext or ())
+    try:
+        content: bytes = figure.to_image(format, width=_WIDTH, height=max(_HEIGHT, 200 + 36 * bars), scale=2)
+    except Exception as error:
+        raise OutputError(
+            "a browser draws pictures: install Chrome or Chromium, or name it in BROWSER_PATH "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from error
+    return content
 
 
 def layers(document: Document[Any], unit: str) -> Figure:
