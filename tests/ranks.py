@@ -87,30 +87,47 @@ def tensor_parallel(model: Any) -> Callable[[torch.Tensor], None]:
     return loop(model, torch.optim.AdamW(model.parameters(), foreach=False))
 
 
-def stage_of(model: Any, rank: int, size: int) -> nn.Module:
-    """The part of `model` that a stage of a pipeline has; the rest of it is dropped."""
-    own = slice(rank * LAYERS // size, (rank + 1) * LAYERS // size)
-    model.blocks = model.blocks[own]
-    ends = [model.embedding] if rank == 0 else [], [model.head] if rank == size - 1 else []
+def stages_of(model: Any, numbers: list[int], count: int) -> list[nn.Module]:
+    """The parts of `model` that the stages of these numbers have, of `count`; the rest of it is dropped."""
+    each = LAYERS // count
+    parts = [
+        nn.Sequential(
+            *([model.embedding] if number == 0 else []),
+            *model.blocks[number * each : (number + 1) * each],
+            *([model.head] if number == count - 1 else []),
+        )
+        for number in numbers
+    ]
     model.embedding = model.head = None
-    return nn.Sequential(*ends[0], *model.blocks, *ends[1])
+    model.blocks = nn.ModuleList(parts)
+    return parts
 
 
-def pipeline(schedule: str, known: bool = True) -> Step:
-    """Microbatches of one sample through as many stages as there are processes."""
+def pipeline(schedule: str, known: bool = True, turns: int = 1) -> Step:
+    """Microbatches of one sample through the stages, of which each process has `turns`."""
 
     def step(model: Any) -> Callable[[torch.Tensor], None]:
         from torch.distributed import pipelining
 
         device = next(model.parameters()).device
         rank, size = distributed.get_rank(), distributed.get_world_size()
-        model.stage = stage_of(model, rank, size)
+        numbers, count = [rank + turn * size for turn in range(turns)], turns * size
         between = torch.empty(1, 8, WIDTH, device=device, requires_grad=True)
         ids = torch.empty(1, 8, dtype=torch.long, device=device)
-        result = torch.empty(1, 8, 96, device=device, requires_grad=True) if rank == size - 1 else between
-        metadata = {"input_args": ids if rank == 0 else between, "output_args": result} if known else {}
-        stage = pipelining.PipelineStage(model.stage, rank, size, device, **metadata)
-        scheduled = getattr(pipelining, schedule)(stage, 4, loss_fn=lambda output, _: output.sum())
+        result = torch.empty(1, 8, 96, device=device, requires_grad=True)
+        stages = [
+            pipelining.PipelineStage(
+                part,
+                number,
+                count,
+                device,
+                input_args=(between if number else ids) if known else None,
+                output_args=(between if number < count - 1 else result) if known else None,
+            )
+            for number, part in zip(numbers, stages_of(model, numbers, count), strict=True)
+        ]
+        made = getattr(pipelining, schedule)
+        scheduled = made(stages[0] if turns == 1 else stages, 4, loss_fn=lambda output, _: output.sum())
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
         def body(ids: torch.Tensor) -> None:
@@ -139,5 +156,7 @@ LOOPS: dict[str, tuple[Step, int]] = {
     "tp": (tensor_parallel, WIDTH),
     "1f1b": (pipeline("Schedule1F1B"), WIDTH),
     "gpipe": (pipeline("ScheduleGPipe"), WIDTH),
+    "interleaved": (pipeline("ScheduleInterleaved1F1B", turns=2), WIDTH),
+    "zero bubble": (pipeline("ScheduleInterleavedZeroBubble", turns=2), WIDTH),
 }
 """Loops that run with any number of processes, and the width of the model that each shards."""

@@ -247,6 +247,38 @@ def test_stages_that_would_ask_others_for_shapes_are_refused() -> None:
     assert "\n" not in str(error.value)
 
 
+# -- context parallelism ----------------------------------------------------------------------------------------------
+
+
+def in_context(model: Any) -> Callable[[torch.Tensor], None]:
+    """One attention over a sequence that is spread over the ranks, in halves from both of its ends."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cuda", (distributed.get_world_size(),), mesh_dim_names=("cp",))
+
+    def body(ids: torch.Tensor) -> None:
+        ids = ids.clone()
+        with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
+            heads = model.embedding(ids).half().unflatten(-1, (2, WIDTH // 2)).transpose(1, 2)
+            nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
+
+    return body
+
+
+def test_a_sequence_is_spread_and_its_keys_go_around() -> None:
+    trace = memsize.trace(Model(), IDS, world=World(4, rank=1), step=in_context, steps=1, gpu="a100").trace
+    whole = 2 * 8 * WIDTH * 2
+    """Bytes of the keys of the whole sequence, in half precision."""
+    assert {each.bytes for each in trace.storages if each.op == "embedding"} == {2 * whole // 4}
+    forward = [each for each in trace.collectives if "backward" not in trace.phases[each.phase]]
+    # keys and values of all four ranks
+    assert [(each.kind, each.bytes, each.ranks) for each in forward] == [("all-gather", 2 * whole, 4)]
+    backward = Counter(each.kind for each in trace.collectives[len(forward) :])
+    # again, and their gradients go around: from each rank to the next, as often as there are others and once home
+    assert backward == {"all-gather": 1, "all-to-all": 4}
+
+
 # -- the process afterwards -------------------------------------------------------------------------------------------
 
 
