@@ -90,6 +90,35 @@ def test_a_triton_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sentence.startswith("The Triton kernel add that train.py:6 launches needs a real GPU: wrap it in ")
 
 
+def test_triton_kernels_write_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autotuned or not; what was known of the values that they write is not known any more."""
+    runtime = tmp_path / "triton" / "runtime"
+    runtime.mkdir(parents=True)
+    (tmp_path / "triton" / "__init__.py").write_text("from triton.runtime import *\n")
+    (runtime / "__init__.py").write_text("from .autotuner import Autotuner\nfrom .jit import JITFunction\n")
+    (runtime / "jit.py").write_text(TRITON.replace("Kernel", "JITFunction"))
+    (runtime / "autotuner.py").write_text(
+        "from . import jit\nclass Autotuner(jit.JITFunction):\n    def run(self): ...\n"
+    )
+    for name in ("triton", "triton.runtime", "triton.runtime.jit", "triton.runtime.autotuner"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, triton\n"
+        "x, y = torch.zeros(4, device='cuda'), torch.zeros(4, device='cuda')\n"
+        "triton.JITFunction(None)[1,](x, out=[y])\n"
+        "triton.Autotuner(None)[1,](x)\n"
+        "print(x.tolist(), torch.zeros(1, device='cuda').item())\n"
+    )
+    found, error = run_program(str(script), (), card("t4"), AllocatorConfig(), steps=3, module=False)
+    assert error is None and any("Triton kernels are not run" in note for note in found.trace.notes)
+    assert found.needs_gpu is None and [each.lines for each in found.assumed] == [("train.py:5",)]
+    launched = sys.modules["triton.runtime.jit"].JITFunction
+    assert "left_out" not in launched.run.__qualname__
+    for name in ("triton", "triton.runtime", "triton.runtime.jit", "triton.runtime.autotuner"):
+        sys.modules.pop(name, None)
+
+
 def test_an_extension_that_wants_tensors_of_cuda(tmp_path: Path) -> None:
     needed, sentence = said(tmp_path, 'raise RuntimeError("input must be a CUDA tensor")')
     assert needed == NeedsGpu("extension", None, "train.py:1")

@@ -26,7 +26,7 @@ from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.overrides import there
 from memsize.tracing.resizes import resizes_seen
 from memsize.tracing.run import gpu_semantics
-from memsize.virtual import graphs, monitoring, processes, several_gpus, tensors
+from memsize.virtual import graphs, monitoring, processes, several_gpus, tensors, triton_kernels
 from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.seat import SEAT, seated
@@ -37,9 +37,8 @@ _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _EAGER = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
-_APART = frozenset(
-    {"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor"}
-)
+_SHARDING = {f"torch.distributed.{name}" for name in ("fsdp", "pipelining", "tensor")}
+_APART = frozenset({"torch._dynamo", triton_kernels.MODULE} | _SHARDING)
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
     "transformers.utils.import_utils",
@@ -79,7 +78,7 @@ def virtual_gpu(
         ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World()), *more)
-        regions.enter_context(_replaced(replaced, processes.later(ledger)))
+        regions.enter_context(_replaced(replaced, {**processes.later(ledger), **triton_kernels.later(ledger)}))
         yield
 
 
