@@ -276,6 +276,47 @@ def test_ranks_that_cannot_be_are_refused_in_one_line(
     assert message in line
 
 
+SAVED = """
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("cpu:gloo,cuda:nccl")
+model = torch.nn.Linear(64, 9, bias=False, device="cuda")
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+for number in range(3):
+    model(torch.ones(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    if number == 0:
+        dcp.save(state, checkpoint_id="first")
+        dcp.async_save({"model": state["model"]}, checkpoint_id="second").result()
+        dcp.load(state, checkpoint_id="first")
+        dcp.save({"epoch": torch.tensor(number)}, checkpoint_id="third")
+try:
+    dcp.load(state, checkpoint_id="fourth")
+except BaseException as error:
+    print(type(error).__name__)
+"""
+
+
+def test_sharded_checkpoints_are_counted_and_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 of two has 4 rows of 64 weights, and as much momentum."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SAVED, encoding="utf-8")
+    found = memsize.run("train.py", gpus=2, rank=1, gpu="t4", steps=0)
+    assert found.failure is None
+    assert found.unwritten == ("2.00 KiB to first", "1.00 KiB to second", "8 B to third")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert "CheckpointException" in capsys.readouterr().out
+
+
 # -- objects ----------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ import torch
 
 from memsize.internals.meta import is_meta
 from memsize.internals.pytree import tensors_in
+from memsize.model.tensor_storage import plain_tensors
 from memsize.units import format_bytes
 from memsize.virtual.checkpoints import mapped, opened
 from memsize.virtual.tensors import Replacement
@@ -47,6 +48,14 @@ class Files:
         """One line for each thing that was not written."""
         saved = (f"{format_bytes(size)} to {path}" for path, size in self.saved.items())
         return (*saved, *self.refused)
+
+    def counted(self, path: Any, size: int) -> None:
+        """So many bytes of stand-ins would have been written to `path`."""
+        self.saved[_shown(path)] = size
+
+    def has_counted(self, path: str) -> bool:
+        """Whether some would have been written there."""
+        return _shown(path) in self.saved
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -113,7 +122,7 @@ class Files:
             buffer = io.BytesIO()
             original(obj, buffer, *args, **kwargs)
             self._kept[os.path.abspath(f)] = buffer.getvalue()
-            self.saved[_shown(f)] = size
+            self.counted(f, size)
             return None
 
         return save
@@ -134,19 +143,21 @@ class Files:
             if not size:
                 self.check("open", (filename, "wb", os.O_WRONLY))  # Rust opens it
                 return original(tensors, filename, *args, **kwargs)
-            self.saved[_shown(filename)] = size
+            self.counted(filename, size)
             return None
 
         return save_file
 
 
 def _stand_in_bytes(value: Any) -> int:
+    """The bytes of the GPU that a state holds, each storage once; of what is sharded, this rank's."""
     if isinstance(value, torch.nn.Module):
         value = value.state_dict()
     storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        piece.untyped_storage()._cdata: piece.untyped_storage().nbytes()
         for tensor in tensors_in(value)
-        if is_meta(tensor) and tensor.layout is torch.strided
+        for piece in plain_tensors(tensor)
+        if is_meta(piece) and piece.layout is torch.strided
     }
     return sum(storages.values())
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from operator import attrgetter
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _EAGER = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
-_SHARDING = {f"torch.distributed.{name}" for name in ("fsdp", "pipelining", "tensor")}
+_SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
 _APART = frozenset({"torch._dynamo", triton_kernels.MODULE} | _SHARDING)
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
@@ -53,11 +53,15 @@ _open = threading.Lock()
 
 @contextmanager
 def virtual_gpu(
-    driver: Driver, ledger: VirtualLedger, more: Iterable[Replacement] = (), world: World | None = None
+    driver: Driver,
+    ledger: VirtualLedger,
+    more: Iterable[Replacement] = (),
+    world: World | None = None,
+    later: Mapping[str, Later] = MappingProxyType({}),
 ) -> Iterator[None]:
     """While open, this process has the GPU of `driver`, and what happens on it is recorded in `ledger`; `more` is
-    replaced besides. It is one of the processes of `world`, as a launcher would have started it; with None, it was
-    started alone.
+    replaced besides, and `later` in modules by their names once they are imported. It is one of the processes of
+    `world`, as a launcher would have started it; with None, it was started alone.
 
     Raises `InputError` when a region is open already, or when this process is in a group that `world` is not.
     """
@@ -78,7 +82,8 @@ def virtual_gpu(
         ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World()), *more)
-        regions.enter_context(_replaced(replaced, {**processes.later(ledger), **triton_kernels.later(ledger)}))
+        own = {**processes.later(ledger), **triton_kernels.later(ledger)}
+        regions.enter_context(_replaced(replaced, {**own, **later}))
         yield
 
 

@@ -25,6 +25,7 @@ from memsize.records.world import World
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import layer_rows
 from memsize.units import GiB, KiB, MiB
+from memsize.virtual import sharded_checkpoints
 from memsize.virtual.driver import Driver
 from memsize.virtual.files import Files
 from memsize.virtual.holders import Held, holders
@@ -115,7 +116,7 @@ class Program:
         shown = threading, "excepthook", _unless_stopped(threading.excepthook)
         own = (*self.calls.replacements(), *self.steps.replacements(), shown, *self.files.replacements())
         with (
-            virtual_gpu(driver, self.ledger, (*own, *more), self.world),
+            virtual_gpu(driver, self.ledger, (*own, *more), self.world, sharded_checkpoints.later(self.files)),
             steps_watched(self.ledger, everywhere=True),
             self.steps.counted(),
             trackers_off(),

@@ -1,0 +1,92 @@
+"""Checkpoints of `torch.distributed.checkpoint`: what this rank would write is counted, and what it would read is not.
+
+Their plans are made by all ranks together, of which one is here. What is loaded goes into tensors that are there, from
+the memory of the CPU: nothing of it is on the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memsize.internals.meta import is_meta
+from memsize.internals.pytree import tensors_in
+from memsize.model.tensor_storage import plain_tensors
+from memsize.virtual.files import Files
+from memsize.virtual.tensors import Replacement
+
+_PACKAGE = "torch.distributed.checkpoint"
+
+
+def later(files: Files) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+    """What is replaced in the modules that save and load, by their names, once the program has imported them."""
+
+    def saving(module: Any) -> Iterator[Replacement]:
+        yield module, "_save_state_dict", _saving(module._save_state_dict, files)
+        yield module, "DefaultStager", _Stager
+
+    def loading(module: Any) -> Iterator[Replacement]:
+        yield module, "_load_state_dict", _loading(module._load_state_dict, files)
+
+    return {f"{_PACKAGE}.state_dict_saver": saving, f"{_PACKAGE}.state_dict_loader": loading}
+
+
+class _Stager:
+    """Copies a state to the CPU before it is saved in the background: nobody reads what stands for it here."""
+
+    should_synchronize_after_execute = False
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def stage(self, state_dict: Any, **options: Any) -> Any:
+        return state_dict
+
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
+def _saving(original: Callable[..., Any], files: Files) -> Callable[..., Any]:
+    def save(state_dict: Any, storage_writer: Any, *args: Any, **options: Any) -> Any:
+        if not _stands_aside(state_dict):
+            return original(state_dict, storage_writer, *args, **options)
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        files.counted(_path(storage_writer), sum(piece.nbytes for piece in _pieces(state_dict)))
+        return Metadata({})
+
+    return save
+
+
+def _loading(original: Callable[..., Any], files: Files) -> Callable[..., Any]:
+    def load(state_dict: Any, storage_reader: Any, *args: Any, **options: Any) -> Any:
+        path = _path(storage_reader)
+        there = files.has_counted(path) or (Path(path) / ".metadata").is_file()
+        if not there or not _stands_aside(state_dict):
+            return original(state_dict, storage_reader, *args, **options)
+        return None
+
+    return load
+
+
+def _stands_aside(state: Any) -> bool:
+    """Whether PyTorch cannot save or load `state` here: some of it stands for what is on the GPU, or other ranks have
+    to take part.
+    """
+    others = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return others or any(map(is_meta, _pieces(state)))
+
+
+def _pieces(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a state; of what is sharded, this rank's parts."""
+    return (piece for tensor in tensors_in(state) for piece in plain_tensors(tensor))
+
+
+def _path(storage: Any) -> str:
+    """Where a writer or a reader has its files, or what it is called."""
+    path = getattr(storage, "path", None) or getattr(storage, "checkpoint_id", None) or type(storage).__name__
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
