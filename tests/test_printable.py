@@ -137,7 +137,7 @@ class Cells(Document[Any]):
 
 
 def cells(*values: object) -> list[str]:
-    return [row[0] for row in csv.reader(io.StringIO(draw_csv(Cells(values), "MiB")))][1:]
+    return [row[0] for row in csv.reader(io.StringIO("".join(draw_csv(Cells(values), "MiB"))))][1:]
 
 
 def test_a_cell_that_begins_like_a_formula_is_none() -> None:

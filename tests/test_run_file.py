@@ -21,7 +21,7 @@ from memsize.errors import InputError, OutputError
 from memsize.records import run_file
 from memsize.records.codec import coder
 from memsize.records.finding import Finding
-from memsize.records.fit import Budget, Fit, FitRow, Remedied
+from memsize.records.fit import Budget, Fit, FitRow, FitRun, Remedied
 from memsize.records.layout import Audit
 from memsize.records.report import Report
 from memsize.records.run_file import NEWEST, is_run_file, read_data, read_run, write_run
@@ -83,10 +83,14 @@ def test_the_values_of_a_finding_keep_their_types() -> None:
 
 
 def test_a_mapping_from_other_than_texts_is_a_list_of_pairs() -> None:
-    found = Fit("m", (), "batch", (), (), traces={("fp32", 4): records.toy(), ("bf16", 2): records.toy("bf16")})
+    runs = {FitRun("fp32", 4): records.toy(), FitRun("bf16", 2, "T4", 8): records.toy("bf16")}
+    found = Fit("m", (), "batch", (), (), traces=runs)
     data = coder(Fit).write(found)
-    assert [key for key, _ in data["traces"]] == [["fp32", 4], ["bf16", 2]]
+    assert [key for key, _ in data["traces"]] == [["fp32", 4, "", None], ["bf16", 2, "T4", 8]]
     assert round_trip(found) == found
+    # As runs were named before there were several GPUs and batches.
+    data["traces"] = [[key[:2], trace] for key, trace in data["traces"]]
+    assert list(coder(Fit).read(data).traces) == [FitRun("fp32", 4), FitRun("bf16", 2)]
 
 
 def test_a_type_that_no_file_can_hold_is_an_error_of_ours() -> None:
