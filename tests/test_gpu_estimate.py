@@ -187,7 +187,7 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc = nn.Linear(1 << 15, 1 << 14, bias=False)
+        self.fc = nn.Linear(1 << 15, 1 << 14, bias=False, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x)
