@@ -158,6 +158,7 @@ def test_the_command_line(target: str, capsys: pytest.CaptureFixture[str]) -> No
         "beams": 1,
         "begun": 0,
         "chunk": None,
+        "uneven": False,
     }
 
 

@@ -29,10 +29,12 @@ from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import InputError, UnknownInputError
 from memsize.internals.workers import side_by_side
+from memsize.loading import load_loop
 from memsize.records.aggregates import split_phase
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import scenario_named
 from memsize.spec.subject import Subject
+from memsize.workloads.generation import GenerationSteps
 
 transformers = pytest.importorskip("transformers")
 
@@ -389,3 +391,71 @@ def test_no_token_ends_a_generation(config: Callable[..., str]) -> None:
     assert {split_phase(phase) for phase in made.trace.phases} >= {("decode", 1), ("decode", 2), ("decode", 3)}
     # 64 inner channels: three inputs and one place more of a convolution, and a state of 4, in float32
     assert sum(layer.bytes for layer in made.cached) == 64 * (4 + 4) * 4
+
+
+LOOP = """
+import torch
+
+def greedy(model, input_ids, max_new_tokens):
+    cache, ids = None, input_ids
+    for _ in range(max_new_tokens):
+        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+    return ids
+
+def whole(model, max_new_tokens, **inputs):
+    return model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+
+nothing = 3
+"""
+
+
+def test_a_loop_of_ones_own(config: Callable[..., str], tmp_path: Path) -> None:
+    target, file = config(**SMALL), tmp_path / "loop.py"
+    file.write_text(LOOP)
+    options: dict[str, Any] = {"prompt": 30, "new": 25, "batches": 2, "scenarios": "as-given"}
+    own = memsize.generate(target, **options)
+    greedy, whole = (memsize.generate(target, step=f"{file}:{name}", **options) for name in ("greedy", "whole"))
+    for report in (own, greedy, whole):
+        assert report.generation_rows[0].cache == 2 * (30 + 25 - 1) * TOKEN
+    assert whole.generation_rows[0].decode == own.generation_rows[0].decode
+    with generator_of(target) as generator:
+        generator.loop = load_loop(f"{file}:greedy")
+        every = traced_whole(generator, Generation(30, 25), 2)
+    assert max(np.cumsum([event.delta for event in every.trace.events])) == max(
+        greedy.generation_rows[0].prefill.peak, greedy.generation_rows[0].decode.peak
+    )
+    with pytest.raises(InputError, match="not for a step of yours"):
+        memsize.generate(target, step=f"{file}:greedy", cache="static", **options)
+    with pytest.raises(memsize.TargetError, match="nothing is no function: it has to be one that generates tokens"):
+        memsize.generate(target, step=f"{file}:nothing", **options)
+
+
+def test_uneven_prompts_are_masked(config: Callable[..., str]) -> None:
+    target = config(**SMALL)
+    options: dict[str, Any] = {"new": 4, "scenarios": "as-given", "batches": [1, 3]}
+    even = memsize.generate(target, prompt=64, **options).generation_rows
+    uneven = memsize.generate(target, prompt=64, uneven=True, **options).generation_rows
+    assert [row.cache for row in uneven] == [row.cache for row in even] == [64 * TOKEN + 3 * TOKEN, 3 * 67 * TOKEN]
+    assert uneven[0].prefill == even[0].prefill  # one prompt has nothing to be padded to
+    assert uneven[1].prefill.peak > even[1].prefill.peak
+
+
+def test_uneven_prompts_of_too_many_tokens(config: Callable[..., str]) -> None:
+    with pytest.raises(InputError, match=r"uneven prompts of 320,000 tokens in all: masks of more than 262,144"):
+        memsize.generate(config(**SMALL), prompt=40_000, new=4, batches=8, uneven=True, scenarios="as-given")
+
+
+def test_uneven_prompts_run_as_padded_ones(config: Callable[..., str]) -> None:
+    target, mask = config(**SMALL), torch.ones(3, 64, dtype=torch.int64)
+    mask[0, :40] = 0  # how many are padded makes no difference
+    with generator_of(target) as generator:
+        uneven = generator.run(Generation(64, 4, uneven=True), 3).trace
+        model = generator.runner.model
+        inputs = {"input_ids": torch.ones(3, 64, dtype=torch.int64), "attention_mask": mask}
+        with generator_of(model, **inputs) as padded:
+            runner = padded.runner.given(padded.prompts(64), 3)
+            given = runner.run(GenerationSteps(Generation(64, 4)), scenario_named("as-given"))
+    assert [event.delta for event in uneven.events if uneven.phases[event.phase] == "prefill"] == [
+        event.delta for event in given.events if given.phases[event.phase] == "prefill"
+    ]

@@ -198,6 +198,7 @@ def fit(
     kv_dtype: str | None = None,
     beams: int | None = None,
     chunk: int | None = None,
+    uneven: bool = False,
     progress: Callable[[str], None] | None = None,
     **given: Unpack[InputOptions],
 ) -> Fit:
@@ -214,9 +215,9 @@ def fit(
     its PyTorch and CUDA, `config` holds the caching allocator's settings. `remedies` tries them in any case (True) or
     never (False); `crossovers` looks for the sizes from which on autocast pays or the peak moves.
 
-    With `new`, `prompt`, `cache`, `kv_dtype`, `beams` or `chunk`, as for `generate`, the question is about generated
-    tokens: how many sequences fit, or, with `vary` ``"context"``, how many tokens of `batch_size` sequences, the `new`
-    ones included; with ``"context,batch"`` also of twice as many, and so on.
+    With `new`, `prompt`, `cache`, `kv_dtype`, `beams`, `chunk` or `uneven`, as for `generate`, the question is about
+    generated tokens: how many sequences fit, or, with `vary` ``"context"``, how many tokens of `batch_size` sequences,
+    the `new` ones included; with ``"context,batch"`` also of twice as many, and so on.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
@@ -228,7 +229,7 @@ def fit(
 
     subject = Subject.of(model_or_target, input_size, **given)
     varied = parse_vary(vary)
-    held = {"cache": cache, "kv_dtype": kv_dtype, "beams": beams, "chunk": chunk}
+    held = {"cache": cache, "kv_dtype": kv_dtype, "beams": beams, "chunk": chunk, "uneven": uneven or None}
     generation = asked_generation(varied, prompt=prompt, new=new, **held)
     asked = select(GENERATED if generation and scenarios is None else scenarios)
     steps = {"train": train, "crossovers": crossovers, "seq_len": subject.seq_len, "parallel": parallel or gpus}
@@ -286,6 +287,8 @@ def generate(
     kv_dtype: str | None = None,
     beams: int = 1,
     chunk: int | None = None,
+    uneven: bool = False,
+    step: Callable[..., Any] | str | None = None,
     scenarios: str | Iterable[str] | None = None,
     gpu: str | None = None,
     stack: Stack | str | None = None,
@@ -297,10 +300,13 @@ def generate(
 
     The model is given as to `report`; its own ``generate`` runs, with an input that is made for each length of `prompt`
     (of a model that isn't a library's, its first dimension after the batch). `new` tokens are generated after it, for
-    each of `batches` sequences. `cache` is ``"dynamic"``, ``"static"``, ``"offloaded"`` or ``"quantized"`` (None: the
-    model's own), `kv_dtype` that of a quantized one: ``"fp8"``, ``"int4"``, ``"int2"``. `beams` is the width of a beam
-    search; the prompt is read `chunk` tokens at a time (None: all at once). `scenarios` are as for `report` (None: as
-    given, and its weights in int8 and int4), `gpu`, `stack` and `config` as for `trace`.
+    each of `batches` sequences. `cache` is ``"dynamic"``, ``"static"`` or ``"quantized"`` (None: the model's own),
+    `kv_dtype` that of a quantized one: ``"fp8"``, ``"int4"``, ``"int2"``. `beams` is the width of a beam search; the
+    prompt is read `chunk` tokens at a time (None: all at once). With `uneven`, the prompts of a batch are of unequal
+    lengths and padded to the longest. `step` is a loop that takes the place of ``generate``, or its name, such as
+    ``"loop.py:generate"``: a function of the model, those of its inputs that it has parameters for, and
+    ``max_new_tokens``. `scenarios` are as for `report` (None: as given, and its weights in int8 and int4), `gpu`,
+    `stack` and `config` as for `trace`.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
@@ -313,15 +319,19 @@ def generate(
     where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
     asked = select(GENERATED if scenarios is None else scenarios)
     lengths, sizes = ((each,) if isinstance(each, int) else tuple(each) for each in (prompt, batches))
-    generations = [Generation(length, new, cache, kv_dtype, beams, chunk=chunk) for length in lengths]
+    generations = [Generation(length, new, cache, kv_dtype, beams, 0, chunk, uneven) for length in lengths]
+    if step is not None and (cache or kv_dtype or chunk or beams > 1):
+        raise InputError("cache, kv_dtype, beams and chunk are for the model's own generate, not for a step of yours")
     settings = AllocatorConfig.of(config, software.release)
     with model_of(subject, say, where.name) as loaded:
         from memsize.analysis.generation.report import GenerationRequest, report_generation
         from memsize.analysis.runner import Runner
+        from memsize.loading import load_loop
 
         prompts = prompts_of(subject, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), False, gpu=where, stack=software)
-        request = GenerationRequest(generations, sizes, asked, settings)
+        loop = load_loop(step, loaded.machine) if isinstance(step, str) else step
+        request = GenerationRequest(generations, sizes, asked, settings, loop)
         return report_generation(runner, prompts, request, loaded.notes, say)
 
 

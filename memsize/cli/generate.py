@@ -45,6 +45,7 @@ def _generations(prompt: str, **held: Any) -> tuple[Generation, ...]:
 
 
 _COUNT = click.IntRange(min=1)
+_UNEVEN = click.option("--uneven", is_flag=True, help="Prompts are of unequal lengths, padded to the longest.")
 
 generation_options: Callable[..., Any] = grouped(
     "generations",
@@ -59,6 +60,7 @@ generation_options: Callable[..., Any] = grouped(
         click.option("--kv-dtype", type=click.Choice(list(KV_DTYPES)), help="Keep the cache quantized."),
         click.option("--beams", default=1, type=_COUNT, metavar="N", help="Beams of a beam search."),
         click.option("--chunk", type=_COUNT, metavar="N", help="Read the prompt N tokens at a time."),
+        _UNEVEN,
     ),
     _generations,
 )
@@ -73,6 +75,7 @@ generating_options: Callable[..., Any] = grouped(
         click.option("--kv-dtype", type=click.Choice(list(KV_DTYPES)), help="Generate with a quantized cache."),
         click.option("--beams", type=_COUNT, metavar="N", help="Generate with a beam search of that width."),
         click.option("--chunk", type=_COUNT, metavar="N", help="Read the prompt N tokens at a time."),
+        _UNEVEN,
     ),
     dict,
 )
@@ -91,6 +94,7 @@ generating_options: Callable[..., Any] = grouped(
 @generation_subject_options
 @generation_options
 @click.option("-b", "--batch", default="1", show_default=True, metavar="N,…", help="Sequences at once; several sizes.")
+@click.option("--step", metavar="FUNCTION", help="A loop in place of generate: file.py:function.")
 @scenarios_option
 @gpu_option
 @stack_option
@@ -101,6 +105,7 @@ def generate(
     subject: Subject,
     generations: tuple[Generation, ...],
     batch: str,
+    step: str | None,
     scenarios: str | None,
     gpu: str | None,
     stack: str | None,
@@ -134,6 +139,8 @@ def generate(
                 kv_dtype=generations[0].kv_dtype,
                 beams=generations[0].beams,
                 chunk=generations[0].chunk,
+                uneven=generations[0].uneven,
+                step=step,
                 batches=batches,
                 scenarios=scenarios,
                 gpu=where.name,

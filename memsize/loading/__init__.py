@@ -8,6 +8,7 @@ are then `meta` tensors. See `weightless` for how, `scope` for what is importabl
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -43,6 +44,7 @@ __all__ = [
     "input_maker",
     "load",
     "load_inputs",
+    "load_loop",
     "parse_target",
 ]
 
@@ -115,9 +117,27 @@ def load_inputs(text: str, machine: Machine = nullcontext) -> InputMaker:
     What fails on this machine is done once more on `machine`, as for `load`. Raises `TargetError` where there is no
     such function, `InputError` where it asks for more than it is given.
     """
+    scope, function, label = _function(text, machine, "makes inputs", "inputs.py:make_inputs")
+    return _made_on(machine, scope, input_maker(function, label, scope))
+
+
+def load_loop(text: str, machine: Machine = nullcontext) -> Callable[..., Any]:
+    """The function that ``file.py:generate`` names, a loop that generates tokens. Raises as `load_inputs` does."""
+    scope, function, _ = _function(text, machine, "generates tokens", "loop.py:generate")
+
+    @functools.wraps(function)
+    def loop(*args: Any, **kwargs: Any) -> Any:
+        with scope.entered():
+            return function(*args, **kwargs)
+
+    return loop
+
+
+def _function(text: str, machine: Machine, what: str, example: str) -> tuple[ImportScope, Callable[..., Any], str]:
+    """The function that `text` names, the scope of its imports, and its label."""
     target = parse_target(text)
     if target.library is not None or target.name is None:
-        raise TargetError(f"{text!r} names no function that makes inputs: write it like inputs.py:make_inputs")
+        raise TargetError(f"{text!r} names no function that {what}: write it like {example}")
     label = f"{target.place}:{target.name}"
 
     def loaded() -> tuple[ImportScope, Any]:
@@ -127,8 +147,8 @@ def load_inputs(text: str, machine: Machine = nullcontext) -> InputMaker:
 
     scope, function = _with_gpu_where_wanted(loaded, machine)
     if not callable(function):
-        raise TargetError(f"{label} is no function: --inputs wants one that returns the model's inputs")
-    return _made_on(machine, scope, input_maker(function, label, scope))
+        raise TargetError(f"{label} is no function: it has to be one that {what}")
+    return scope, function, label
 
 
 def _made_on(machine: Machine, scope: ImportScope, maker: InputMaker) -> InputMaker:

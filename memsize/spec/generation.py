@@ -27,7 +27,8 @@ class Generation:
     `cache` is a name of `CACHES`, None the model's own choice; `kv_dtype` is ``"fp8"``, ``"int4"`` or ``"int2"`` for a
     quantized cache. `beams` is the width of a beam search, 1 for none. `begun` counts the tokens that the decoder of an
     encoder-decoder starts with, of which all but the first are given; 0 for a model that continues its prompt. The
-    prompt is read `chunk` tokens at a time, all at once with None.
+    prompt is read `chunk` tokens at a time, all at once with None. Where prompts are `uneven`, the shorter ones are
+    padded, so that attention gets a mask.
     """
 
     prompt: int
@@ -37,6 +38,7 @@ class Generation:
     beams: int = 1
     begun: int = 0
     chunk: int | None = None
+    uneven: bool = False
 
     def __post_init__(self) -> None:
         for what, count in (

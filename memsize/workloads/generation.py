@@ -7,15 +7,17 @@ steps as are asked for the run is cut off, since all that follow are alike.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
-from memsize.constants.values import set_constant
+from memsize.constants.values import MAX_INTEGER_ELEMENTS, set_constant
 from memsize.errors import InputError
 from memsize.internals.pytree import tensors_in
 from memsize.model.tensor_storage import plain_tensors
@@ -70,20 +72,24 @@ class GenerationSteps:
     """The prefill and the first `steps` decode steps of a generation; all of them with None.
 
     The setup's inputs are those of the prompt. `observer` is told what the cache holds after each forward, `edits`
-    change the model before.
+    change the model before. `loop` takes the place of `generate`: a function of the model, those of the inputs that it
+    takes, and `max_new_tokens`.
     """
 
     generation: Generation
     steps: int | None = None
     observer: Observer = field(default=lambda number, layers: None)
     edits: tuple[Callable[[Setup], Setup], ...] = ()
+    loop: Callable[..., Any] | None = None
 
     def run(self, setup: Setup) -> Trace:
         for edit in self.edits:
             setup = edit(setup)
-        generate = getattr(setup.model, "generate", None)
+        generate = partial(self.loop, setup.model) if self.loop else getattr(setup.model, "generate", None)
         if not callable(generate):
             raise InputError(f"{setup.name} has no generate method: it generates no tokens")
+        if self.generation.uneven:
+            setup = _padded(setup)
         run = Run(setup)
         args, kwargs = setup.call
         kwargs = {name: value for name, value in kwargs.items() if name not in _MADE}
@@ -92,6 +98,8 @@ class GenerationSteps:
         arguments = _arguments(setup.model, self.generation)
         if "generation_config" in arguments:  # generate takes what is None in the one from the other
             setup.model.generation_config = arguments["generation_config"]  # type: ignore[assignment]
+        if self.loop:
+            kwargs, arguments = _taken(self.loop, kwargs | {"max_new_tokens": self.generation.new + 1}), {}
         with run.recording(), torch.no_grad(), setup.autocast(), run.ledger.clock.during(PREFILL):
             steps = self.generation.new - 1 if self.steps is None else self.steps
             with (
@@ -100,6 +108,30 @@ class GenerationSteps:
             ):
                 run.result = generate(*args, **kwargs, **arguments)
         return run.trace()
+
+
+def _padded(setup: Setup) -> Setup:
+    """The setup with one prompt a token shorter than the others: how much shorter it is makes no difference."""
+    args, kwargs = setup.call
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, torch.Tensor):
+        raise InputError(f"{setup.name} is given no attention_mask: its prompts cannot be uneven")
+    if len(mask) == 1:
+        return setup
+    if mask.numel() > MAX_INTEGER_ELEMENTS:
+        most = f"masks of more than {MAX_INTEGER_ELEMENTS:,} are not followed"
+        raise InputError(f"uneven prompts of {mask.numel():,} tokens in all: {most}")
+    values = torch.ones(mask.shape, dtype=mask.dtype, device="cpu")
+    values[0, 0] = 0
+    return replace(setup, call=(args, kwargs | {"attention_mask": set_constant(torch.empty_like(mask), values)}))
+
+
+def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
 
 
 def _arguments(model: nn.Module, generation: Generation) -> dict[str, object]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memsize.analysis.generation.curve import Curve, Piece
 from memsize.analysis.generation.law import ALIGNED, Box, Law, Place, Steps, law_of
@@ -76,12 +76,14 @@ class Generator:
         scenario: Scenario,
         say: Callable[[str], None] = lambda _: None,
         edits: tuple[Callable[[Setup], Setup], ...] = (),
+        loop: Callable[..., Any] | None = None,
     ) -> None:
         self.runner = runner
         self.prompts = prompts
         self.scenario = scenario
         self.say = say
         self.edits = edits
+        self.loop = loop
         self.ahead: Callable[[Sequence[Traced]], None] = lambda _: None
         self.samples: dict[Traced, Sample] = {}
         self._laws: list[tuple[Generation, Law]] = []
@@ -156,7 +158,7 @@ class Generator:
             generation, batch, steps = traced
             self.say(f"{self.scenario.name}, batch {batch:,}, a prompt of {generation.prompt:,}")
             cached: list[tuple[CachedLayer, ...]] = []
-            workload = GenerationSteps(generation, steps, partial(_put, cached), self.edits)
+            workload = GenerationSteps(generation, steps, partial(_put, cached), self.edits, self.loop)
             trace = self.runner.given(self.prompts(generation.prompt), batch).run(workload, self.scenario)
             rest = replace(trace, phases=(), storages=(), events=())
             self.samples[traced] = Sample(tuple(steps_of(trace, cached)), rest)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memsize.analysis.findings.generation import RULES
 from memsize.analysis.generation.generator import Generated, Generator, Sample, Traced
@@ -41,6 +41,8 @@ class GenerationRequest:
     batches: Sequence[int]
     scenarios: Sequence[Scenario]
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
+    loop: Callable[..., Any] | None = None
+    """What generates in place of the model's own `generate`."""
 
     @property
     def points(self) -> Iterable[Point]:
@@ -106,7 +108,7 @@ class _Work:
     def __init__(self, runner: Runner, prompts: Prompts, request: GenerationRequest) -> None:
         self.request = request
         self.gpu = runner.gpu
-        self.generators = {each.name: Generator(runner, prompts, each) for each in request.scenarios}
+        self.generators = {each.name: Generator(runner, prompts, each, loop=request.loop) for each in request.scenarios}
 
     def workers(self, say: Callable[[str], None]) -> Workers:
         """Processes that share the work."""
