@@ -92,6 +92,13 @@ def codes(run: ProgramRun) -> list[str]:
     return [finding.code for finding in RULES.findings(run)]
 
 
+def test_a_program_that_fails_at_once_is_not_told_to_choose_a_device() -> None:
+    run = replace(program(), trace=replace(program().trace, events=()), failure="KeyError: 'x'")
+    (finding,) = [each for each in RULES.findings(run) if each.code == "run-nothing-on-gpu"]
+    assert finding.text() == "Nothing was put on the GPU before the program failed: KeyError: 'x'."
+    assert "--device" in RULES.findings(replace(run, failure=None))[0].text()
+
+
 def test_what_fits_is_said_with_its_largest_tensor() -> None:
     text = program().findings[0].text()
     assert (

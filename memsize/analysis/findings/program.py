@@ -67,7 +67,12 @@ def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
 
 @RULES.rule("run-nothing-on-gpu")
 def _nothing(run: ProgramRun) -> Iterator[Finding]:
-    if not run.trace.events and run.needs_gpu is None:
+    if run.trace.events or run.needs_gpu is not None:
+        return
+    if run.failure:
+        template = "Nothing was put on the GPU before the program failed: {failure}."
+        yield Finding("run-nothing-on-gpu", None, (), template, {"failure": run.failure.rstrip(".")})
+    else:
         template = (
             "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda or "
             "--accel."
