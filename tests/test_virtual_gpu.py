@@ -1177,6 +1177,12 @@ def test_files_that_were_there_are_left_alone_and_weights_are_not_written(tmp_pa
         os.replace(here / "new.txt", here / "newer.txt")
         torch.save(model.state_dict(), here / "old.pt")
         assert torch.load(here / "old.pt")["weight"].is_cuda
+        (here / "out.tmp").mkdir()
+        torch.save(model.state_dict(), here / "out.tmp" / "last.pt")
+        os.rename(here / "out.tmp", here / "out")
+        assert (here / "out" / "last.pt").is_file() and torch.load(here / "out" / "last.pt")["weight"].is_cuda
+        torch.save(model.state_dict(), here / "size.pt")
+        os.remove(here / "size.pt")
         """,
     )
     assert error is None, error
@@ -1184,6 +1190,9 @@ def test_files_that_were_there_are_left_alone_and_weights_are_not_written(tmp_pa
     assert (tmp_path / "old.pt").read_bytes() == b"weights"
     assert (tmp_path / "newer.txt").read_text(encoding="utf-8") == "2"
     assert any(line.startswith("1.00 MiB to") for line in found.unwritten)
+    refused = [line.partition(" ")[0] for line in found.unwritten if "it was there before" in line]
+    assert refused == ["write", "remove", "move", "write"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == []
     (tmp_path / "old.txt").write_text("still mine to write", encoding="utf-8")
 
 

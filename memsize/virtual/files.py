@@ -27,6 +27,7 @@ from memsize.virtual.tensors import Replacement
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
 _GONE: Final = {"os.remove": 0, "os.rmdir": 0, "os.truncate": 0, "os.rename": 0, "shutil.rmtree": 0, "shutil.move": 0}
 """Events after which a file is no longer what it was: the place of its path among their arguments."""
+_MOVES: Final = ("os.rename", "shutil.move")
 _WATCHED: Final = frozenset({"open", "os.mkdir", *_GONE})
 _PASSING: Final = ("__pycache__", "/dev/", "/proc/")
 _current: list[Files] = []
@@ -42,6 +43,9 @@ class Files:
         """Bytes of stand-ins that would have been written, by path."""
         self._new: set[str] = set()
         self._kept: dict[str, bytes] = {}
+        """What `torch.save` was given, by path: without weights."""
+        self._empty: set[str] = set()
+        """Files that stand where weights would have been written."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -68,11 +72,18 @@ class Files:
             yield
         finally:
             _current.remove(self)
+            for path in filter(os.path.isfile, self._empty):
+                if not os.path.getsize(path):
+                    os.remove(path)
 
     def check(self, event: str, args: tuple[Any, ...]) -> None:
         """Raise PermissionError for an event that would change a file that was there before."""
-        if self.allowed:
-            return
+        if not self.allowed:
+            self._check_event(event, args)
+        if event == "os.rename":
+            self._renamed(*map(os.path.abspath, map(os.fsdecode, args[:2])))
+
+    def _check_event(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = args
             if isinstance(path, (str, bytes, os.PathLike)) and (flags or 0) & _WRITING:
@@ -80,10 +91,9 @@ class Files:
         elif event == "os.mkdir":
             self._new.add(os.path.abspath(os.fsdecode(args[0])))
         elif event in _GONE:
-            self._check(args[_GONE[event]], "move" if event.endswith(("rename", "move")) else "remove", os.path.lexists)
+            self._check(args[_GONE[event]], "move" if event in _MOVES else "remove", os.path.lexists)
             if event == "os.rename":
                 self._check(args[1], "replace", lambda name: os.path.isfile(name) and os.path.getsize(name) > 0)
-                self._renamed(args[0], args[1])
 
     def _check(self, path: Any, what: str, matters: Callable[[str], bool]) -> None:
         name = os.path.abspath(os.fsdecode(path))
@@ -95,9 +105,14 @@ class Files:
             self.refused[f"{what} {_shown(name)}: it was there before (--allow-writes lets the program)"] = None
             raise PermissionError(13, "memsize run leaves files that were there before as they are", name)
 
-    def _renamed(self, old: Any, new: Any) -> None:
-        if os.path.abspath(os.fsdecode(old)) in self._new:
-            self._new.add(os.path.abspath(os.fsdecode(new)))
+    def _renamed(self, old: str, new: str) -> None:
+        if old in self._new:
+            self._new.add(new)
+        for path in [path for path in self._empty if path == old or path.startswith(f"{old}{os.sep}")]:
+            moved = new + path.removeprefix(old)
+            self._empty.add(moved)
+            if path in self._kept:
+                self._kept[moved] = self._kept[path]
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -122,10 +137,17 @@ class Files:
             buffer = io.BytesIO()
             original(obj, buffer, *args, **kwargs)
             self._kept[os.path.abspath(f)] = buffer.getvalue()
-            self.counted(f, size)
+            self._left_out(f, size)
             return None
 
         return save
+
+    def _left_out(self, path: Any, size: int) -> None:
+        """Note `size` bytes of weights; a file without them is there for programs that move it or look at it."""
+        self.counted(path, size)
+        if not os.path.lexists(path):
+            Path(os.fsdecode(path)).touch()
+            self._empty.add(os.path.abspath(os.fsdecode(path)))
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +165,7 @@ class Files:
             if not size:
                 self.check("open", (filename, "wb", os.O_WRONLY))  # Rust opens it
                 return original(tensors, filename, *args, **kwargs)
-            self.counted(filename, size)
+            self._left_out(filename, size)
             return None
 
         return save_file
