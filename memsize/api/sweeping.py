@@ -5,31 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from memsize.api.opened import Loaded, model_of, with_inputs
+from memsize.api.cells import Task, failed, run_cells, trace_of
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
-from memsize.errors import InputError, MemsizeError, first_line, in_one_line
-from memsize.internals.spread import BACKENDS, Backend, Died, TimeLimitError, is_late, spread, time_limited
+from memsize.errors import InputError
+from memsize.internals.spread import BACKENDS, Backend, Died, spread
 from memsize.interrupt import Interrupted
 from memsize.loading.patterns import targets_of
 from memsize.loading.target import parse_target
-from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.results_file import ResultsFile, results_file
 from memsize.records.sweep import Sweep, SweepRow, phrase_of, varying
 from memsize.spec.sweep import Cell, Grid, grid_of, read_grid
 from memsize.version import VERSION
-
-if TYPE_CHECKING:
-    from memsize.analysis.runner import Runner
-    from memsize.records.trace import Trace
 
 _MOST_TRACES: Final = 8
 """Traces of one task: its model is built once for them, and they are lost together when the machine goes down."""
@@ -68,56 +61,88 @@ def sweep(
     Raises `InputError` for a grid that cannot be meant, `TargetError` for a pattern that matches nothing, and
     `OutputError` where the results cannot be kept.
     """
-    if backend not in BACKENDS:
-        raise InputError(f"no backend {backend!r}: choose from {', '.join(BACKENDS)}")
-    if scheduler is not None and backend == "loky":
-        raise InputError("a scheduler is that of a cluster: choose the backend dask or ray")
-    if timeout is not None and backend == "dask":
-        raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted; choose loky or ray")
+    _check_places(backend, scheduler, timeout)
     asked, say = _grid(grid), progress or (lambda _: None)
     with contextlib.chdir(asked.folder):
         say("looking up targets")
         cells = asked.cells(targets_of, lambda name: card(name).name)
         _check_allocators(asked, cells)
         made = {cell.settings["target"]: _made_with(cell) for cell in cells}
-    kept: contextlib.AbstractContextManager[ResultsFile | None] = contextlib.nullcontext()
-    if results is not None:
-        kept = results_file(Path(results), fresh=fresh)
-    found: dict[int, SweepRow] = {}
-    with kept as file:
+    with contextlib.nullcontext() if results is None else results_file(Path(results), fresh=fresh) as file:
+        rows = _Rows(asked.name, cells, made, file, retry)
+        say(f"running {len(rows.missing)} cells")
+        tasks = _tasks(asked.folder, rows.missing, jobs, timeout)
+        try:
+            for task, found in _outcomes(tasks, jobs, backend, scheduler):
+                rows.add(task, found)
+                say(rows.progress)
+        except KeyboardInterrupt:
+            if not rows.found:
+                raise
+            raise Interrupted(rows.answer()) from None
+    return rows.answer()
+
+
+def _check_places(backend: str, scheduler: str | None, timeout: float | None) -> None:
+    if backend not in BACKENDS:
+        raise InputError(f"no backend {backend!r}: choose from {', '.join(BACKENDS)}")
+    if scheduler is not None and backend == "loky":
+        raise InputError("a scheduler is that of a cluster: choose the backend dask or ray")
+    if timeout is not None and backend == "dask":
+        raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted; choose loky or ray")
+
+
+class _Rows:
+    """The rows of a sweep's cells by their places: those that `file` has already, then those that come in.
+
+    `made` says for each target what the figures are made with.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cells: Sequence[Cell],
+        made: Mapping[str, Mapping[str, str]],
+        file: ResultsFile | None,
+        retry: bool,
+    ) -> None:
+        self._name, self._cells, self._made, self._file = name, cells, made, file
+        self.found: dict[int, SweepRow] = {}
         for place, cell in enumerate(cells):
             row = file.find(cell.settings, made[cell.settings["target"]]) if file else None
             if row is not None and not (retry and row.outcome == "failed"):
-                found[place] = row
-        reused = len(found)
-        left, failed = len(cells) - reused, 0
-        say(f"running {left} cells")
-        tasks = _tasks(asked.folder, {n: cell for n, cell in enumerate(cells) if n not in found}, jobs, timeout)
-        try:
-            for task, rows in _outcomes(tasks, jobs, backend, scheduler):
-                found |= zip(task.places, rows, strict=True)
-                if file:
-                    file.add((row, made[row.settings["target"]]) for row in rows)
-                failed += sum(row.outcome == "failed" for row in rows)
-                say(f"{len(found) - reused} of {left} cells" + (f", {failed} failed" if failed else ""))
-        except KeyboardInterrupt:
-            if not found:
-                raise
-            hint = " The same command goes on with what is missing." if file else ""
-            raise Interrupted(_answer(asked.name, cells, found, reused, hint)) from None
-    return _answer(asked.name, cells, found, reused)
+                self.found[place] = row
+        self._reused, self._failed = len(self.found), 0
 
+    @property
+    def missing(self) -> dict[int, Cell]:
+        """The cells without a row, by their places."""
+        return {place: cell for place, cell in enumerate(self._cells) if place not in self.found}
 
-def _answer(name: str, cells: Sequence[Cell], found: Mapping[int, SweepRow], reused: int, hint: str = "") -> Sweep:
-    """The rows that were found, in the order of the cells; `hint` says how to get those that were not."""
-    from memsize.analysis.findings.interruption import interrupted
-    from memsize.analysis.findings.sweep import RULES
+    @property
+    def progress(self) -> str:
+        """How many cells of those that were missing are done."""
+        done, most = len(self.found) - self._reused, len(self._cells) - self._reused
+        return f"{done} of {most} cells" + (f", {self._failed} failed" if self._failed else "")
 
-    rows = tuple(found[place] for place in range(len(cells)) if place in found)
-    settings = [cell.settings for cell in cells]
-    varied = varying(settings)
-    missing = tuple(phrase_of(each, varied) for place, each in enumerate(settings) if place not in found)
-    return Sweep(name, rows, (*interrupted(missing, hint), *RULES.findings(rows)), reused, missing)
+    def add(self, task: Task, rows: Sequence[SweepRow]) -> None:
+        """The rows of a task's cells, which go to the file too."""
+        self.found |= zip(task.places, rows, strict=True)
+        if self._file:
+            made = (self._made[cell.settings["target"]] for cell in task.cells)
+            self._file.add(zip(rows, made, strict=True))
+        self._failed += sum(row.outcome == "failed" for row in rows)
+
+    def answer(self) -> Sweep:
+        """The rows in the order of the cells; where some are missing, with a word on how to get them."""
+        from memsize.analysis.findings.interruption import interrupted
+        from memsize.analysis.findings.sweep import RULES
+
+        rows = tuple(self.found[place] for place in sorted(self.found))
+        varied = varying([cell.settings for cell in self._cells])
+        missing = tuple(phrase_of(cell.settings, varied) for cell in self.missing.values())
+        hint = " The same command goes on with what is missing." if self._file else ""
+        return Sweep(self._name, rows, (*interrupted(missing, hint), *RULES.findings(rows)), self._reused, missing)
 
 
 def _grid(grid: str | os.PathLike[str] | Mapping[str, Any]) -> Grid:
@@ -163,27 +188,12 @@ def _code(target: str) -> str:
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """Cells of one model, with their places in the sweep."""
-
-    folder: Path
-    cells: tuple[Cell, ...]
-    places: tuple[int, ...]
-    timeout: float | None
-
-    def each(self) -> Iterator[_Task]:
-        """A task for each of its cells."""
-        for cell, place in zip(self.cells, self.places, strict=True):
-            yield _Task(self.folder, (cell,), (place,), self.timeout)
-
-
-def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: float | None) -> list[_Task]:
+def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: float | None) -> list[Task]:
     """Cells that share a trace together, and with them others of the same model, as it is built for its own step."""
     models: dict[str, dict[str, list[int]]] = {}
     for place, cell in cells.items():
         traces = models.setdefault(repr(_model_of(cell)), {})
-        traces.setdefault(repr(_trace_of(cell)), []).append(place)
+        traces.setdefault(repr(trace_of(cell)), []).append(place)
     processes = jobs or os.cpu_count() or 1
     fair = sum(map(len, models.values())) // (_SHARE * processes)
     most = _MOST_TRACES if processes == 1 else min(_MOST_TRACES, max(1, fair))
@@ -192,7 +202,7 @@ def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: f
         groups = list(traces.values())
         for start in range(0, len(groups), most):
             places = tuple(place for group in groups[start : start + most] for place in group)
-            tasks.append(_Task(folder, tuple(cells[place] for place in places), places, timeout))
+            tasks.append(Task(folder, tuple(cells[place] for place in places), places, timeout))
     return tasks
 
 
@@ -201,150 +211,17 @@ def _model_of(cell: Cell) -> tuple[object, ...]:
     return cell.settings["target"], cell.settings.get("arguments"), own
 
 
-def _trace_of(cell: Cell) -> dict[str, object]:
-    """What decides a run: the card itself and the allocator's settings come after it."""
-    after = ("gpu", "allocator")
-    return {key: value for key, value in cell.settings.items() if key not in after} | {"on": _card(cell).kernels}
-
-
-def _card(cell: Cell) -> Card:
-    return card(cell.settings.get("gpu", DEFAULT_GPU))
-
-
 def _outcomes(
-    tasks: list[_Task], jobs: int | None, backend: Backend, scheduler: str | None
-) -> Iterator[tuple[_Task, list[SweepRow]]]:
+    tasks: list[Task], jobs: int | None, backend: Backend, scheduler: str | None
+) -> Iterator[tuple[Task, list[SweepRow]]]:
     """The rows of each task as they come. Where a process died of one with several cells, each is run by itself."""
     while tasks:
-        again: list[_Task] = []
+        again: list[Task] = []
         for task, rows in spread(run_cells, tasks, jobs, backend, scheduler):
             if not isinstance(rows, Died):
                 yield task, rows
             elif len(task.cells) > 1:
                 again += task.each()
             else:
-                yield task, [_failed(task.cells[0], rows.reason)]
+                yield task, [failed(task.cells[0], rows.reason)]
         tasks = again
-
-
-# -- in a process that works -------------------------------------------------------------------------------------------
-
-
-def run_cells(task: _Task) -> list[SweepRow]:
-    """The rows of a task's cells, in their order: its model is built once, and each trace is run once."""
-    import memsize.analysis.runner  # noqa: F401 - PyTorch is imported before the time counts
-
-    rows: list[SweepRow] = []
-    first, reason = task.cells[0], ""
-    own = first.training is not None and first.training.is_own
-    try:
-        with (
-            contextlib.chdir(task.folder),
-            time_limited(task.timeout) as restart,
-            model_of(first.subject, gpu=_card(first).name, own=own) as loaded,
-        ):
-            shared = _Shared(loaded)
-            for cell in task.cells:
-                restart()
-                rows.append(shared.row(cell, task.timeout))
-    except (Exception, TimeLimitError) as error:
-        reason = _reason(error, task.timeout)
-    return rows + [_failed(cell, reason) for cell in task.cells[len(rows) :]]
-
-
-_Traced = tuple["Trace", tuple[str, ...]]
-"""A trace, and what is to be said of it."""
-
-
-class _Shared:
-    """A model that is built, with the inputs and the traces that its cells share."""
-
-    def __init__(self, loaded: Loaded) -> None:
-        self._loaded = loaded
-        self._runners: dict[str, tuple[Runner, tuple[str, ...]]] = {}
-        self._last: tuple[str, _Traced | MemsizeError] | None = None
-
-    def row(self, cell: Cell, timeout: float | None) -> SweepRow:
-        """The row of a cell, whatever comes of it."""
-        begun = time.perf_counter()
-        try:
-            trace, notes = self._trace(cell)
-            return _row(cell, trace, notes, time.perf_counter() - begun)
-        except (Exception, TimeLimitError) as error:
-            return _failed(cell, _reason(error, timeout), time.perf_counter() - begun)
-
-    def _trace(self, cell: Cell) -> _Traced:
-        """The trace of a cell, which the one before may have had; raises again what it raised."""
-        key = repr(_trace_of(cell))
-        if self._last is None or self._last[0] != key:
-            try:
-                self._last = key, self._run(cell)
-            except MemsizeError as error:
-                self._last = key, error
-        found = self._last[1]
-        if isinstance(found, MemsizeError):
-            raise found
-        return found
-
-    def _run(self, cell: Cell) -> _Traced:
-        from memsize.spec.scenario import scenario_named
-        from memsize.workloads.ranks import steps_on
-
-        runner, notes = self._runner(cell)
-        trace = runner.run(steps_on(cell.training, cell.parallel, _card(cell)), scenario_named(cell.scenario))
-        return trace, tuple(dict.fromkeys((*notes, *trace.notes, *trace.assumptions)))
-
-    def _runner(self, cell: Cell) -> tuple[Runner, tuple[str, ...]]:
-        """What runs a cell's input on its kind of card, under any scenario."""
-        from memsize.analysis.runner import Runner, plans_of
-
-        where, subject, execute = _card(cell), cell.subject, cell.settings.get("execute", False)
-        key = repr((subject.specs, subject.source, subject.batch_size, subject.seq_len, subject.mode))
-        key += repr((where.kernels, cell.stack, execute))
-        if key not in self._runners:
-            found = with_inputs(subject, self._loaded)
-            runner = Runner(*found.run, gpu=where, execute=execute, plans=plans_of(where), stack=cell.stack)
-            self._runners = {key: (runner, found.notes)}
-        return self._runners[key]
-
-
-def _row(cell: Cell, trace: Trace, notes: tuple[str, ...], seconds: float) -> SweepRow:
-    from memsize.device.gpu_estimate import estimate_gpu
-    from memsize.records.aggregates import totals
-
-    where = _card(cell)
-    config = AllocatorConfig.of(cell.settings.get("allocator"), cell.stack.release)
-    peak, held = estimate_gpu(trace, where, config=config), totals(trace)
-    short = peak.shortage
-    return SweepRow(
-        settings=cell.settings,
-        outcome="fits" if short is None else "exceeds" if short.certain else "unsure",
-        parameters=held.parameters,
-        stored=held.stored,
-        requested=peak.requested,
-        allocated=peak.allocated,
-        reserved=peak.reserved,
-        device=peak.device,
-        gpu_bytes=where.bytes,
-        phase=peak.peak_phase,
-        layer=peak.peak_layer,
-        roles=peak.roles,
-        notes=notes,
-        seconds=round(seconds, 2),
-        gpus=_gpus(cell),
-    )
-
-
-def _failed(cell: Cell, reason: str, seconds: float = 0.0) -> SweepRow:
-    of_gpu, spent = _card(cell).bytes, round(seconds, 2)
-    return SweepRow(cell.settings, "failed", first_line(reason), gpu_bytes=of_gpu, seconds=spent, gpus=_gpus(cell))
-
-
-def _gpus(cell: Cell) -> int:
-    return cell.parallel.size if cell.parallel else 1
-
-
-def _reason(error: BaseException, timeout: float | None) -> str:
-    if is_late(error):
-        return f"it took more than {timeout:g} s"
-    return str(error) if isinstance(error, MemsizeError) else f"this is a bug in memsize: {in_one_line(error)}"
