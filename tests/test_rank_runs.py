@@ -276,6 +276,31 @@ def test_ranks_that_cannot_be_are_refused_in_one_line(
     assert message in line
 
 
+SELECTIVE = """
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+def policy(context, op, *args, **kwargs):
+    kept = op is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+layer = torch.nn.Sequential(torch.nn.Linear(512, 1024, bias=False), torch.nn.ReLU()).cuda()
+x = torch.randn(2048, 512, device="cuda")
+y = checkpoint(layer, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+y.sum().backward()
+"""
+
+
+def test_what_selective_checkpointing_keeps_is_an_activation(tmp_path: Path) -> None:
+    """The product of 2,048 x 1,024 float32 numbers, 8 MiB, is kept; what ReLU makes of it is returned."""
+    script = tmp_path / "train.py"
+    script.write_text(SELECTIVE, encoding="utf-8")
+    found = memsize.run(script, gpu="t4")
+    assert found.failure is None
+    (product,) = [each for each in found.trace.storages if each.shape == (2048, 1024) and "mm" in each.op][:1]
+    assert (product.bytes, product.role) == (8 * MiB, "activation")
+
+
 SAVED = """
 import torch
 import torch.distributed as dist

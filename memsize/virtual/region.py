@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.cuda.nvtx
+import torch.utils.checkpoint
 import torch.utils.data
 
 from memsize.errors import InputError
@@ -97,6 +98,7 @@ def _forget_answers() -> None:
 
 def _replacements(driver: Driver, ledger: VirtualLedger, world: World) -> Iterator[Replacement]:
     yield torch, "compile", _uncompiled(ledger)
+    yield from _kept_by_checkpointing(ledger)
     yield from graphs.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from monitoring.replacements(driver)
     yield from processes.replacements(world, ledger)
@@ -105,6 +107,20 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World) -> Iterat
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
     yield from _of_backends()
+
+
+def _kept_by_checkpointing(ledger: VirtualLedger) -> Iterator[Replacement]:
+    """What selective checkpointing keeps of a forward for its backward is saved, as by autograd."""
+    module: Any = torch.utils.checkpoint
+    if not hasattr(module, "_VersionWrapper"):
+        return
+
+    class Kept(module._VersionWrapper):  # type: ignore[misc]
+        def __init__(self, val: Any) -> None:
+            super().__init__(val)
+            self.saved = ledger.saved(val) if isinstance(val, torch.Tensor) else None
+
+    yield module, "_VersionWrapper", Kept
 
 
 def _of_cuda(driver: Driver) -> Iterator[Replacement]:
