@@ -20,6 +20,8 @@ from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.trace import Trace
 from memsize.records.world import Traffic, World
+from memsize.units import format_bytes
+from memsize.virtual.pinned import Pinned
 from tests.ranks import BLOCK, LAYERS, PARAMETERS, WIDTH, Block, Model, Step, ddp, fsdp, pipeline, tensor_parallel
 
 distributed = pytest.importorskip("torch.distributed")
@@ -167,6 +169,29 @@ def test_hybrid_sharding_shards_within_a_node_and_reduces_between_them() -> None
     assert {(each.kind, each.ranks) for each in trace.collectives} == {
         ("all-gather", 4), ("reduce-scatter", 4), ("all-reduce", 2),
     }  # fmt: skip
+
+
+def test_offloaded_shards_are_in_pinned_memory_of_the_host() -> None:
+    """Parameters and gradients of 573,440 bytes, an eighth each. What is gathered is on the GPU, and nothing stays."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    trace = traced(fsdp(offload_policy=CPUOffloadPolicy()), World(8, rank=3), steps=2).trace
+    assert not {"parameter", "gradient", "optimizer state"} & set(at_the_end(trace))
+    assert most(trace, "gathered parameter") == 2 * 2 * 96 * WIDTH + 2 * 2 * BLOCK
+    shards = PARAMETERS * 4 // 8
+    (note,) = (note for note in trace.notes if "pinned" in note)
+    assert f"at most {format_bytes(2 * shards)} are in pinned memory" in note
+
+
+def test_pinned_memory_is_kept_in_powers_of_two() -> None:
+    pinned = Pinned()
+    first, second = (pinned.pin(torch.empty(3072, dtype=torch.uint8)) for _ in range(2))
+    assert (pinned.peak, pinned.held) == (2 * 3072, 2 * 4096)
+    assert pinned.holds(first) and pinned.holds(second[3:]) and pinned.pin(first) is first
+    del first
+    third = pinned.pin(torch.empty(4096, dtype=torch.uint8))  # takes the place of the first
+    assert (pinned.peak, pinned.held) == (3072 + 4096, 2 * 4096)
+    assert pinned.holds(third) and not pinned.holds(torch.empty(3))
 
 
 # -- DDP and ZeRO-1 ---------------------------------------------------------------------------------------------------

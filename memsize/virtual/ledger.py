@@ -36,6 +36,7 @@ from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
+from memsize.virtual.pinned import Pinned
 from memsize.virtual.seat import SEAT
 from memsize.virtual.several_gpus import gpu_of
 
@@ -103,6 +104,7 @@ class VirtualLedger(Ledger):
         self.collectives: list[Collective] = []
         self.alone = True
         """Whether this process runs without the others of its group, if it is in one: collectives are answered here."""
+        self.pinned = Pinned()
         self._in_pytorch = False
         self._elsewhere: dict[int, torch.UntypedStorage] = {}
         super().__init__("meta", workspaces)
@@ -134,7 +136,10 @@ class VirtualLedger(Ledger):
             try:
                 for tensor in taken_to_gpu(args) if device is None else ():
                     self.enter(tensor, "temporary", self.known[func].name)
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+                if func is _TO_COPY and kwargs.get("non_blocking") and device is not None and device.type == "cpu":
+                    self.pinned.pin(result)
+                return result
             finally:
                 _thread.depth -= 1
                 self._observer()
@@ -207,7 +212,8 @@ class VirtualLedger(Ledger):
     def _off_gpu(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> Any:
         """Run an op on the CPU, or on the program's own `meta` tensors, which nobody records."""
         if not any_own_meta(args) and (device is None or device.type != "meta"):
-            return func(*args, **_unpinned(kwargs))
+            result = func(*args, **_unpinned(kwargs))
+            return self.pinned.pin(result) if kwargs.get("pin_memory") else result
         if func is _TO_COPY and device is not None and (device.type == "cpu" or _names_gpu(device)):
             return func(args[0], device=_CPU)  # PyTorch's error: there is no data
         if device is not None and device.type == "cpu":
@@ -273,7 +279,9 @@ class VirtualLedger(Ledger):
             self._elsewhere = {}
 
     def enter(self, tensor: torch.Tensor, role: Role, op: str = "", size: int | None = None) -> int:
-        """As the base class; nothing for what is `elsewhere`, or on a GPU that nobody looks at."""
+        """As the base class; nothing for what is `elsewhere`, on the host, or on a GPU that nobody looks at."""
+        if not is_meta(tensor) and not tensor.is_quantized:
+            return -1
         if SEAT.number_of(tensor) != SEAT.index:
             return -1
         if self._elsewhere and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._elsewhere:

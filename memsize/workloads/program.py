@@ -232,7 +232,7 @@ class Program:
             storages=storages,
             events=events,
             assumptions=tuple(ledger.evaluator.assumptions),
-            notes=(*ledger.evaluator.notes, *(convolutions.notes if convolutions else ())),
+            notes=(*ledger.evaluator.notes, *(convolutions.notes if convolutions else ()), *ledger.pinned.notes()),
             cudnn=convolutions.source if convolutions else None,
             failure=_failure(error, ledger, seen),
             roots=tuple(names),

@@ -176,4 +176,6 @@ def _run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable
                 ledger.clock.step = number
                 with ledger.clock.during("step"):
                     step()
+    for note in ledger.pinned.notes():
+        run.note(note)
     return replace(run.trace(), world=world, collectives=tuple(ledger.collectives))

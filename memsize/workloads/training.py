@@ -17,7 +17,7 @@ from torch import nn
 from memsize.errors import InputError
 from memsize.internals.pytree import tensors_in
 from memsize.loading.own_step import OwnStep, own_step_of
-from memsize.model.tensor_storage import spec_of
+from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.records.trace import Trace
 from memsize.spec.training import USUAL_STEPS, Training
 from memsize.tracing.ledger import Ledger
@@ -115,8 +115,11 @@ def _as_trained(run: Run) -> Iterator[None]:
 
 @contextmanager
 def gradients_marked(run: Run) -> Iterator[None]:
-    """While open, the gradients of the run's model are marked as they are accumulated."""
-    trained = _trainable(run.setup.model)
+    """While open, the gradients of the run's model are marked as they are accumulated; those of parameters that are
+    offloaded are left alone, as PyTorch copies them otherwise where somebody watches.
+    """
+    index_of = run.ledger.index_of
+    trained = [each for each in _trainable(run.setup.model) if any(index_of(part) >= 0 for part in plain_tensors(each))]
     handles = [each.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for each in trained]
     try:
         yield

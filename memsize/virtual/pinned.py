@@ -1,0 +1,72 @@
+"""Pinned memory of the host, from and to which a GPU copies by itself: how much of it a program keeps.
+
+PyTorch rounds each request to a power of two, and keeps what is given back for the next of its size: the process holds,
+of each size, as many blocks as were ever in use at one time.
+
+Source: aten/src/ATen/core/CachingHostAllocator.h (2.11 to 2.14).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from memsize.internals.meta import is_meta
+from memsize.units import format_bytes
+
+
+class Pinned:
+    """The tensors in pinned memory. Here they are in ordinary memory, which is as large."""
+
+    def __init__(self) -> None:
+        self._live: Counter[int] = Counter()
+        """How many blocks of each size are in use."""
+        self._most: Counter[int] = Counter()
+        self._addresses: set[int] = set()
+        self._requested = 0
+        self.peak = 0
+        """The most bytes that tensors had at one time."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that the process keeps pinned."""
+        return sum(size * count for size, count in self._most.items())
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Let the storage of `tensor`, which is on the CPU, be in pinned memory; returns it."""
+        if is_meta(tensor) or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        size, address = storage.nbytes(), storage._cdata
+        if size and address not in self._addresses:
+            block = 1 << (size - 1).bit_length()
+            self._addresses.add(address)
+            self._live[block] += 1
+            self._most[block] = max(self._most[block], self._live[block])
+            self._requested += size
+            self.peak = max(self.peak, self._requested)
+            weakref.finalize(storage, self._give, address, size, block)
+        return tensor
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is in pinned memory."""
+        if not self._addresses or is_meta(tensor) or tensor.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage()._cdata in self._addresses
+
+    def _give(self, address: int, size: int, block: int) -> None:
+        self._addresses.discard(address)
+        self._live[block] -= 1
+        self._requested -= size
+
+    def notes(self) -> Iterator[str]:
+        """What a reader must know of it, if there was any."""
+        if self.peak:
+            yield (
+                f"beside the GPU, at most {format_bytes(self.peak)} are in pinned memory of the host; PyTorch keeps "
+                f"{format_bytes(self.held)} for it, in blocks of powers of two"
+            )
