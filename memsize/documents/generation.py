@@ -137,7 +137,7 @@ def row_table(report: GenerationReport) -> Table:
         Column("transient", "for a moment", "bytes", 70, "what a decode step needs beyond what stays"),
         Column("reserved", "reserved", "bytes", 88, "the allocator's segments at their peak"),
         Column("device_low", "device from", "bytes", 75, "what nvidia-smi would show, at least"),
-        Column("device_high", "to", "bytes", 74, "and at most"),
+        Column("device_high", "to", "bytes", 75, "and at most", beside="device_low"),
         Column("fits", "fits", "text", 97, f"whether it fits {report.card.name}"),
     )
     rows = tuple(map(_cells, report.generation_rows))

@@ -131,13 +131,13 @@ def row_table(report: ServingReport) -> Table:
         Column("weights", "weights", "bytes", 98, "parameters and buffers"),
         Column("profile", "step", "bytes", 97, "what the largest step needs beyond them"),
         Column("kv_cache", "KV cache from", "bytes", 96, "what is left for the cache, at least"),
-        Column("kv_cache_high", "to", "bytes", 70, "and at most"),
+        Column("kv_cache_high", "to", "bytes", 96, "and at most", beside="kv_cache"),
         Column("blocks", "blocks from", "count", 80, "blocks of the cache, at least"),
-        Column("blocks_high", "to", "count", 71, "and at most"),
+        Column("blocks_high", "to", "count", 80, "and at most", beside="blocks"),
         Column("tokens", "tokens from", "count", 95, "tokens that they hold, at least"),
-        Column("tokens_high", "to", "count", 94, "and at most"),
+        Column("tokens_high", "to", "count", 95, "and at most", beside="tokens"),
         Column("concurrency", "requests from", "text", 93, "requests of the whole context at once, at least"),
-        Column("concurrency_high", "to", "text", 92, "and at most"),
+        Column("concurrency_high", "to", "text", 93, "and at most", beside="concurrency"),
     )
     rows = tuple(map(_cells, report.serving_rows))
     remarks = tuple(

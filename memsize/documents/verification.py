@@ -90,10 +90,10 @@ def _accuracy(found: Verification) -> Iterator[Finding]:
     if not worst.share:
         text = "Every figure is predicted exactly, or lies between the bounds."
     else:
-        text = "{figure} is off most: {share:+.2%}, {predicted} predicted and {measured} measured."
+        text = "{figure} is off most: {share}, {predicted} predicted and {measured} measured."
     values = {
         "figure": worst.figure.capitalize(),
-        "share": worst.share,
+        "share": f"{worst.share or 0:+.2%}".replace("-", "−"),
         "predicted": Bytes(worst.predicted[0]),
         "measured": Bytes(worst.measured or 0),
     }
@@ -144,7 +144,7 @@ def figure_table(found: Verification) -> Table:
     """One row per figure and run."""
     columns = (
         Column("figure", "peak", "name", 100, "what is compared"),
-        Column("benchmark", "cudnn.benchmark", "text", 85, "torch.backends.cudnn.benchmark in that run"),
+        Column("benchmark", "cudnn.benchmark", "text", 100, "torch.backends.cudnn.benchmark in that run"),
         Column("predicted", "predicted", "bytes", 98, "the least that memsize says"),
         Column("most", "up to", "bytes", 92, "the most, where cuDNN's workspaces or the CUDA context are not known"),
         Column("measured", "measured", "bytes", 99, "what the GPU showed"),

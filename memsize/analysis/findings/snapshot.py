@@ -110,9 +110,9 @@ def _predicted(found: Explanation) -> Iterator[Finding]:
     off = found.predicted.requested - found.requested
     gaps = [each for each in found.alive if each.predicted is not None]
     widest = max(gaps, key=lambda each: abs(each.bytes - (each.predicted or 0)), default=None)
-    template = "The prediction for {model} is {predicted}, {share:+.1%} of what is here"
+    template = "The prediction for {model} is {predicted}, {share} of what is here"
     values = {"predicted": Bytes(found.predicted.requested), "model": found.predicted.model}
-    values |= {"share": off / found.requested}
+    values |= {"share": f"{off / found.requested:+.1%}".replace("-", "−")}
     if widest is not None and abs(off) >= found.requested * _WORTH_TELLING:
         template += "; the widest gap is in {noun}, {there} predicted and {here} found"
         values |= {"noun": category_noun(widest.category), "there": Bytes(widest.predicted or 0)}
