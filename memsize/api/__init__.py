@@ -3,8 +3,10 @@
 from memsize.api.checking import check
 from memsize.api.comparing import compare
 from memsize.api.files import explain, load, read_checkpoint
+from memsize.api.fitting import fit
+from memsize.api.generating import generate, serve
 from memsize.api.guarding import guard
-from memsize.api.models import audit_layout, fit, generate, report, serve, shape_rule, trace, verify
+from memsize.api.models import audit_layout, report, shape_rule, trace, verify
 from memsize.api.programs import fit_script, run, virtual_gpu
 from memsize.api.sweeping import sweep
 

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from memsize.api.models import fit, report
+from memsize.api.fitting import fit
+from memsize.api.models import report
 from memsize.errors import MemsizeError, OutputError, UnknownInputError
 from memsize.loading.definition import line_of
 from memsize.loading.target import parse_target

@@ -1,19 +1,19 @@
-"""Questions about a model.
+"""Questions about a model: what it holds, step by step, and in which layout.
 
 All take the same `Subject`: what `memsize.spec.subject.Subject.of` says of its arguments is true of every one of them.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from memsize.api.opened import model_of, opened, prompts_of, with_inputs
+from memsize.api.opened import model_of, opened, with_inputs
+from memsize.api.question import asks_about_a_model, training_of
 from memsize.errors import InputError
-from memsize.spec.parallel import Parallel, on_each, spread_of
+from memsize.spec.parallel import Parallel, spread_of
 from memsize.spec.scenario import scenario_named, select
 from memsize.spec.stack import Stack
 from memsize.spec.subject import InputOptions, InputSize, Subject
@@ -22,37 +22,21 @@ from memsize.spec.training import Training
 if TYPE_CHECKING:
     from torch import nn
 
-    from memsize.analysis.fit.fit import FitRequest
     from memsize.analysis.step import StepTrace
     from memsize.device.config import AllocatorConfig
-    from memsize.records.fit import Fit
-    from memsize.records.generation import GenerationReport
     from memsize.records.layout import LayoutReport
     from memsize.records.report import Report
-    from memsize.records.serving import ServingReport
     from memsize.records.verification import Verification
     from memsize.records.world import World
-    from memsize.spec.vary import Vary
     from memsize.workloads import Workload
 
 _ONE_RANK = (
     "one process of many runs with step=, a function that shards the model and returns the body of its loop, "
     "and without execute"
 )
-_NO_STEP = "is about a step of the model's own, not about tokens that it generates"
-Question = TypeVar("Question", bound=Callable[..., Any])
 
 
-def _asks_about_a_model(question: Question) -> Question:
-    """Spell out the arguments of `InputOptions` in the signature that `help` and notebooks show."""
-    signature = inspect.signature(question)
-    subject, size, *own = (p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD)
-    shared = list(inspect.signature(Subject.of).parameters.values())[2:]
-    question.__signature__ = signature.replace(parameters=[subject, size, *shared, *own])  # type: ignore[attr-defined]
-    return question
-
-
-@_asks_about_a_model
+@asks_about_a_model
 def report(
     model_or_target: nn.Module | str | Subject,
     input_size: InputSize | Any = None,
@@ -96,7 +80,7 @@ def report(
 
     subject = Subject.of(model_or_target, input_size, **given)
     asked, say, software = select(scenarios), progress or (lambda _: None), Stack.of(stack)
-    trained = _training(train)
+    trained = training_of(train)
     spread = spread_of(parallel, trained, execute=execute)
     with model_of(subject, say, gpu, trained is not None and trained.is_own) as loaded:
         from memsize.analysis.report import ReportBuilder, stored_report
@@ -112,7 +96,7 @@ def report(
         return builder.build(asked, default=scenarios is None, notes=found.notes)
 
 
-@_asks_about_a_model
+@asks_about_a_model
 def trace(
     model_or_target: nn.Module | str | Subject,
     input_size: InputSize | Any = None,
@@ -175,226 +159,7 @@ def trace(
         return StepTrace(runner.run(workload, asked), where.name, settings)
 
 
-@_asks_about_a_model
-def fit(
-    model_or_target: nn.Module | str | Subject,
-    input_size: InputSize | Any = None,
-    *,
-    vary: str = "batch",
-    scenarios: str | Iterable[str] | None = None,
-    train: Training | str | None = None,
-    parallel: str | None = None,
-    gpus: str | Iterable[int] | None = None,
-    gpu: str | Iterable[str] | None = None,
-    budget: str | int | None = None,
-    margin: str | int = 0,
-    stack: Stack | str | None = None,
-    config: AllocatorConfig | str | None = None,
-    remedies: bool | None = None,
-    crossovers: bool = False,
-    prompt: int | None = None,
-    new: int | None = None,
-    cache: str | None = None,
-    kv_dtype: str | None = None,
-    beams: int | None = None,
-    chunk: int | None = None,
-    uneven: bool = False,
-    progress: Callable[[str], None] | None = None,
-    **given: Unpack[InputOptions],
-) -> Fit:
-    """The largest batch that fits a GPU, scenario by scenario; or whether one does, and what would make it fit.
-
-    The model and its input are given as to `report`. `batch_size` asks whether that batch fits and, where it doesn't,
-    for remedies; None finds the largest. `vary` searches for another size at that batch: ``"seq_len"``, ``"image"``, or
-    dimensions such as ``"input_ids:1,attention_mask:1"``, counted with the batch as 0. `train` asks for training steps
-    with that optimizer, None for inference; `mode` is ``"train"`` with it and ``"eval"`` without, unless it is given.
-    `parallel` spreads that over several GPUs (``"fsdp=8"``), and the batch is that of each; `gpus` compares numbers of
-    them, ``"1..128"`` (doubling) or ``[4, 8]``, for a `parallel` without one: ``"fsdp"``, ``"ddp"``, ``"hsdp=x8"``.
-    `gpu` is the name of a GPU, several of them, or ``"local"``; `budget` is a size of its memory instead, in bytes or
-    as ``"15109MiB"``. The CUDA context and `margin` (bytes, a size, or ``"5%"``) are subtracted from either. `stack` is
-    its PyTorch and CUDA, `config` holds the caching allocator's settings. `remedies` tries them in any case (True) or
-    never (False); `crossovers` looks for the sizes from which on autocast pays or the peak moves.
-
-    With `new`, `prompt`, `cache`, `kv_dtype`, `beams`, `chunk` or `uneven`, as for `generate`, the question is about
-    generated tokens: how many sequences fit, or, with `vary` ``"context"``, how many tokens of `batch_size` sequences,
-    the `new` ones included; with ``"context,batch"`` also of twice as many, and so on.
-
-    Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
-    """
-    from memsize.analysis.fit.fit import FitRequest
-    from memsize.device.budget import budgets, spread_over
-    from memsize.device.config import AllocatorConfig
-    from memsize.spec.generation import GENERATED, asked_generation
-    from memsize.spec.vary import parse_vary
-
-    subject = Subject.of(model_or_target, input_size, **given)
-    varied = parse_vary(vary)
-    held = {"cache": cache, "kv_dtype": kv_dtype, "beams": beams, "chunk": chunk, "uneven": uneven or None}
-    generation = asked_generation(varied, prompt=prompt, new=new, **held)
-    asked = select(GENERATED if generation and scenarios is None else scenarios)
-    steps = {"train": train, "crossovers": crossovers, "seq_len": subject.seq_len, "parallel": parallel or gpus}
-    if generation and any(steps.values()):
-        raise InputError(f"{next(name for name, given in steps.items() if given)} {_NO_STEP}")
-    software = Stack.of(stack)
-    settings = AllocatorConfig.of(config, software.release)
-    capacities = budgets(gpu, budget, margin, software, settings.memory_fraction)
-    trained, say = _training(train), progress or (lambda _: None)
-    spread = [spread_of(each, trained) for each in on_each(parallel, gpus)]
-    capacities = spread_over(capacities, spread)
-    if spread[0] is not None:
-        if remedies:
-            raise InputError("remedies are tried on one GPU: leave out --parallel, or --remedies")
-        remedies = False
-        if scenarios is None:
-            asked = tuple(each for each in asked if not spread[0].refuses(each))
-    run_as = replace(subject, mode=subject.mode or ("train" if trained else "eval"))
-    one = subject.batch_size if varied.batch else None
-    request = FitRequest(asked, capacities, trained, settings, one, remedies, crossovers, scenarios is None, generation)
-    if generation:
-        return _fit_of_generations(run_as, request, varied, software, say)
-    with opened(run_as, say, capacities[0].card.name, trained is not None and trained.is_own) as found:
-        from memsize.analysis.fit.fit import find_fit
-        from memsize.analysis.fit.trials import Trials
-
-        return find_fit(Trials(*found.run, varied, say, stack=software), request, found.notes)
-
-
-def _fit_of_generations(
-    subject: Subject, request: FitRequest, varied: Vary, software: Stack, say: Callable[[str], None]
-) -> Fit:
-    """The answer to a request about a generation."""
-    assert request.generation is not None
-    with model_of(subject, say, request.budgets[0].card.name) as loaded:
-        from memsize.analysis.fit.fit import find_fit
-        from memsize.analysis.fit.generations import GenerationTrials
-
-        prompts = prompts_of(subject, loaded)
-        trials = GenerationTrials(
-            loaded.name, loaded.model, prompts, request.generation, subject.batch_size or 1, varied, say, software
-        )
-        return find_fit(trials, request, loaded.notes)
-
-
-@_asks_about_a_model
-def generate(
-    model_or_target: nn.Module | str | Subject,
-    input_size: InputSize | Any = None,
-    *,
-    prompt: int | Iterable[int] = 512,
-    new: int = 128,
-    batches: int | Iterable[int] = 1,
-    cache: str | None = None,
-    kv_dtype: str | None = None,
-    beams: int = 1,
-    chunk: int | None = None,
-    uneven: bool = False,
-    step: Callable[..., Any] | str | None = None,
-    scenarios: str | Iterable[str] | None = None,
-    gpu: str | None = None,
-    stack: Stack | str | None = None,
-    config: AllocatorConfig | str | None = None,
-    progress: Callable[[str], None] | None = None,
-    **given: Unpack[InputOptions],
-) -> GenerationReport:
-    """What a model holds while it generates tokens: reading the prompt, each step after it, and the KV cache.
-
-    The model is given as to `report`; its own ``generate`` runs, with an input that is made for each length of `prompt`
-    (of a model that isn't a library's, its first dimension after the batch). `new` tokens are generated after it, for
-    each of `batches` sequences. `cache` is ``"dynamic"``, ``"static"`` or ``"quantized"`` (None: the model's own),
-    `kv_dtype` that of a quantized one: ``"fp8"``, ``"int4"``, ``"int2"``. `beams` is the width of a beam search; the
-    prompt is read `chunk` tokens at a time (None: all at once). With `uneven`, the prompts of a batch are of unequal
-    lengths and padded to the longest. `step` is a loop that takes the place of ``generate``, or its name, such as
-    ``"loop.py:generate"``: a function of the model, those of its inputs that it has parameters for, and
-    ``max_new_tokens``. `scenarios` are as for `report` (None: as given, and its weights in int8 and int4), `gpu`,
-    `stack` and `config` as for `trace`.
-
-    Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
-    """
-    from memsize.device.cards import card
-    from memsize.device.config import AllocatorConfig
-    from memsize.records.gpu import DEFAULT_GPU
-    from memsize.spec.generation import GENERATED, Generation
-
-    subject = replace(Subject.of(model_or_target, input_size, **given), mode="eval")
-    where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
-    asked = select(GENERATED if scenarios is None else scenarios)
-    lengths, sizes = ((each,) if isinstance(each, int) else tuple(each) for each in (prompt, batches))
-    generations = [Generation(length, new, cache, kv_dtype, beams, 0, chunk, uneven) for length in lengths]
-    if step is not None and (cache or kv_dtype or chunk or beams > 1):
-        raise InputError("cache, kv_dtype, beams and chunk are for the model's own generate, not for a step of yours")
-    settings = AllocatorConfig.of(config, software.release)
-    with model_of(subject, say, where.name) as loaded:
-        from memsize.analysis.generation.report import GenerationRequest, report_generation
-        from memsize.analysis.runner import Runner
-        from memsize.loading import load_loop
-
-        prompts = prompts_of(subject, loaded)
-        runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), False, gpu=where, stack=software)
-        loop = load_loop(step, loaded.machine) if isinstance(step, str) else step
-        request = GenerationRequest(generations, sizes, asked, settings, loop)
-        return report_generation(runner, prompts, request, loaded.notes, say)
-
-
-@_asks_about_a_model
-def serve(
-    model_or_target: nn.Module | str | Subject,
-    input_size: InputSize | Any = None,
-    *,
-    utilization: float = 0.9,
-    block: int = 16,
-    batched_tokens: int = 8192,
-    seqs: int = 256,
-    context: int | None = None,
-    tp: int = 1,
-    kv_dtype: str | None = None,
-    scenarios: str | Iterable[str] | None = None,
-    gpu: str | None = None,
-    stack: Stack | str | None = None,
-    progress: Callable[[str], None] | None = None,
-    **given: Unpack[InputOptions],
-) -> ServingReport:
-    """What a paged server such as vLLM holds: weights, the largest step, and how many tokens its KV cache has room for.
-
-    The model is a language model of transformers, given as to `report`. The server may take `utilization` of the card;
-    a block of its cache is for `block` tokens, a step runs `batched_tokens` tokens of up to `seqs` sequences, and a
-    request may be `context` tokens long (None: the model's positions). `tp` cards share each layer, which takes a
-    target such as ``"hf:config.json"``; all figures are those of one of them. `kv_dtype` is ``"fp8"``, or None for the
-    model's own. `scenarios` are as for `report` (None: as given, and its weights in fp8 and int4), `gpu` and `stack` as
-    for `trace`.
-
-    Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
-    """
-    from memsize.device.cards import card
-    from memsize.records.gpu import DEFAULT_GPU
-    from memsize.spec.serving import SERVED, Serving
-
-    subject = replace(Subject.of(model_or_target, input_size, **given), mode="eval")
-    serving = Serving(utilization, block, batched_tokens, seqs, context, tp, kv_dtype)
-    where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
-    asked = select(SERVED if scenarios is None else scenarios)
-    if tp > 1:
-        subject = _one_of(tp, subject, say)
-    with model_of(subject, say, where.name) as loaded:
-        from memsize.analysis.runner import Runner
-        from memsize.analysis.serving.report import Server
-
-        prompts = prompts_of(subject, loaded)
-        runner = Runner(loaded.name, loaded.model, prompts(1), False, gpu=where, stack=software)
-        return Server(runner, prompts, serving, say).report(asked, loaded.notes)
-
-
-def _one_of(tp: int, subject: Subject, say: Callable[[str], None]) -> Subject:
-    """The part of a model that one of `tp` cards holds. Raises `InputError` where they cannot share it."""
-    if not (isinstance(subject.model, str) and subject.model.startswith("hf:")):
-        raise InputError("only a target such as hf:config.json can be divided among cards: its config says how")
-    with model_of(subject, say) as loaded:
-        from memsize.analysis.serving.tensor_parallel import divided
-
-        entries = divided(getattr(loaded.model, "config", None), tp, loaded.name)
-    return replace(subject, arguments={**subject.arguments, **entries})
-
-
-@_asks_about_a_model
+@asks_about_a_model
 def verify(
     model_or_target: nn.Module | str | Subject,
     input_size: InputSize | Any = None,
@@ -419,7 +184,7 @@ def verify(
     from memsize.records.verification import read_measurements
 
     subject = Subject.of(model_or_target, input_size, **given)
-    asked, say, trained = scenario_named(scenario), progress or (lambda _: None), _training(train)
+    asked, say, trained = scenario_named(scenario), progress or (lambda _: None), training_of(train)
     saved = None if against is None else read_measurements(os.fspath(against))
     if saved is None:
         # Before anything else: this may be all there is to say, and it must see the device untouched.
@@ -434,7 +199,7 @@ def verify(
     return replace(checked, notes=(*checked.notes, *found.notes))
 
 
-@_asks_about_a_model
+@asks_about_a_model
 def audit_layout(
     model_or_target: nn.Module | str | Subject,
     input_size: InputSize | Any = None,
@@ -472,7 +237,3 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     from memsize.meta_kernels.registry import shape_rule as register
 
     return register(*names)
-
-
-def _training(train: Training | str | None) -> Training | None:
-    return Training(train) if isinstance(train, str) else train
