@@ -16,6 +16,7 @@ import memsize
 from memsize.analysis.findings import report
 from memsize.analysis.findings.severity import SEVERITY
 from memsize.cli import run
+from memsize.documents import document
 from memsize.errors import InputError, MemsizeError, OutputError
 from memsize.records.baseline import Baseline, LayerFigures, read_baselines, write_baselines
 from memsize.records.check import Check, CheckedModel, Figure, Problem
@@ -308,6 +309,28 @@ def checked() -> Check:
 )  # fmt: skip
 def test_golden(name: str, format: str) -> None:
     golden(f"check.{name}", render(checked(), format))
+
+
+def test_bars_are_of_sizes_and_their_own_baselines() -> None:
+    # Parameters are limited in bytes and compared by their number; only what changed has a bar of what it was.
+    figures = (
+        Figure("parameters", "bytes", 400, 300, holds=False),
+        Figure("parameters", "elements", 100, None, 80, holds=False),
+        Figure("stored", "bytes", 500, None, 500),
+        Figure("activations", "bytes", 70, None, 90),
+    )
+    bars = document(Check("", (CheckedModel("net", "net.py", 1, figures),))).bars()
+    assert bars is not None and bars.limit is None  # the line would be that of one bar among three
+    assert [(bar.labels[0].text, bar.sizes) for bar in bars.bars] == [
+        ("parameters", (0, 300, 100)),
+        ("stored", (0, 500, 0)),
+        ("activations, was", (90, 0, 0)),
+        ("activations", (0, 70, 0)),
+    ]
+    several = (CheckedModel("a", "a.py", 1, figures[:1]), CheckedModel("b", "b.py", 1, figures[:1]))
+    shared = document(Check("", several)).bars()
+    assert shared is not None and shared.limit is not None and shared.limit.size == 300
+    assert [bar.labels[0].text for bar in shared.bars] == ["parameters of a", "parameters of b"]
 
 
 def test_statuses() -> None:

@@ -82,16 +82,19 @@ class CheckDocument(Document[Check]):
 
 
 def figure_bars(check: Check) -> Bars:
-    """A bar of each size, below that of its baseline; with a line where all that are drawn have one limit."""
+    """A bar of each size, below that of its baseline if it changed; with a line where all have one limit."""
     shown = sorted(_sizes(check), key=lambda size: size.holds)[:MOST_FIGURES]
+    several = len({size.target for size in shown}) > 1
     bars: list[Bar] = []
     for size in shown:
-        if size.baseline is not None:
-            bars.append(Bar((Label(f"{size.name} before: {size.target}"),), (size.baseline, 0, 0)))
+        of = f" of {size.target}" if several else ""
+        if size.baseline not in (None, size.value):
+            bars.append(Bar((Label(f"{size.name}{of}, was"),), (size.baseline, 0, 0)))
         within = size.value if size.limit is None else min(size.value, size.limit)
-        bars.append(Bar((Label(f"{size.name}: {size.target}"),), (0, within, size.value - within)))
-    limits = {size.limit for size in shown if size.limit is not None}
-    return Bars("sizes", _PARTS, tuple(bars), Limit("limit", limits.pop()) if len(limits) == 1 else None)
+        bars.append(Bar((Label(f"{size.name}{of}"),), (0, within, size.value - within)))
+    limits = {size.limit for size in shown}
+    limit = limits.pop() if len(limits) == 1 else None
+    return Bars("sizes", _PARTS, tuple(bars), None if limit is None else Limit("limit", limit))
 
 
 class _Size(NamedTuple):
@@ -107,8 +110,9 @@ class _Size(NamedTuple):
 
 def _sizes(check: Check) -> Iterator[_Size]:
     for model in check.models:
-        for name in dict.fromkeys(figure.name for figure in model.figures if figure.unit == "bytes"):
-            found = [figure for figure in model.figures if figure.name == name]
+        sizes = [figure for figure in model.figures if figure.unit == "bytes"]  # parameters are counted too
+        for name in dict.fromkeys(figure.name for figure in sizes):
+            found = [figure for figure in sizes if figure.name == name]
             limit = next((figure.limit for figure in found if figure.limit is not None), None)
             baseline = next((figure.baseline for figure in found if figure.baseline is not None), None)
             if (value := found[0].value) is not None:
