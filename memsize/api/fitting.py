@@ -80,7 +80,7 @@ def fit(
 
     subject = Subject.of(model_or_target, input_size, **given)
     varied = parse_vary(vary)
-    held = {"cache": cache, "kv_dtype": kv_dtype, "beams": beams, "chunk": chunk, "uneven": uneven or None}
+    held = {"cache": cache, "kv_dtype": kv_dtype, "beams": beams, "chunk": chunk, "uneven": uneven}
     generation = asked_generation(varied, prompt=prompt, new=new, **held)
     asked = select(GENERATED if generation and scenarios is None else scenarios)
     steps = {"train": train, "crossovers": crossovers, "seq_len": subject.seq_len, "parallel": parallel or gpus}

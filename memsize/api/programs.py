@@ -81,7 +81,8 @@ def run(
     `gpus` is for a script that ``torchrun`` starts once for each GPU: how many there are on all `nodes` together. It
     is run as process `rank` of them. With ``"all"`` each rank is run, in a process of its own where the platform forks,
     `jobs` side by side (None: one per core); with ``"distinct"`` the first and the last, and those between only where
-    they differ. The answer is then a `RankRuns`. `progress` is called with what is being done.
+    they differ. The answer is then a `RankRuns`. With `one_process` the script is started once and has all `gpus`, and
+    `rank` is that of the GPU that is looked at. `progress` is called with what is being done.
 
     Raises `InputError` where there is no such script or rank, and `ForwardError` when the script itself fails; of
     several ranks it says in the answer which failed.
@@ -95,11 +96,8 @@ def run(
     from memsize.records.gpu import DEFAULT_GPU
     from memsize.spec.ranks import asked_world
 
-    where, settings, world = (
-        card(gpu or DEFAULT_GPU),
-        AllocatorConfig.given(config),
-        asked_world(gpus, nodes, rank, one_process),
-    )
+    where, settings = card(gpu or DEFAULT_GPU), AllocatorConfig.given(config)
+    world = asked_world(gpus, nodes, rank, one_process)
     path = os.fspath(script)
     run_rank = partial(
         run_program,

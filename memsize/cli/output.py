@@ -118,6 +118,10 @@ def destination(
     if file is None and format in BINARY and sys.stdout.isatty():
         suffix = formats[format][0]
         raise OutputError(f"a {format} is no text: name a file for it, such as -o {format}{suffix}")
+    if file is not None:
+        if file == saved:
+            raise OutputError(f"{file} cannot hold both the output and the saved run: give them different names")
+        files.check_writable(file, overwrite=force)
     form = format or ("text" if file is None else _format_by_suffix(file, formats))
     if form in IMAGES:
         check_images()
@@ -133,9 +137,6 @@ def destination(
             height=None if full or terminal is None else terminal.lines,
             colour=form == "text" and _coloured(color),
         )
-    if file == saved:
-        raise OutputError(f"{file} cannot hold both the output and the saved run: give them different names")
-    files.check_writable(file, overwrite=force)
     return Destination(form, file, force, unit=unit, saved=saved)
 
 

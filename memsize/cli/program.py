@@ -20,7 +20,7 @@ from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.interrupt import INTERRUPTED
-from memsize.records.gpu import DEFAULT_GPU
+from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankRuns
 from memsize.spec.ranks import asked_world, parse_rank
@@ -109,25 +109,37 @@ def run(
         return 0
     _check_started(program, module)
     options: dict[str, Any] = {"steps": steps, "module": module, "allow_writes": allow_writes}
-    if not isinstance(which, int):
-        from memsize import api
+    if isinstance(which, int):
+        return _run_one(program, arguments, where, config, options | {"world": world}, output)
+    from memsize import api
 
-        with working() as progress:
-            several = api.run(
-                program,
-                arguments,
-                gpu=gpu,
-                config=config,
-                gpus=gpus or 1,
-                nodes=nodes,
-                rank=which,
-                one_process=one_process,
-                jobs=jobs,
-                progress=progress,
-                **options,
-            )
-        _answer(several, output)
-        return 0 if all(group.run.failure is None for group in several.groups) else 1
+    with working() as progress:
+        several = api.run(
+            program,
+            arguments,
+            gpu=gpu,
+            config=config,
+            gpus=gpus or 1,
+            nodes=nodes,
+            rank=which,
+            one_process=one_process,
+            jobs=jobs,
+            progress=progress,
+            **options,
+        )
+    _answer(several, output)
+    return 0 if all(group.run.failure is None for group in several.groups) else 1
+
+
+def _run_one(
+    program: str,
+    arguments: tuple[str, ...],
+    where: Card,
+    config: AllocatorConfig | None,
+    options: dict[str, Any],
+    output: Destination,
+) -> int:
+    """Run the program in this process, report what it did, and return the status of the command."""
     say(_STAND_INS)
 
     # stdout is the program's, unless figures for a machine are to come out of it.
@@ -136,7 +148,7 @@ def run(
         from memsize.analysis.program import run_program
 
         with interrupts_raised(), Progress(beside=(sys.stdout, sys.stderr)) as progress:
-            found, error = run_program(program, arguments, where, config, world=world, say=progress, **options)
+            found, error = run_program(program, arguments, where, config, say=progress, **options)
     if isinstance(error, KeyboardInterrupt) and not found.trace.events:
         raise error
     if isinstance(error, InputError) and not found.steps:

@@ -99,9 +99,11 @@ class Generation:
 def asked_generation(vary: Vary, *, prompt: int | None, new: int | None, **held: Any) -> Generation | None:
     """The generation that a search is about: where something is said of one, or a context varies; else None.
 
-    `held` are the other fields of `Generation`, each None for its default. Raises `InputError` for what has no meaning.
+    `held` are the other fields of `Generation`, each None, or False, for its default. Raises `InputError` for what has
+    no meaning.
     """
-    said = {name: value for name, value in {"prompt": prompt, "new": new, **held}.items() if value is not None}
+    given = {"prompt": prompt, "new": new, **held}
+    said = {name: value for name, value in given.items() if value is not None and value is not False}
     if not (said or vary.context):
         return None
     if not (vary.batch or vary.context):

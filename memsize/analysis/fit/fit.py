@@ -117,7 +117,7 @@ def _missing(
 ) -> Iterator[str]:
     for key in asked:
         if key not in found or not found[key].complete:
-            name = " on ".join(key[: len(request.budgets)])
+            name = " on ".join(key) if len(request.budgets) > 1 else key[0]
             yield f"the rest of {name}" if key in found else name
     if request.remedies or (request.remedies is None and any(row.status == "exceeds" for row in rows)):
         yield "remedies"
