@@ -15,7 +15,7 @@ import pytest
 from memsize.analysis.compare import compare_traces
 from memsize.analysis.timeline import timeline
 from memsize.documents import document
-from memsize.documents.report import COLUMNS, layer_table
+from memsize.documents.layers import COLUMNS, layer_table
 from memsize.documents.sections import Bars, Column, Findings, Label, Missing, Notes, Part, Stop, Table, Title, Verdict
 from memsize.records import report as report_records
 from memsize.records.aggregates import Totals, totals

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import memsize
-from memsize.documents.report import column_keys
+from memsize.documents.layers import column_keys
 from memsize.errors import UnknownValueError
 from memsize.records.aggregates import totals, visible
 from memsize.records.report import Report

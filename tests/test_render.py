@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memsize.documents import Document
-from memsize.documents.report import COLUMNS, FILE_NAMES
+from memsize.documents.layers import COLUMNS, FILE_NAMES
 from memsize.documents.sections import Section
 from memsize.errors import OutputError
 from memsize.records.aggregates import totals

@@ -23,7 +23,7 @@ from memsize.cli.subject import subject_options, training_options
 from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
-from memsize.documents.report import COLUMNS, column_keys
+from memsize.documents.layers import COLUMNS, column_keys
 from memsize.errors import ForwardError, OutputError
 from memsize.internals.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
