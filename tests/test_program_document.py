@@ -110,6 +110,11 @@ def test_what_does_not_fit_is_said_with_its_line() -> None:
     refused = Refused(20 * MiB, 5 * MiB, 100 * MiB, "relu", "body", "forward 2", "net.py:12")
     run = replace(program(), refused=(refused, refused))
     assert codes(run) == ["run-out-of-memory"]
+    assert RULES.findings(run)[0].in_brief() == (
+        "The program runs out of Tesla T4's memory 2 times, first at net.py:12, and goes on."
+    )
+    failed = RULES.findings(replace(run, failure="OutOfMemoryError"))[0]
+    assert failed.in_brief().startswith("Tesla T4 is too small: at net.py:12, in forward 2, relu asks for 20.00 MiB")
     text = RULES.findings(run)[0].text()
     assert "at net.py:12, in forward 2, relu asks for 20.00 MiB where 5.00 MiB are left" in text and "2 times" in text
 

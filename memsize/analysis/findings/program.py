@@ -27,6 +27,8 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
         template += ", the first of {count} times"
     if run.failure is None:
         template += ". The program goes on"
+        times = "time" if len(run.refused) == 1 else "times"
+        brief = f"The program runs out of {{card}}'s memory {{count}} {times}, first at {{line}}, and goes on"
     values = {
         "card": run.card.name,
         "line": first.line or "a line of PyTorch's own",
