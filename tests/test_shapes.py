@@ -358,6 +358,10 @@ KEYWORDS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("_to_copy", (LAST,), {"dtype": torch.bfloat16}),
     ("_to_copy", (ROWS[:, ::2].transpose(0, 1),), {"dtype": torch.bfloat16}),
     ("_to_copy", (IMAGE,), {"memory_format": torch.channels_last}),
+    ("randn", ((2, 3),), {"device": META}),
+    ("randn", ((2, 3),), {"device": META, "dtype": torch.float16}),
+    ("randint", (9, (4,)), {"device": META}),
+    ("randint.low", (2, 9, (4, 1)), {"device": META, "dtype": torch.int32}),
     ("arange", (5,), {"device": META}),
     ("arange.start", (2, 7), {"device": META}),
     ("arange.start_step", (9, 2, -2), {"device": META, "dtype": torch.int32}),
@@ -784,9 +788,9 @@ encoder = nn.TransformerEncoder(
     nn.TransformerEncoderLayer(32, 4, 64, activation="gelu", batch_first=True), 2, enable_nested_tensor=False
 )
 tokens = nn.Sequential(nn.Embedding(100, 32), encoder, nn.Linear(32, 100))
-images = torch.empty(2, 3, 64, 64)
+images = torch.randn(2, 3, 64, 64)
 for training in (True, False):
-    for model, given in ((toy, images), (small, images), (tokens, torch.empty(2, 9, dtype=torch.int64))):
+    for model, given in ((toy, images), (small, images), (tokens, torch.randint(100, (2, 9)))):
         model.train(training)
         output = model(given).flatten(0, -2)
         loss = nn.functional.cross_entropy(output, torch.empty(output.shape[:1], dtype=torch.int64))

@@ -46,6 +46,26 @@ def _made_like(
     return formatted(tensor.shape, dtype, channels_last=True) if tensor.dim() == rank else NotImplemented
 
 
+@shape_rule("aten::randn")
+def _normal(size: Any, *, dtype: Any = None, **place: Any) -> Any:
+    """Row-major; PyTorch's `meta` kernel is Python that imports sympy, as is that of the next."""
+    dtype = dtype or torch.get_default_dtype()
+    return _drawn(size, dtype, **place) if dtype.is_floating_point else NotImplemented
+
+
+@shape_rule("aten::randint", "aten::randint.low")
+def _integers(*given: Any, dtype: Any = torch.int64, **place: Any) -> Any:
+    *bounds, size = given
+    low, high = (0, *bounds)[-2:]
+    return _drawn(size, dtype, **place) if low < high and not dtype.is_complex else NotImplemented
+
+
+def _drawn(size: Any, dtype: Any, *, device: Any = None, layout: Any = None, pin_memory: Any = None) -> Any:
+    if device is None or torch.device(device).type != "meta" or layout not in (None, torch.strided) or pin_memory:
+        return NotImplemented
+    return NotImplemented if any(each < 0 for each in size) else empty(tuple(size), dtype)
+
+
 @shape_rule("aten::normal_", "aten::uniform_", "aten::exponential_")
 def _filled_with_chance(tensor: Any, *_: Any, **__: Any) -> Any:
     """In place, without drawing random numbers: initialisers run on `meta` parameters too."""
