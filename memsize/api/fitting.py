@@ -72,7 +72,8 @@ def fit(
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
-    from memsize.analysis.fit.fit import FitRequest
+    from memsize.analysis.fit.fit import FitRequest, find_fit
+    from memsize.analysis.fit.trials import Trials
     from memsize.device.budget import budgets, spread_over
     from memsize.device.config import AllocatorConfig
     from memsize.spec.generation import GENERATED, asked_generation
@@ -104,9 +105,6 @@ def fit(
     if generation:
         return _fit_of_generations(run_as, request, varied, software, say)
     with opened(run_as, say, capacities[0].card.name, trained is not None and trained.is_own) as found:
-        from memsize.analysis.fit.fit import find_fit
-        from memsize.analysis.fit.trials import Trials
-
         return find_fit(Trials(*found.run, varied, say, stack=software), request, found.notes)
 
 

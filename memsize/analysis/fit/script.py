@@ -107,22 +107,23 @@ def fit_script(
         )
     rows: list[FitRow] = []
     searches: list[Search] = []
-
-    def so_far() -> Fit | None:
-        """The answers that are complete, and the one that was being looked for as far as that was."""
-        begun = budgets[len(rows) : len(searches)]
-        known = [_grown(search, budget) for search, budget in zip(searches[len(rows) :], begun, strict=True)]
-        known = [row for row in known if row.size]
-        missing = [f"the rest of {row.gpu}" for row in known]
-        missing += [budget.name for budget in budgets[len(rows) + len(known) :]]
-        return _answer(runs, [*rows, *known], budgets, missing) if rows or known else None
-
-    with found_kept(so_far):
+    with found_kept(lambda: _so_far(runs, rows, searches, budgets)):
         for budget in budgets:
             searches.append(_search(runs, budget, first, second))
             searches[-1].run(None, MOST_RUNS - 2)
             rows.append(_grown(searches[-1], budget))
     return _answer(runs, rows, budgets)
+
+
+def _so_far(
+    runs: ScriptRuns, rows: Sequence[FitRow], searches: Sequence[Search], budgets: Sequence[Budget]
+) -> Fit | None:
+    """The rows that are complete, and what the search that had begun knows; None where that is nothing."""
+    begun = [_grown(search, budgets[len(rows)]) for search in searches[len(rows) :]]
+    known = [row for row in begun if row.size]
+    missing = [f"the rest of {row.gpu}" for row in known]
+    missing += [budget.name for budget in budgets[len(rows) + len(known) :]]
+    return _answer(runs, [*rows, *known], budgets, missing) if rows or known else None
 
 
 def _answer(runs: ScriptRuns, rows: Sequence[FitRow], budgets: Sequence[Budget], missing: Sequence[str] = ()) -> Fit:
