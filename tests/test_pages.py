@@ -119,6 +119,7 @@ def test_without_scripts_the_page_says_the_same(name: str, chromium: Any, tmp_pa
     with opened(chromium, tmp_path, PAGES[name](), scripts=False) as page:
         still = page.locator("section.table td[data-value]").evaluate_all(FIGURES)
         assert page.locator("button").count() == 0
+        assert page.locator("section.table tbody tr").evaluate_all("all => all.every(row => row.offsetHeight > 0)")
     with opened(chromium, tmp_path, PAGES[name]()) as page:
         for button in page.get_by_role("button", name="Unfold all").all():
             button.click()
@@ -403,6 +404,7 @@ def test_two_thousand_layers_stay_small_and_quick(chromium: Any, tmp_path: Path)
     assert len(render(report, "html").encode()) < 8 * 2**20
     with opened(chromium, tmp_path, report) as page:
         assert page.locator("#layers tbody tr").count() <= 60
+        assert page.locator("#layers tbody tr").first.is_visible()
         page.get_by_role("button", name="Unfold all").click()
         assert page.locator("#layers tbody tr:not(.group)").count() == 2000
         assert re.match(r"\d", page.locator("#layers tfoot td.bytes").first.inner_text())

@@ -30,8 +30,11 @@ function size(bytes) {
   return `${amount(bytes, whole)} ${name}`;
 }
 
+// `toLocaleString` makes such a format anew for each figure, which takes longer than all else on a page of many layers.
+const counts = new Intl.NumberFormat("en-US");
+
 function count(number) {
-  return number.toLocaleString("en-US");
+  return counts.format(number);
 }
 
 function share(part, whole) {

@@ -22,6 +22,7 @@ function touchable(section) {
   section.querySelector(".scroll").before(tools);
   if (state.tree) foldToFit(state);
   arrange(state);
+  section.dataset.touched = "yes";
   return { state, reveal: (path) => reveal(state, path) };
 }
 
