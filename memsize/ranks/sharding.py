@@ -18,6 +18,7 @@ import torch.nn.parallel.distributed
 
 from memsize.errors import InputError
 from memsize.ranks.group import Replacement
+from memsize.ranks.tensor_lists import each_once
 from memsize.tracing.ledger import Ledger
 
 Region = Callable[[], AbstractContextManager[None]]
@@ -42,7 +43,9 @@ def later(ledger: Ledger, aside: Region) -> dict[str, Callable[[Any], Iterator[R
     """
 
     def propagation(module: Any) -> Iterator[Replacement]:
-        yield _within(aside, module.ShardingPropagator, "_propagate_tensor_meta_non_cached")
+        propagator, name = module.ShardingPropagator, "propagate_op_sharding_non_cached"
+        yield _within(aside, propagator, "_propagate_tensor_meta_non_cached")
+        yield propagator, name, each_once(getattr(propagator, name), module.DTensorSpec)
 
     def random_numbers(module: Any) -> Iterator[Replacement]:
         # Each rank would be given its part of one sequence of random numbers; none are drawn here.
