@@ -97,6 +97,17 @@ def test_training_peak() -> None:
     assert "training-peak" not in found(model, (1000,), scenarios="fp32")
 
 
+def test_nothing_to_train() -> None:
+    told = memsize.report(nn.Linear(4, 4).requires_grad_(False), (4,), train="adamw")
+    reason = "no parameter of the model requires a gradient: there is nothing to train"
+    assert [result.training for result in told.scenario_results] == [None] * len(told.scenario_results)
+    assert {result.untrained for result in told.scenario_results if result.status == "run"} == {reason}
+    assert "training-peak" not in {finding.code for finding in told.findings}
+    # First of all, as the answer to what was asked; and once for all scenarios below the table.
+    assert str(told).splitlines()[2] == f"There is no training step to show: {reason}."
+    assert str(told).count(f": training: {reason}") == 1
+
+
 def test_apex_o2_master_weights() -> None:
     finding = found(models.Small(), (3, 32, 32), batch_size=2, scenarios="apex-O2")["apex-o2-keeps-master-weights"]
     assert finding.bytes == 4 * (models_elements(models.Small()) - 16)

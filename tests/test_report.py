@@ -250,6 +250,18 @@ def test_a_batch_of_one_that_batch_norm_refuses() -> None:
     assert memsize.report(model, (3, 8, 8), mode="eval", scenarios="fp32").totals.parameters == 3 * 4 * 64 + 4 + 8
 
 
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(3, 4, 3), nn.BatchNorm2d(3), nn.InstanceNorm2d(3)]
+)
+def test_a_size_that_includes_the_batch(layer: nn.Module) -> None:
+    advice = "a size is given without the batch, which --batch-size sets"
+    with pytest.raises(memsize.ForwardError, match=advice):
+        memsize.report(nn.Sequential(layer), (8, 3, 32, 32))
+    with pytest.raises(memsize.ForwardError) as other:  # one image of another number of channels
+        memsize.report(nn.Sequential(layer), (1, 32, 32, 4, 4))
+    assert advice not in str(other.value)
+
+
 def test_weight_only_layouts_run_as_the_library_does() -> None:
     pytest.importorskip("torchao")
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to("meta")

@@ -201,6 +201,8 @@ class ReportBuilder:
         as_fp32 = is_float32(self.runner.model, trace)
         if as_fp32:
             self._traces["fp32"] = replace(trace, scenario="fp32")
+            if _OWN.name in self._untrained:
+                self._untrained["fp32"] = self._untrained[_OWN.name]
             if not any(tensor.kind == "attribute" for tensor in trace.tensors):  # a module may cast those itself
                 self.runner.same_stored(_FP32, _OWN)
         wanted = [*([_OWN] if _OWN in asked and not (default and as_fp32) else []), *([_FP32] if as_fp32 else [])]
@@ -306,6 +308,7 @@ class ReportBuilder:
             readings=own.readings,
             peaks={result.name: result.training for result in results if result.training},
             inference={result.name: result.inference for result in results if result.inference},
+            untrained={result.name: result.untrained for result in results if result.untrained},
             gpu=self.runner.gpu.name,
             gpu_bytes=self.runner.gpu.bytes,
             optimizer=self._optimizer(),

@@ -25,6 +25,7 @@ from memsize.documents.sections import (
     Table,
     Title,
     listed,
+    said_once,
 )
 from memsize.documents.versions import versions
 from memsize.errors import first_line
@@ -226,7 +227,7 @@ def fit_table(fit: Fit) -> Table:
         Column("layer", "at", "name", 72, "the layer at which it runs out, or the op beside them"),
     )
     rows = tuple(_fit_cells(fit, row) for row in fit.fit_rows)
-    table = Table("fit", "Fit", columns, rows, remarks=tuple(_remarks(fit)))
+    table = Table("fit", "Fit", columns, rows, remarks=said_once(_remarks(fit)))
     if len(fit.budgets) == 1:
         table = table.without("gpu")
     if not _is_frontier(fit):
@@ -285,12 +286,9 @@ def _bytes(row: FitRow, count: int | None) -> Cell:
 
 
 def _remarks(fit: Fit) -> Iterator[Remark]:
-    """Why a scenario has no figures, or an answer is not the plain one; once for all GPUs."""
-    seen = set()
+    """Why a scenario has no figures, or an answer is not the plain one."""
     for row in fit.fit_rows:
-        text = _remark(fit, row)
-        if text and (row.scenario, text) not in seen:
-            seen.add((row.scenario, text))
+        if text := _remark(fit, row):
             yield Remark(row.scenario, row.status, text)
 
 

@@ -20,6 +20,7 @@ from memsize.documents.sections import (
     Title,
     input_text,
     listed,
+    said_once,
 )
 from memsize.documents.versions import versions
 from memsize.records.generation import GenerationReport, GenerationRow
@@ -141,7 +142,7 @@ def row_table(report: GenerationReport) -> Table:
         Column("fits", "fits", "text", 97, f"whether it fits {report.card.name}"),
     )
     rows = tuple(map(_cells, report.generation_rows))
-    remarks = tuple(
+    remarks = said_once(
         Remark(row.scenario, "unavailable", row.reason) for row in report.generation_rows if row.reason is not None
     )
     return Table("rows", "Generation", columns, rows, remarks=remarks)

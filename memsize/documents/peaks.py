@@ -6,7 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memsize.device.cards import card
-from memsize.documents.sections import Bars, Cell, Column, Label, Limit, Path, Remark, Table, role_column, role_part
+from memsize.documents.sections import (
+    Bars,
+    Cell,
+    Column,
+    Label,
+    Limit,
+    Path,
+    Remark,
+    Table,
+    role_column,
+    role_part,
+    said_once,
+)
 from memsize.records.gpu import GpuEstimate, LiveStorage, Shortage
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.roles import Role, in_order
@@ -55,9 +67,11 @@ def peak_table(report: Report) -> Table:
         caption=f"Peaks on {article} {report.gpu}{stack}{trained}",
         columns=columns,
         rows=tuple(_peak_cells(result, run, look, roles) for result, run, look in runs),
-        remarks=(
-            *(Remark(r.name, "training", r.untrained) for r in report.scenario_results if r.untrained),
-            *(Remark(r.name, run, _short(look.shortage)) for r, run, look in runs if look.shortage),
+        remarks=said_once(
+            (
+                *(Remark(r.name, "training", r.untrained) for r in report.scenario_results if r.untrained),
+                *(Remark(r.name, run, _short(look.shortage)) for r, run, look in runs if look.shortage),
+            )
         ),
     )
 

@@ -37,6 +37,7 @@ from memsize.documents.sections import (
     input_text,
     listed,
     role_part,
+    said_once,
 )
 from memsize.documents.versions import versions
 from memsize.errors import OutputError
@@ -51,7 +52,7 @@ from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.report/1"
 
-_FIRST: Final = ("interrupted", "out-of-memory", "training-peak")
+_FIRST: Final = ("interrupted", "out-of-memory", "training-peak", "no-training-step")
 """What is told first where it was found: who asks for a training, or for a GPU, asks for this."""
 
 _RUN_FIGURES: Final = frozenset(
@@ -291,7 +292,7 @@ def scenario_table(report: Report) -> Table:
         title="Scenarios",
         columns=tuple(columns),
         rows=tuple(_scenario_cells(result, baseline) for result in report.scenario_results),
-        remarks=tuple(
+        remarks=said_once(
             Remark(result.name, result.status, result.reason) for result in report.scenario_results if result.reason
         ),
     )

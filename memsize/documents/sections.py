@@ -205,11 +205,19 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A line about one row of a table: what is modelled in it, or why it has no figures."""
+    """A line about a row of a table, or several: what is modelled in it, or why it has no figures."""
 
     row: str
     status: str
     text: str
+
+
+def said_once(remarks: Iterable[Remark]) -> tuple[Remark, ...]:
+    """Those that say the same of several rows, or of one row twice, as one each: ``fp16, bf16: training: …``."""
+    rows: dict[tuple[str, str], dict[str, None]] = {}
+    for remark in remarks:
+        rows.setdefault((remark.status, remark.text), {})[remark.row] = None
+    return tuple(Remark(", ".join(names), status, text) for (status, text), names in rows.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from memsize.documents.sections import (
     Table,
     Title,
     listed,
+    said_once,
 )
 from memsize.documents.versions import versions
 from memsize.records.fit import Remedied
@@ -140,7 +141,7 @@ def row_table(report: ServingReport) -> Table:
         Column("concurrency_high", "to", "text", 93, "and at most", beside="concurrency"),
     )
     rows = tuple(map(_cells, report.serving_rows))
-    remarks = tuple(
+    remarks = said_once(
         Remark(row.scenario, "unavailable", row.reason) for row in report.serving_rows if row.reason is not None
     )
     caption = f"Requests of {report.asked['context']:,} tokens"

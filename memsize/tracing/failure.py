@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,12 +75,21 @@ def _wanted(seen: Seen) -> str:
     return f"{seen.path or seen.type} is built as {seen.type}({described})" if described else ""
 
 
+_DIMENSIONS = re.compile(
+    r"(?P<most>\d)D (\(batched\) )?input( to \w+, but got input of size: \[(?P<sizes>[^]]*)\]| \(got (?P<given>\d)D)"
+)
+"""What a convolution and a batch norm say of an input with another number of dimensions."""
+
+
 def _advice(text: str) -> str:
     if "Expected more than 1 value per channel" in text:
         return (
             "a batch norm in training mode needs more than one value per channel: use --batch-size 2, or --mode eval "
             '(in Python: batch_size=2, or mode="eval")'
         )
+    found = _DIMENSIONS.search(text)
+    if found and int(found["given"] or found["sizes"].count(",") + 1) == int(found["most"]) + 1:
+        return "a size is given without the batch, which --batch-size sets (in Python: batch_size=8)"
     if "must have the same dtype" in text or "same dtype" in text:
         return "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype"
     if "missing" in text and "required positional argument" in text:

@@ -17,9 +17,9 @@ class Evidence:
 
     `left` says for each quantized scenario which modules it leaves alone and why. `crossover` compares what fp32
     (first) and `amp` (second) keep from one batch size to the next. `buckets` is what the gradient buckets of
-    distributed training take (None without it), and whether the gradients lie in them. `peaks` are those of training,
-    `inference` those of one forward, by scenario, both on `gpu`. Where the training is `spread` over several GPUs, its
-    steps are not in `runs`.
+    distributed training take (None without it), and whether the gradients lie in them. `peaks` are those of
+    training, `inference` those of one forward, by scenario, both on `gpu`; `untrained` says why a scenario has no
+    training. Where the training is `spread` over several GPUs, its steps are not in `runs`.
     """
 
     given: Trace
@@ -29,6 +29,7 @@ class Evidence:
     crossover: Crossover | None = None
     peaks: Mapping[str, GpuEstimate] = field(default_factory=dict)
     inference: Mapping[str, GpuEstimate] = field(default_factory=dict)
+    untrained: Mapping[str, str] = field(default_factory=dict)
     gpu: str = ""
     gpu_bytes: int = 0
     optimizer: str = ""

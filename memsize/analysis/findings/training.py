@@ -65,6 +65,15 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
+@RULES.rule("no-training-step")
+def not_trained(evidence: Evidence) -> Iterator[Finding]:
+    """Why there is no training step, where one was asked for and no scenario has any."""
+    if evidence.untrained and not evidence.peaks:
+        reason = next(iter(evidence.untrained.values()))
+        text = "There is no training step to show: {reason}."
+        yield Finding("no-training-step", None, (), text, {"reason": reason}, brief=text)
+
+
 def _states(peak: GpuEstimate) -> int:
     return _held(peak, PER_PARAMETER)
 
