@@ -72,8 +72,7 @@ def run_program(
 class VirtualGpu:
     """A region with a virtual GPU, for as long as it is open, and what it showed once it is over."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self) -> None:
         self._run: ProgramRun | None = None
 
     @property
@@ -106,7 +105,7 @@ def virtual_gpu(
     """
     files = Files(allow_writes)
     program = Program(name, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world)
-    region = VirtualGpu(program)
+    region = VirtualGpu()
     error: BaseException | None = None
     kept = Kept()
     try:

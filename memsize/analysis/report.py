@@ -129,7 +129,7 @@ class ReportBuilder:
         self.say = say
         self.found: Callable[[_Own | _Shown], None] = lambda _: None
         self._traces: dict[str, Trace] = {}
-        self._replays, self._inferences = Replays(config), Replays()
+        self._replays = Replays(config)
         self._untrained: dict[str, str] = {}
         """By scenario: why its training steps fail although a forward runs."""
         self._readable: nn.Module | None = None
