@@ -23,7 +23,7 @@ from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model
 
 
 def test_a_strategy_is_read_and_written_alike() -> None:
-    for text, size in (("fsdp=8", 8), ("ddp=6", 6), ("hsdp=4x8", 32), ("tp=8", 8), ("fsdp=32,tp=8", 256)):
+    for text, size in (("fsdp=8", 8), ("ddp=6", 6), ("hsdp=4x8", 32), ("tp=8", 8), ("pp=4", 4), ("fsdp=32,tp=8", 256)):
         assert str(parse_parallel(text)) == text
         assert parse_parallel(text).world == World(size)
     assert parse_parallel("dp=4").world == World(4, one_process=True)
@@ -42,10 +42,12 @@ def test_a_strategy_is_read_and_written_alike() -> None:
         ("fdsp=8", "no strategy 'fdsp'"),
         ("ddp=32,tp=8", "no such combination, 'ddp=32,tp=8': fsdp=32,tp=8 shards and divides"),
         ("fsdp=4,ddp=2", "no such combination"),
-        ("fsdp=4,tp=2,pp=2", "pipeline stages need the model cut into parts"),
+        ("fsdp=4,tp=2,pp=2", "stages that are sharded too want a step= of your own"),
+        ("pp=2,tp=2", "no such combination, 'pp=2,tp=2'"),
         ("tp=0", "tp=0 is on 0 GPUs"),
         ("fsdp=4,tp=x", "cannot read --parallel 'tp=x': write it like tp=8"),
-        ("pp=4", "pipeline stages need the model cut into parts"),
+        ("pp=x", "cannot read --parallel 'pp=x': write it like pp=4"),
+        ("cp=4", "context parallelism needs the loop's own context_parallel region"),
         ("", "no strategy ''"),
     ],
 )
@@ -64,6 +66,7 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
     assert on_each("fsdp=8", None) == on_each("fsdp=8", "8") == (Parallel("fsdp", shards=8),)
     assert [str(each) for each in on_each("fsdp,tp=8", "8..32")] == ["fsdp=1,tp=8", "fsdp=2,tp=8", "fsdp=4,tp=8"]
     assert [str(each) for each in on_each("tp", "2,4")] == ["tp=2", "tp=4"]
+    assert [str(each) for each in on_each("pp", "2..4")] == ["pp=2", "pp=4"]
     assert on_each(None, None) == (None,)
 
 

@@ -38,7 +38,7 @@ from memsize.tracing.ddp import bucket_bytes
 from memsize.tracing.module_calls import Calls
 from memsize.tracing.run import stored_only, wants_shapes
 from memsize.workloads.forward import Forward, Inference
-from memsize.workloads.ranks import ParallelSteps
+from memsize.workloads.parallel import ParallelSteps
 from memsize.workloads.training import TrainingSteps
 
 _AMP = ("amp-fp16", "amp-bf16")
@@ -131,6 +131,8 @@ class ReportBuilder:
         self._traces: dict[str, Trace] = {}
         self._replays = Replays(config)
         self._untrained: dict[str, str] = {}
+        self._beside: dict[str, None] = {}
+        """What the other GPUs hold beside the one that is shown, scenario by scenario."""
         """By scenario: why its training steps fail although a forward runs."""
         self._readable: nn.Module | None = None
 
@@ -243,6 +245,8 @@ class ReportBuilder:
             except (ScenarioError, ForwardError, InputError) as error:
                 self._untrained[scenario.name] = _one_line(error)
                 return None
+            if self.parallel.is_uneven:
+                self._beside[f"{scenario.name}: {trace.notes[-1]}"] = None
         return estimate_gpu(trace, self.runner.gpu, replays=self._replays)
 
     def _how(self, asked: Sequence[Scenario]) -> tuple[str, ...]:
@@ -251,7 +255,11 @@ class ReportBuilder:
             return ()
         able = [scenario for scenario in asked if not self.parallel.refuses(scenario)]
         told = dict.fromkeys(note for each in able for note in how(self.runner.model, self.parallel, each))
-        return (*told, f"layers are shown whole, as on one GPU, and so is inference; the training is {self.parallel}")
+        return (
+            *told,
+            *self._beside,
+            f"layers are shown whole, as on one GPU, and so is inference; the training is {self.parallel}",
+        )
 
     def _inference(self, scenario: Scenario) -> GpuEstimate | None:
         """The GPU estimate of one forward without gradients; None where its activations are only modelled."""

@@ -107,7 +107,7 @@ class _Shared:
 
     def _run(self, cell: Cell) -> _Traced:
         from memsize.spec.scenario import scenario_named
-        from memsize.workloads.ranks import steps_on
+        from memsize.workloads.parallel import steps_on
 
         runner, notes = self._runner(cell)
         trace = runner.run(steps_on(cell.training, cell.parallel, card_of(cell)), scenario_named(cell.scenario))

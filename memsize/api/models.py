@@ -129,7 +129,7 @@ def trace(
     copy of the model and returns the body of the loop, which is called `steps` times with the inputs. With `world` it
     runs as one process of many: ``step(model)`` shards or wraps the copy by PyTorch's own code (`fully_shard`,
     `DistributedDataParallel`, `parallelize_module`), in a process group that is there already. `parallel` does that
-    without code: ``"fsdp=8"``, ``"ddp=8"`` and ``"hsdp=4x8"`` run the usual loop as the first process of many. `gpu` is
+    without code: ``"fsdp=8"``, ``"ddp=8"`` and ``"pp=4"`` run the usual loop as one process of many. `gpu` is
     the GPU to simulate, `stack` its PyTorch and CUDA, `config` the settings of its caching allocator, as
     `PYTORCH_CUDA_ALLOC_CONF` writes them. `execute` really computes, on the CPU.
 
@@ -149,7 +149,8 @@ def trace(
     spread = spread_of(parallel, training, loop=step is not None, execute=execute)
     with opened(subject, gpu=where.name, own=training is not None and training.is_own) as found:
         from memsize.analysis.runner import Runner, plans_of
-        from memsize.workloads.ranks import RankLoop, steps_on
+        from memsize.workloads.parallel import steps_on
+        from memsize.workloads.ranks import RankLoop
         from memsize.workloads.training import OwnLoop
 
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans_of(where), stack=software)

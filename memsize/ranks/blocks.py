@@ -1,9 +1,9 @@
-"""The blocks of a model that are sharded one by one: its own hints, else the layers that repeat."""
+"""The blocks of a model that are sharded one by one, or put on stages: its own hints, else the layers that repeat."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -36,6 +36,30 @@ def blocks_of(model: nn.Module) -> Blocks:
     repeated = [child for module in model.modules() if isinstance(module, _LISTS) for child in _alike(module)]
     nested = [module for module in repeated if any(True for _ in module.children())]
     return Blocks(_inner_first(nested or repeated), "the layers that repeat in a list or a sequence")
+
+
+def blocks_in_line(model: nn.Module) -> Blocks:
+    """The blocks that the stages of a pipeline are made of: the lists that a library's plan for that names
+    (transformers' ``pp_plan``), else those of `blocks_of` that hold no others.
+    """
+    if planned := [block for several in _planned(model) for block in several]:
+        return Blocks(tuple(planned), "the model's own pp_plan")
+    found, source = blocks_of(model)
+    return Blocks(tuple(block for block in found if not _holds_any(block, found)), source)
+
+
+def _planned(model: Any) -> Iterator[nn.ModuleList]:
+    base = getattr(model, "base_model", model)  # whose names the plan uses
+    plan = getattr(base, "_pp_plan", None) or getattr(getattr(model, "config", None), "base_model_pp_plan", None)
+    for name in plan or ():
+        found = getattr(base, name, None)
+        if isinstance(found, nn.ModuleList):
+            yield found
+
+
+def _holds_any(outer: nn.Module, blocks: Iterable[nn.Module]) -> bool:
+    inside = {*outer.modules()} - {outer}
+    return any(block in inside for block in blocks)
 
 
 def _hints(module: Any) -> Iterable[str]:

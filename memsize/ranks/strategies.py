@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import nn
 
-from memsize.ranks.blocks import blocks_of
+from memsize.ranks.blocks import blocks_in_line, blocks_of
 from memsize.ranks.tensor_plans import divide, plan_in_words
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import Scenario
@@ -79,6 +79,8 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
         )
     if parallel.kind == "ddp":
         return ("ddp: each GPU holds the whole model, in DistributedDataParallel; shown is rank 0",)
+    if parallel.kind == "pp":
+        return (_on_stages(model, parallel.stages),)
     divided = () if parallel.tensor == 1 else (plan_in_words(model, parallel.tensor),)
     if parallel.kind == "tp":
         return (*divided, "the optimizer updates one parameter after the other (foreach=False), as some are divided")
@@ -89,3 +91,13 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
         f"{scenario.autocast}, gradients reduced in float32"
     )
     return (*divided, *filter(None, (f"{parallel.kind}: fully_shard on {units}; shown is rank 0", lower)))
+
+
+def _on_stages(model: nn.Module, stages: int) -> str:
+    blocks = blocks_in_line(model)
+    each, more = divmod(len(blocks.modules), stages)
+    size = f"{each + 1} or {each}" if more else str(each)
+    return (
+        f"pp: {stages} stages, each with {size} of {blocks}, {blocks.source}, under PyTorch's Schedule1F1B; the batch "
+        "is that of one microbatch"
+    )

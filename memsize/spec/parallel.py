@@ -1,4 +1,4 @@
-"""How a training is spread over several GPUs, in a few words: ``fsdp=8``, ``ddp=4``, ``hsdp=4x8``, ``fsdp=32,tp=8``."""
+"""How a training is spread over several GPUs, in a few words: ``fsdp=8``, ``ddp=4``, ``hsdp=4x8``, ``pp=4``…"""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from memsize.records.world import MOST_RANKS, World
 from memsize.spec.scenario import Scenario
 from memsize.spec.training import Training, parse_optimizer
 
-Kind = Literal["ddp", "fsdp", "hsdp", "dp", "tp"]
+Kind = Literal["ddp", "fsdp", "hsdp", "dp", "tp", "pp"]
 
 _OWN_LOOP: Final = "shard the model in a step= of your own instead, with memsize.trace(world=…)"
 _REFUSED: Final = {
-    "pp": f"pipeline stages need the model cut into parts: {_OWN_LOOP}",
     "cp": f"context parallelism needs the loop's own context_parallel region: {_OWN_LOOP}",
     "ep": f"expert parallelism needs the model's own dispatch: {_OWN_LOOP}",
 }
@@ -24,36 +23,42 @@ _REFUSED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """One strategy on `replicas` x `shards` x `tensor` GPUs.
+    """One strategy on `replicas` x `shards` x `tensor` x `stages` GPUs.
 
     ``ddp`` holds the whole model `replicas` times, ``fsdp`` shards it over `shards` GPUs, and ``hsdp`` does both:
     `replicas` groups of `shards` GPUs each. ``dp`` is one process with all GPUs, by `nn.DataParallel`. ``tp`` divides
-    layers over `tensor` GPUs, alone or each of the shards of ``fsdp`` and ``hsdp``.
+    layers over `tensor` GPUs, alone or each of the shards of ``fsdp`` and ``hsdp``. ``pp`` is a pipeline of `stages`.
     """
 
     kind: Kind
     replicas: int = 1
     shards: int = 1
     tensor: int = 1
+    stages: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.replicas, self.shards, self.tensor) < 1 or self.size > MOST_RANKS:
+        if min(self.replicas, self.shards, self.tensor, self.stages) < 1 or self.size > MOST_RANKS:
             raise InputError(f"{self} is on {self.size} GPUs: it has to be on 1 to {MOST_RANKS:,}")
 
     @property
     def size(self) -> int:
         """How many GPUs it is on."""
-        return self.replicas * self.shards * self.tensor
+        return self.replicas * self.shards * self.tensor * self.stages
 
     @property
     def world(self) -> World:
-        """The process whose GPU holds most: the first. Shards are padded to the largest, so that all are alike."""
+        """The first process. But for stages, no GPU holds more: shards are padded to the largest."""
         return World(self.size, one_process=self.kind == "dp")
 
     @property
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded, by PyTorch's ``fully_shard``."""
         return self.kind in ("fsdp", "hsdp")
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some GPU holds more than another by design: GPU 0 of ``dp``, the fullest stage of ``pp``."""
+        return self.kind in ("dp", "pp")
 
     def on(self, gpus: int) -> Parallel:
         """The same strategy on so many GPUs; the groups of ``hsdp`` and ``tp`` stay as large as they are.
@@ -62,10 +67,24 @@ class Parallel:
         """
         if self.kind == "tp":
             return replace(self, tensor=gpus)
+        if self.kind == "pp":
+            return replace(self, stages=gpus)
         group = self.tensor if self.kind == "fsdp" else self.shards * self.tensor
         if gpus % group:
             raise InputError(f"{gpus} GPUs are no whole number of groups of {group}, which {self} needs")
         return replace(self, shards=gpus // group) if self.kind == "fsdp" else replace(self, replicas=gpus // group)
+
+    def microbatches(self, training: Training) -> int:
+        """How many batches go through the stages in a step: as many as its backwards, by default as there are stages.
+
+        Raises `InputError` for fewer than there are stages, which PyTorch's schedules refuse.
+        """
+        if 1 < training.accumulate < self.stages:
+            raise InputError(
+                f"{self.stages} stages need at least {self.stages} microbatches, and accumulate={training.accumulate} "
+                "are fewer: leave it out for as many as there are stages"
+            )
+        return max(training.accumulate, self.stages)
 
     def trained(self, training: Training) -> Training:
         """`training` as it can be done so: PyTorch's multi-tensor updates refuse lists in which some of the parameters
@@ -85,8 +104,8 @@ class Parallel:
         return None
 
     def __str__(self) -> str:
-        if self.kind == "tp":
-            return f"tp={self.tensor}"
+        if self.kind in ("tp", "pp"):
+            return f"{self.kind}={self.size}"
         numbers = f"{self.replicas}x{self.shards}" if self.kind == "hsdp" else str(self.replicas * self.shards)
         return f"{self.kind}={numbers}" + (f",tp={self.tensor}" if self.tensor > 1 else "")
 
@@ -112,11 +131,12 @@ def spread_of(
         raise InputError(f"{parallel} spreads the usual training loop: one's own does that itself")
     if execute:
         raise InputError(f"{parallel} is one process of {parallel.size}: it cannot really compute alone")
+    parallel.microbatches(training)
     return parallel
 
 
 def parse_parallel(text: str) -> Parallel:
-    """The strategy that ``ddp=8``, ``fsdp=8``, ``hsdp=4x8``, ``dp=4``, ``tp=8`` or ``fsdp=32,tp=8`` names.
+    """The strategy that ``ddp=8``, ``fsdp=8``, ``hsdp=4x8``, ``dp=4``, ``tp=8``, ``pp=4`` or ``fsdp=32,tp=8`` names.
 
     Raises `InputError` for one that is unknown, or whose numbers cannot be.
     """
@@ -124,6 +144,8 @@ def parse_parallel(text: str) -> Parallel:
     kinds = [_kind(part.partition("=")[0].strip()) for part in parts]
     if len(kinds) == 1:
         return _one(kinds[0], text)
+    if "pp" in kinds:
+        raise InputError(f"no such combination, {text!r}: stages that are sharded too want a step= of your own")
     if len(kinds) > 2 or kinds[0] not in ("fsdp", "hsdp") or kinds[1] != "tp":
         raise InputError(f"no such combination, {text!r}: fsdp=32,tp=8 shards and divides, hsdp=4x8 has copies too")
     return replace(_one(kinds[0], parts[0]), tensor=_one("tp", parts[1]).tensor)
@@ -146,6 +168,7 @@ _FIELDS: Final[dict[Kind, tuple[str, ...]]] = {
     "hsdp": ("replicas", "shards"),
     "dp": ("replicas",),
     "tp": ("tensor",),
+    "pp": ("stages",),
 }
 _EXAMPLES: Final[dict[Kind, str]] = {
     "ddp": "ddp=8",
@@ -153,6 +176,7 @@ _EXAMPLES: Final[dict[Kind, str]] = {
     "hsdp": "hsdp=4x8 (4 groups, each of 8 shards)",
     "dp": "dp=4",
     "tp": "tp=8",
+    "pp": "pp=4",
 }
 
 

@@ -105,6 +105,8 @@ class VirtualLedger(Ledger):
         self.alone = True
         """Whether this process runs without the others of its group, if it is in one: collectives are answered here."""
         self.pinned = Pinned()
+        self.absent = False
+        """Whether what runs is the work of another rank: it is done here without memory, and not recorded."""
         self._in_pytorch = False
         self._elsewhere: dict[int, torch.UntypedStorage] = {}
         super().__init__("meta", workspaces)
@@ -129,7 +131,7 @@ class VirtualLedger(Ledger):
             kwargs = {**kwargs, "device": _META}
         elif SEAT.drives_all:
             gpu = gpu_of(func, args)
-        if gpu != SEAT.index:
+        if self.absent or gpu != SEAT.index:
             return self._on_other(gpu, func, args, kwargs)
         with self._turn:
             _thread.depth += 1

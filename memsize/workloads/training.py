@@ -195,7 +195,7 @@ class Loop:
             with self.setup.forward():
                 output = self.setup.model(*args, **kwargs)
             with self.ledger.clock.during("loss"):
-                loss = _one_number(self.losses(output))
+                loss = one_number(self.losses(output))
                 if self.accumulate > 1:
                     loss = loss / self.accumulate
         # A training loop usually holds the output until the next one replaces it; so does this one.
@@ -240,7 +240,8 @@ def _own_step(model: nn.Module) -> OwnStep:
     return step
 
 
-def _one_number(loss: Any) -> torch.Tensor:
+def one_number(loss: Any) -> torch.Tensor:
+    """`loss`; raises `InputError` where a backward cannot start from it."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = spec_of(loss) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise InputError(f"the loss is {got}: a backward starts from a tensor with one element")

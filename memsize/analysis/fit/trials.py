@@ -24,7 +24,7 @@ from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.training import Training
 from memsize.spec.vary import Vary
 from memsize.tracing.run import Setup
-from memsize.workloads.ranks import steps_on
+from memsize.workloads.parallel import steps_on
 
 Edit = Callable[[Setup], Setup]
 """Changes a meta copy that is ready to run; raises `NotApplicable` where it does not apply."""

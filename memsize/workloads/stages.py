@@ -1,0 +1,266 @@
+"""A model cut into the stages of a pipeline, and what one rank runs of it.
+
+A stage runs the model's own forward, in which the blocks of other stages return what they returned before, and the last
+of them before this stage what was received. What else belongs to others is done without memory: it makes what the
+stage's blocks take besides, masks and tables of positions, which each rank makes for itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from memsize.errors import InputError
+from memsize.internals.pytree import arguments_in, tensors_in
+from memsize.ranks.blocks import blocks_in_line
+from memsize.spec.subject import Call
+from memsize.tracing.module_calls import parameters_reached
+from memsize.tracing.run import Run
+from memsize.virtual.ledger import VirtualLedger
+
+
+class Returned(NamedTuple):
+    """What a block returned in the first forward: its leaves, and what they are leaves of."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, value: Any) -> Returned:
+        return cls(*tree_flatten(value))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+
+    def detached(self) -> Returned:
+        """The same without what made it."""
+        return Returned.of(self.with_tensors(each.detach().requires_grad_(each.requires_grad) for each in self.tensors))
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Any:
+        """The same with other tensors."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+
+class Line(NamedTuple):
+    """The blocks of a model in the order in which its forward calls them.
+
+    Place `k` of the forward is all that runs from the end of block ``k - 1`` to the end of block `k`. `read` are the
+    parameters, by their `id`, that are read at each place.
+    """
+
+    blocks: tuple[nn.Module, ...]
+    returned: tuple[Returned, ...]
+    read: tuple[set[int], ...]
+    needs: tuple[int, ...]
+    """For each place the first one from which it takes more than the block before it returned; else itself."""
+
+    def starts(self, stages: int) -> tuple[int, ...]:
+        """The place at which each stage starts, and the end of the last; earlier stages have one block more.
+
+        Raises `InputError` where the blocks are too few, or one needs what an earlier stage made.
+        """
+        each, more = divmod(len(self.blocks), stages)
+        if not each:
+            raise InputError(f"{len(self.blocks)} blocks cannot be put on pp={stages} stages")
+        starts = (0, *accumulate(each + (stage < more) for stage in range(stages)))
+        for place, needed in enumerate(self.needs):
+            stage = min(bisect_right(starts, place) - 1, stages - 1)
+            if needed < starts[stage]:
+                what = f"block {place}" if place < len(self.blocks) else "what follows the last block"
+                raise InputError(
+                    f"pp={stages} cannot cut this model: {what} takes what was made at block {needed}, on an earlier "
+                    "stage, and a stage gets what the block before it returns alone"
+                )
+        return starts
+
+
+class _Reads(TorchDispatchMode):
+    """Which of some tensors ops read at each place."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place = 0
+        self.at: defaultdict[int, set[int]] = defaultdict(set)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.at[self.place].update(map(id, arguments_in(args)))
+        return func(*args, **(kwargs or {}))
+
+
+def line_of(model: nn.Module, call: Call) -> Line:
+    """The blocks of `model` as one forward calls them.
+
+    Raises `InputError` where it calls one of them more than once.
+    """
+    parameters = set(map(id, model.parameters()))
+    walk = _Walk(parameters)
+    with _forwards(blocks_in_line(model).modules, walk.block), walk.reads:
+        walk.ended(model(*call[0], **call[1]))
+    read = tuple(walk.reads.at[place] & parameters for place in range(len(walk.blocks) + 1))
+    return Line(tuple(walk.blocks), tuple(walk.returned), read, tuple(walk.needs))
+
+
+class _Walk:
+    """What one forward shows of its blocks. Each returns tensors that are cut off from those that made them, so that
+    autograd tells what is needed of which block.
+    """
+
+    def __init__(self, parameters: set[int]) -> None:
+        self.reads = _Reads()
+        self.blocks: list[nn.Module] = []
+        self.returned: list[Returned] = []
+        self.needs: list[int] = []
+        self._parameters = parameters
+        self._made: dict[int, int] = {}
+        """The place that returned a tensor, or was the first to read a parameter, by its `id`."""
+
+    def block(self, block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if block in self.blocks:
+                raise InputError(f"{type(block).__name__} is called more than once in a forward: no stage can have it")
+            result = original(*args, **kwargs)
+            self.ended(result)
+            cut = Returned.of(result).detached()
+            self._made.update((id(tensor), self.reads.place) for tensor in cut.tensors)
+            self.blocks.append(block)
+            self.returned.append(cut)
+            self.reads.place += 1
+            return cut.with_tensors(cut.tensors)
+
+        return called
+
+    def ended(self, value: Any) -> None:
+        """A place ends with `value`."""
+        place = self.reads.place
+        read = self.reads.at[place] & self._parameters
+        for each in read:
+            self._made.setdefault(each, place)
+        before = {id(tensor) for tensor in self.returned[-1].tensors} if self.returned else set()
+        beyond = parameters_reached(arguments_in((value,))) - read - before
+        self.needs.append(min((self._made.get(each, place) for each in beyond), default=place))
+
+
+@contextmanager
+def _forwards(blocks: Iterable[nn.Module], made: Callable[[nn.Module, Callable[..., Any]], Any]) -> Iterator[None]:
+    """While open, each block's forward is what `made` makes of it."""
+    before = {block: vars(block).get("forward") for block in blocks}
+    for block in before:
+        vars(block)["forward"] = made(block, block.forward)
+    try:
+        yield
+    finally:
+        for block, own in before.items():
+            del vars(block)["forward"]
+            if own is not None:
+                vars(block)["forward"] = own
+
+
+class Stage(nn.Module):
+    """Stage `number` of so many: takes what the one before it returns, as tensors, and returns what the next one takes.
+
+    The first takes the tensors of the call, and the last keeps the model's `result` until it is asked for. What other
+    stages have is dropped from `model`.
+    """
+
+    def __init__(self, run: Run, call: Call, line: Line, number: int, stages: int) -> None:
+        super().__init__()
+        assert isinstance(run.ledger, VirtualLedger)
+        self.model = run.setup.model
+        self.is_first, self.is_last = number == 0, number == stages - 1
+        self._first, self._end = line.starts(stages)[number : number + 2]
+        self._call, self._line, self._ledger, self._autocast = call, line, run.ledger, run.setup.autocast
+        self._runs = False
+        self._received: tuple[Tensor, ...] = ()
+        self._sent: tuple[Tensor, ...] = ()
+        self.result: Any = None
+        self.dropped: set[str] = set()
+        """The names of what the model has no more."""
+        self._drop_others()
+        for place, block in enumerate(line.blocks):
+            vars(block)["forward"] = partial(self._block, place, block.forward)
+
+    @property
+    def takes(self) -> tuple[Tensor, ...]:
+        """Tensors like those that it takes."""
+        return tuple(tensors_in(self._call)) if self.is_first else self._line.returned[self._first - 1].tensors
+
+    @property
+    def returns(self) -> tuple[Tensor, ...]:
+        """Tensors like those that its last block returns."""
+        return self._line.returned[self._end - 1].tensors
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self._received, self._runs, self._ledger.absent = tensors, True, not self.is_first
+        args, kwargs = Returned.of(self._call).with_tensors(tensors) if self.is_first else self._call
+        try:
+            with self._autocast():
+                result = self.model(*args, **kwargs)
+        finally:
+            self._received, self._runs, self._ledger.absent = (), False, False
+        if self.is_last:
+            self.result = result
+            return tuple(arguments_in((result,)))
+        sent, self._sent = self._sent, ()
+        return sent
+
+    def _block(self, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._runs:  # a checkpoint runs it again
+            return original(*args, **kwargs)
+        if not self._first <= place < self._end:
+            return self._elsewhere(place)
+        for tensor in arguments_in((args, kwargs)):
+            self._ledger.enter(tensor, "temporary")
+        result = original(*args, **kwargs)
+        if place < self._end - 1 or self.is_last:
+            return result
+        returned = Returned.of(result)
+        self._sent, self._ledger.absent = returned.tensors, True
+        cut = returned.detached()
+        return cut.with_tensors(cut.tensors)
+
+    def _elsewhere(self, place: int) -> Any:
+        """What a block of another stage returns: the one before this stage what was received."""
+        returned = self._line.returned[place]
+        if place != self._first - 1:
+            return returned.with_tensors(returned.tensors)
+        self._ledger.absent = False
+        return returned.with_tensors(self._received)
+
+    def _drop_others(self) -> None:
+        """Let the model have only what this stage reads; the rest can still be read, as plain attributes."""
+        mine, blocks = self._mine(), self._line.blocks
+        others = {module for block in (*blocks[: self._first], *blocks[self._end :]) for module in block.modules()}
+        for path, module in list(self.model.named_modules()):
+            for own in (module._parameters, module._buffers if module in others else {}):
+                for name, tensor in list(own.items()):
+                    if tensor is not None and id(tensor) not in mine:
+                        del own[name]
+                        vars(module)[name] = tensor.detach()
+                        self.dropped.add(f"{path}.{name}" if path else name)
+
+    def _mine(self) -> set[int]:
+        """The `id` of each parameter that is read here, or is in a block of this stage; the first stage also has those
+        that nobody reads.
+        """
+        line = self._line
+        here = range(self._first, self._end + self.is_last)
+        mine = set().union(*(line.read[place] for place in here), _parameters(line.blocks[self._first : self._end]))
+        if self.is_first:
+            mine |= _parameters((self.model,)) - set().union(*line.read, _parameters(line.blocks))
+        return mine
+
+
+def _parameters(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters()}

@@ -1,0 +1,241 @@
+"""A model on the stages of a pipeline without code: where it is cut, what each rank holds, and what cannot be cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memsize
+from memsize.analysis.runner import Runner
+from memsize.api.opened import opened
+from memsize.device.cards import card
+from memsize.errors import InputError
+from memsize.model.stored import stored_tensors
+from memsize.ranks.blocks import blocks_in_line
+from memsize.records.trace import Trace
+from memsize.records.world import World
+from memsize.spec.parallel import parse_parallel
+from memsize.spec.scenario import scenario_named
+from memsize.spec.subject import Subject
+from memsize.spec.training import Training
+from memsize.tracing.run import Setup
+from memsize.workloads.pipelines import stage_traces
+from tests.gloo import events
+from tests.ranks import BLOCK, PARAMETERS, WIDTH, Block, Model, pipeline
+from tests.test_ranks import at_the_end, most_of_shape
+
+distributed = pytest.importorskip("torch.distributed")
+if not distributed.is_available():
+    pytest.skip("torch.distributed is not in this PyTorch", allow_module_level=True)
+
+IDS = torch.zeros(1, 8, dtype=torch.long)
+
+
+class _Each:
+    """Keeps the trace of each rank."""
+
+    def __init__(self, training: Training, stages: int) -> None:
+        self.training = training
+        self.stages = stages
+        self.traces: list[Trace] = []
+
+    def run(self, setup: Setup) -> Trace:
+        parallel = parse_parallel(f"pp={self.stages}")
+        setup = replace(setup, stored=stored_tensors)
+        self.traces = stage_traces(setup, self.training, parallel, card("t4"))
+        return self.traces[0]
+
+
+def ranks(stages: int, model: nn.Module | None = None, scenario: str = "as-given", **training: Any) -> list[Trace]:
+    """What each rank of so many stages holds."""
+    each = _Each(Training(**training), stages)
+    with opened(Subject.of(model or Model(), input_data=IDS), gpu="t4", own=False) as found:
+        Runner(*found.run, gpu=card("t4")).run(each, scenario_named(scenario))
+    return each.traces
+
+
+@pytest.fixture(scope="module")
+def four() -> list[Trace]:
+    return ranks(4, steps=2)
+
+
+def test_each_stage_has_its_own_block_the_first_the_embedding_and_the_last_the_head(four: list[Trace]) -> None:
+    ends, blocks = 96 * WIDTH, 2 * BLOCK
+    held = [at_the_end(trace)["parameter"] // 4 for trace in four]
+    assert held == [ends + blocks, blocks, blocks, blocks + ends] and sum(held) == PARAMETERS
+    assert [at_the_end(trace)["optimizer state"] for trace in four] == [2 * 4 * each for each in held]
+    assert [sum(tensor.elements for tensor in trace.tensors) for trace in four] == held
+    assert [trace.world for trace in four] == [World(4, rank) for rank in range(4)]
+
+
+def test_a_stage_keeps_as_many_microbatches_as_there_are_stages_from_it_on(four: list[Trace]) -> None:
+    hidden = (1, 8, 4 * WIDTH)
+    assert [most_of_shape(trace, hidden) for trace in four] == [4, 3, 2, 1]
+    # eight microbatches, of which no stage has more: two blocks on each of two stages
+    assert [most_of_shape(trace, hidden) for trace in ranks(2, steps=1, accumulate=8)] == [2 * 2, 2 * 1]
+
+
+def test_inputs_are_on_the_first_stage_and_targets_on_the_last(four: list[Trace]) -> None:
+    inputs = [sum(each.bytes for each in trace.storages if each.role == "input") for trace in four]
+    assert inputs == [4 * 8 * 8, 0, 0, 4 * 8 * 8]  # four microbatches of eight int64
+    assert all(trace.inputs == four[0].inputs for trace in four)
+
+
+def test_it_is_what_stages_of_ones_own_do() -> None:
+    """Event by event, beside a model that was cut by hand: tests/ranks.py."""
+    for rank, trace in enumerate(ranks(2, loss="sum", optimizer="adamw:foreach=True", accumulate=4, steps=2)):
+        ids = torch.zeros(2, 8, dtype=torch.long)
+        own = memsize.trace(Model(), ids, world=World(2, rank), step=pipeline("Schedule1F1B"), steps=2, gpu="t4").trace
+        assert by_size(trace) == by_size(own)
+        assert at_the_end(trace)["parameter"] == at_the_end(own)["parameter"]
+
+
+def by_size(trace: Trace) -> list[tuple[str, int]]:
+    """Each allocation. The model that is cut by hand repeats its batch in each step, and its outputs are joined."""
+    return [(op, size) for _, op, size in events(trace) if size > 64 and op not in ("repeat", "cat")]
+
+
+def test_the_fullest_rank_is_shown_and_the_others_are_told() -> None:
+    shown = memsize.trace(Model(), IDS, parallel="pp=4", gpu="t4")
+    assert shown.trace.world is not None and shown.trace.world.size == 4
+    first, *_, last = shown.trace.notes
+    assert first == (
+        "pp: 4 stages, each with 1 of 4 x Block, the layers that repeat in a list or a sequence, under PyTorch's "
+        "Schedule1F1B; the batch is that of one microbatch"
+    )
+    assert last.startswith("each stage at its own peak: rank 0 ") and last.endswith(
+        f"shown is rank {shown.trace.world.rank}"
+    )
+
+
+def test_a_report_and_a_fit_run_stages_too() -> None:
+    report = memsize.report(Model(), input_data=IDS, train="sgd", scenarios="fp32,bf16", gpu="t4", parallel="pp=2")
+    stages = [note for note in report.notes if "each stage at its own peak" in note]
+    assert [note.partition(":")[0] for note in stages] == ["fp32", "bf16"]
+    fitted = memsize.fit(
+        Model(), input_data=IDS, batch_size=1, train="sgd", scenarios="fp32", parallel="pp", gpus="1..2", gpu="t4"
+    )
+    assert [run.gpu for run in fitted.traces] == ["1 x Tesla T4", "2 x Tesla T4"]
+    # as many microbatches as stages: on one GPU one, and all of the model
+    assert [row.standing["parameter"] for row in fitted.fit_rows] == [4 * PARAMETERS, 2 * PARAMETERS]
+
+
+@pytest.mark.parametrize("scenario", ["amp-fp16", "bf16"])
+def test_stages_run_in_other_precisions(scenario: str) -> None:
+    sent = [
+        {each.bytes for each in trace.collectives if each.bytes > 4} for trace in ranks(2, scenario=scenario, steps=1)
+    ]
+    # what a block returns is the sum of its input, float32 under autocast, and a product
+    width = 2 if scenario == "bf16" else 4
+    assert sent == [{8 * WIDTH * width}] * 2
+
+
+class Tied(Model):
+    """The head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+def test_a_tied_parameter_is_on_both_stages_that_read_it() -> None:
+    held = [at_the_end(trace)["parameter"] // 4 for trace in ranks(2, Tied(), steps=1)]
+    assert held == [96 * WIDTH + 4 * BLOCK] * 2
+
+
+class MaskedBlock(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * mask
+
+
+class Masked(nn.Module):
+    """Each block takes what was made ahead of all, and is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(96, WIDTH)
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(2))
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        mask, x = (ids > 0).unsqueeze(-1) * self.scale, self.embedding(ids)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, mask, use_reentrant=False)
+        return x
+
+
+def test_what_blocks_take_besides_is_made_on_each_stage() -> None:
+    first, second = ranks(2, Masked(), steps=1)
+    assert at_the_end(second)["parameter"] == 4 * 2 * BLOCK
+    # of two microbatches, each with a mask like a block's input
+    masks = [each for each in second.storages if each.shape == (1, 8, WIDTH) and not each.op and each.layer > 0]
+    assert [(each.role, each.bytes) for each in masks] == [("temporary", 8 * WIDTH * 4)] * 2
+    assert at_the_end(first)["buffer"] == at_the_end(second)["buffer"] == 4 * WIDTH
+
+
+# -- where it is cut --------------------------------------------------------------------------------------------------
+
+
+def test_a_librarys_plan_names_the_blocks() -> None:
+    class Planned(Model):
+        _pp_plan = {"embedding": (), "blocks": (), "missing": ()}  # noqa: RUF012
+
+    found = blocks_in_line(Planned())
+    assert (str(found), found.source) == ("4 x Block", "the model's own pp_plan")
+    # without one, blocks within blocks are cut apart
+    nested = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2)))
+    assert str(blocks_in_line(nested)) == "4 x Block"
+
+
+class Skipping(Model):
+    """The last block takes what the first one returned."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first = x = self.blocks[0](self.embedding(ids))
+        for block in [*self.blocks][1:-1]:
+            x = block(x)
+        return self.head(self.blocks[-1](x + first))
+
+
+class Repeating(Model):
+    """The blocks are run twice."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "message"),
+    [
+        (Model(), 5, "4 blocks cannot be put on pp=5 stages"),
+        (nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), 2, "0 blocks cannot be put on pp=2 stages"),
+        (Skipping(), 2, "pp=2 cannot cut this model: block 3 takes what was made at block 0, on an earlier stage"),
+        (Repeating(), 2, "Block is called more than once in a forward"),
+    ],
+)
+def test_what_cannot_be_cut(model: nn.Module, stages: int, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        memsize.trace(model, IDS, parallel=f"pp={stages}", gpu="t4")
+    assert "\n" not in str(error.value)
+
+
+def test_fewer_microbatches_than_stages_leave_some_without_work() -> None:
+    with pytest.raises(InputError, match="4 stages need at least 4 microbatches, and accumulate=2 are fewer"):
+        memsize.trace(Model(), IDS, parallel="pp=4", accumulate=2, gpu="t4")
+
+
+def test_a_model_may_skip_within_a_stage() -> None:
+    class Late(Model):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[1](self.blocks[0](self.embedding(ids)))
+            third = self.blocks[2](x)
+            return self.head(self.blocks[3](third) + third)
+
+    assert [at_the_end(trace)["parameter"] for trace in ranks(2, Late(), steps=1)] == [2 * PARAMETERS] * 2
