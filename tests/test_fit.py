@@ -28,7 +28,7 @@ from memsize import api
 from memsize.analysis.crossover import first_size
 from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, peak_has_left_the_optimizer
 from memsize.analysis.fit.footprint import Footprint, bind
-from memsize.analysis.fit.search import MOST_RUNS, Forecast, largest
+from memsize.analysis.fit.search import MOST_RUNS, Forecast, Search, largest
 from memsize.analysis.fit.trials import RunVariant, Trials
 from memsize.cli import run
 from memsize.device.budget import budgets
@@ -234,6 +234,30 @@ def test_a_forecast_from_two_runs_is_exact_on_a_line(a: int, b: int, first: int,
 def test_a_forecast_from_three_runs_is_exact_on_a_parabola(a: int, b: int, size: int) -> None:
     runs = [footprint(n, 1000, [a * n * n + b * n]) for n in (10, 20, 50)]
     assert Forecast(runs).requested(size) == 1000 + a * size * size + b * size
+
+
+class Eighths(Forecast):
+    """What fits up to 4,000, and beyond that up to 9,000 at multiples of 8."""
+
+    looked = 0
+
+    def fits(self, size: int, capacity: int) -> bool:
+        self.looked += 1
+        return size <= 4000 or (size <= 9000 and size % 8 == 0)
+
+
+@pytest.mark.parametrize(("events", "most"), [(10, 60), (12_000, 45)])
+def test_sizes_as_far_apart_as_two_that_fit_are_looked_at_together(events: int, most: int) -> None:
+    # Tensors alone would fit up to 12,000 = 40 · 300. The forecast takes few replays, fewer where one takes long.
+    forecast = Eighths([footprint(size, 1, [size] * 40 + [1] * (events // 2)) for size in (100, 200)])
+    assert forecast.largest(40 * 12_000 + 1 + events // 2, 2**20) == 9000
+    assert forecast.looked <= most
+
+
+def test_no_size_below_the_least_is_run() -> None:
+    search = Search(lambda size: footprint(size, 50 * MiB, [MiB * size]), 200 * MiB, {}, {}, least=513)
+    search.run(433)
+    assert (search.looked, search.size, search.bound, search.closed) == ((513,), 0, 513, True)
 
 
 def test_what_binds() -> None:

@@ -266,6 +266,7 @@ class _Work:
             trials.refused(variant),
             trials.most,
             powers=not trials.vary.batch,
+            least=trials.least,
         )
         linear = trials.vary.batch
         try:

@@ -64,6 +64,11 @@ class GenerationTrials(Trials):
         return min(whole, self.most) if self.vary.context else self.model_inputs.batch_size
 
     @property
+    def least(self) -> int:
+        """The smallest size: of a context the new tokens and one to begin with."""
+        return self.generation.new + 1 if self.vary.context else 1
+
+    @property
     def most(self) -> int:
         """The largest size that is looked at: of a context as many tokens as the model has positions for."""
         positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)

@@ -42,7 +42,9 @@ _JUMPS: Final = 2
 _REPLAYED: Final = 50_000
 """How many events may be replayed to check every size: about a tenth of a second's worth."""
 _LOOKS: Final = 8
-"""How many sizes are checked otherwise, below what the tensors alone allow, and beyond the edge."""
+"""How many sizes are checked otherwise, below what the tensors alone allow, and beyond the edge: fewer where a run has
+so many events that these are more than may be replayed.
+"""
 
 
 def largest(
@@ -73,7 +75,7 @@ class Search:
     """The search for the largest size that fits `capacity` bytes, and what it found.
 
     `runs` and `refused` are the sizes that the model ran with, and those that it failed with and why; `looked` lists
-    those that were run for this search, in their order.
+    those that were run for this search, in their order. No size is below `least` or beyond `most`.
     """
 
     measure: Measure
@@ -82,6 +84,7 @@ class Search:
     refused: dict[int, str]
     most: int = LIMIT
     powers: bool = False
+    least: int = 1
     looked: tuple[int, ...] = ()
     _nudges: int = 0
     _jumps: int = 0
@@ -132,12 +135,13 @@ class Search:
 
     def run(self, start: int | None, runs: int = MOST_RUNS) -> None:
         """Run up to `runs` sizes, `start` first; raises `ForwardError` where the model runs with none of them."""
-        sizes = dict.fromkeys(size for size in (start, *STARTS) if size and size <= self.most)
+        first = (max(start, self.least), *STARTS) if start else STARTS
+        sizes = dict.fromkeys(size for size in first if self.least <= size <= self.most) or {self.most: None}
         # Where all of them were refused before, the model says it once more.
         starts = iter([size for size in sizes if size not in self.refused] or sizes)
         failure: ForwardError | None = None
-        while not self.runs and len(self.looked) < runs and (first := next(starts, None)):
-            failure = self._look(first)
+        while not self.runs and len(self.looked) < runs and (size := next(starts, None)):
+            failure = self._look(size)
         if not self.runs:
             assert failure is not None
             raise failure
@@ -176,7 +180,7 @@ class Search:
     def _up(self, size: int, by: int = 1) -> int:
         """The `by`-th size after `size` that the model may run with."""
         step = self.step
-        found = size // step * step + by * step
+        found = max(size // step * step + by * step, -(-self.least // step) * step)
         while found in self.refused and found < min(self.runs):
             found += step
         return found
@@ -292,17 +296,35 @@ class Forecast:
         """The largest multiple of `step` up to `most` that would fit; `least`, which is known to fit, where none would.
 
         Tensors alone say from where on nothing can fit. From there down each size is replayed, some of them, or all
-        where that is quick; then the edge is found by halving, and a few sizes beyond it are tried.
+        where that is quick; then the edge is found by halving, and a few sizes beyond it are tried. Where one of these
+        fits (rows that are padded waste the least at every eighth), others as far apart may fit as well.
         """
+
+        def fits(k: int) -> bool:
+            return self.fits(k * step, capacity)
+
         low = least // step
         top = _last(lambda k: self.requested(k * step) <= capacity, low, most // step)
-        looks = top - low if (top - low) * len(self._storages) <= _REPLAYED else _LOOKS
-        for k in range(top, max(top - looks, low), -1):
-            if self.fits(k * step, capacity):
-                return k * step
-        low = _last(lambda k: self.fits(k * step, capacity), low, max(top - looks, low))
-        beyond = range(min(low + _LOOKS, top - looks), low, -1)
-        return next((k * step for k in beyond if self.fits(k * step, capacity)), low * step)
+        looks = max(1, min(_LOOKS, _REPLAYED // len(self._storages)))
+        if (top - low) * len(self._storages) <= _REPLAYED:
+            looks = top - low
+        below = max(top - looks, low)
+        if found := next(filter(fits, range(top, below, -1)), None):
+            return found * step
+        low = _edge(fits, low, self._about(capacity, top * step) // step, below)
+        far = next(filter(fits, range(min(low + _LOOKS, below), low, -1)[:looks]), low)
+        apart = far - low
+        if apart > 1:
+            far = low + apart * _last(lambda n: fits(low + n * apart), 1, (below - low) // apart)
+        return far * step
+
+    def _about(self, capacity: int, top: int) -> int:
+        """About the largest size that fits, from what is reserved by the run that comes closest to it."""
+        near = min(self.runs, key=lambda run: abs(run.requested - capacity))
+        if near.size == top:
+            return top
+        slope = (self.requested(top) - near.requested) / (top - near.size)
+        return near.size + int((capacity - near.unbounded.reserved.bytes) / slope) if slope > 0 else top
 
     def _deltas(self, size: int) -> Array:
         amounts = self._at(size).round().clip(min=1)
@@ -353,6 +375,14 @@ def _last(holds: Callable[[int], bool], least: int, most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def _edge(holds: Callable[[int], bool], least: int, about: int, most: int) -> int:
+    """The same number as `_last` gives, looked for around another one."""
+    about = min(max(about, least), most)
+    if about == least or holds(about):
+        return _last(holds, about, most)
+    return about - 1 - _last(lambda down: not holds(about - down), 0, about - least - 1)
 
 
 def forecast(runs: Mapping[int, Footprint], capacity: int, *, powers: bool = False) -> Forecast | None:

@@ -137,6 +137,11 @@ class Trials:
         return self.model_inputs.resizable or not self.vary.batch
 
     @property
+    def least(self) -> int:
+        """The smallest size that there is."""
+        return 1
+
+    @property
     def most(self) -> int:
         """The largest size that is looked at."""
         return LIMIT
