@@ -61,6 +61,15 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+def test_the_share_of_the_card_that_the_script_takes_is_all_there_is(script: Path) -> None:
+    """A share of 300 MiB, which the script works out from the size of the card that it sees."""
+    share = "torch.cuda.set_per_process_memory_fraction(300 * 2**20 / torch.cuda.mem_get_info()[1])\n"
+    script.write_text(script.read_text().replace("assert", f"{share}assert", 1))
+    found = memsize.fit_script(script, ["--size", "20"], vary="size", gpu="t4")
+    row = found.fit_rows[0]
+    assert (row.size, row.next_size, found.budgets[0].allocator) == (300, 301, 300 * MiB)
+
+
 def test_the_largest_value_fits_and_the_next_does_not(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """650 MiB of 750 are the context's: a tensor of 100 MiB is one segment of as much, one of 101 takes 102."""
     found = memsize.fit_script(script, ["--size", "20"], vary="size", gpu="t4", budget="750MiB")

@@ -33,6 +33,7 @@ from memsize.records.aggregates import split_phase
 from memsize.records.program import Holder, KeptGradients, ProgramRun
 from memsize.records.trace import Event, Trace
 from memsize.tracing.ledger import Ledger, Workspaces
+from memsize.units import format_bytes
 from memsize.workloads.program import Program
 from tests.models import Small
 
@@ -518,12 +519,28 @@ def test_blocks_are_reused_on_their_own_stream_only() -> None:
 
 
 def test_a_share_of_the_card_is_a_bound() -> None:
-    with gpu("t4"):
+    with gpu("t4") as program:
         torch.cuda.set_per_process_memory_fraction(0.5)
         assert torch.cuda.get_per_process_memory_fraction() == 0.5
-        torch.empty(7 * 2**30, dtype=torch.uint8, device="cuda")
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(8 * 2**30, dtype=torch.uint8, device="cuda")
+        kept = torch.empty(7 * 2**30, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError, match=r"is free\. 7\.28 GiB allowed; Of the allocated memory"):
+            torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        assert program.refused[0].free == card("t4").bytes // 2 - kept.nbytes
+
+
+@pytest.mark.parametrize(("gib", "sentence"), [(1, "The allocator may take {} of the card."), (8, "may take {} of Te")])
+def test_the_verdict_knows_the_share_that_the_script_takes(tmp_path: Path, gib: int, sentence: str) -> None:
+    half = card("t4").bytes // 2
+    found, _ = ran(
+        tmp_path,
+        f"""
+        import torch
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        x = torch.empty({gib} * 2**30, dtype=torch.uint8, device="cuda")
+        """,
+    )
+    assert found.capacity == half and bool(found.refused) == (gib > 7)
+    assert sentence.format(format_bytes(half)) in found.findings[0].text()
 
 
 def test_a_program_writes_snapshots_of_its_memory(tmp_path: Path) -> None:
@@ -849,6 +866,45 @@ def test_a_list_of_losses_is_named_as_what_grows(tmp_path: Path) -> None:
     sound, _ = ran(tmp_path, text.format(".item()"), steps=4)
     assert leaks.growth is not None and sound.growth is None
     assert leaks.growth.holder == Holder("losses", "train.py:13", 4, True)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package whose `training.fit` does everything."""
+    code = """
+        import torch
+
+        def fit(size):
+            net = torch.nn.Linear(size, size, device="cuda")
+            optimizer = torch.optim.SGD(net.parameters())
+            for _ in range(2):
+                optimizer.zero_grad(set_to_none=False)
+                loss = net(torch.ones(64, size, device="cuda")).sum()
+                loss.backward()
+                optimizer.step()
+                loss.item()
+    """
+    home = tmp_path / "site-packages"
+    (home / "training").mkdir(parents=True)
+    (home / "training/__init__.py").write_text(textwrap.dedent(code).lstrip(), encoding="utf-8")
+    (home / "training/__main__.py").write_text("from training import fit\nfit(512)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(home))
+    monkeypatch.delitem(sys.modules, "training", raising=False)
+    return home
+
+
+def test_a_line_that_calls_a_package_is_named_with_the_packages(tmp_path: Path, package: Path) -> None:
+    found, _ = ran(tmp_path, "import training\ntraining.fit(512)\n")
+    assert {tensor.line for tensor in found.tensors if tensor.line} == {
+        f"train.py:2 > __init__.py:{line}" for line in (4, 8, 9)
+    }
+    assert found.kept_gradients == KeptGradients(4 * 512 * 513, "kept", "train.py:2 > __init__.py:7")
+    assert [each.lines for each in found.assumed] == [("train.py:2 > __init__.py:11",)]
+
+
+def test_a_package_that_is_run_itself_has_its_own_lines(package: Path) -> None:
+    found, _ = run_program("training", (), card("t4"), AllocatorConfig(), steps=3, module=True)
+    assert {tensor.line for tensor in found.tensors if tensor.line} == {f"__init__.py:{line}" for line in (4, 8, 9)}
 
 
 @pytest.mark.parametrize(

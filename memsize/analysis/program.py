@@ -28,6 +28,7 @@ from memsize.records.world import World
 from memsize.virtual.files import Files
 from memsize.virtual.holders import Held
 from memsize.virtual.kept import Kept
+from memsize.virtual.memory import DeviceMemory
 from memsize.workloads.program import Program, StopProgram
 from memsize.workloads.program_steps import Zeroed
 
@@ -49,15 +50,16 @@ def run_program(
     module: bool,
     allow_writes: bool = False,
     world: World | None = None,
+    bounded: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[ProgramRun, BaseException | None]:
     """Run a script (or a module) with its own arguments, as one process of `world` if it is named; `say` is called with
-    what it is doing.
+    what it is doing. Where it is not `bounded`, nothing is too large for the card.
 
     The error that it ended with, if any, comes with the run.
     """
     files = Files(allow_writes)
-    program = Program(path, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world)
+    program = Program(path, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world, bounded)
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     name = Path(path).name
@@ -128,7 +130,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         program=command,
         trace=trace,
         card=program.card,
-        capacity=program.memory.total - program.memory.outside,
+        capacity=_capacity(program.memory),
         peak=peak,
         steps=program.steps.done,
         stopped=program.stopped,
@@ -144,6 +146,11 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         allocator=json.dumps(plain(program.memory.config)),
     )
     return replace(found, findings=RULES.findings(found))
+
+
+def _capacity(memory: DeviceMemory) -> int:
+    rest = memory.total - memory.outside
+    return rest if memory.allowed is None else min(rest, memory.allowed)
 
 
 def _largest(trace: Trace) -> tuple[LiveTensor, ...]:

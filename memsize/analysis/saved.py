@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib import import_module
 from typing import Any
 
 from memsize.analysis.step import StepTrace
-from memsize.device.config import AllocatorConfig
+from memsize.device.settings_of import config_of
 from memsize.errors import InputError, UnknownScenarioError
-from memsize.records.codec import coder
 from memsize.records.generation import GenerationReport
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
@@ -79,12 +77,6 @@ def load_step(path: str | os.PathLike[str], scenario: str | None) -> StepTrace:
         raise UnknownScenarioError("scenario", scenario, runs)
     trace = found.trace if scenario is None else runs[scenario]
     return StepTrace(trace, found.gpu or DEFAULT_GPU, config_of(found))
-
-
-def config_of(answer: Report | ProgramRun | GenerationReport) -> AllocatorConfig:
-    """The settings of the caching allocator that `answer` was made with."""
-    config: AllocatorConfig = coder(AllocatorConfig).read(json.loads(answer.allocator or "{}"))
-    return config
 
 
 def _only(found: Any, path: str | os.PathLike[str], scenario: str | None) -> StepTrace:

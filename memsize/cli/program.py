@@ -175,8 +175,8 @@ def _check_started(program: str, module: bool) -> None:
 def _answer(found: ProgramRun | RankRuns, output: Destination) -> None:
     output.keep(found)
     if output.format == "snapshot":
-        from memsize.analysis.saved import config_of
         from memsize.analysis.snapshot import pickled
+        from memsize.device.settings_of import config_of
 
         run = found.worst.run if isinstance(found, RankRuns) else found
         output.write(pickled(run.trace, config_of(run)))

@@ -10,7 +10,7 @@ from functools import cache
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -20,6 +20,8 @@ _WORKLOADS = str(Path(__file__).parents[1] / "workloads")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
+Lines: TypeAlias = tuple[tuple[str, int], ...]
+"""Files and numbers of lines, each of which led to the next."""
 CELLS: Final[dict[str, str]] = {}
 """The cells of a notebook by the names of files that their code has: ``"In [3]"``."""
 
@@ -84,6 +86,20 @@ def users_frames(until: CodeType | None = None, libraries: bool = False) -> Iter
         frame = frame.f_back
 
 
+def running_lines(until: CodeType | None = None) -> Lines:
+    """The innermost line of the user's own code, and after it the innermost one of a package that it led to: either may
+    be missing. The search ends at a call of `until`.
+    """
+    package: Lines = ()
+    for frame in users_frames(until, libraries=True):
+        place = frame.f_code.co_filename, frame.f_lineno
+        if not is_library(place[0]):
+            return (place, *package)
+        if not package and is_packaged(place[0]):
+            package = (place,)
+    return package
+
+
 def variables(frame: FrameType) -> list[tuple[str, Any]]:
     """The variables of a call that is running, by name.
 
@@ -105,6 +121,11 @@ _UNSHARED = 3
 def line_of(file: str, line: int) -> str:
     """How a line is shown: ``"model.py:12"``."""
     return f"{CELLS.get(file) or Path(file).name}:{line}"
+
+
+def shown(lines: Lines) -> str:
+    """How a line is shown with the one that it led to: ``"train.py:12 > trainer.py:80"``."""
+    return " > ".join(line_of(*place) for place in lines)
 
 
 @cache

@@ -91,10 +91,10 @@ class NeedsGpu(NamedTuple):
 class ProgramRun(Answer):
     """A program's run on `card`: `steps` optimizer steps, after which it was stopped, or its own end.
 
-    `capacity` is what the card leaves to PyTorch's allocator, `peak` the peak as the GPU would report it. `waits` is
-    the line of a loop that waits for a number which only a GPU computes: the program was stopped there. `failure` is
-    how it ended, where it failed, and `needs_gpu` what it needs a real GPU for. `allocator` holds the settings of the
-    caching allocator as JSON data.
+    `capacity` is what the card and the program leave to PyTorch's allocator, `peak` the peak as the GPU would report
+    it. `waits` is the line of a loop that waits for a number which only a GPU computes: the program was stopped there.
+    `failure` is how it ended, where it failed, and `needs_gpu` what it needs a real GPU for. `allocator` holds the
+    settings of the caching allocator as JSON data.
     """
 
     kind: ClassVar = "program"

@@ -225,7 +225,9 @@ class Trace:
     collectives: tuple[Collective, ...] = ()
     """In which the process took part, in order."""
     lines: tuple[str, ...] = ()
-    """The lines outside of PyTorch that storages come from, the innermost of each (``"model.py:12"``)."""
+    """The lines outside of PyTorch that storages come from, the innermost of each (``"model.py:12"``); in a program the
+    innermost of its own, with that of a package that it led to (``"train.py:12 > trainer.py:80"``).
+    """
     stack: str = ""
     """The PyTorch and CUDA that a GPU was simulated with (``"torch=2.6,cuda=12.4"``); empty for the installed ones."""
 

@@ -20,7 +20,7 @@ from memsize.cuda.matmul import takes_cublas, takes_cublaslt
 from memsize.cuda.registry import Temporary
 from memsize.internals.meta import is_meta
 from memsize.internals.sparse import PARTS
-from memsize.internals.user_code import line_in_forward, line_of
+from memsize.internals.user_code import Lines, line_in_forward, shown
 from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
@@ -121,7 +121,7 @@ class Ledger(MetaDispatchMode):
         self._saved_by: list[int] = []
         self._saved_at: list[int] = []
         self._lines: list[int] = []
-        self._numbers: dict[tuple[str, int], int] = {}
+        self._numbers: dict[Lines, int] = {}
         """The lines that were met, each with its place in `lines`."""
         self._saved: list[weakref.ref[SavedTensor]] = []
         self._handles: set[bool] = set()
@@ -347,7 +347,7 @@ class Ledger(MetaDispatchMode):
 
     def _line(self) -> int:
         place = None if self.clock.backward else self._place()
-        return -1 if place is None else self._numbers.setdefault(place, len(self._numbers))
+        return -1 if place is None else self._numbers.setdefault((place,), len(self._numbers))
 
     def _place(self) -> tuple[str, int] | None:
         """The file and the number of the line that is running."""
@@ -415,7 +415,7 @@ class Ledger(MetaDispatchMode):
     @property
     def lines(self) -> tuple[str, ...]:
         """The lines that storages come from, in the order in which they were met."""
-        return tuple(line_of(*place) for place in self._numbers)
+        return tuple(map(shown, self._numbers))
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

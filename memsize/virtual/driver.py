@@ -232,7 +232,7 @@ class Driver:
             "_cuda_resetPeakMemoryStats": lambda device: self._memory_on(device).reset_peaks(),
             "_cuda_resetAccumulatedMemoryStats": lambda device: self._memory_on(device).reset_accumulated(),
             "_cuda_emptyCache": lambda *pool: memory.empty_cache(),
-            "_cuda_getMemoryFraction": lambda device: self._memory_on(device).fraction,
+            "_cuda_getMemoryFraction": lambda device: self._memory_on(device).config.memory_fraction,
             "_cuda_setMemoryFraction": lambda fraction, device: self._memory_on(device).set_fraction(fraction),
             "_cuda_getAllocatorBackend": _returning("native"),
             "_host_emptyCache": _returning(None),

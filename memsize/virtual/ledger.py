@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.internals.meta import is_meta
 from memsize.internals.pytree import arguments_in
+from memsize.internals.user_code import Lines
 from memsize.model.tensor_storage import plain_tensors
 from memsize.ranks.collectives import (
     NAMESPACES,
@@ -256,9 +257,9 @@ class VirtualLedger(Ledger):
             self.streams[index] = stream
         return index
 
-    def made_at(self, storage: int, file: str, line: int) -> None:
-        """The program's line `line` of `file` made `storage`."""
-        self._lines[storage] = self._numbers.setdefault((file, line), len(self._numbers))
+    def made_at(self, storage: int, lines: Lines) -> None:
+        """`lines` of the program made `storage`."""
+        self._lines[storage] = self._numbers.setdefault(lines, len(self._numbers))
 
     def _place(self) -> None:
         """Far above PyTorch's own calls: looked up for large storages alone, by the program (`made_at`)."""

@@ -83,18 +83,21 @@ class DeviceMemory:
 
     @cached_property
     def config(self) -> AllocatorConfig:
-        """The allocator's settings."""
+        """The allocator's settings, with the share of the card that the program lets it have."""
         return self._settings()
 
     @cached_property
-    def fraction(self) -> float:
-        """The share of the card that the allocator may hold at most."""
-        return self.config.memory_fraction
-
-    @cached_property
     def _allocator(self) -> Allocator:
-        limits = (self.total - self.outside, self.config.allowed(self.total)) if self._bounded else (None, None)
-        return Allocator(self.config, *limits)
+        return Allocator(self.config, self.total - self.outside if self._bounded else None, self._enforced)
+
+    @property
+    def allowed(self) -> int | None:
+        """The bytes that the allocator may hold at most; None where its share is the whole card."""
+        return self.config.allowed(self.total)
+
+    @property
+    def _enforced(self) -> int | None:
+        return self.allowed if self._bounded else None
 
     @property
     def reserved(self) -> int:
@@ -112,6 +115,11 @@ class DeviceMemory:
     def free(self) -> int:
         """Bytes of the card that are not taken."""
         return max(self.total - self.outside - self.reserved, 0)
+
+    @property
+    def left(self) -> int:
+        """Bytes that the allocator may still take of the card."""
+        return self.free if self.allowed is None else max(min(self.free, self.allowed - self.reserved), 0)
 
     def follow(self) -> None:
         """Do what the events say, from where the last call left off.
@@ -186,8 +194,8 @@ class DeviceMemory:
 
     def set_fraction(self, fraction: float) -> None:
         """Let the allocator hold that share of the card from now on."""
-        self.fraction = fraction
-        self._allocator.allowed = replace(self.config, memory_fraction=fraction).allowed(self.total)
+        self.config = replace(self.config, memory_fraction=fraction)
+        self._allocator.allowed = self._enforced
 
     def empty_cache(self) -> None:
         """Give back every segment that no block uses."""

@@ -17,7 +17,7 @@ import torch
 from memsize.device.config import AllocatorConfig, settings_in
 from memsize.device.context import context
 from memsize.errors import first_line
-from memsize.internals.user_code import line_of, running_line, users_frames
+from memsize.internals.user_code import Lines, running_lines, shown
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
 from memsize.records.trace import Failure, Layer, StoredTensor, Trace
@@ -53,7 +53,8 @@ class Program:
     """A program on a GPU that isn't there, until it has made `steps` optimizer steps (0: to its own end).
 
     `config` holds the settings of the caching allocator; None: those that the environment has when it is first used.
-    `world` is the job of which it is one process (None: it was started alone).
+    `world` is the job of which it is one process (None: it was started alone). Where it is not `bounded`, nothing is
+    too large for the card.
 
     `snapshot` makes of what has run what `torch.cuda.memory._snapshot` returns.
     """
@@ -68,6 +69,7 @@ class Program:
         files: Files | None = None,
         snapshot: Callable[[Trace, AllocatorConfig], dict[str, Any]] = lambda trace, config: {},
         world: World | None = None,
+        bounded: bool = True,
     ) -> None:
         self.name = name
         self.card = card
@@ -80,8 +82,10 @@ class Program:
         self.files = files or Files()
         self.ledger = VirtualLedger(workspaces, self._after_op)
         self.ledger.evaluator.observer = self._relied
-        self.memory = DeviceMemory(card.bytes, context().low, self._settings, self.ledger.events, self.ledger.streams)
-        self.steps = ProgramSteps(self.ledger, steps, self._stop_after_steps)
+        self.memory = DeviceMemory(
+            card.bytes, context().low, self._settings, self.ledger.events, self.ledger.streams, bounded
+        )
+        self.steps = ProgramSteps(self.ledger, steps, self._stop_after_steps, lambda: shown(self._lines()))
         self.calls = ProgramCalls(self.ledger, self._before_forward)
         self._refused: list[tuple[int, Refused]] = []
         """Each with the number of events before it."""
@@ -113,8 +117,8 @@ class Program:
     def open(self, more: Iterable[Replacement] = ()) -> Iterator[None]:
         """The region in which this process has the GPU; `more` is replaced besides."""
         driver = Driver(self.card, self.memory, lambda: self._snapshot(self._trace(None), self.memory.config))
-        shown = threading, "excepthook", _unless_stopped(threading.excepthook)
-        own = (*self.calls.replacements(), *self.steps.replacements(), shown, *self.files.replacements())
+        quiet = threading, "excepthook", _unless_stopped(threading.excepthook)
+        own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *self.files.replacements())
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world, sharded_checkpoints.later(self.files)),
             steps_watched(self.ledger, everywhere=True),
@@ -137,8 +141,8 @@ class Program:
     def _after_op(self) -> None:
         events = self.ledger.events
         for event in events[self._seen :]:
-            if event.delta >= _LINE_FROM and (frame := next(users_frames(), None)) is not None:
-                self.ledger.made_at(event.storage, frame.f_code.co_filename, frame.f_lineno)
+            if event.delta >= _LINE_FROM and (lines := self._lines()):
+                self.ledger.made_at(event.storage, lines)
         try:
             self.memory.follow()
         except OutOfDeviceMemoryError as error:
@@ -151,26 +155,30 @@ class Program:
         """The error in PyTorch's words (c10/cuda/CUDACachingAllocator.cpp)."""
         memory, clock = self.memory, self.ledger.clock
         layer = self.calls.seen[clock.layer].path if clock.layer >= 0 else None
-        where = (self.ledger.last_op, layer, clock.phases[clock.phase], running_line(libraries=False) or None)
-        refused = Refused(request, memory.free, memory.reserved, *where)
+        where = (self.ledger.last_op, layer, clock.phases[clock.phase], shown(self._lines()) or None)
+        refused = Refused(request, memory.left, memory.reserved, *where)
         self._refused.append((len(self.ledger.events), refused))
         idle = _in_its_words(memory.reserved - memory.allocated)
+        share = "" if memory.allowed is None else f"{_in_its_words(memory.allowed)} allowed; "
         return torch.OutOfMemoryError(
             f"CUDA out of memory. Tried to allocate {_in_its_words(request)}. GPU 0 has a total capacity of "
-            f"{_in_its_words(memory.total)} of which {_in_its_words(memory.free)} is free. Of the allocated memory "
-            f"{_in_its_words(memory.allocated)} is allocated by PyTorch, and {idle} is reserved by PyTorch but "
+            f"{_in_its_words(memory.total)} of which {_in_its_words(memory.free)} is free. {share}Of the allocated "
+            f"memory {_in_its_words(memory.allocated)} is allocated by PyTorch, and {idle} is reserved by PyTorch but "
             "unallocated."
         )
 
     def _relied(self, assumption: str) -> None:
         """A decision of the program rests on `assumption`."""
         lines = self._assumed.setdefault(assumption, {})
-        frame = next(users_frames(), None)
-        if frame is not None:
-            place = frame.f_code.co_filename, frame.f_lineno
-            lines[line_of(*place)] = None
-            if self.waits.seen(place):
+        found = self._lines()
+        if found:
+            lines[shown(found)] = None
+            if self.waits.seen(found[0]):
                 self._stop()
+
+    def _lines(self) -> Lines:
+        """Where the program is: its own line and a package's, below what runs it."""
+        return running_lines(Program.run.__code__)
 
     def _stop_after_steps(self) -> None:
         if self.steps.over:

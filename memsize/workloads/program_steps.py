@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memsize.internals.pytree import tensors_in
-from memsize.internals.user_code import running_line
 from memsize.records.aggregates import split_phase
 from memsize.records.trace import Event
 from memsize.virtual.ledger import VirtualLedger
@@ -42,16 +41,17 @@ class Zeroed(NamedTuple):
 class ProgramSteps:
     """The steps of a program's optimizers, of which `wanted` are to be made by each (0: as many as it makes).
 
-    `begun` is called before each step of an optimizer, and may end the program.
+    `begun` is called before each step of an optimizer, and may end the program. `line` says where it is.
     """
 
-    def __init__(self, ledger: VirtualLedger, wanted: int, begun: Callable[[], None]) -> None:
+    def __init__(self, ledger: VirtualLedger, wanted: int, begun: Callable[[], None], line: Callable[[], str]) -> None:
         self.wanted = wanted
         self.say: Callable[[str], None] = lambda stage: None
         """Called with the step that begins."""
         self.zeroed: list[Zeroed] = []
         self._ledger = ledger
         self._begun = begun
+        self._line = line
         self._made = weakref.WeakKeyDictionary[Optimizer, int]()
         self._leader: weakref.ref[Optimizer] | None = None
         self._ends: list[tuple[int, bool]] = []
@@ -87,7 +87,7 @@ class ProgramSteps:
 
     def _zeroing(self, original: Callable[..., None]) -> Callable[..., None]:
         def zero_grad(owner: Any, set_to_none: bool = True) -> None:
-            self.zeroed.append(Zeroed(len(self._ledger.events), running_line(libraries=False), not set_to_none))
+            self.zeroed.append(Zeroed(len(self._ledger.events), self._line(), not set_to_none))
             original(owner, set_to_none)
 
         return zero_grad

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from memsize.device.settings_of import config_of
 from memsize.ranks.group import environment
 from memsize.records import aggregates
 from memsize.records.finding import Finding, Moment, Rules
@@ -21,7 +22,9 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     if not run.refused:
         return
     first = run.refused[0]
-    brief = "{card} is too small: at {line}, in {phase}, {op} asks for {bytes} where {free} are left"
+    allowed = _allowed(run)
+    small = "The allocator may take {allowed} of {card}, which is too little" if allowed else "{card} is too small"
+    brief = f"{small}: at {{line}}, in {{phase}}, {{op}} asks for {{bytes}} where {{free}} are left"
     template = f"{brief}; PyTorch raises OutOfMemoryError"
     if len(run.refused) > 1:
         template += ", the first of {count} times"
@@ -37,6 +40,7 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
         "bytes": Bytes(first.bytes),
         "free": Bytes(first.free),
         "count": len(run.refused),
+        **allowed,
     }
     yield Finding("run-out-of-memory", first.bytes, _layers(first.layer), template + ".", values, brief + ".")
 
@@ -92,6 +96,8 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
     )
     brief += " of {layer}" if peak.peak_layer else ""
     template = f"{brief}, which holds {{requested}} of tensors."
+    allowed = _allowed(run)
+    template += " The allocator may take {allowed} of the card." if allowed else ""
     largest = next((tensor for tensor in run.tensors if tensor.line and tensor.role != "workspace"), None)
     if largest is not None:
         template += " The largest, {bytes} of {role}, is made at {line}."
@@ -103,6 +109,7 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
         "phase": f"{peak.peak_phase} {peak.peak_step}" if peak.peak_step else peak.peak_phase,
         "layer": peak.peak_layer,
         "requested": Bytes(peak.requested),
+        **allowed,
     }
     if largest is not None:
         values |= {"bytes": Bytes(largest.bytes), "role": noun(largest.role), "line": largest.line}
@@ -167,6 +174,12 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
     brief, remedy = templates[kept.reason]
     values = {"bytes": Bytes(kept.bytes), "line": kept.line or "a line of a library"}
     yield Finding("run-gradients-kept", kept.bytes, (), f"{brief}{remedy}.", values, f"{brief}.")
+
+
+def _allowed(run: ProgramRun) -> dict[str, Bytes]:
+    """What the allocator may take of the card, where that is not all of it."""
+    allowed = config_of(run).allowed(run.card.bytes)
+    return {} if allowed is None else {"allowed": Bytes(allowed)}
 
 
 def _layers(path: str | None) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The largest value of a script's own argument that fits: the script is run with one value after another.
 
-It runs on a GPU whose memory never ends, each time in a process of its own where the platform forks, with what it
-imports from installed packages imported before. The values that are looked at are those of any fit: a forecast from the
-runs so far says where to look, and the answer and the next value are run.
+It runs on the GPU as if its memory never ended, each time in a process of its own where the platform forks, with what
+it imports from installed packages imported before. The values that are looked at are those of any fit: a forecast from
+the runs so far says where to look, and the answer and the next value are run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from memsize.analysis.fit.fit import growing_row
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.analysis.program import run_program
-from memsize.analysis.saved import config_of
 from memsize.analysis.script_imports import import_packages
 from memsize.device.config import AllocatorConfig
+from memsize.device.settings_of import config_of
 from memsize.errors import ForwardError, InputError, first_line
 from memsize.internals.ctrl_c import found_kept
 from memsize.internals.silence import silent
@@ -29,8 +29,6 @@ from memsize.records.gpu import Card
 from memsize.records.trace import Trace
 from memsize.spec.script import VariedScript
 
-_AMPLE: Final = 2**50
-"""Bytes of a GPU on which no script runs out of memory."""
 Ran: TypeAlias = tuple[Trace, AllocatorConfig, str]
 """What a script did, with which settings of the allocator, and how it failed (empty: it did not)."""
 _BEYOND: Final = 4
@@ -47,7 +45,7 @@ class ScriptRuns:
     ) -> None:
         self.script = script
         self.made: dict[int, Footprint] = {}
-        self._card = replace(card, bytes=_AMPLE)
+        self._card = card
         self._config = config
         self._steps = steps
         self._say = say
@@ -78,7 +76,7 @@ class ScriptRuns:
         """What the script did with a value."""
         arguments = self.script.valued(value)
         found, error = run_program(
-            self.script.path, arguments, self._card, self._config, steps=self._steps, module=False
+            self.script.path, arguments, self._card, self._config, steps=self._steps, module=False, bounded=False
         )
         failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
         return found.trace, config_of(found), failure
@@ -105,6 +103,7 @@ def fit_script(
         raise InputError(
             f"{script.name} {first.size} and {second.size} take the same memory of the GPU: there is nothing to vary"
         )
+    budgets = [replace(budget, fraction=first.config.memory_fraction) for budget in budgets]
     rows: list[FitRow] = []
     searches: list[Search] = []
     with found_kept(lambda: _so_far(runs, rows, searches, budgets)):
