@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import memsize
 from memsize.analysis.timeline import timeline
@@ -283,6 +284,16 @@ def test_modules_fold_and_add_up(chromium: Any, tmp_path: Path) -> None:
         assert page.locator("#layers tbody tr").count() == whole
 
 
+def test_sums_of_changes_say_which_way_they_went(chromium: Any, tmp_path: Path) -> None:
+    before, after = (nn.Sequential(nn.Sequential(nn.Linear(256, n), nn.Linear(n, 256))) for n in (256, 128))
+    with opened(chromium, tmp_path, memsize.compare(before, after)) as page:
+        place = page.locator("#layers th[data-key=change]").evaluate("head => head.cellIndex + 1")
+        # Two layers of 256 × 256 weights lose half of them, and one half of its 256 biases, at 4 bytes each.
+        shown = page.locator(f"#layers tr.group td:nth-child({place})")
+        assert shown.get_attribute("data-sum") == str(-4 * (2 * 128 * 256 + 128))
+        assert shown.inner_text() == "−0.25"
+
+
 def test_columns_can_be_left_out_and_added(chromium: Any, tmp_path: Path) -> None:
     with opened(chromium, tmp_path, records.toy_report()) as page:
         menu = page.locator("#layers details.menu")
@@ -373,6 +384,16 @@ def test_a_page_prints_in_light_without_its_buttons(chromium: Any, tmp_path: Pat
         assert page.evaluate("getComputedStyle(document.querySelector('main')).backgroundColor") == "rgb(255, 255, 255)"
         assert not page.get_by_role("button", name="Copy as markdown").is_visible()
         assert page.pdf().startswith(b"%PDF")
+
+
+def test_a_wide_table_is_printed_on_a_page_turned_on_its_side(chromium: Any, tmp_path: Path) -> None:
+    with opened(chromium, tmp_path, records.toy_report()) as page:
+        assert page.locator("#scenarios th:not([hidden])").count() >= 13
+        figures = page.locator("#scenarios td.bytes")
+        page.emulate_media(media="print")
+        assert set(figures.evaluate_all("all => all.map(cell => getComputedStyle(cell).whiteSpace)")) == {"nowrap"}
+        boxes = re.findall(rb"/MediaBox \[0 0 ([\d.]+) ([\d.]+)\]", page.pdf())
+        assert {float(width) > float(height) for width, height in boxes} == {True, False}
 
 
 def test_the_page_is_copied_as_markdown(chromium: Any, tmp_path: Path) -> None:

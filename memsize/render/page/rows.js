@@ -7,7 +7,9 @@ function cellValue(cell) {
   return text === "" || text === "–" ? null : text;
 }
 
-/** The columns of a table: `key`, `kind`, `title`, whether they are figures, and whether figures add up. */
+/**
+ * The columns of a table: `key`, `kind`, `title`, whether they are figures, say by how much something
+ * changed, and add up. */
 function readColumns(table) {
   return [...table.tHead.rows[0].cells].map((head, place) => ({
     place,
@@ -16,6 +18,7 @@ function readColumns(table) {
     kind: head.dataset.kind,
     title: head.firstChild.textContent.trim(),
     isFigure: ["bytes", "count", "share"].includes(head.dataset.kind),
+    isSigned: [...table.tBodies[0].rows].some((row) => /^[+−]/.test(row.cells[place].textContent)),
     adds: Boolean(table.tFoot?.rows[0].cells[place].dataset.value),
   }));
 }

@@ -12,6 +12,11 @@ function amount(bytes, whole = unit.bytes) {
   return `${count(Number(before))}.${decimals}`;
 }
 
+/** By how much bytes grew or shrank, without the unit's name: `+1.53`. */
+function changed(bytes) {
+  return `${bytes > 0 ? "+" : bytes < 0 ? "−" : ""}${amount(Math.abs(bytes))}`;
+}
+
 /** Python rounds what lies just between two figures to the even one (0.125 to 0.12), `toFixed` up (to 0.13). */
 function twoDecimals(number) {
   const isRoundedUp = (number * 8) % 4 === 1;

@@ -48,9 +48,9 @@ function inOrder(state, entries) {
 function summary(state, found) {
   const sums = state.columns
     .filter((column) => column.kind === "bytes" && column.adds)
-    .map((column) => [column.title, columnSum(found, column.place)])
+    .map((column) => [column, columnSum(found, column.place)])
     .filter(([, sum]) => sum);
-  return [`${count(found.length)} of ${count(state.rows.length)} rows`, ...sums.map(([title, sum]) => `${title} ${size(sum)}`)].join(" · ");
+  return [`${count(found.length)} of ${count(state.rows.length)} rows`, ...sums.map(([column, sum]) => `${column.title} ${column.isSigned ? `${changed(sum)} ${unit.name}` : size(sum)}`)].join(" · ");
 }
 
 // Sorting
@@ -126,7 +126,8 @@ function groupRow(state, node) {
   const cells = state.columns.map((column, place) => {
     const value = values[place];
     if (place === 0) return make("td", { class: "name", title: node.path }, toggle, make("span", { class: "within" }, ` ${count(node.leaves.length)}`));
-    const text = value === null ? "" : column.kind === "bytes" ? amount(value) : count(value);
+    const draw = column.kind !== "bytes" ? count : column.isSigned ? changed : amount;
+    const text = value === null ? "" : draw(value);
     return make("td", { class: column.kind, "data-sum": value, title: column.kind === "bytes" && value ? `${count(value)} B in all` : null, hidden: column.head.hidden }, text);
   });
   const row = make("tr", { class: "group", "data-module": node.path }, ...cells);
