@@ -661,6 +661,11 @@ def test_more_scenarios_and_gpus() -> None:
     # Two cards of one capability share their runs.
     assert fit.runs < sum(len(row.looked) for row in fit.fit_rows) + 1
     assert "fp16 fits most" in repr(fit.why()) or "bf16 fits most" in repr(fit.why())
+    # Figures name the card that they are of.
+    first, others, *_ = (finding.text() for finding in fit.why())
+    assert first.startswith(f"Under fp32 on Tesla T4, batch {table['Tesla T4']['fp32']:,} needs")
+    more = " and ".join(f"{table[card]['fp32']:,} on {card}" for card in ("A100 80GB", "A100 40GB"))
+    assert others == f"The largest batch that fits is {more}."
 
 
 def test_a_fraction_of_the_card_is_what_the_allocator_gets() -> None:

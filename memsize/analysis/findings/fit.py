@@ -96,7 +96,31 @@ def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
         text = "Under {scenario}, {vary} {size} fits and the model refuses {vary} {next}; what lies between was not run"
     elif row.status == "open" and row.next_size is None:
         text = "Under {scenario}, {vary} {size} fits; what lies beyond was not run"
+    if len(evidence.budgets) > 1:
+        text = text.replace("Under {scenario}", "Under {scenario} on {gpu}", 1)
     yield Finding(f"fit-{row.status}", row.peak, (), text + ".", values, brief=text + ".")
+
+
+@RULES.rule("fit-cards")
+def what_fits_on_the_others(evidence: FitEvidence) -> Iterator[Finding]:
+    """What the first scenario's rows for the other cards say, where several were compared."""
+    first = evidence.first
+    if first is None or evidence.fewest:
+        return
+    others = [row for row in evidence.rows if row.name == first.name and row.gpu != first.gpu]
+    values: dict[str, object] = {"scenario": first.name, "vary": evidence.vary}
+    for status, text in (
+        ("fits", "It fits on {cards}."),
+        ("exceeds", "It does not fit on {cards}."),
+        ("none", "Nothing fits on {cards}."),
+    ):
+        cards = tuple(row.gpu for row in others if row.status == status)
+        if cards:
+            yield Finding("fit-cards", None, (), text, values | {"cards": cards}, brief=text)
+    sizes = tuple(f"{row.size:,} on {row.gpu}" for row in others if row.size and row.status in ANSWERED[:-1])
+    if sizes:
+        text = "The largest {vary} that fits is {sizes}."
+        yield Finding("fit-cards", None, (), text, values | {"sizes": sizes}, brief=text)
 
 
 @RULES.rule("fit-frontier")
@@ -228,13 +252,14 @@ def most(evidence: FitEvidence) -> Iterator[Finding]:
     if best is None or best is first or (best.size or 0) <= (first.size or 0):
         return
     ratio = f", {(best.size or 0) / first.size:.1f} times as much" if first.size else ""
+    where = " on {gpu}" if len(evidence.budgets) > 1 else ""
     yield Finding(
         "fit-most",
         best.peak,
         (),
-        f"{{best}} fits most, {{vary}} {{size}}{ratio}.",
-        {"best": best.scenario, "vary": vary, "size": best.size or 0},
-        brief=f"{{best}} fits most, {{vary}} {{size}}{ratio}.",
+        f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}.",
+        {"best": best.scenario, "gpu": best.gpu, "vary": vary, "size": best.size or 0},
+        brief=f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}.",
     )
 
 
