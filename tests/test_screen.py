@@ -143,4 +143,4 @@ def test_a_column_goes_with_the_one_that_it_belongs_to() -> None:
     )
     row = (Path("a"), Bytes(2**30), Bytes(2**31), "backward")
     drawn = "\n".join(_table(Table("t", "T", columns, (row,)), "MiB", Screen(width=24)))
-    assert "Left out at this width: device from, to." in " ".join(drawn.split())
+    assert "Left out at this width: device from … to." in " ".join(drawn.split())

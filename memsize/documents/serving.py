@@ -137,8 +137,8 @@ def row_table(report: ServingReport) -> Table:
         Column("blocks_high", "to", "count", 80, "and at most", beside="blocks"),
         Column("tokens", "tokens from", "count", 95, "tokens that they hold, at least"),
         Column("tokens_high", "to", "count", 95, "and at most", beside="tokens"),
-        Column("concurrency", "requests from", "text", 93, "requests of the whole context at once, at least"),
-        Column("concurrency_high", "to", "text", 93, "and at most", beside="concurrency"),
+        Column("concurrency", "requests from", "count", 93, "requests of the whole context at once, at least"),
+        Column("concurrency_high", "to", "count", 93, "and at most", beside="concurrency"),
     )
     rows = tuple(map(_cells, report.serving_rows))
     remarks = said_once(

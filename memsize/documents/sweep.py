@@ -69,20 +69,19 @@ class SweepDocument(Document[Sweep]):
         )
 
     def bars(self) -> Bars | None:
-        """The largest peak of each model; of one model, that of each way to run it."""
+        """The peak of each way to run each model; where these are very many, the largest of each model."""
         sweep = self.answer
-        keys = ("target",) if "target" in sweep.varying else tuple(key for key in sweep.varying if key != "gpu")
-        largest: dict[str, SweepRow] = {}
-        for row in sweep.sweep_rows:
-            name = " ".join(str(_setting(key, row) or "–") for key in keys or ("gpu",))
-            if row.requested is not None and row.requested > (largest[name].requested or 0 if name in largest else 0):
-                largest[name] = row
-        shown = sorted(largest.items(), key=lambda item: -(item[1].requested or 0))[:MOST_BARS]
-        if not shown:
+        ways = tuple(key for key in sweep.varying if key != "gpu") or ("gpu",)
+        found = _largest_peaks(sweep, ways)
+        title = "peak"
+        if len(found) > MOST_BARS:
+            is_of_models = "target" in ways
+            found = _largest_peaks(sweep, ("target",)) if is_of_models else found
+            title = "largest peak" if is_of_models and len(found) <= MOST_BARS else "largest peaks"
+            found = dict(sorted(found.items(), key=lambda item: -(item[1].requested or 0))[:MOST_BARS])
+        if not found:
             return None
-        title = "largest peaks" if len(shown) < len(largest) else "peak" if keys != ("target",) else "largest peak"
-        rows = ((Label(name), row.roles) for name, row in shown)
-        bars = Bars.of(title, map(role_part, TITLES), rows)
+        bars = Bars.of(title, map(role_part, TITLES), ((Label(name), row.roles) for name, row in found.items()))
         cards = {(str(row.settings["gpu"]), row.gpu_bytes or 0) for row in sweep.sweep_rows}
         return replace(bars, limit=Limit(*cards.pop())) if len(cards) == 1 else bars
 
@@ -111,6 +110,16 @@ class SweepDocument(Document[Sweep]):
             "findings": findings_data(sweep.findings, unit),
             "missing": sweep.missing,
         }
+
+
+def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
+    """Of the cells that are alike in these settings, the one that needs most, by what the settings say."""
+    found: dict[str, SweepRow] = {}
+    for row in sweep.sweep_rows:
+        name = " ".join(str(_setting(key, row) or "–") for key in keys)
+        if row.requested is not None and (name not in found or row.requested > (found[name].requested or 0)):
+            found[name] = row
+    return found
 
 
 def _title(sweep: Sweep) -> Title:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from memsize.documents.sections import Bar, Bars, Limit
 from memsize.printable import printable
-from memsize.render.cells import draw_bytes, draw_cell, shorten
+from memsize.render.cells import columns_of, draw_bytes, draw_cell, shorten
 from memsize.render.screen import styled
 
 WIDTH: Final = 100
@@ -20,6 +20,8 @@ LEAST: Final = 10
 MOST: Final = 60
 LABEL: Final = 22
 """How wide the names of what a bar stands for may be."""
+_END: Final = 8
+"""How many letters of a longer name's end are kept."""
 _TITLE: Final = 10
 """How wide a title may be above narrower figures."""
 _GAP: Final = "  "
@@ -105,7 +107,9 @@ def _names(bar: Bar) -> str:
         text = f"{', '.join(names[:count])}{more}"
         if len(text) <= LABEL:
             return text
-    return shorten(names[0], LABEL)
+    # Bars of one model differ in how their names end.
+    end = names[0][-_END:]
+    return names[0] if columns_of(names[0]) <= LABEL else shorten(names[0], LABEL - columns_of(end)) + end
 
 
 def _names_title(bars: Bars, unit: str) -> tuple[str, ...]:

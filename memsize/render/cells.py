@@ -54,7 +54,7 @@ def draw_cell(cell: Cell, unit: str) -> str:
         case Change():
             return f"{cell:+.2%}".replace("-", MINUS) if cell else "0"
         case Signed():
-            return f"{MINUS if cell < 0 else '+' if cell else ''}{draw_bytes(abs(cell), unit)}"
+            return f"{'+' if cell > 0 else ''}{draw_bytes(cell, unit)}"
         case Sized():
             return format_bytes(cell, unit)
         case Bytes():
@@ -66,7 +66,7 @@ def draw_cell(cell: Cell, unit: str) -> str:
 
 def draw_bytes(count: int, unit: str) -> str:
     """`count` in `unit`, without the unit's name; exactly nothing is ``0``."""
-    return amount_in(count, unit) if count else "0"
+    return f"{MINUS if count < 0 else ''}{amount_in(abs(count), unit)}" if count else "0"
 
 
 def draw_specs(specs: Sequence[TensorSpec]) -> str:

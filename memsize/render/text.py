@@ -233,7 +233,7 @@ def _span(widths: Sequence[int]) -> int:
 
 
 def _left_out(columns: Sequence[_Drawn], kept: Sequence[_Drawn]) -> str:
-    """The titles of the columns that are not among `kept`. A share stands behind its figure, and is named with it."""
+    """The titles of the columns that are not among `kept`. What stands beside a figure is named with it."""
     keys = {column.column.key for column in kept}
     figures, shares = [], []
     for before, column in zip((columns[0], *columns), columns, strict=False):
@@ -241,6 +241,8 @@ def _left_out(columns: Sequence[_Drawn], kept: Sequence[_Drawn]) -> str:
             continue
         if column.column.kind == "share":
             shares.append(before.column.title)
+        elif column.column.beside and column.column.beside not in keys:
+            figures[-1] += f" … {column.column.title}"
         else:
             figures.append(column.column.title)
     parts = [", ".join(figures)] if figures else []
