@@ -235,7 +235,8 @@ def _span(widths: Sequence[int]) -> int:
 def _left_out(columns: Sequence[_Drawn], kept: Sequence[_Drawn]) -> str:
     """The titles of the columns that are not among `kept`. What stands beside a figure is named with it."""
     keys = {column.column.key for column in kept}
-    figures, shares = [], []
+    figures: list[str] = []
+    shares: list[str] = []
     for before, column in zip((columns[0], *columns), columns, strict=False):
         if column.column.key in keys:
             continue
