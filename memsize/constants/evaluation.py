@@ -224,7 +224,7 @@ class Evaluator:
         self.rely_on(first_assumption([state_of(t) for t in decides if is_meta(t)]))
 
     def _with_host_tensors_moved(self, func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
-        there = map_tensors(lambda each: each if is_meta(each) else _to_meta_with_constant(each), (args, kwargs))
+        there = as_stand_ins((args, kwargs))
         try:
             result = func(*there[0], **there[1])
         except RuntimeError:
@@ -243,6 +243,11 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("aten::equal", "aten::allclose"), Evaluator._compare),
 }
 """Ops that ask for values, by name, and the functions that evaluate them; NotImplemented leaves an op to PyTorch."""
+
+
+def as_stand_ins(value: Any) -> Any:
+    """`value` with tensors on `meta` in place of those with memory, of which they know small values."""
+    return map_tensors(lambda each: each if is_meta(each) else _to_meta_with_constant(each), value)
 
 
 def is_special(name: str) -> bool:

@@ -31,6 +31,7 @@ from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
 
 _THERE = torch.device("meta")
+_CPU = torch.device("cpu")
 _FACTORIES = """
     arange empty empty_like empty_strided eye full full_like linspace logspace normal ones ones_like rand rand_like
     randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
@@ -108,6 +109,7 @@ def _patches_of_torch() -> tuple[Patch, ...]:
         Patch(Tensor, "__format__", _formatted),
         Patch(Tensor, "to", _moved),
         Patch(Tensor, "cuda", _moved_to_cuda),
+        Patch(Tensor, "cpu", _moved_to_cpu),
         *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT.split()),
         Patch(OpOverloadPacket, "__call__", _given_numbers),
         Patch(torch._C, "_InferenceMode", lambda _: _without_gradients),
@@ -124,7 +126,10 @@ class Gpus(Protocol):
         """The GPU that a device of this number, or of none, means; it may raise."""
 
     def number_of(self, tensor: Tensor) -> int:
-        """The GPU that a stand-in is on."""
+        """The GPU that a stand-in is on; a number of its own for the host."""
+
+    def number_on_host(self, tensor: Tensor) -> int | None:
+        """The number of the host for what `tensor` is there, if that is a stand-in; None where it has memory."""
 
 
 class _OneGpu:
@@ -135,6 +140,9 @@ class _OneGpu:
 
     def number_of(self, tensor: Tensor) -> int:
         return 0
+
+    def number_on_host(self, tensor: Tensor) -> int | None:
+        return None
 
 
 _gpus: list[Gpus] = [_OneGpu()]
@@ -167,6 +175,22 @@ def _on_gpu(device: Any) -> torch.device | None:
     if isinstance(device, torch.device) and device.type == "cuda":
         return _meta(device.index)
     return None
+
+
+def _place_of(tensor: Tensor) -> torch.device:
+    """Where a stand-in is, as `_meta` says it."""
+    return torch.device("meta", _gpus[-1].number_of(tensor))
+
+
+def _named(tensor: Tensor, device: Any) -> torch.device | None:
+    """Where a stand-in for `tensor` is on `device`; None where that is no GPU, and where there is none on the host."""
+    on_cpu = isinstance(device, (str, torch.device)) and torch.device(device) == _CPU
+    return _on_host(tensor) if on_cpu else _on_gpu(device)
+
+
+def _on_host(tensor: Tensor) -> torch.device | None:
+    number = _gpus[-1].number_on_host(tensor) if is_meta(tensor) else None
+    return None if number is None else torch.device("meta", number)
 
 
 def _is_meta(device: Any) -> bool:
@@ -319,12 +343,12 @@ def _moved(original: Function) -> Function:
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Tensor) and is_meta(args[0]):
-            tensor, place = _towards(tensor, _meta(_gpus[-1].number_of(args[0])))
+            tensor, place = _towards(tensor, _place_of(args[0]))
             args = (place, args[0].dtype, *args[1:])
-        elif args and not isinstance(args[0], (torch.dtype, Tensor)) and (gpu := _on_gpu(args[0])):
+        elif args and not isinstance(args[0], (torch.dtype, Tensor)) and (gpu := _named(tensor, args[0])):
             tensor, place = _towards(tensor, gpu)
             args = (place, *args[1:])
-        elif kwargs.get("device") is not None and (gpu := _on_gpu(kwargs["device"])):
+        elif kwargs.get("device") is not None and (gpu := _named(tensor, kwargs["device"])):
             tensor, place = _towards(tensor, gpu)
             kwargs = kwargs | {"device": place}
         return original(tensor, *args, **kwargs)
@@ -348,7 +372,7 @@ class _ToOther(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, gpu: torch.device) -> Tensor:
-        ctx.origin = _meta(_gpus[-1].number_of(tensor))
+        ctx.origin = _place_of(tensor)
         return tensor.to(gpu)
 
     @staticmethod
@@ -364,6 +388,18 @@ def _moved_to_cuda(_: Function) -> Function:
     return moved
 
 
+def _moved_to_cpu(original: Function) -> Function:
+    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        host = _on_host(tensor)
+        if host is not None:
+            tensor, place = _towards(tensor, host)
+            return tensor.to(place, **kwargs)
+        copy: Tensor = original(tensor, *args, **kwargs)
+        return copy
+
+    return moved
+
+
 def _with_states_moved(original: Function) -> Function:
     """A recurrent net refuses hidden states that were made on the CPU, before any op of it is dispatched."""
 
@@ -372,7 +408,7 @@ def _with_states_moved(original: Function) -> Function:
         states = args[place]
         if is_meta(tensor) and any(not is_meta(state) for state in tensors_in(states)):
             _thread.notes[-1][mixed_devices()] = None
-            moved = map_tensors(lambda state: state.to(_meta(_gpus[-1].number_of(tensor))), states)
+            moved = map_tensors(lambda state: state.to(_place_of(tensor)), states)
             args = (*args[:place], moved, *args[place + 1 :])
         return original(tensor, *args)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memsize.constants.evaluation import as_stand_ins
 from memsize.internals.meta import is_meta
 from memsize.internals.pytree import arguments_in
 from memsize.internals.user_code import Lines
@@ -38,7 +39,7 @@ from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
 from memsize.virtual.pinned import Pinned
-from memsize.virtual.seat import SEAT
+from memsize.virtual.seat import HOST, SEAT
 from memsize.virtual.several_gpus import gpu_of
 
 _META = torch.device("meta")
@@ -130,10 +131,12 @@ class VirtualLedger(Ledger):
         if device is not None and _names_gpu(device):
             gpu = SEAT.named(device.index)
             kwargs = {**kwargs, "device": _META}
-        elif SEAT.drives_all:
+        elif SEAT.has_others:
             gpu = gpu_of(func, args)
         if self.absent or gpu != SEAT.index:
-            return self._on_other(gpu, func, args, kwargs)
+            result = self._on_other(gpu, func, args, kwargs)
+            copied = func is _TO_COPY and gpu == HOST and kwargs.get("non_blocking")
+            return self.pinned.pin(result) if copied else result
         with self._turn:
             _thread.depth += 1
             try:
@@ -148,16 +151,19 @@ class VirtualLedger(Ledger):
                 self._observer()
 
     def _on_other(self, gpu: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on a GPU that nobody looks at."""
+        """Run an op on a GPU that nobody looks at, or on the host."""
         with self._turn:
             self.clock.tick()
             self.last_op = func._overloadpacket.__name__
             _thread.depth += 1
             try:
+                if gpu == HOST and not _writes_into_memory(func, args):
+                    args, kwargs = as_stand_ins((args, kwargs))
                 result = self.run_op(func, args, kwargs)
                 for tensor in arguments_in(result if isinstance(result, (tuple, list)) else (result,)):
-                    if self.index_of(tensor) < 0:
-                        SEAT.put(tensor, gpu)
+                    new = is_meta(tensor) and self.index_of(tensor) < 0 and SEAT.put(tensor, gpu)
+                    if new and gpu == HOST:
+                        self.pinned.copies.enter(tensor.untyped_storage())
                 return result
             finally:
                 _thread.depth -= 1
@@ -317,6 +323,11 @@ class VirtualLedger(Ledger):
         self._held[storage] = 0
         place = next(i for i in reversed(range(len(self.events))) if self.events[i].storage == storage)
         del self.events[place]
+
+
+def _writes_into_memory(func: Any, args: Any) -> bool:
+    """Whether an op changes its first argument, and that is no stand-in."""
+    return func._schema.is_mutable and not all(map(is_meta, arguments_in(args[:1])))
 
 
 def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:

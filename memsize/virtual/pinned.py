@@ -15,14 +15,34 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memsize.internals.meta import is_meta
 from memsize.units import format_bytes
+from memsize.virtual.seat import SEAT
+
+
+class Copies:
+    """What a program has on the host of its GPU's tensors, pinned or not: stand-ins, which take no memory here."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self.peak = 0
+        """The most bytes of them at one time."""
+
+    def enter(self, storage: torch.UntypedStorage) -> None:
+        """Count `storage` until its end."""
+        size = storage.nbytes()
+        self._now += size
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._leave, size)
+
+    def _leave(self, size: int) -> None:
+        self._now -= size
 
 
 class Pinned:
-    """The tensors in pinned memory. Here they are in ordinary memory, which is as large."""
+    """The tensors in pinned memory. Here they are in ordinary memory, which is as large, or among the `copies`."""
 
     def __init__(self) -> None:
+        self.copies = Copies()
         self._live: Counter[int] = Counter()
         """How many blocks of each size are in use."""
         self._most: Counter[int] = Counter()
@@ -38,7 +58,7 @@ class Pinned:
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Let the storage of `tensor`, which is on the CPU, be in pinned memory; returns it."""
-        if is_meta(tensor) or tensor.layout is not torch.strided:
+        if not SEAT.is_on_host(tensor) or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
         size, address = storage.nbytes(), storage._cdata
@@ -54,7 +74,7 @@ class Pinned:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is in pinned memory."""
-        if not self._addresses or is_meta(tensor) or tensor.layout is not torch.strided:
+        if not self._addresses or tensor.layout is not torch.strided:
             return False
         return tensor.untyped_storage()._cdata in self._addresses
 
@@ -64,9 +84,14 @@ class Pinned:
         self._requested -= size
 
     def notes(self) -> Iterator[str]:
-        """What a reader must know of it, if there was any."""
+        """What a reader must know of the host's memory, if any was of concern."""
         if self.peak:
             yield (
                 f"beside the GPU, at most {format_bytes(self.peak)} are in pinned memory of the host; PyTorch keeps "
                 f"{format_bytes(self.held)} for it, in blocks of powers of two"
+            )
+        if self.copies.peak:
+            yield (
+                f"the host holds at most {format_bytes(self.copies.peak)} of copies from the GPU and what is computed "
+                "from them, pinned or not; copies of less than 1 MiB are not counted"
             )

@@ -1,7 +1,8 @@
 """Which of its machine's GPUs this process has: the first, unless it is one of several processes.
 
 One process may also drive all of them, as `nn.DataParallel` does. Then one GPU is looked at: what is on it is recorded,
-and of a tensor on another nothing is known but the number of that GPU.
+and of a tensor on another nothing is known but the number of that GPU. What is large, and is copied from a GPU to the
+host, is a stand-in there as well: of its values nothing is known, and its memory is what a program may want to know.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from memsize.internals.meta import is_meta
+from memsize.model.tensor_storage import is_wrapper, plain_tensors
 from memsize.records.world import World
+from memsize.virtual.own_meta import is_own_meta
+
+HOST: Final = 127
+"""The number that stands for the host: the last that PyTorch has for devices."""
+_LARGE: Final = 2**20
+"""Bytes from which a copy on the host is a stand-in."""
+
+
+_CPU: Final = torch.device("cpu")
 
 
 class Seat:
@@ -32,7 +44,7 @@ class Seat:
         self._device = torch.device("cuda", self.index)
         self._thread = threading.local()
         self._elsewhere: dict[int, int] = {}
-        """The GPU of each storage that is on another than this one, by its address."""
+        """The GPU of each storage that is on another than this one, or `HOST`, by its address."""
 
     @property
     def current(self) -> int:
@@ -57,25 +69,49 @@ class Seat:
         """The GPU that a device of this `number` means; raises PyTorch's error where there is none."""
         if number is None or number < 0:
             return self.current
+        if number == HOST:
+            return HOST
         check_index(number)
         return number
 
+    @property
+    def has_others(self) -> bool:
+        """Whether a stand-in may be somewhere else than on the GPU that is looked at."""
+        return self.drives_all or bool(self._elsewhere)
+
     def number_of(self, tensor: Tensor) -> int:
-        """The GPU that a stand-in is on."""
+        """The GPU that a stand-in is on, or `HOST`."""
         if not self._elsewhere:
             return self.index
-        return self._elsewhere.get(_address(tensor), self.index)
+        pieces = plain_tensors(tensor) if is_wrapper(tensor) else (tensor,)
+        return next((self._elsewhere.get(_address(piece), self.index) for piece in pieces), self.index)
+
+    def number_on_host(self, tensor: Tensor) -> int | None:
+        """`HOST` where a copy of a stand-in on the host is one too."""
+        if is_own_meta(tensor) or tensor.layout is not torch.strided:
+            return None
+        large = tensor.numel() * tensor.element_size() >= _LARGE
+        return HOST if large or self.number_of(tensor) == HOST else None
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the host, with memory or as a stand-in."""
+        return not is_meta(tensor) or self.number_of(tensor) == HOST
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """The same as a device."""
-        return torch.device("cuda", self.number_of(tensor)) if self._elsewhere else self._device
+        if not self._elsewhere:
+            return self._device
+        number = self.number_of(tensor)
+        return _CPU if number == HOST else torch.device("cuda", number)
 
-    def put(self, tensor: Tensor, number: int) -> None:
-        """Say that a stand-in, whose storage is new, is on GPU `number`."""
+    def put(self, tensor: Tensor, number: int) -> bool:
+        """Say that a stand-in is on GPU `number`, or on the `HOST`; whether that was not known of its storage."""
         address = _address(tensor)
-        if number != self.index and address and address not in self._elsewhere:
+        is_new = number != self.index and bool(address) and address not in self._elsewhere
+        if is_new:
             self._elsewhere[address] = number
             weakref.finalize(tensor.untyped_storage(), self._elsewhere.pop, address, None)
+        return is_new
 
 
 SEAT: Final = Seat()

@@ -31,7 +31,7 @@ from memsize.internals.meta import is_meta
 from memsize.ranks.group import Replacement
 from memsize.records.roles import Role
 from memsize.records.world import CollectiveKind
-from memsize.virtual.seat import SEAT
+from memsize.virtual.seat import HOST, SEAT
 
 _aten = torch.ops.aten
 _modules: Final[tuple[Any, ...]] = (
@@ -57,7 +57,7 @@ def gpu_of(func: Any, args: Iterable[Any]) -> int:
     """The GPU of an op's arguments: that of the first. Raises PyTorch's error where they are on several."""
     numbers = list(dict.fromkeys(SEAT.number_of(each) for each in _stand_ins(args)))
     if len(numbers) > 1 and func not in _BETWEEN:
-        found = " and ".join(f"cuda:{number}" for number in numbers[:2])
+        found = " and ".join("cpu" if number == HOST else f"cuda:{number}" for number in numbers[:2])
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, {found}! (when "
             f"dispatching {func})"

@@ -34,9 +34,12 @@ _TYPES = {
 Replacement = tuple[Any, str, Any]
 """What is replaced: its owner, its name there, and what takes its place."""
 
+_CPU = torch.device("cpu")
+_TO_COPY: Any = torch.ops.aten._to_copy.default
 _base = torch._C.TensorBase
 _device: Any = vars(_base)["device"]
 _is_cuda: Any = vars(_base)["is_cuda"]
+_is_cpu: Any = vars(_base)["is_cpu"]
 _data: Any = vars(_base)["data"]
 
 
@@ -47,14 +50,16 @@ def replacements(moved: Callable[[Tensor], None], pinned: Pinned) -> Iterator[Re
     original_type = Tensor.type
     yield Tensor, "device", property(lambda t: SEAT.device_of(t) if is_stand_in(t) else _device.__get__(t))
     yield Tensor, "is_meta", property(lambda t: is_meta(t) and not is_stand_in(t))
-    yield Tensor, "is_cuda", property(lambda t: is_stand_in(t) or _is_cuda.__get__(t))
+    yield Tensor, "is_cuda", property(lambda t: _is_on_gpu(t) or _is_cuda.__get__(t))
+    yield Tensor, "is_cpu", property(lambda t: not _is_on_gpu(t) if is_stand_in(t) else _is_cpu.__get__(t))
+    yield Tensor, "numpy", _with_memory(Tensor.numpy)
     yield Tensor, "data", property(_data.__get__, _setter(moved))
     yield Tensor, "to", _with_data(Tensor.to)
     yield Tensor, "cuda", _with_data(Tensor.cuda, always=True)
     yield Tensor, "data_ptr", _tensor_address
     yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
     yield torch.UntypedStorage, "copy_", _storage_copy(torch.UntypedStorage.copy_)
-    yield Tensor, "get_device", lambda t: SEAT.number_of(t) if is_stand_in(t) else _base.get_device(t)
+    yield Tensor, "get_device", lambda t: SEAT.number_of(t) if _is_on_gpu(t) else _base.get_device(t)
     yield Tensor, "pin_memory", lambda t, *device: pinned.pin(t)
     yield Tensor, "is_pinned", lambda t, *device: pinned.holds(t)
     yield Tensor, "record_stream", lambda t, stream: None
@@ -72,8 +77,22 @@ def replacements(moved: Callable[[Tensor], None], pinned: Pinned) -> Iterator[Re
 
 
 def is_stand_in(tensor: Tensor) -> bool:
-    """Whether the user's code is to see `tensor` on the GPU."""
+    """Whether the user's code is to see `tensor` elsewhere than on `meta`: on the GPU, or on the host."""
     return is_meta(tensor) and not below_autograd() and not is_own_meta(tensor)
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return is_stand_in(tensor) and not SEAT.is_on_host(tensor)
+
+
+def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An array of a stand-in on the host has memory: whoever asks for one reads it."""
+
+    def array(tensor: Tensor, **options: Any) -> Any:
+        is_there = is_stand_in(tensor) and SEAT.is_on_host(tensor)
+        return original(_TO_COPY(tensor.detach(), device=_CPU) if is_there else tensor, **options)
+
+    return array
 
 
 def _with_data(original: Callable[..., Tensor], always: bool = False) -> Callable[..., Tensor]:
@@ -90,7 +109,7 @@ def _with_data(original: Callable[..., Tensor], always: bool = False) -> Callabl
 def _goes_to_gpu(*args: Any, **kwargs: Any) -> bool:
     """Whether the arguments of ``x.to`` name the GPU, by itself or by a tensor that is there."""
     if args and isinstance(args[0], Tensor):
-        return is_stand_in(args[0])
+        return _is_on_gpu(args[0])
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
     return device is not None and device.type == "cuda"
 
@@ -183,7 +202,8 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
     def answer(tensor: Tensor, dtype: Any = None, **options: Any) -> Any:
         if dtype is None:
             name: str = original(tensor)
-            return name.replace("torch.meta.", "torch.cuda.") if is_stand_in(tensor) else name
+            place = "torch.cuda." if _is_on_gpu(tensor) else "torch."
+            return name.replace("torch.meta.", place) if is_stand_in(tensor) else name
         kind = _old_type(dtype)
         return original(tensor, dtype, **options) if kind is None else tensor.to(SEAT.device, kind)
 
