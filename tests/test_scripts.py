@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.scripts import __main__ as command
 from benchmarks.scripts import data
-from benchmarks.scripts.recipes import RECIPES, Recipe
+from benchmarks.scripts.recipe import Recipe
+from benchmarks.scripts.recipes import RECIPES
 from benchmarks.scripts.runner import Outcome, outcome
 from benchmarks.scripts.table import page, summary
 

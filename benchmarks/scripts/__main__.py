@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from benchmarks.scripts.recipes import RECIPES, Recipe
+from benchmarks.scripts.recipe import Recipe
+from benchmarks.scripts.recipes import RECIPES
 from benchmarks.scripts.runner import Outcome, outcome
 from benchmarks.scripts.table import page, summary
 

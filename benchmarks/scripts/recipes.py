@@ -1,30 +1,10 @@
-"""The scripts: whose they are, how they are started, and what data they get."""
+"""The scripts of libraries and of their examples, and with those of `research` all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from benchmarks.scripts import data
+from benchmarks.scripts import data, research
 from benchmarks.scripts.data import Maker
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """One script of a repository, started in a copy of `folder`, a part of it."""
-
-    name: str
-    repository: str
-    folder: str
-    command: str
-    """The script, or -m and a module, with the script's own options."""
-    data: tuple[Maker, ...] = ()
-    needs: tuple[str, ...] = ()
-    """Modules that have to be installed, besides PyTorch and what the data needs."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    options: str = ""
-    """memsize's own options."""
-
+from benchmarks.scripts.recipe import Recipe
 
 _EXAMPLES = "pytorch/examples"
 _VISION = ("torchvision",)
@@ -372,4 +352,5 @@ RECIPES = (
         (data.planetoid("../data/Planetoid/Cora/raw"),),
         needs=("torch_geometric", "scipy"),
     ),
+    *research.RECIPES,
 )

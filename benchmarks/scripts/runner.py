@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import ROOT
-from benchmarks.scripts.recipes import Recipe
+from benchmarks.scripts.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,88 @@
+"""Synthetic data that single scripts read: point clouds, views of a scene, an archive of text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from random import Random
+
+import numpy
+
+from benchmarks.scripts.data import Maker
+
+
+def compressed(name: str, count: int) -> Maker:
+    """So many bytes of nothing, as gzip packs them."""
+
+    def make(here: Path) -> None:
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(path, "wb", compresslevel=1) as target:
+            target.write(bytes(count))
+
+    return make
+
+
+def numbers(random: Random) -> list[int]:
+    """A column of `rows`: token numbers."""
+    return [random.randint(0, 50000) for _ in range(random.randint(10, 60))]
+
+
+def autoencoder(folder: str) -> Maker:
+    """The autoencoder of Stable Diffusion with random weights, as diffusers reads it."""
+
+    def make(here: Path) -> None:
+        from diffusers import AutoencoderKL
+
+        AutoencoderKL(
+            block_out_channels=(128, 256, 512, 512),
+            layers_per_block=2,
+            latent_channels=4,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+        ).save_pretrained(here / folder)
+
+    return make
+
+
+def shapes(folder: str, count: int = 64) -> Maker:
+    """Clouds of 2,600 points with a label each, as ShapeNet's parts are kept."""
+
+    def make(here: Path) -> None:
+        random = numpy.random.default_rng(0)
+        kinds = {"Airplane": "02691156", "Chair": "03001627"}
+        home = here / folder
+        listed = [f"shape_data/{kind}/{number}" for kind in kinds.values() for number in range(count)]
+        for kind in kinds.values():
+            for part in ("points", "points_label"):
+                (home / kind / part).mkdir(parents=True)
+            for number in range(count):
+                numpy.savetxt(home / kind / "points" / f"{number}.pts", random.random((2600, 3)), "%.4f")
+                numpy.savetxt(home / kind / "points_label" / f"{number}.seg", random.integers(1, 5, 2600), "%d")
+        (home / "train_test_split").mkdir()
+        for part in ("train", "val", "test"):
+            (home / f"train_test_split/shuffled_{part}_file_list.json").write_text(json.dumps(listed))
+        (home / "synsetoffset2category.txt").write_text("".join(f"{name}\t{kind}\n" for name, kind in kinds.items()))
+
+    return make
+
+
+def views(folder: str, count: int = 8, size: int = 200) -> Maker:
+    """Pictures of a scene with the camera's place of each, as NeRF's synthetic scenes are kept."""
+
+    def make(here: Path) -> None:
+        from PIL import Image
+
+        random = numpy.random.default_rng(0)
+        for part in ("train", "val", "test"):
+            (here / folder / part).mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 256, (size, size, 4), dtype=numpy.uint8)
+                Image.fromarray(pixels).save(here / folder / part / f"r_{number}.png")
+            place = numpy.eye(4).tolist()
+            frames = [{"file_path": f"./{part}/r_{number}", "transform_matrix": place} for number in range(count)]
+            content = {"camera_angle_x": 0.69, "frames": frames}
+            (here / folder / f"transforms_{part}.json").write_text(json.dumps(content))
+
+    return make
