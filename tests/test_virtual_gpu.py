@@ -1261,6 +1261,25 @@ def _from_safetensors(path: Path) -> Any:
         return {"w": file.get_slice("w")[...], "scale": file.get_tensor("scale")}
 
 
+def test_weights_in_open_files_and_buffers_are_counted_too(tmp_path: Path) -> None:
+    """What a buffer got is written later, without weights; 256 × 4 B."""
+    found, error = ran(
+        tmp_path,
+        f"""
+        import io, torch
+        weights = torch.ones(256, device="cuda")
+        with open(r"{tmp_path / "a.pt"}", "wb") as file:
+            torch.save({{"weights": weights}}, file)
+        buffer = io.BytesIO()
+        torch.save(weights, buffer)
+        with open(r"{tmp_path / "b.pt"}", "wb") as file:
+            file.write(buffer.getvalue())
+        """,
+    )
+    assert error is None
+    assert found.unwritten == (f"1.00 KiB to {tmp_path / 'a.pt'}", "1.00 KiB to a buffer in memory")
+
+
 @pytest.mark.skipif(not os.access(PEAK, os.W_OK), reason="only Linux tells the most memory since a moment")
 @pytest.mark.parametrize(
     "load",

@@ -133,6 +133,8 @@ class Files:
             if not size or not isinstance(f, (str, os.PathLike)):
                 if isinstance(f, (str, os.PathLike)):
                     self.check("open", (f, "wb", os.O_WRONLY))  # C++ opens it, without an audit event
+                elif size:
+                    self._counted_in(f, size)
                 return original(obj, f, *args, **kwargs)
             buffer = io.BytesIO()
             original(obj, buffer, *args, **kwargs)
@@ -141,6 +143,14 @@ class Files:
             return None
 
         return save
+
+    def _counted_in(self, file: Any, size: int) -> None:
+        """Note `size` bytes of weights that an open file gets, or a buffer that may be written later."""
+        name = getattr(file, "name", None)
+        if isinstance(name, str):
+            self.counted(name, size)
+        else:
+            self.saved["a buffer in memory"] = size
 
     def _left_out(self, path: Any, size: int) -> None:
         """Note `size` bytes of weights; a file without them is there for programs that move it or look at it."""
