@@ -104,8 +104,11 @@ def test_what_would_make_a_batch_fit(target: str) -> None:
         "prefill in chunks",
         "last logits only",
         "2 cards",
+        "batch ÷4",
         "GeForce RTX 3050 Laptop 4GB",
     }
+    quarter = fit(target, prompt=300, batch_size=50, remedies=False).fit_rows[0]
+    assert (rows["batch ÷4"].outcome, rows["batch ÷4"].peak) == ("fits", quarter.peak)
     (static,) = fit(target, prompt=300, batch_size=200, cache="static", remedies=False).fit_rows
     assert rows["static cache"].peak == static.peak
     larger = rows["GeForce RTX 3050 Laptop 4GB"]
@@ -127,6 +130,22 @@ def test_each_of_two_cards_holds_a_half(target: str) -> None:
     assert sum(layer.bytes for layer in made.cached) == 3 * 11 * 2 * 16 * 2
     logits = [s for s in made.trace.storages if s.op == "cat" and s.shape[-1:] == (128,)]
     assert logits
+
+
+def test_a_generation_that_does_not_fit_is_told_what_would(target: str) -> None:
+    options: dict[str, Any] = {"prompt": 300, "new": 2, "scenarios": "as-given", "gpu": "t4"}
+    found = memsize.generate(target, batches=[1, 8192], **options)
+    assert [row.fits for row in found.generation_rows] == [True, False]
+    assert found.remedied is not None and (found.remedied.size, found.remedied.gpu) == (8192, "Tesla T4")
+    # What it needs is what a fit of that batch says, and half of the sequences need what one of theirs does.
+    whole, half = (memsize.fit(target, batch_size=n, remedies=False, **options).fit_rows[0] for n in (8192, 4096))
+    assert found.remedied.peak == whole.peak and found.remedied.budget == whole.budget
+    rows = {row.name: row for row in found.remedied.rows}
+    assert (rows["batch ÷2"].outcome, rows["batch ÷2"].peak) == ("fits", half.peak)
+    assert (rows["bf16 parameters"].outcome, rows["bf16 parameters"].saved) == ("no help", 0)  # they are that already
+    enough = next(each for each in found.findings if each.code == "remedy-enough")
+    assert "batch ÷2" in str(enough)
+    assert memsize.generate(target, batches=1, **options).remedied is None
 
 
 def test_the_last_logits_alone_are_made_of_a_model_that_makes_all(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from memsize.api.opened import model_of, prompts_of
@@ -52,7 +53,7 @@ def generate(
     lengths and padded to the longest. `step` is a loop that takes the place of ``generate``, or its name, such as
     ``"loop.py:generate"``: a function of the model, those of its inputs that it has parameters for, and
     ``max_new_tokens``. `scenarios` are as for `report` (None: as given, and its weights in int8 and int4), `gpu`,
-    `stack` and `config` as for `trace`.
+    `stack` and `config` as for `trace`. Where a row of the first scenario does not fit, what would is tried.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
@@ -70,6 +71,7 @@ def generate(
         raise InputError("cache, kv_dtype, beams and chunk are for the model's own generate, not for a step of yours")
     settings = AllocatorConfig.of(config, software.release)
     with model_of(subject, say, where.name) as loaded:
+        from memsize.analysis.fit.generation_remedies import generation_remedies
         from memsize.analysis.generation.report import GenerationRequest, report_generation
         from memsize.analysis.runner import Runner
         from memsize.loading import load_loop
@@ -78,7 +80,8 @@ def generate(
         runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), False, gpu=where, stack=software)
         loop = load_loop(step, loaded.machine) if isinstance(step, str) else step
         request = GenerationRequest(generations, sizes, asked, settings, loop)
-        return report_generation(runner, prompts, request, loaded.notes, say)
+        remedies = partial(generation_remedies, runner, prompts, request, say)
+        return report_generation(runner, prompts, request, loaded.notes, say, remedies)
 
 
 @asks_about_a_model

@@ -46,6 +46,11 @@ def budgets(
     return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin, stack, fraction),)
 
 
+def budget_of(where: Card, stack: Stack = INSTALLED, fraction: float = 1.0) -> Budget:
+    """The budget of a whole card. Raises `InputError` where nothing is left for the allocator."""
+    return _budget(where.name, where, where.bytes, 0, stack, fraction)
+
+
 def larger_budgets(than: Budget, stack: Stack = INSTALLED) -> tuple[Budget, ...]:
     """The budgets of the cards that have more memory, ascending: of those whose kernels are known."""
     cards = sorted(CARDS.values(), key=lambda each: each.bytes)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain
+from memsize.documents.fit import remedy_table
 from memsize.documents.sections import (
     Bars,
     Cell,
@@ -23,6 +24,7 @@ from memsize.documents.sections import (
     said_once,
 )
 from memsize.documents.versions import versions
+from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationReport, GenerationRow
 from memsize.records.roles import TITLES, in_order
 from memsize.units import Bytes
@@ -41,6 +43,7 @@ class GenerationDocument(Document[GenerationReport]):
             *self.opening(),
             row_table(report),
             *((cache_table(report),) if any(row.layers for row in report.ran) else ()),
+            *((remedies(report.remedied),) if report.remedied else ()),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.notes),
@@ -68,6 +71,7 @@ class GenerationDocument(Document[GenerationReport]):
             "asked": dict(report.asked),
             "inputs": plain(report.inputs),
             "generations": [_row_data(row) for row in report.generation_rows],
+            "remedies": plain(report.remedied),
             "findings": findings_data(report.findings, unit),
             "assumptions": report.assumptions,
             "notes": report.notes,
@@ -115,6 +119,13 @@ def _label(report: GenerationReport, row: GenerationRow) -> Label:
     batch = f", batch {row.batch:,}" if len(batches) > 1 else ""
     prompt = f", prompt {row.prompt:,}" if len(prompts) > 1 else ""
     return Label(f"{row.scenario}{batch}{prompt}", hint=row.title)
+
+
+def remedies(found: Remedied) -> Table:
+    """What would make the row fit that does not."""
+    return remedy_table(
+        found, f"Remedies for {found.scenario} at batch {found.size:,} on {found.gpu}, each run by itself"
+    )
 
 
 def title(report: GenerationReport) -> Title:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
+from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.trace import InputTensor, Trace
 
@@ -96,6 +97,8 @@ class GenerationReport(Answer):
     """What `generate` was called with."""
     allocator: str = ""
     """The settings of the caching allocator as JSON data; empty where they are PyTorch's."""
+    remedied: Remedied | None = None
+    """What would make the first row fit that does not, of the first scenario; None where all of its rows do."""
 
     @property
     def ran(self) -> tuple[GenerationRow, ...]:

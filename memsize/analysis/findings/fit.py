@@ -294,13 +294,18 @@ def refused(evidence: FitEvidence) -> Iterator[Finding]:
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
 def remedies(evidence: FitEvidence) -> Iterator[Finding]:
     """The optimizations that are enough."""
-    remedied = evidence.remedied
-    if remedied is None or remedied.peak <= remedied.budget:
+    if evidence.remedied:
+        yield from what_is_enough(evidence.remedied, evidence.vary)
+
+
+def what_is_enough(remedied: Remedied, vary: str) -> Iterator[Finding]:
+    """The remedies that are enough at a size that doesn't fit, of what is varied."""
+    if remedied.peak <= remedied.budget:
         return
     order = ("nothing", "speed", "numbers", "training", "hardware")
     enough = sorted((row for row in remedied.rows if row.outcome == "fits"), key=lambda row: order.index(row.changes))
     alone = tuple(row.name for row in enough)
-    values = {"vary": evidence.vary, "size": remedied.size, "scenario": remedied.scenario}
+    values = {"vary": vary, "size": remedied.size, "scenario": remedied.scenario}
     if alone:
         rest = _listed(alone[1:])
         also = f"; so {'are' if len(alone) > 2 else 'is'} {{rest}}" if len(alone) > 1 else ""

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from memsize.analysis.findings.fit import what_is_enough
 from memsize.records.finding import Finding, Rules
+from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationRow
 from memsize.records.gpu import GpuEstimate
 from memsize.units import Bytes
 
-Evidence = tuple[GenerationRow, ...]
+
+class Evidence(NamedTuple):
+    """The rows of a generation, and what would make one fit that does not."""
+
+    rows: tuple[GenerationRow, ...]
+    remedied: Remedied | None = None
+
 
 RULES = Rules[Evidence]()
 
 
 @RULES.rule("generation-fits", "generation-exceeds")
-def what_fits(rows: Evidence) -> Iterator[Finding]:
+def what_fits(evidence: Evidence) -> Iterator[Finding]:
     """How the first scenario's rows compare with the card."""
-    first = [row for row in _ran(rows) if row.scenario == _ran(rows)[0].scenario]
+    first = [row for row in _ran(evidence.rows) if row.scenario == _ran(evidence.rows)[0].scenario]
     short = next((row for row in first if not row.fits), None)
     row = short or max(first, key=lambda each: _estimate(each).requested)
     peak = _estimate(row)
@@ -42,10 +51,17 @@ def what_fits(rows: Evidence) -> Iterator[Finding]:
         yield Finding("generation-exceeds", peak.reserved, (), text, values, brief=text)
 
 
+@RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
+def what_would_make_it_fit(evidence: Evidence) -> Iterator[Finding]:
+    """What is enough for a row that doesn't fit."""
+    if evidence.remedied:
+        yield from what_is_enough(evidence.remedied, "batch")
+
+
 @RULES.rule("kv-cache")
-def what_the_cache_costs(rows: Evidence) -> Iterator[Finding]:
+def what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
     """What the KV cache holds, and how it grows."""
-    row = max(_ran(rows), key=lambda each: each.cache)
+    row = max(_ran(evidence.rows), key=lambda each: each.cache)
     if not row.cache:
         text = "The model keeps no KV cache."
         yield Finding("kv-cache", 0, (), text, brief=text)
@@ -66,9 +82,9 @@ def what_the_cache_costs(rows: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("decode-transient")
-def what_a_step_needs(rows: Evidence) -> Iterator[Finding]:
+def what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
     """What a decode step needs for a moment."""
-    row = max(_ran(rows), key=lambda each: each.transient)
+    row = max(_ran(evidence.rows), key=lambda each: each.transient)
     if row.transient * 100 < row.decode.peak:
         return
     text = "A decode step needs {transient} for a moment beyond what stays, at batch {batch} under {scenario}."
@@ -77,9 +93,9 @@ def what_a_step_needs(rows: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("prefill-transient")
-def what_the_prefill_needs(rows: Evidence) -> Iterator[Finding]:
+def what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
     """What the prefill needs for a moment, where that is what decides."""
-    row = max(_ran(rows), key=lambda each: each.prefill.peak - each.decode.peak)
+    row = max(_ran(evidence.rows), key=lambda each: each.prefill.peak - each.decode.peak)
     beyond = row.prefill.peak - max(row.decode.peak, row.prefill.end)
     if beyond * 20 < row.prefill.peak:
         return
@@ -93,9 +109,9 @@ def what_the_prefill_needs(rows: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("generation-inexact")
-def what_was_not_checked(rows: Evidence) -> Iterator[Finding]:
+def what_was_not_checked(evidence: Evidence) -> Iterator[Finding]:
     """Rows whose steps could not all be derived to the byte."""
-    inexact = [row for row in _ran(rows) if not row.exact]
+    inexact = [row for row in _ran(evidence.rows) if not row.exact]
     if inexact:
         text = "Decode steps of {count} rows are close to what was derived for them, not equal."
         yield Finding("generation-inexact", None, (), text, {"count": len(inexact)})

@@ -83,7 +83,7 @@ class GenerationTrials(Trials):
 
     def _trace(self, variant: RunVariant, size: int) -> Trace:
         assert variant.generation is not None, "what is asked of a generation"
-        generation, batch, generator = variant.generation, size, self._generator(variant)
+        generation, batch, generator = variant.generation, -(-size // variant.split), self._generator(variant)
         if self.vary.context:
             generation = self._of_context(generation, size)
             batch = variant.sequences or self.model_inputs.batch_size
@@ -99,7 +99,7 @@ class GenerationTrials(Trials):
 
     def _generator(self, variant: RunVariant) -> Generator:
         """What all sizes of a variant share."""
-        key = variant.events._replace(generation=None, sequences=None)
+        key = variant.events._replace(generation=None, sequences=None, split=1)
         if key not in self._generators:
             runner = self._runner(variant)
             self._generators[key] = Generator(runner, self._prompts, variant.scenario, edits=variant.edits)

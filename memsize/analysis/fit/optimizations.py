@@ -383,6 +383,22 @@ def on(card: Card) -> Optimization:
     return Optimization(card.name, title, "another card", "hardware", frozenset({"cards"}), apply)
 
 
+def in_parts(parts: int, variant: RunVariant) -> Optimization:
+    """A batch in `parts` parts, one after the other: of a training with gradients that are accumulated."""
+    return fewer_sequences(parts) if variant.generation else accumulation(parts)
+
+
+def fewer_sequences(parts: int) -> Optimization:
+    """A generation for each of `parts` parts of the batch."""
+
+    def apply(variant: RunVariant) -> RunVariant:
+        return replace(variant, split=parts)
+
+    title = f"{parts} generations one after the other, each of a part of the sequences"
+    cost = "longer: each step makes tokens for fewer sequences"
+    return Optimization(f"batch ÷{parts}", title, cost, "speed", frozenset({"parts"}), apply)
+
+
 def accumulation(parts: int) -> Optimization:
     """Gradient accumulation over `parts` parts of the batch."""
 

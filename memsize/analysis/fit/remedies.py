@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Final
 
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimizations import Optimization, accumulation, on, optimizations_of
+from memsize.analysis.fit.optimizations import Optimization, in_parts, on, optimizations_of
 from memsize.analysis.fit.trials import NotApplicable, RunVariant
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Budget, Remedied, RemedyRow
@@ -39,7 +39,7 @@ def try_optimizations(
     optimizations = optimizations_of(base)
     rows = map(attempts.alone, optimizations) if alone is None else alone
     tried = list(zip(optimizations, rows, strict=True))
-    if parts and base.training is not None and size > 1:
+    if parts and (base.training or base.generation) and size > 1:
         tried.append(attempts.split(size))
     if attempts.larger and attempts.peak > capacity:
         tried += filter(None, [attempts.moved()])
@@ -91,7 +91,7 @@ class Attempts:
         """The fewest parts, in powers of two, with which the batch fits; the last that were tried where it doesn't."""
         parts = 2
         while True:
-            split = accumulation(parts)
+            split = in_parts(parts, self.base)
             tried = self.alone(split)
             if tried.outcome == "fits" or self.peak <= self.capacity or 2 * parts > min(size, _MOST_PARTS):
                 return split, tried

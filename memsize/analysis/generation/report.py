@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from memsize.analysis.findings.generation import RULES
+from memsize.analysis.findings.generation import RULES, Evidence
 from memsize.analysis.generation.generator import Generated, Generator, Sample, Traced
 from memsize.analysis.generation.prompts import Prompts
 from memsize.analysis.runner import Runner
@@ -21,6 +21,7 @@ from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
 from memsize.records.aggregates import split_phase
 from memsize.records.codec import plain
+from memsize.records.fit import Remedied
 from memsize.records.generation import CachedLayers, GenerationReport, GenerationRow, Phase
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
@@ -63,9 +64,15 @@ class Found(NamedTuple):
 
 
 def report_generation(
-    runner: Runner, prompts: Prompts, request: GenerationRequest, notes: Sequence[str], say: Callable[[str], None]
+    runner: Runner,
+    prompts: Prompts,
+    request: GenerationRequest,
+    notes: Sequence[str],
+    say: Callable[[str], None],
+    remedies: Callable[[Sequence[GenerationRow]], Remedied | None] = lambda _: None,
 ) -> GenerationReport:
-    """The answer to `request`. A scenario that fails is reported in its own rows.
+    """The answer to `request`. A scenario that fails is reported in its own rows. `remedies` looks for what would make
+    rows fit.
 
     Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
     """
@@ -78,13 +85,15 @@ def report_generation(
         rows = tuple(each.row for each in found)
         if all(row.estimate is None for row in rows):
             raise next(each.error for each in found if each.error)
+        remedied = remedies(rows)
         largest = work.trace(max(found, key=lambda each: each.row.estimate.requested if each.row.estimate else 0))
     return GenerationReport(
         model=runner.name,
         card=runner.gpu,
         inputs=largest.inputs,
         generation_rows=rows,
-        findings=RULES.findings(rows),
+        findings=RULES.findings(Evidence(rows, remedied)),
+        remedied=remedied,
         notes=tuple(dict.fromkeys((*notes, *largest.notes, *_beyond(runner, request.generations)))),
         assumptions=largest.assumptions,
         asked=request.generations[-1].arguments,

@@ -1,0 +1,41 @@
+"""What would make a generation fit that does not: what a fit tries for its batch, each really run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from memsize.analysis.fit.generations import GenerationTrials
+from memsize.analysis.fit.remedies import Attempts, try_optimizations
+from memsize.analysis.fit.trials import RunVariant
+from memsize.analysis.generation.prompts import Prompts
+from memsize.analysis.generation.report import GenerationRequest
+from memsize.analysis.runner import Runner
+from memsize.device.budget import budget_of, larger_budgets
+from memsize.records.fit import Remedied
+from memsize.records.generation import GenerationRow
+from memsize.spec.vary import Vary
+
+
+def generation_remedies(
+    runner: Runner,
+    prompts: Prompts,
+    request: GenerationRequest,
+    say: Callable[[str], None],
+    rows: Sequence[GenerationRow],
+) -> Remedied | None:
+    """Remedies for the first row that does not fit, of the first scenario that ran; None where all of them do, and for
+    a loop of one's own, which knows no other cache and no chunks.
+    """
+    ran = [row for row in rows if row.estimate is not None]
+    short = next((row for row in ran if row.scenario == ran[0].scenario and not row.fits), None)
+    if short is None or request.loop:
+        return None
+    generation = next(each for each in request.generations if each.prompt == short.prompt)
+    scenario = next(each for each in request.scenarios if each.name == short.scenario)
+    batch, config, stack = short.batch, request.config, runner.stack
+    trials = GenerationTrials(runner.name, runner.model, prompts, generation, batch, Vary(), say, stack)
+    budget = budget_of(runner.gpu, stack, config.memory_fraction)
+    base = RunVariant(scenario, runner.gpu, config=config, generation=generation)
+    larger = larger_budgets(budget, stack)
+    attempts = Attempts(lambda variant: trials.run(variant, batch), base, budget.allocator, larger)
+    return try_optimizations(attempts, batch, budget.name, parts=True)
