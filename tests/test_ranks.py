@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import memsize
+from memsize.cli import run
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
@@ -366,14 +367,35 @@ def test_a_world_wants_a_step_of_ones_own() -> None:
         memsize.trace(Model(), IDS, world=World(2))
 
 
-def test_a_mesh_that_is_not_the_world_is_pytorchs_error() -> None:
-    def step(model: nn.Module) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
+def test_a_mesh_larger_than_the_world_is_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
 
+    def step(model: nn.Module) -> Any:
         return init_device_mesh("cuda", (3, 4))
 
-    with pytest.raises(ForwardError, match="12"):
+    with pytest.raises(InputError, match="a mesh of 3 x 4 has 12 processes, and the program is run with 8"):
         traced(step, World(8))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "torch.distributed.device_mesh.init_device_mesh('cuda', (2, 4))",
+            "a mesh of 2 x 4 has 8 processes, and the program is run with 4 (memsize run --gpus N)",
+        ),
+        ("torch.zeros(2, device='cuda:1')", "cuda:1 is the GPU of another process, this one has cuda:2"),
+        ("torch.nn.Linear(2, 2).to('cuda:1')", "cuda:1 is the GPU of another process, this one has cuda:2"),
+    ],
+)
+def test_what_a_script_cannot_have_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\ntorch.distributed.init_process_group()\n{line}\n")
+    assert run(["run", "--gpus", "4", "--rank", "2", "--gpu", "t4", str(script)]) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"error: {message}")
 
 
 def test_an_unknown_collective_is_named() -> None:
@@ -392,7 +414,7 @@ def test_the_gpus_of_other_ranks_are_out_of_reach() -> None:
         assert torch.cuda.device_count() == 4 and torch.zeros(2, device="cuda").device == torch.device("cuda:3")
         return torch.zeros(2, device="cuda:1")
 
-    with pytest.raises(ForwardError, match="cuda:1 is the GPU of another process, this one has cuda:3"):
+    with pytest.raises(InputError, match="cuda:1 is the GPU of another process, this one has cuda:3"):
         traced(step, World(4, rank=3))
 
 

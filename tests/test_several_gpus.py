@@ -137,7 +137,7 @@ def test_layers_may_lie_on_different_gpus() -> None:
 def test_the_command_runs_one_process(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["run", "--gpus", "2", "--one-process", "--gpu", "t4", str(script), "4"]) == 0
     assert "GPU 0 of 2" in capsys.readouterr().out
-    assert command(["run", "--gpus", "2", "--gpu", "t4", str(script), "4"]) == 1
+    assert command(["run", "--gpus", "2", "--gpu", "t4", str(script), "4"]) == 2
     assert "--one-process gives a single process all GPUs" in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ Whoever joins a group here, by any backend, joins this one; subgroups and device
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -23,6 +24,8 @@ JOINED: Final = (
     "this process is in a process group already, which memsize leaves alone: ask before init_process_group, "
     "or after destroy_process_group"
 )
+_STARTS: Final = "_setup_world_group_and_device"
+"""What each device mesh of the world begins with."""
 _OPENS: Final = ("new_group", "split_group")
 """What makes subgroups, with a backend of their own."""
 
@@ -112,6 +115,21 @@ def replacements(world: World) -> Iterator[Replacement]:
                 yield owner, name, _without_backend(getattr(group, name))
     for owner in (dist, group):
         yield owner, "is_nccl_available", lambda: True
+    yield meshes.DeviceMesh, _STARTS, _within(world, getattr(meshes.DeviceMesh, _STARTS))
+
+
+def _within(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
+    def started(mesh: Any) -> Any:
+        shape = tuple(mesh.mesh.shape)
+        if math.prod(shape) > world.size:
+            sizes = " x ".join(map(str, shape))
+            raise InputError(
+                f"a mesh of {sizes} has {math.prod(shape)} processes, and the program is run with {world.size} "
+                "(memsize run --gpus N): the product of its sizes is the number of GPUs"
+            )
+        return original(mesh)
+
+    return started
 
 
 def _without_backend(original: Callable[..., Any]) -> Callable[..., Any]:

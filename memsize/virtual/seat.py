@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from memsize.errors import InputError
 from memsize.internals.meta import is_meta
 from memsize.model.tensor_storage import is_wrapper, plain_tensors
 from memsize.records.world import World
@@ -128,11 +129,13 @@ def seated(world: World) -> Iterator[None]:
 
 
 def check_index(device: int) -> None:
-    """PyTorch's error for a device that isn't there (c10/cuda/CUDAFunctions.cpp), and one for those of others."""
+    """PyTorch's error for a device that isn't there (c10/cuda/CUDAFunctions.cpp), and `InputError` for those of
+    others.
+    """
     if device >= SEAT.count:
         raise torch.AcceleratorError("CUDA error: invalid device ordinal")
     if device not in (SEAT.index, -1) and not SEAT.drives_all:
-        raise torch.AcceleratorError(
+        raise InputError(
             f"cuda:{device} is the GPU of another process, this one has cuda:{SEAT.index}: memsize runs one of them "
             "(--one-process gives a single process all GPUs)"
         )
