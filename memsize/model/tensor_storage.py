@@ -43,6 +43,11 @@ def _size(nested: torch.Tensor, dim: int) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor as its storage's record has it: of a nested one the number of elements."""
+    return (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)
+
+
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """The bytes that `tensor` keeps in memory, whatever its dtype claims: its whole storages, each counted once."""
     return sum({extent.key: extent.total for extent in map(extent_of, plain_tensors(tensor))}.values())

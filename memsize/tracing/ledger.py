@@ -21,7 +21,7 @@ from memsize.cuda.registry import Temporary
 from memsize.internals.meta import is_meta
 from memsize.internals.sparse import PARTS
 from memsize.internals.user_code import Lines, line_in_forward, shown
-from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors
+from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors, shape_of
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
 from memsize.tracing.clock import Clock
@@ -202,7 +202,7 @@ class Ledger(MetaDispatchMode):
     def _begin_copies(self, copied: Iterable[tuple[torch.Tensor, Any]], op: str) -> list[tuple[int, int]]:
         """The copies that a kernel makes of arguments and holds until its end: the index and the bytes of each."""
         sizes = [(tensor, tensor.numel() * tensor.element_size()) for tensor, _ in copied if tensor.numel()]
-        return [(self._open("temporary", size, op, tensor.dtype, _shape(tensor)), size) for tensor, size in sizes]
+        return [(self._open("temporary", size, op, tensor.dtype, shape_of(tensor)), size) for tensor, size in sizes]
 
     def _note_convolution(self, op: Op, args: Any, result: Any) -> None:
         """Each result is made, then its workspace is taken and given back."""
@@ -246,7 +246,7 @@ class Ledger(MetaDispatchMode):
         if found is not None:
             return found.index
         held = storage.nbytes() if size is None else size
-        index = self._open(role, held, op, tensor.dtype, _shape(tensor))
+        index = self._open(role, held, op, tensor.dtype, shape_of(tensor))
         reference = _StorageRef(storage, self._leave)
         reference.address, reference.index = address, index
         self.live[address] = reference
@@ -445,7 +445,3 @@ def _address(tensor: torch.Tensor) -> int:
     except (NotImplementedError, RuntimeError):  # as in `_storage`
         return -1
     return address
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return (int(tensor.numel()),) if tensor.is_nested else tuple(tensor.shape)

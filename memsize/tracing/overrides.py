@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ from memsize.constants.values import ConstantState, constant_of, set_constant
 from memsize.internals.meta import is_meta
 from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
+from memsize.tracing.places import gpu_place, host_place, means_stand_ins, named_gpu, place_of, place_on
 
 _THERE = torch.device("meta")
-_CPU = torch.device("cpu")
 _FACTORIES = """
     arange empty empty_like empty_strided eye full full_like linspace logspace normal ones ones_like rand rand_like
     randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
@@ -119,84 +119,6 @@ def _patches_of_torch() -> tuple[Patch, ...]:
     )
 
 
-class Gpus(Protocol):
-    """The GPUs that a program may name by their numbers."""
-
-    def named(self, number: int | None) -> int:
-        """The GPU that a device of this number, or of none, means; it may raise."""
-
-    def number_of(self, tensor: Tensor) -> int:
-        """The GPU that a stand-in is on; a number of its own for the host."""
-
-    def number_on_host(self, tensor: Tensor) -> int | None:
-        """The number of the host for what `tensor` is there, if that is a stand-in; None where it has memory."""
-
-
-class _OneGpu:
-    """Whatever number is named, there is one GPU."""
-
-    def named(self, number: int | None) -> int:
-        return 0
-
-    def number_of(self, tensor: Tensor) -> int:
-        return 0
-
-    def number_on_host(self, tensor: Tensor) -> int | None:
-        return None
-
-
-_gpus: list[Gpus] = [_OneGpu()]
-"""The last ones are there."""
-
-
-@contextmanager
-def there(gpus: Gpus) -> Iterator[None]:
-    """While open, the devices that are named are among `gpus`."""
-    _gpus.append(gpus)
-    try:
-        yield
-    finally:
-        _gpus.remove(gpus)
-
-
-def _meta(number: int | None) -> torch.device:
-    """Where stand-ins for tensors on a GPU are. Tensors forget the number: it says which GPU is meant, and tells what
-    is asked for here from the `meta` that a program names itself.
-    """
-    return torch.device("meta", _gpus[-1].named(number))
-
-
-def _on_gpu(device: Any) -> torch.device | None:
-    """Where stand-ins are for a CUDA device, named by name, as an object or by its number; None for any other."""
-    if type(device) is int:
-        return _meta(device)
-    if isinstance(device, str) and device.startswith("cuda"):
-        device = torch.device(device)
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return _meta(device.index)
-    return None
-
-
-def _place_of(tensor: Tensor) -> torch.device:
-    """Where a stand-in is, as `_meta` says it."""
-    return torch.device("meta", _gpus[-1].number_of(tensor))
-
-
-def _named(tensor: Tensor, device: Any) -> torch.device | None:
-    """Where a stand-in for `tensor` is on `device`; None where that is no GPU, and where there is none on the host."""
-    on_cpu = isinstance(device, (str, torch.device)) and torch.device(device) == _CPU
-    return _on_host(tensor) if on_cpu else _on_gpu(device)
-
-
-def _on_host(tensor: Tensor) -> torch.device | None:
-    number = _gpus[-1].number_on_host(tensor) if is_meta(tensor) else None
-    return None if number is None else torch.device("meta", number)
-
-
-def _is_meta(device: Any) -> bool:
-    return device is not None and (_on_gpu(device) is not None or torch.device(device).type == "meta")
-
-
 # -- numbers from Python ----------------------------------------------------------------------------------------------
 
 
@@ -205,7 +127,7 @@ def _from_numbers(original: Function) -> Function:
 
     def made(data: Any, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device") or _device_of_context()
-        if isinstance(data, Tensor) or not _is_meta(device):
+        if isinstance(data, Tensor) or not means_stand_ins(device):
             return original(data, *args, **_on_meta(kwargs))
         return _moved_from_cpu(original, data, args, kwargs | {"device": device})
 
@@ -215,7 +137,7 @@ def _from_numbers(original: Function) -> Function:
 def _new_tensor(original: Function) -> Function:
     def made(tensor: Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device") or tensor.device
-        if isinstance(data, Tensor) or not _is_meta(device):
+        if isinstance(data, Tensor) or not means_stand_ins(device):
             return original(tensor, data, *args, **_on_meta(kwargs))
         return _moved_from_cpu(torch.tensor, data, args, {"dtype": tensor.dtype} | kwargs | {"device": device})
 
@@ -230,7 +152,7 @@ def _device_of_context() -> torch.device | None:
 
 def _moved_from_cpu(make: Function, data: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     wants = kwargs.get("requires_grad", False)
-    device = _on_gpu(kwargs["device"]) or kwargs["device"]
+    device = named_gpu(kwargs["device"]) or kwargs["device"]
     kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad")}
     moved: Tensor = make(_numbers(data), *args, device="cpu", **kwargs).to(device)
     return moved.requires_grad_() if wants else moved
@@ -277,7 +199,7 @@ def _is_looked_up(part: Any) -> bool:
 
 def _index(numbers: list[Any], tensor: Tensor) -> Any:
     plain = numbers and all(isinstance(number, (int, bool)) for number in numbers)
-    return torch.tensor(numbers, device=_meta(_gpus[-1].number_of(tensor))) if plain else numbers
+    return torch.tensor(numbers, device=place_of(tensor)) if plain else numbers
 
 
 def _given_numbers(original: Function) -> Function:
@@ -325,7 +247,7 @@ def _without_gradients(mode: bool) -> torch.set_grad_enabled:
 
 def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     device = kwargs.get("device")
-    place = None if device is None else _on_gpu(device)
+    place = None if device is None else named_gpu(device)
     return kwargs if place is None else kwargs | {"device": place}
 
 
@@ -343,12 +265,12 @@ def _moved(original: Function) -> Function:
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Tensor) and is_meta(args[0]):
-            tensor, place = _towards(tensor, _place_of(args[0]))
+            tensor, place = _towards(tensor, place_of(args[0]))
             args = (place, args[0].dtype, *args[1:])
-        elif args and not isinstance(args[0], (torch.dtype, Tensor)) and (gpu := _named(tensor, args[0])):
+        elif args and not isinstance(args[0], (torch.dtype, Tensor)) and (gpu := place_on(tensor, args[0])):
             tensor, place = _towards(tensor, gpu)
             args = (place, *args[1:])
-        elif kwargs.get("device") is not None and (gpu := _named(tensor, kwargs["device"])):
+        elif kwargs.get("device") is not None and (gpu := place_on(tensor, kwargs["device"])):
             tensor, place = _towards(tensor, gpu)
             kwargs = kwargs | {"device": place}
         return original(tensor, *args, **kwargs)
@@ -360,7 +282,7 @@ def _towards(tensor: Tensor, gpu: torch.device) -> tuple[Tensor, torch.device]:
     """What to move where, to have `tensor` on `gpu`: PyTorch returns it as it is if that is where it is already."""
     if not is_meta(tensor):
         return tensor, gpu
-    if _gpus[-1].number_of(tensor) == gpu.index:
+    if place_of(tensor) == gpu:
         return tensor, _THERE
     if tensor.requires_grad and torch.is_grad_enabled():
         return _ToOther.apply(tensor, gpu), _THERE  # type: ignore[no-untyped-call]
@@ -372,7 +294,7 @@ class _ToOther(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, gpu: torch.device) -> Tensor:
-        ctx.origin = _place_of(tensor)
+        ctx.origin = place_of(tensor)
         return tensor.to(gpu)
 
     @staticmethod
@@ -382,7 +304,7 @@ class _ToOther(torch.autograd.Function):
 
 def _moved_to_cuda(_: Function) -> Function:
     def moved(tensor: Tensor, device: Any = None, *_: Any, **__: Any) -> Tensor:
-        tensor, place = _towards(tensor, (device is not None and _on_gpu(device)) or _meta(None))
+        tensor, place = _towards(tensor, (device is not None and named_gpu(device)) or gpu_place(None))
         return tensor.to(place)
 
     return moved
@@ -390,7 +312,7 @@ def _moved_to_cuda(_: Function) -> Function:
 
 def _moved_to_cpu(original: Function) -> Function:
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        host = _on_host(tensor)
+        host = host_place(tensor)
         if host is not None:
             tensor, place = _towards(tensor, host)
             return tensor.to(place, **kwargs)
@@ -408,7 +330,7 @@ def _with_states_moved(original: Function) -> Function:
         states = args[place]
         if is_meta(tensor) and any(not is_meta(state) for state in tensors_in(states)):
             _thread.notes[-1][mixed_devices()] = None
-            moved = map_tensors(lambda state: state.to(_place_of(tensor)), states)
+            moved = map_tensors(lambda state: state.to(place_of(tensor)), states)
             args = (*args[:place], moved, *args[place + 1 :])
         return original(tensor, *args)
 

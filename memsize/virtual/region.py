@@ -24,7 +24,7 @@ from memsize.errors import InputError
 from memsize.ranks import group
 from memsize.records.world import World
 from memsize.tracing.functional import functional_transforms_allowed
-from memsize.tracing.overrides import there
+from memsize.tracing.places import there
 from memsize.tracing.resizes import resizes_seen
 from memsize.tracing.run import gpu_semantics
 from memsize.virtual import graphs, monitoring, processes, several_gpus, tensors, triton_kernels
