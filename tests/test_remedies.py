@@ -231,6 +231,13 @@ def test_quantized_weights_of_an_inference() -> None:
     assert same(remedied("int8 weights", base=inference), by_itself(scenario="int8-weight", optimizer=None))
 
 
+def test_quantized_weights_of_a_model_that_is_cast() -> None:
+    """They are those of the cast model, which goes on computing in its dtype."""
+    inference = replace(BASE, training=None, scenario=SCENARIOS["bf16"])
+    cast = by_itself(lambda: Stack().bfloat16(), scenario="int8-weight", optimizer=None)
+    assert same(remedied("int8 weights", base=inference), cast)
+
+
 def test_a_chunked_loss_makes_no_logits() -> None:
     words = 20_000
 

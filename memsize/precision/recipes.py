@@ -51,10 +51,10 @@ def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
 
     Raises `ScenarioError` with the reason where that is impossible.
     """
-    if scenario.recipe == "quantized":
-        return _quantized(model, scenario)
     if scenario.dtype is not None:
         _cast(model, _dtype(scenario.dtype), scenario.keep_norms)
+    if scenario.recipe == "quantized":
+        return _quantized(model, scenario)
     if scenario.cast_io:
         _cast_inputs_and_outputs(model, _dtype(scenario.dtype))
     is_cast = scenario.dtype is not None and scenario.recipe in ("cast", "autocast")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from memsize.errors import ScenarioError, UnknownScenarioError
@@ -15,10 +15,11 @@ Recipe = Literal["as-given", "cast", "autocast", "apex", "quantized"]
 class Scenario:
     """One way to store and run a model.
 
-    `dtype` is what floating parameters are cast to (None: left as they are). `autocast` is the lower precision of an
-    autocast region around the forward. `keep_norms` leaves batch norms in float32, `master_weights` says that the
-    optimizer holds float32 copies, `cast_io` that floating inputs are cast to `dtype` and outputs to float32 (apex O2
-    and O3). `layout` names the storage layout of quantized weights (`memsize.precision.layouts`).
+    `dtype` is what floating parameters are cast to (None: left as they are), before any are quantized. `autocast`
+    is the lower precision of an autocast region around the forward. `keep_norms` leaves batch norms in float32,
+    `master_weights` says that the optimizer holds float32 copies, `cast_io` that floating inputs are cast to
+    `dtype` and outputs to float32 (apex O2 and O3). `layout` names the storage layout of quantized weights
+    (`memsize.precision.layouts`).
     """
 
     name: str
@@ -90,6 +91,11 @@ def scenario_named(name: str) -> Scenario:
     if name.startswith(TORCHAO) and name != TORCHAO:
         return Scenario(name, f"torchao.quantization.quantize_ with {name[len(TORCHAO) :]}", "quantized", layout=name)
     raise UnknownScenarioError("scenario", name, SCENARIOS)
+
+
+def quantized_from(scenario: Scenario, name: str) -> Scenario:
+    """The quantized scenario called `name`, of a model in the dtype to which `scenario` casts it."""
+    return replace(SCENARIOS[name], dtype=scenario.dtype if scenario.recipe == "cast" else None)
 
 
 def _split(names: str | Iterable[str]) -> tuple[str, ...]:

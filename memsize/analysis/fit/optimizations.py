@@ -20,7 +20,7 @@ from memsize.analysis.fit.optimized_models import (
 from memsize.analysis.fit.trials import NotApplicable, RunVariant
 from memsize.records.gpu import Card
 from memsize.spec.generation import Generation
-from memsize.spec.scenario import SCENARIOS
+from memsize.spec.scenario import SCENARIOS, quantized_from
 from memsize.spec.training import Training, parse_optimizer
 from memsize.units import format_bytes
 
@@ -99,9 +99,10 @@ def _check_full_precision(variant: RunVariant) -> None:
         raise NotApplicable(f"the scenario is {variant.scenario.name} already")
 
 
-def _check_not_quantized(variant: RunVariant) -> None:
+def _quantized(variant: RunVariant, name: str) -> RunVariant:
     if variant.scenario.recipe == "quantized":
         raise NotApplicable("the scenario is quantized already")
+    return replace(variant, scenario=quantized_from(variant.scenario, name))
 
 
 @_optimization(
@@ -267,8 +268,7 @@ def lora(variant: RunVariant) -> RunVariant:
 )
 def qlora(variant: RunVariant) -> RunVariant:
     _trained(variant)
-    _check_not_quantized(variant)
-    return replace(variant, scenario=SCENARIOS["nf4"]).edited(LowRank(RANK))
+    return _quantized(variant, "nf4").edited(LowRank(RANK))
 
 
 @_optimization(
@@ -282,8 +282,7 @@ def qlora(variant: RunVariant) -> RunVariant:
 def int8_weights(variant: RunVariant) -> RunVariant:
     if variant.training is not None:
         raise NotApplicable("quantized weights are not trained: see the adapters")
-    _check_not_quantized(variant)
-    return replace(variant, scenario=SCENARIOS["int8-weight"])
+    return _quantized(variant, "int8-weight")
 
 
 @_optimization(
@@ -295,8 +294,7 @@ def int8_weights(variant: RunVariant) -> RunVariant:
     of=(OF_GENERATIONS,),
 )
 def int4_weights(variant: RunVariant) -> RunVariant:
-    _check_not_quantized(variant)
-    return replace(variant, scenario=SCENARIOS["int4-weight"])
+    return _quantized(variant, "int4-weight")
 
 
 @_optimization(

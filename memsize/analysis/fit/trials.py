@@ -37,7 +37,7 @@ class NotApplicable(Exception):  # noqa: N818
 class Events(NamedTuple):
     """What determines the events of a run besides its size. Cards of one generation run the same `kernels`."""
 
-    scenario: str
+    scenario: Scenario
     kernels: tuple[object, ...]
     training: Training | None
     edits: tuple[Edit, ...]
@@ -76,7 +76,7 @@ class RunVariant:
     def events(self) -> Events:
         """What its runs share with those of other variants: the allocator and its card's size play no part."""
         return Events(
-            self.scenario.name,
+            self.scenario,
             self.card.kernels,
             self.training,
             self.edits,
@@ -226,7 +226,7 @@ class Trials:
         for gpu, variant in variants:
             named.setdefault(variant.events, gpu)
         return {
-            FitRun(events.scenario, size, named[asked], events.sequences): trace
+            FitRun(events.scenario.name, size, named[asked], events.sequences): trace
             for (events, size), trace in self._traces.items()
             if (asked := events._replace(sequences=None)) in named
         }

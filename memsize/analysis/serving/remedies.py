@@ -12,7 +12,7 @@ from memsize.device.cards import CARDS
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Remedied, RemedyRow
 from memsize.records.gpu import Card
-from memsize.spec.scenario import SCENARIOS, Scenario
+from memsize.spec.scenario import Scenario, quantized_from
 from memsize.spec.serving import Serving
 from memsize.units import format_bytes
 
@@ -87,7 +87,7 @@ def _stored_as(name: str, title: str) -> Remedy:
     def apply(served: Served) -> Served:
         if served.scenario.recipe == "quantized":
             raise InputError("the weights are quantized already")
-        return replace(served, scenario=SCENARIOS[name])
+        return replace(served, scenario=quantized_from(served.scenario, name))
 
     return Remedy(f"{title} weights", f"--scenario {name}", "rounded weights", "numbers", apply)
 
