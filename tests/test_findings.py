@@ -97,6 +97,12 @@ def test_training_peak() -> None:
     assert "training-peak" not in found(model, (1000,), scenarios="fp32")
 
 
+def test_the_peak_of_the_scenario_that_was_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False))
+    for name in ("bf16", "amp-bf16"):
+        assert found(model, (1000,), train="adamw", scenarios=name)["training-peak"].values["name"] == name
+
+
 def test_nothing_to_train() -> None:
     told = memsize.report(nn.Linear(4, 4).requires_grad_(False), (4,), train="adamw")
     reason = "no parameter of the model requires a gradient: there is nothing to train"

@@ -183,7 +183,7 @@ class ReportBuilder:
         self.runner.left |= parts.left
         results = tuple(found[scenario.name] for scenario in asked if scenario.name in found)
         fp32 = found.get("fp32")
-        evidence = self._evidence(parts.own, (*results, *filter(None, [fp32])), crossover)
+        evidence = self._evidence(parts.own, results, fp32, crossover)
         return Report(
             model=self.runner.name,
             trace=given,
@@ -306,8 +306,11 @@ class ReportBuilder:
         is_simple = not grows and not self.runner.execute and calls.complete and counts_without_running(calls)
         self._readable = calls.seen[0].module if is_simple else None
 
-    def _evidence(self, own: _Own, results: Sequence[ScenarioResult], crossover: Crossover | None) -> Evidence:
-        runs = {result.name: result.trace for result in results if result.trace}
+    def _evidence(
+        self, own: _Own, results: Sequence[ScenarioResult], fp32: ScenarioResult | None, crossover: Crossover | None
+    ) -> Evidence:
+        """What was found of the scenarios that were asked for; beside them fp32 is but what they are compared with."""
+        runs = {result.name: result.trace for result in (*results, *filter(None, [fp32])) if result.trace}
         amp = next((name for name in _AMP if name in runs), None)
         return Evidence(
             given=own.trace,
