@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 import memsize
 from memsize.errors import ForwardError
@@ -18,6 +19,7 @@ from memsize.records.aggregates import live_bytes, split_phase, totals, visible
 from memsize.records.trace import Trace
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Setup
+from memsize.tracing.saved import saving
 from memsize.workloads.forward import Forward
 from tests import models
 
@@ -170,6 +172,17 @@ def test_a_saved_tensor_is_held_without_its_graph() -> None:
     assert held.grad_fn is None and held.data_ptr() == result.data_ptr()
     # A leaf has no graph. Data that it is given later is what backward reads, as sharded training expects.
     assert ledger.saved(weight).tensor is weight
+
+
+def test_a_selective_checkpoint_sees_no_hooks_of_a_user() -> None:
+    find = getattr(checkpoint, "_current_user_saved_tensors_hooks", None)
+    if find is None:
+        pytest.skip("this PyTorch looks for no hooks: 2.14 does")
+    with saving(Ledger().saved):
+        assert find() is None
+        with torch.autograd.graph.save_on_cpu():
+            assert find() is not None
+    assert find() is None
 
 
 def test_in_place_results_and_views_bring_no_memory() -> None:

@@ -28,6 +28,7 @@ from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import DETACH, MetaDispatchMode, Op, has_own_dispatch
 from memsize.tracing.functional import of_the_same_level
 from memsize.tracing.multiply_adds import FLOPS_OF_ONE
+from memsize.tracing.saved import SavedTensor
 
 _NOT_KEPT: frozenset[Role] = frozenset(("parameter", "buffer", "gathered parameter"))
 """What is there anyway does not count as kept for backward."""
@@ -43,22 +44,6 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("address", "index")
     address: int
     index: int
-
-
-class SavedTensor:
-    """What autograd holds in the place of a tensor that it saves for backward, and lets go of with its graph.
-
-    `tensor` is the saved one without its graph: a graph that held its own result would never be freed. `storages` are
-    the indexes of what it keeps alive, parameters and buffers apart, and `layer` and `line` are where that was saved.
-    """
-
-    __slots__ = ("__weakref__", "layer", "line", "storages", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, storages: Sequence[int], layer: int, line: int) -> None:
-        self.tensor = tensor
-        self.storages = storages
-        self.layer = layer
-        self.line = line
 
 
 class Row(NamedTuple):
@@ -311,7 +296,7 @@ class Ledger(MetaDispatchMode):
                 self._roles[index] = role
 
     def saved(self, tensor: torch.Tensor) -> SavedTensor:
-        """A pack hook (`torch.autograd.graph.saved_tensors_hooks`): autograd keeps `tensor` for backward."""
+        """Autograd keeps `tensor` for backward."""
         index = self.index_of(tensor)
         if index >= 0:
             kept = [index] if self._roles[index] not in _NOT_KEPT else []

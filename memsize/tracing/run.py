@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.module_calls import Calls, Seen
 from memsize.tracing.resizes import resizes_seen
+from memsize.tracing.saved import saving
 
 
 @contextmanager
@@ -62,7 +62,7 @@ class Machine:
 
     def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
         """The regions in which `ledger` records, the outermost first."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
+        hooks = saving(ledger.saved)
         watches = (resizes_seen(ledger), functional_transforms_allowed(), hooks)
         return (*watches, ledger, setup.semantics(ledger))
 

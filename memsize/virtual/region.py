@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from operator import attrgetter
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -27,6 +26,7 @@ from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.places import there
 from memsize.tracing.resizes import resizes_seen
 from memsize.tracing.run import gpu_semantics
+from memsize.tracing.saved import saving
 from memsize.virtual import graphs, monitoring, processes, several_gpus, tensors, triton_kernels
 from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.ledger import VirtualLedger
@@ -75,7 +75,7 @@ def virtual_gpu(
         regions.enter_context(group.started(world))
         regions.enter_context(seated(world or World()))
         _forget_answers()
-        hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
+        hooks = saving(ledger.saved)
         regions.enter_context(there(SEAT))
         for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
             regions.enter_context(region)

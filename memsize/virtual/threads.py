@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any, Self
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.cuda.semantics import Semantics, switched_on
 from memsize.tracing.overrides import overridden_here
+from memsize.tracing.saved import saving
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.tensors import Replacement
 
@@ -64,7 +63,7 @@ class Threads:
     @contextmanager
     def _followed(self) -> Iterator[None]:
         ledger = self.ledger
-        hooks = torch.autograd.graph.saved_tensors_hooks(ledger.saved, attrgetter("tensor"))
+        hooks = saving(ledger.saved)
         here = overridden_here(ledger.evaluator.notes)
         with ledger.in_thread(), here, hooks, _InThread(self), switched_on(self._semantics):
             yield

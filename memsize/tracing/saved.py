@@ -1,0 +1,37 @@
+"""What autograd holds in the place of the tensors that it saves for backward, so that what it keeps alive is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class SavedTensor:
+    """What autograd holds in the place of a tensor that it saves for backward, and lets go of with its graph.
+
+    `tensor` is the saved one without its graph: a graph that held its own result would never be freed. `storages` are
+    the indexes of what it keeps alive, parameters and buffers apart, and `layer` and `line` are where that was saved.
+    """
+
+    __slots__ = ("__weakref__", "layer", "line", "storages", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, storages: Sequence[int], layer: int, line: int) -> None:
+        self.tensor = tensor
+        self.storages = storages
+        self.layer = layer
+        self.line = line
+
+
+def saving(save: Callable[[torch.Tensor], SavedTensor]) -> saved_tensors_hooks:
+    """The region in which autograd holds what `save` returns in the place of each tensor.
+
+    Its hooks are no user's: a selective checkpoint (`torch.utils.checkpoint`, 2.14), which warns of those that tensors
+    pass by, looks on as from PyTorch's own.
+    """
+    hook = partial(save)
+    vars(hook).update(_checkpoint_internal=True, _user_hooks=None)
+    return saved_tensors_hooks(hook, attrgetter("tensor"))
