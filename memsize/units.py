@@ -47,6 +47,11 @@ def amount_in(count: int, unit: str) -> str:
     return "<0.01" if count > 0 and amount < 0.005 else f"{amount:,.2f}"
 
 
+def signed_share(before: int, after: int) -> str:
+    """By what share of `before` a figure changed: ``signed_share(100, 71) == "−29.0%"``."""
+    return f"{(after - before) / before:+.1%}".replace("-", "−") if before else "from nothing"
+
+
 def parse_bytes(text: str) -> int:
     """The bytes that ``"15109MiB"``, ``"80 GB"`` or ``"1048576"`` name; raises `InputError` on anything else."""
     match = _TEXT.fullmatch(text)

@@ -240,7 +240,7 @@ def test_flat_tables_become_records_and_frames() -> None:
     rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
     assert FlatTable.of(iter(rows)).records() == rows
     assert FlatTable.of(rows).frame().to_dict("records") == rows
-    assert FlatTable.of([]) == ((), ())
+    assert FlatTable.of([]) == FlatTable((), ())
     assert list(FlatTable(("a",), ()).frame().columns) == ["a"]
 
 

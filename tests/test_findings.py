@@ -195,7 +195,7 @@ def test_compare_half() -> None:
 def test_in_a_notebook_they_are_pages() -> None:
     comparison = memsize.compare(nn.Linear(8, 8), nn.Linear(8, 8).half())
     page = comparison._repr_html_()
-    for part in ("<table>", "before", "after", "288", "144", "50%", "float16"):
+    for part in ("<table>", "before", "after", "288", "144", "(−50.0%)", "float16"):
         assert part in page
     assert repr(comparison.why()).startswith("1. What is stored went from")
     listed = comparison.why()._repr_html_()

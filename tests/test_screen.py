@@ -144,3 +144,21 @@ def test_a_column_goes_with_the_one_that_it_belongs_to() -> None:
     row = (Path("a"), Bytes(2**30), Bytes(2**31), "backward")
     drawn = "\n".join(_table(Table("t", "T", columns, (row,)), "MiB", Screen(width=24)))
     assert "Left out at this width: device from … to." in " ".join(drawn.split())
+
+
+def test_what_is_left_out_is_called_by_a_name_that_stands_alone() -> None:
+    columns = (
+        Column("name", "name", "name", 100),
+        Column("peak", "peak", "bytes", 90),
+        Column("phase", "in", "text", 60, alone="phase"),
+        Column("stored", "stored", "bytes", 50),
+        Column("share", "% of all", "share", 10),
+    )
+    row = (Path("a"), Bytes(2**30), "backward", Bytes(2**31), 0.5)
+    narrow, wide = (
+        " ".join("\n".join(_table(Table("t", "T", columns, (row,)), "MiB", Screen(width=width))).split())
+        for width in (16, 36)
+    )
+    # A share of a figure that is left out goes without saying.
+    assert "Left out at this width: phase, stored." in narrow
+    assert "Left out at this width: percentages of stored." in wide

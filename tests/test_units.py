@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsize.units import DECIMAL, UNITS, amount_in, format_bytes, parse_bytes
+from memsize.units import DECIMAL, UNITS, amount_in, format_bytes, parse_bytes, signed_share
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,9 @@ def test_what_is_told_is_close(count: int, unit: str) -> None:
 def test_a_column_has_one_unit() -> None:
     assert [amount_in(count, "MiB") for count in (0, 1, 5_243, 2**20)] == ["0.00", "<0.01", "0.01", "1.00"]
     assert amount_in(1_234, "B") == "1,234"
+
+
+def test_a_change_is_a_share_of_what_was() -> None:
+    changes = ((200, 100), (200, 300), (200, 200), (200, 372), (0, 5))
+    shares = ["−50.0%", "+50.0%", "+0.0%", "+86.0%", "from nothing"]
+    assert [signed_share(before, after) for before, after in changes] == shares

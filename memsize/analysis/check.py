@@ -16,7 +16,7 @@ from memsize.records.gpu import GpuEstimate
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.limits import LIMITS, Bound, Growth, Unit
-from memsize.units import Bytes
+from memsize.units import Bytes, signed_share
 
 _BLAMED = 3
 """How many layers a sentence names."""
@@ -198,7 +198,6 @@ def _moved(figure: Figure, now: Baseline, before: Baseline) -> Finding:
     blamed = _grown(figure.name, now, before, 1 if grew else -1)
     text, values = _blame(blamed, Bytes, "+" if grew else "−")
     over = ", {excess} more than allowed" if grew and allowed > base else ""
-    share = f"{(value - base) / base:+.1%}".replace("-", "−") if base else "from nothing"
     return Finding(
         "grew" if grew else "shrank",
         value - base if figure.unit == "bytes" else None,
@@ -209,7 +208,7 @@ def _moved(figure: Figure, now: Baseline, before: Baseline) -> Finding:
             "name": figure.name,
             "before": draw(base),
             "after": draw(value),
-            "share": share,
+            "share": signed_share(base, value),
             "excess": draw(value - allowed),
             **values,
         },

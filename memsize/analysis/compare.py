@@ -14,7 +14,7 @@ from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.comparison import Change, Comparison, FigureChange, stored_as
 from memsize.records.finding import Finding, Rules
 from memsize.records.trace import Trace
-from memsize.units import Bytes
+from memsize.units import Bytes, signed_share
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
@@ -88,7 +88,7 @@ def what_is_stored(models: Models) -> Iterator[Finding]:
         {
             "before": Bytes(first.stored),
             "after": Bytes(second.stored),
-            "share": f"{second.stored / first.stored:.0%}" if first.stored else "from nothing",
+            "share": signed_share(first.stored, second.stored),
         },
     )
 
@@ -124,7 +124,7 @@ def peaks(models: Models) -> Iterator[Finding]:
                 "scenario": figure.scenario,
                 "before": Bytes(figure.before or 0),
                 "after": Bytes(figure.after or 0),
-                "share": f"{change / (figure.before or 1):+.1%}".replace("-", "−"),
+                "share": signed_share(figure.before or 0, figure.after or 0),
             },
         )
 

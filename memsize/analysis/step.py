@@ -17,7 +17,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.printable import printable
 from memsize.records.aggregates import live_bytes, split_phase
-from memsize.records.answer import Savable
+from memsize.records.answer import FlatTable, Savable
 from memsize.records.codec import decode, encode
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
 from memsize.records.trace import Trace
@@ -54,10 +54,8 @@ class StepTrace(Savable):
     @property
     def events(self) -> DataFrame:
         """One row per event: bytes that appear or disappear, live bytes after it, role, op, layer and phase."""
-        from pandas import DataFrame
-
         trace = self.trace
-        rows = [
+        rows = (
             {
                 "storage": event.storage,
                 "delta": event.delta,
@@ -68,8 +66,8 @@ class StepTrace(Savable):
                 "phase": trace.phases[event.phase],
             }
             for event, live in zip(trace.events, live_bytes(trace.events), strict=True)
-        ]
-        return DataFrame(rows)
+        )
+        return FlatTable.of(rows, ("delta", "live")).frame()
 
     @property
     def timeline(self) -> DataFrame:
@@ -82,14 +80,12 @@ class StepTrace(Savable):
 
         `bytes` is the whole of what is gathered, scattered or reduced each time. Empty for a process that is alone.
         """
-        from pandas import DataFrame
-
         found = Counter(
             (split_phase(self.trace.phases[each.phase])[1], each.kind, each.ranks, each.bytes)
             for each in self.trace.collectives
         )
         rows = [(*key[:3], count, key[3]) for key, count in found.items()]
-        return DataFrame(rows, columns=["step", "kind", "ranks", "count", "bytes"])
+        return FlatTable(("step", "kind", "ranks", "count", "bytes"), rows).frame()
 
     def plot(self, unit: str = "MiB") -> Figure:
         """Live bytes by role over the run's events as a figure of plotly, in `unit`; what the allocator holds as lines.

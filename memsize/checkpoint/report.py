@@ -24,14 +24,14 @@ class CheckpointReport(Answer, Inspection):
         """`modules`, each tensor by itself, `parts`, `dtypes` and `tensors`."""
         return {
             "modules": self.module_table(),
-            "parts": FlatTable(("part", "where", *_FIGURES), map(_row, self.breakdown.parts)),
-            "dtypes": FlatTable(("dtype", *_FIGURES), (_row(group)[1:] for group in self.breakdown.dtypes)),
-            "tensors": FlatTable.of(self._tensor_records()),
+            "parts": FlatTable(("part", "where", *_FIGURES), map(_row, self.breakdown.parts), _SIZES),
+            "dtypes": FlatTable(("dtype", *_FIGURES), (_row(group)[1:] for group in self.breakdown.dtypes), _SIZES),
+            "tensors": FlatTable.of(self._tensor_records(), _SIZES),
         }
 
     def module_table(self, depth: int | None = None) -> FlatTable:
         """One row per module down to `depth` below its part; None takes each tensor by itself."""
-        return FlatTable(("part", "module", *_FIGURES), self._module_rows(depth))
+        return FlatTable(("part", "module", *_FIGURES), self._module_rows(depth), _SIZES)
 
     def _module_rows(self, depth: int | None) -> Iterator[tuple[object, ...]]:
         # A generator: a file can have 500,000 tensors, and most readers of `tables` want another table.
@@ -78,6 +78,7 @@ class CheckpointReport(Answer, Inspection):
 
 
 _FIGURES = ("tensors", "elements", "dtypes", "bytes", "unneeded")
+_SIZES = ("unneeded", "offset")
 
 
 def _row(group: Group) -> tuple[object, ...]:

@@ -166,7 +166,7 @@ def parts_table(report: CheckpointReport) -> Table:
     rows += [(label, hint, None, None, None, Bytes(n), _share(n, size)) for label, hint, n in _rest(report)]
     columns = (
         Column("part", "part", "name", 100, "what it is for"),
-        Column("where", "where", "text", 60, "the keys it stands under"),
+        Column("where", "where", "text", 60, "the keys it stands under", alone="keys"),
         *_COUNTS,
         _DTYPE,
         Column("bytes", "in the file", "bytes", 95, "bytes in the files, shared ones once"),

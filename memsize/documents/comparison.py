@@ -236,7 +236,7 @@ def _rest_cells(rest: Iterable[LayerChange]) -> tuple[Cell, ...]:
 
 _FIGURE_COLUMNS: Final = (
     Column("scenario", "scenario", "name", 90, "how the models are stored and run"),
-    Column("of", "of", "text", 85, "the run, or the peak of an inference or of a training step"),
+    Column("of", "of", "text", 85, "the run, or the peak of an inference or of a training step", alone="run or peak"),
     Column("figure", "figure", "text", 100, "what takes the bytes"),
     Column("before", "before", "bytes", 80, "bytes of the first"),
     Column("after", "after", "bytes", 85, "bytes of the second"),

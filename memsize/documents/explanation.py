@@ -107,9 +107,16 @@ def _place_table(found: Explanation) -> Table:
         Column("bytes", "holds", "bytes", 100, "live bytes of all its blocks"),
         Column("blocks", "blocks", "count", 90, "how many blocks"),
         Column("largest", "largest", "bytes", 70, "the largest of them"),
-        Column("category", "as", "text", 95, "what they are for"),
+        Column("category", "as", "text", 95, "what they are for", alone="role"),
         Column("line", "made at", "text", 99, "the line above PyTorch that allocates"),
-        Column("function", "in", "text", 85, "the function that the line is in; of backward the autograd node"),
+        Column(
+            "function",
+            "in",
+            "text",
+            85,
+            "the function that the line is in; of backward the autograd node",
+            alone="function",
+        ),
         Column("called_from", "called from", "text", 80, "the program's own line, where that is another one"),
     )
     shown, rest = found.places[:MOST_PLACES], found.places[MOST_PLACES:]

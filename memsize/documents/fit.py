@@ -219,12 +219,14 @@ def fit_table(fit: Fit) -> Table:
         Column("peak", "needs", "bytes", 95, "the least that the allocator needs for it"),
         Column("headroom", "left", "bytes", 80, "what the allocator has beyond that"),
         Column("next_size", "next", "count", 84, "the next size, which does not fit"),
-        Column("next_peak", "needs", "bytes", 83, "the least that the allocator would need for it", beside="next_size"),
+        Column(
+            "next_peak", "would need", "bytes", 83, "the least that the allocator would need for it", beside="next_size"
+        ),
         Column("per_step", f"per {step}", "bytes", 75, "what one more adds to what tensors ask for at their peak"),
-        Column("fixed", "fixed", "bytes", 70, "what does not depend on the size"),
+        Column("fixed", "fixed", "bytes", 70, "what does not depend on the size", alone="what is fixed"),
         Column("bind", "mostly", "text", 90, "the role with most bytes where the next size runs out"),
-        Column("phase", "in", "text", 86, "the phase in which it runs out"),
-        Column("layer", "at", "name", 72, "the layer at which it runs out, or the op beside them"),
+        Column("phase", "in", "text", 86, "the phase in which it runs out", alone="phase"),
+        Column("layer", "at", "name", 72, "the layer at which it runs out, or the op beside them", alone="layer"),
     )
     rows = tuple(_fit_cells(fit, row) for row in fit.fit_rows)
     table = Table("fit", "Fit", columns, rows, remarks=said_once(_remarks(fit)))

@@ -140,7 +140,7 @@ def row_table(report: GenerationReport) -> Table:
         Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
         Column("batch", "batch", "count", 99, "sequences at once"),
         Column("prompt", "prompt", "count", 98, "tokens of each prompt"),
-        Column("new", "new", "count", 60, "tokens that are generated after it"),
+        Column("new", "new", "count", 60, "tokens that are generated after it", alone="new tokens"),
         Column("weights", "weights", "bytes", 90, "parameters and buffers"),
         Column("kv_cache", "KV cache", "bytes", 95, "the cache of all sequences at the end"),
         Column("per_token", "bytes per token", "count", 85, "what one more token of one sequence adds to it"),

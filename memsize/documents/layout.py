@@ -108,7 +108,7 @@ def layer_table(audit: Audit, depth: int | None = None) -> Table:
         Column("type", "type", "text", 90, "its class"),
         Column("output", "output", "specs", 70, "the tensors that it returns"),
         Column("parameters", "weights", "words", 75, "how its own weights lie"),
-        Column("inputs", "given", "words", 85, "how the images lie that it is given"),
+        Column("inputs", "given", "words", 85, "how the images lie that it is given", alone="inputs given"),
         Column("outputs", "returned", "words", 95, "how the images lie that it returns"),
         Column("lost", "lost at", "words", 94, "the op in it that loses channels last"),
         Column("copied", "copied", "bytes", 96, "bytes that it copies to rearrange tensors"),
@@ -177,8 +177,10 @@ def copy_table(audit: Audit) -> Table:
         Column("tensor", "tensor", "specs", 80, "what is copied"),
         Column("before", "from", "text", 85, "how it lay"),
         Column("after", "to", "text", 85, "how the copy lies"),
-        Column("kind", "as", "text", 60, "an op of the model, or inside a kernel that frees it again"),
-        Column("place", "at", "text", 88, "the line of code that asked for it"),
+        Column(
+            "kind", "as", "text", 60, "an op of the model, or inside a kernel that frees it again", alone="kind of copy"
+        ),
+        Column("place", "at", "text", 88, "the line of code that asked for it", alone="line"),
         Column("bytes", "copied", "bytes", 95, "bytes of the copy"),
     )
     caption = "Copies that only rearrange"

@@ -53,8 +53,8 @@ def peak_table(report: Report) -> Table:
         Column("reserved", "reserved", "bytes", 92, "the caching allocator's segments"),
         Column("device_low", "device from", "bytes", 80, "reserved and the CUDA context, at least"),
         Column("device_high", "to", "bytes", 80, "reserved and the CUDA context, at most", beside="device_low"),
-        Column("phase", "in", "text", 85, "the phase that the peak falls in"),
-        Column("layer", "at", "name", 70, "the layer that the peak falls in"),
+        Column("phase", "in", "text", 85, "the phase that the peak falls in", alone="phase"),
+        Column("layer", "at", "name", 70, "the layer that the peak falls in", alone="layer"),
         *(role_column(role, " alive at the peak") for role in roles),
     )
     # A100, H100, L4 and RTX begin with a vowel when they are read out.

@@ -163,11 +163,11 @@ def tensor_table(run: ProgramRun) -> Table:
     """One row for each of the largest storages alive at the peak."""
     columns = (
         Column("bytes", "holds", "bytes", 100, "what it takes"),
-        Column("role", "as", "text", 98, "what it is for"),
+        Column("role", "as", "text", 98, "what it is for", alone="role"),
         Column("spec", "tensor", "specs", 70, "its first tensor"),
         Column("line", "made at", "text", 99, "the line of the program that made it"),
-        Column("layer", "in", "name", 90, "the module that was running"),
-        Column("op", "by", "text", 80, "the op that made it"),
+        Column("layer", "in", "name", 90, "the module that was running", alone="module"),
+        Column("op", "by", "text", 80, "the op that made it", alone="op"),
         Column("phase", "phase", "text", 60, "when it was made"),
     )
     return Table("tensors", "Tensors", columns, tuple(map(_cells, run.tensors)), caption="Largest at the peak")

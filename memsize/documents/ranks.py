@@ -105,8 +105,8 @@ def rank_table(runs: RankRuns) -> Table:
         Column("requested", "tensors", "bytes", 98, "live bytes at the peak"),
         Column("reserved", "reserved", "bytes", 97, "the allocator's segments at their peak"),
         Column("device", "GPU, at most", "bytes", 99, "what the GPU shows at the peak, at most"),
-        Column("phase", "in", "text", 96, "when the peak is"),
-        Column("layer", "at", "name", 70, "the layer that runs then"),
+        Column("phase", "in", "text", 96, "when the peak is", alone="phase"),
+        Column("layer", "at", "name", 70, "the layer that runs then", alone="layer"),
         *map(role_column, roles),
     )
     rows = tuple(_cells(group, roles) for group in runs.groups)

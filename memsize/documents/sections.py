@@ -83,7 +83,8 @@ class Column:
     """One column: its stable `key`, its title, what its cells are, and how much it matters where room is short.
 
     Its bytes are those of `role`, if they are of one. It goes where the column `beside` it, without which it says
-    nothing, goes. An `optional` one is shown where it is asked for.
+    nothing, goes. An `optional` one is shown where it is asked for. A title that says nothing without its row, such as
+    "in", has a name to be called by `alone`.
     """
 
     key: str
@@ -94,6 +95,7 @@ class Column:
     role: Role | None = None
     beside: str = ""
     optional: bool = False
+    alone: str = ""
 
 
 def role_column(role: Role, meaning: str = "") -> Column:

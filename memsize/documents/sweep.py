@@ -173,8 +173,8 @@ def cell_table(sweep: Sweep) -> Table:
         Column("parameters", "parameters", "count", 60, "how many parameters the model has"),
         Column("stored", "stored", "bytes", 62, "what the model itself stores"),
         Column("mostly", "mostly", "text", 70, "the role with most bytes at the peak"),
-        Column("phase", "in", "text", 68, "the phase of the peak"),
-        Column("layer", "at", "name", 50, "the layer of the peak"),
+        Column("phase", "in", "text", 68, "the phase of the peak", alone="phase"),
+        Column("layer", "at", "name", 50, "the layer of the peak", alone="layer"),
     )
     rows = tuple((*(_named(key, row) for key in keys), *_figures(row)) for row in sweep.sweep_rows)
     remarks = tuple(

@@ -82,7 +82,7 @@ def course_table(told: Sequence[Course]) -> Table:
         Column("peak", "at most", "bytes", 98, "live bytes at its highest moment"),
         Column("allocated", "allocated", "bytes", 70, "the allocator's blocks at that moment"),
         Column("reserved", "reserved", "bytes", 72, "the allocator's segments at that moment"),
-        Column("layer", "at", "name", 95, "the layer that runs at that moment"),
+        Column("layer", "at", "name", 95, "the layer that runs at that moment", alone="layer"),
         Column("op", "op", "text", 85, "the op that runs at that moment"),
     )
     rows = tuple(map(_course_cells, told))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -13,33 +13,40 @@ from memsize.records.finding import Finding
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from pandas.io.formats.style import Styler
     from plotly.graph_objects import Figure
 
 
 class FlatTable(NamedTuple):
-    """Plain values in rows and columns, as a csv file and a DataFrame hold them. The rows can be read once."""
+    """Plain values in rows and columns, as a csv file and a DataFrame hold them. The rows can be read once.
+
+    `sizes` names the columns of bytes whose names don't end in ``bytes``.
+    """
 
     columns: tuple[str, ...]
     rows: Iterable[Sequence[object]]
+    sizes: Collection[str] = ()
 
     @classmethod
-    def of(cls, records: Iterable[Mapping[str, object]]) -> FlatTable:
+    def of(cls, records: Iterable[Mapping[str, object]], sizes: Collection[str] = ()) -> FlatTable:
         """The table of `records`, which all have the same keys."""
         rest = iter(records)
         first = next(rest, None)
         if first is None:
             return cls((), ())
-        return cls(tuple(first), (tuple(record.values()) for record in chain((first,), rest)))
+        return cls(tuple(first), (tuple(record.values()) for record in chain((first,), rest)), sizes)
 
     def records(self) -> list[dict[str, object]]:
         """Its rows as dicts."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def frame(self) -> DataFrame:
-        """The table as a DataFrame; pandas is imported here."""
+        """The table as a DataFrame; ``attrs["units"]`` has the unit of each column of bytes. It imports pandas."""
         from pandas import DataFrame
 
-        return DataFrame(list(self.rows), columns=list(self.columns))
+        frame = DataFrame(list(self.rows), columns=list(self.columns))
+        frame.attrs["units"] = {name: "B" for name in self.columns if name in self.sizes or name.endswith("bytes")}
+        return frame
 
 
 class Drawable:
@@ -63,6 +70,15 @@ class Drawable:
         from memsize.render import plotted
 
         return plotted(self, picture, unit, **view)
+
+    def styled(self, table: str = "", unit: str = "MiB") -> Styler:
+        """One of `tables()`, the first without a name, as pandas styles it for a notebook: bytes in `unit`, with bars.
+
+        Raises `OutputError` for an unknown table or unit.
+        """
+        from memsize.render import styler
+
+        return styler(self, table, unit)
 
     def _repr_html_(self) -> str:
         return self._drawn("notebook")

@@ -142,7 +142,7 @@ class Comparison(Answer):
         return {
             "changes": FlatTable.of(map(_change_record, self.pairs)),
             "layers": FlatTable(_LAYER_FIELDS, map(_layer_row, self.layer_changes)),
-            "figures": FlatTable(_FIGURE_FIELDS, map(_figure_row, self.figure_changes)),
+            "figures": FlatTable(_FIGURE_FIELDS, map(_figure_row, self.figure_changes), ("before", "after")),
             "living": FlatTable(_LIVING_FIELDS, map(_living_row, self.living)),
         }
 

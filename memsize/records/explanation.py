@@ -128,4 +128,7 @@ class Explanation(Answer):
     def tables(self) -> dict[str, FlatTable]:
         """`places`: one row for each stack whose blocks are alive; `alive`: one row for each category."""
         places = ((*place[:-1], "; ".join(place.calls)) for place in self.places)
-        return {"places": FlatTable(Place._fields, places), "alive": FlatTable(Alive._fields, self.alive)}
+        return {
+            "places": FlatTable(Place._fields, places, ("largest",)),
+            "alive": FlatTable(Alive._fields, self.alive, ("predicted",)),
+        }

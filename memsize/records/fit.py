@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
@@ -183,20 +183,25 @@ class Fit(Answer):
         columns = ("name", "title", "cost", "outcome", "peak", "saved", "reason")
         remedies = self.remedied.rows if self.remedied else ()
         return {
-            "rows": FlatTable.of(map(_row_record, self.fit_rows)),
-            "remedies": FlatTable(columns, [tuple(getattr(row, name) for name in columns) for row in remedies]),
+            "rows": FlatTable.of(map(_row_record, self.fit_rows), _SIZES),
+            "remedies": FlatTable(
+                columns, [tuple(getattr(row, name) for name in columns) for row in remedies], ("peak", "saved")
+            ),
         }
 
     @property
     def rows(self) -> DataFrame:
         """One row per scenario and GPU; sizes are counts, everything else is bytes."""
-        whole = ("size", "budget", "peak", "headroom", "next_size", "next_peak", "per_step", "fixed", "runs")
+        whole = (*_SIZES, "size", "next_size", "runs")
         return self.tables()["rows"].frame().astype(dict.fromkeys(whole, "Int64"))
 
     @property
     def remedies(self) -> DataFrame:
         """One row per remedy that was tried; empty where none was."""
         return self.tables()["remedies"].frame().astype({"peak": "Int64", "saved": "Int64"})
+
+
+_SIZES: Final = ("budget", "peak", "headroom", "next_peak", "per_step", "fixed")
 
 
 def _row_record(row: FitRow) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
@@ -108,11 +108,14 @@ class GenerationReport(Answer):
     def tables(self) -> dict[str, FlatTable]:
         """`rows`, and `cache`: the kinds of layers in each row's cache."""
         return {
-            "rows": FlatTable.of(map(_record, self.generation_rows)),
+            "rows": FlatTable.of(map(_record, self.generation_rows), _SIZES),
             "cache": FlatTable.of(
-                {"scenario": row.scenario, "batch": row.batch, "prompt": row.prompt} | kind._asdict()
-                for row in self.generation_rows
-                for kind in row.layers
+                (
+                    {"scenario": row.scenario, "batch": row.batch, "prompt": row.prompt} | kind._asdict()
+                    for row in self.generation_rows
+                    for kind in row.layers
+                ),
+                ("per_token",),
             ),
         }
 
@@ -125,6 +128,12 @@ class GenerationReport(Answer):
     def cache(self) -> DataFrame:
         """One row per kind of layer in each row's cache: bytes for one sequence."""
         return self.tables()["cache"].frame()
+
+
+_SIZES: Final = (
+    *("weights", "prefill_peak", "after_prefill", "decode_peak", "after_decode", "kv_cache", "kv_per_token"),
+    *("kv_per_sequence", "transient", "requested", "allocated", "reserved", "device_from", "device_to"),
+)
 
 
 def _record(row: GenerationRow) -> dict[str, object]:

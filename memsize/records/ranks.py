@@ -68,9 +68,9 @@ class RankRuns(Answer):
     def tables(self) -> dict[str, FlatTable]:
         """`ranks`: one row for each rank; `tensors`: the largest alive at the peak of the worst."""
         roles = in_order(role for group in self.groups for role in group.run.peak.roles)
-        columns = ("rank", "node", "ran", "requested", "allocated", "reserved", "device_low", "device_high", *roles)
+        sizes = ("requested", "allocated", "reserved", "device_low", "device_high", *roles)
         rows = sorted(self._row(group, rank, roles) for group in self.groups for rank in group.ranks)
-        return {"ranks": FlatTable(columns, rows), **self.worst.run.tables()}
+        return {"ranks": FlatTable(("rank", "node", "ran", *sizes), rows, sizes), **self.worst.run.tables()}
 
     def _row(self, group: RankGroup, rank: int, roles: Iterable[str]) -> tuple[object, ...]:
         peak = group.run.peak

@@ -126,7 +126,7 @@ class Report(Answer):
         shares = (f"{name}_of_fp32" for name in FIGURES)
         return {
             "layers": FlatTable.of(map(_layer_record, own_rows(self.trace))),
-            "scenarios": FlatTable(("name", "status", "reason", *FIGURES, *shares), self._scenario_rows()),
+            "scenarios": FlatTable(("name", "status", "reason", *FIGURES, *shares), self._scenario_rows(), FIGURES),
             "tensors": FlatTable.of(map(_tensor_record, self.trace.tensors)),
         }
 

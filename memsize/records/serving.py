@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
@@ -92,7 +92,7 @@ class ServingReport(Answer):
     def tables(self) -> dict[str, FlatTable]:
         """`rows`, and `groups`: the layers that share a table of blocks."""
         return {
-            "rows": FlatTable.of(map(_record, self.serving_rows)),
+            "rows": FlatTable.of(map(_record, self.serving_rows), _SIZES),
             "groups": FlatTable.of(group._asdict() for group in self.groups),
         }
 
@@ -100,6 +100,9 @@ class ServingReport(Answer):
     def rows(self) -> DataFrame:
         """One row per scenario; all sizes in bytes."""
         return self.tables()["rows"].frame()
+
+
+_SIZES: Final = ("weights", "profile", "non_torch_from", "non_torch_to", "kv_cache_from", "kv_cache_to", "shortage")
 
 
 def _record(row: ServingRow) -> dict[str, object]:

@@ -104,13 +104,15 @@ class Sweep(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`rows`, as the property of this name has them."""
-        return {"rows": FlatTable.of(_record(row, self.used) for row in self.sweep_rows)}
+        return {"rows": FlatTable.of((_record(row, self.used) for row in self.sweep_rows), _SIZES)}
 
     @property
     def rows(self) -> DataFrame:
         """One row per cell, all sizes in bytes."""
         frame = self.tables()["rows"].frame()
-        return frame.astype({name: "Int64" for name in (*_FIGURES, "seq_len", "batch_size") if name in frame})
+        return frame.astype(
+            {name: "Int64" for name in (*_SIZES, "parameters", "seq_len", "batch_size") if name in frame}
+        )
 
     def to_parquet(self, path: str | Path) -> None:
         """Write the rows to a parquet file; a file that exists is replaced. Raises `OutputError` without pyarrow."""
@@ -132,9 +134,7 @@ def setting_text(value: object) -> object:
     return "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
-_FIGURES = (
-    *("parameters", "stored", "requested", "allocated", "reserved", "device_from", "device_to", "gpu_bytes", "left"),
-)
+_SIZES = ("stored", "requested", "allocated", "reserved", "device_from", "device_to", "gpu_bytes", "left")
 
 
 def _record(row: SweepRow, settings: tuple[str, ...]) -> dict[str, object]:

@@ -164,19 +164,22 @@ class Timeline(Drawable):
     def tables(self) -> dict[str, FlatTable]:
         """`events`: one row per event. Its layer is None outside the model, its step where the run has none."""
         spans = [(phase, phase.stop - phase.start) for phase in self.phases]
-        columns = {
-            "event": tuple(range(len(self))),
-            "phase": tuple(phase.name for phase, count in spans for _ in range(count)),
-            "step": tuple(phase.step or None for phase, count in spans for _ in range(count)),
-            "layer": tuple(self._path(event) for event in range(len(self))),
-            "op": self.op,
+        sizes = {
             "delta": self.delta,
             "live": self.total,
             **{role.replace(" ", "_"): column for role, column in self.live.items()},
             "allocated": self.allocated,
             "reserved": self.reserved,
         }
-        return {"events": FlatTable(tuple(columns), zip(*columns.values(), strict=True))}
+        columns = {
+            "event": tuple(range(len(self))),
+            "phase": tuple(phase.name for phase, count in spans for _ in range(count)),
+            "step": tuple(phase.step or None for phase, count in spans for _ in range(count)),
+            "layer": tuple(self._path(event) for event in range(len(self))),
+            "op": self.op,
+            **sizes,
+        }
+        return {"events": FlatTable(tuple(columns), zip(*columns.values(), strict=True), sizes)}
 
     def _stretches(self, depth: int) -> tuple[Stretch, ...]:
         cut: list[str | None] = [".".join(path.split(".")[:depth]) for path in self.layers]

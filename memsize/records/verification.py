@@ -58,6 +58,9 @@ class FigureComparison(NamedTuple):
         }
 
 
+_SIZES: Final = ("predicted", "predicted_most", "measured", "difference")
+
+
 def off_by(predicted: Interval, measured: int) -> int:
     """By how much the nearer end of an interval is above (> 0) or below a measurement; 0 where it is inside."""
     if predicted.low <= measured <= predicted.high:
@@ -134,10 +137,11 @@ class Verification(Answer):
         """`figures` and `differences`, as the properties of these names have them."""
         found = self.alignment.differences if self.alignment else ()
         return {
-            "figures": FlatTable.of(each.record() for each in self.comparisons),
+            "figures": FlatTable.of((each.record() for each in self.comparisons), _SIZES),
             "differences": FlatTable(
                 ("difference", "phase", "layer", "op", "predicted", "measured", "at_peak"),
                 [(d.kind, d.place.phase, d.place.layer, d.place.op, d.predicted, d.real, d.at_peak) for d in found],
+                ("predicted", "measured"),
             ),
         }
 

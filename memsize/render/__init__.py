@@ -20,9 +20,10 @@ from memsize.render.screen import WHOLE, Screen, painted
 from memsize.units import DECIMAL, UNITS
 
 if TYPE_CHECKING:
+    from pandas.io.formats.style import Styler
     from plotly.graph_objects import Figure
 
-__all__ = ["FORMATS", "IMAGES", "check_images", "format_of", "image", "pieces", "plotted", "render"]
+__all__ = ["FORMATS", "IMAGES", "check_images", "format_of", "image", "pieces", "plotted", "render", "styler"]
 
 _FORMATS: Final = {
     "text": ("memsize.render.text:draw", (".txt",)),
@@ -91,6 +92,16 @@ def plotted(answer: Drawable, picture: Literal["overview", "layers"], unit: str,
     """
     _check_unit(unit)
     return resolve_name(f"memsize.render.figures:{picture}")(document(answer, **view), unit)
+
+
+def styler(answer: Drawable, table: str, unit: str) -> Styler:
+    """One of `answer`'s tables, the first without a name; raises `OutputError` for an unknown table or unit."""
+    _check_unit(unit)
+    tables = answer.tables()
+    if table and table not in tables:
+        raise UnknownOutputError("table", table, tables)
+    chosen: Styler = resolve_name("memsize.render.styles:draw")(tables[table or next(iter(tables))], unit)
+    return chosen
 
 
 def image(answer: Drawable, format: str, *, unit: str = "MiB", **view: Any) -> bytes:

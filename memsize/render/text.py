@@ -233,7 +233,7 @@ def _span(widths: Sequence[int]) -> int:
 
 
 def _left_out(columns: Sequence[_Drawn], kept: Sequence[_Drawn]) -> str:
-    """The titles of the columns that are not among `kept`. What stands beside a figure is named with it."""
+    """The names of the columns that are not among `kept`. What stands beside a figure is named with it."""
     keys = {column.column.key for column in kept}
     figures: list[str] = []
     shares: list[str] = []
@@ -241,11 +241,12 @@ def _left_out(columns: Sequence[_Drawn], kept: Sequence[_Drawn]) -> str:
         if column.column.key in keys:
             continue
         if column.column.kind == "share":
-            shares.append(before.column.title)
+            if before.column.key in keys:
+                shares.append(before.column.title)
         elif column.column.beside and column.column.beside not in keys:
             figures[-1] += f" … {column.column.title}"
         else:
-            figures.append(column.column.title)
+            figures.append(column.column.alone or column.column.title)
     parts = [", ".join(figures)] if figures else []
     return "; ".join([*parts, f"percentages of {', '.join(shares)}"] if shares else parts)
 

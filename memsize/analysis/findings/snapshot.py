@@ -7,7 +7,7 @@ from typing import Final
 
 from memsize.records.explanation import UNKNOWN, Explanation, category_noun
 from memsize.records.finding import Finding, Rules
-from memsize.units import Bytes
+from memsize.units import Bytes, signed_share
 
 RULES: Final = Rules[Explanation]()
 _WORTH_TELLING: Final = 0.05
@@ -112,7 +112,7 @@ def _predicted(found: Explanation) -> Iterator[Finding]:
     widest = max(gaps, key=lambda each: abs(each.bytes - (each.predicted or 0)), default=None)
     template = "The prediction for {model} is {predicted}, {share} of what is here"
     values = {"predicted": Bytes(found.predicted.requested), "model": found.predicted.model}
-    values |= {"share": f"{off / found.requested:+.1%}".replace("-", "−")}
+    values |= {"share": signed_share(found.requested, found.predicted.requested)}
     if widest is not None and abs(off) >= found.requested * _WORTH_TELLING:
         template += "; the widest gap is in {noun}, {there} predicted and {here} found"
         values |= {"noun": category_noun(widest.category), "there": Bytes(widest.predicted or 0)}

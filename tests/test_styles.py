@@ -1,0 +1,74 @@
+"""DataFrames say what is in bytes, and answers hand out their tables as pandas styles them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pandas
+import pytest
+
+import memsize
+from memsize.analysis.step import StepTrace
+from memsize.errors import OutputError
+from memsize.records.answer import Answer, FlatTable
+from memsize.render import styles
+from tests import records
+
+SAVED = Path(__file__).parent / "saved"
+COUNTS = re.compile(
+    "parameters|trainable|tensors|elements|blocks.*|layers|depth|calls|multiply_adds|window|count|ranks?|node"
+    "|line|batch|prompt|new|size|next_size|runs|batch_size|tokens_.*|concurrency_.*|step|event|storage|share|seconds|.*_of_fp32"
+)
+"""Columns of numbers that are no sizes."""
+
+
+def unsaid(frame: pandas.DataFrame) -> list[str]:
+    """The columns of numbers of which neither their names nor ``attrs`` say what they are in."""
+    if "unit" in frame:  # each row has its own
+        return []
+    numbers = frame.select_dtypes("number").columns
+    return [name for name in numbers if name not in frame.attrs["units"] and not COUNTS.fullmatch(name)]
+
+
+@pytest.mark.parametrize("path", sorted(SAVED.glob("*.1.memsize")), ids=lambda path: path.name)
+def test_every_column_of_bytes_says_so(path: Path) -> None:
+    answer = memsize.load(path)
+    if isinstance(answer, StepTrace):
+        frames = {"events": answer.events, "timeline": answer.timeline, "collectives": answer.collectives}
+    else:
+        frames = {name: table.frame() for name, table in answer.tables().items()}
+    assert {name: unsaid(frame) for name, frame in frames.items()} == {name: [] for name in frames}
+
+
+def test_units_outlive_the_properties() -> None:
+    report = records.toy_report()
+    assert report.scenarios.attrs["units"]["inference"] == "B"
+    assert report.layers.attrs["units"] == dict.fromkeys(
+        ("parameter_bytes", "buffer_bytes", "attribute_bytes", "output_bytes", "saved_bytes", "cast_bytes"), "B"
+    )
+
+
+def test_a_bar_is_as_long_as_its_share_of_the_largest() -> None:
+    rows = [("a", 2**20, None, 0), ("b", 2**22, None, 0), ("<c>", None, None, 0)]
+    page = styles.draw(FlatTable(("name", "bytes", "unknown", "none"), rows, ("unknown", "none")), "MiB").to_html()
+    assert re.findall(r"transparent (\d+\.\d)%", page) == ["25.0", "100.0"]
+    for text in (">1.00<", ">4.00<", ">0.00<", "&lt;c&gt;", "bytes in MiB"):
+        assert text in page
+    assert "nan" not in page
+
+
+@pytest.mark.parametrize("path", sorted(SAVED.glob("*.1.memsize")), ids=lambda path: path.name)
+def test_every_table_has_a_style(path: Path) -> None:
+    answer = memsize.load(path)
+    for name in answer.tables() if isinstance(answer, Answer) else ():
+        assert "bytes in KiB" in answer.styled(name, "KiB").to_html()
+
+
+def test_what_there_is_not() -> None:
+    report = records.toy_report()
+    assert "parameter_bytes" in report.styled().to_html()
+    with pytest.raises(OutputError, match="no table 'layer': did you mean layers"):
+        report.styled("layer")
+    with pytest.raises(OutputError, match="no unit"):
+        report.styled(unit="MB/s")
