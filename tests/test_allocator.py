@@ -252,6 +252,22 @@ def test_a_stream_has_a_pool_for_small_and_one_for_large_blocks():
     assert found == [(0, True, [0, None]), (3, True, [1, None]), (3, False, [2, None]), (0, False, [3, None])]
 
 
+def test_what_is_cached_is_given_back_where_the_program_empties_the_cache():
+    """30 MiB and then 40: at most 40 MiB where the first are given back, else both; 10 MiB in use stay."""
+    events = [(0, 10 * MiB), (1, 30 * MiB), (1, -30 * MiB), (2, 40 * MiB), (2, -40 * MiB)]
+    assert replay(events).reserved.bytes == 80 * MiB
+    emptied = replay(events, emptied=(3,), timeline=True)
+    assert (emptied.reserved.bytes, emptied.reserved.event) == (50 * MiB, 3)
+    assert emptied.timeline.reserved.tolist() == [10 * MiB, 40 * MiB, 40 * MiB, 50 * MiB, 50 * MiB]
+    assert [(event, size // MiB) for event, _, size in emptied.timeline.segments] == [
+        (0, 10),
+        (1, 30),
+        (3, -30),
+        (3, 40),
+    ]
+    assert replay(events, emptied=(3, 4, 99)).reserved == emptied.reserved
+
+
 def test_freeing_too_much_is_refused():
     with pytest.raises(InputError, match="event 1 frees more bytes than storage 4 holds"):
         replay([(4, 100), (4, -200)])

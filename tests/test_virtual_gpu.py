@@ -26,6 +26,7 @@ from torch import nn
 import memsize
 from memsize.analysis.program import program_run, run_program
 from memsize.cli import run as command
+from memsize.device.allocator import replay
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError
@@ -826,6 +827,46 @@ def test_what_the_program_reads_is_what_the_report_says(tmp_path: Path, capsys: 
     assert (found.peak.allocated, found.peak.reserved) == (allocated, reserved)
 
 
+def test_what_the_program_reads_with_its_cache_emptied_is_what_the_report_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2, 3 and 4 GiB one after the other: 4 GiB at most where the cache is emptied between, else 2 + 3 + 4."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        for gib in (2, 3, 4):
+            torch.cuda.empty_cache()
+            kept = torch.empty(gib, 2**30, dtype=torch.uint8, device="cuda")
+            del kept
+        print(torch.cuda.max_memory_reserved())
+        """,
+    )
+    assert error is None and found.peak.reserved == 4 * 2**30 == int(capsys.readouterr().out)
+    kept_cached = replay([(event.storage, event.delta) for event in found.trace.events])
+    assert kept_cached.reserved.bytes == 9 * 2**30
+
+
+def test_a_request_that_fails_empties_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8 GiB are cached when 20 are asked for and refused; then 9 fit the card beside nothing."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        for gib in (8, 20, 9):
+            try:
+                kept = torch.empty(gib, 2**30, dtype=torch.uint8, device="cuda")
+                del kept
+            except torch.OutOfMemoryError:
+                print(torch.cuda.memory_reserved())
+        print(torch.cuda.max_memory_reserved())
+        """,
+    )
+    assert error is None and len(found.refused) == 1
+    assert capsys.readouterr().out.split() == ["0", str(9 * 2**30)]
+    assert found.peak.reserved == 9 * 2**30 and found.peak.shortage is None
+
+
 def test_evaluation_is_told_apart_and_every_root_has_its_name(tmp_path: Path) -> None:
     found, _ = ran(
         tmp_path,
@@ -995,6 +1036,28 @@ def test_a_step_ends_with_the_last_of_several_optimizers(tmp_path: Path) -> None
     ]
     assert {step for (name, step), path in layers if (name, path) == ("backward", "g")} == {1, 3, 5}
     assert {step for (name, step), path in layers if (name, path) == ("backward", "d")} == {1, 2, 3, 4, 5, 6}
+
+
+def test_steps_are_those_of_the_next_optimizer_when_the_first_is_gone(tmp_path: Path) -> None:
+    """Three tries of two steps each, as code makes them that looks for a batch size: six steps."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        def tried(batch):
+            model = torch.nn.Linear(8, 8).cuda()
+            optimizer = torch.optim.SGD(model.parameters())
+            for _ in range(2):
+                model(torch.ones(batch, 8, device="cuda")).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for batch in (2, 4, 8):
+            tried(batch)
+        """,
+        steps=0,
+    )
+    assert error is None and found.steps == 6
+    assert {"forward 6", "backward 6", "optimizer 6"} <= set(found.trace.phases)
 
 
 def test_a_loop_that_waits_for_a_number_is_ended_and_named(tmp_path: Path) -> None:
@@ -1206,6 +1269,12 @@ def test_what_starts_processes_is_answered_in_one_line(launched: list[str], caps
 
 
 # -- the user's files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["none.py"], ["-m", "nowhere.to_be_found"]], ids=["script", "module"])
+def test_what_is_not_there_is_answered_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["run", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"error: no such {'module' if '-m' in arguments else 'script'}: n")
 
 
 def test_files_that_were_there_are_left_alone_and_weights_are_not_written(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def snapshot(trace: Trace, config: AllocatorConfig | None = None) -> Fields:
     """The snapshot after the last event of `trace`, with everything that led to it."""
     config = config or AllocatorConfig()
     pairs = ((event.storage, event.delta) for event in trace.events)
-    replayed = replay(pairs, config, streams=trace.streams, timeline=True)
+    replayed = replay(pairs, config, streams=trace.streams, emptied=trace.emptied, timeline=True)
     assert replayed.timeline is not None
     history = _History(trace, replayed.segments, config.expandable_segments)
     levels = zip(replayed.timeline.address.tolist(), replayed.timeline.reserved.tolist(), strict=True)

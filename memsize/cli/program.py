@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,12 @@ def _check_started(program: str, module: bool) -> None:
         )
     if not module and not Path(program).is_file():
         raise InputError(f"no such script: {program} (-m runs a module)")
+    if module and not _is_found(program.partition(".")[0]):
+        raise InputError(f"no such module: {program} (without -m a script is run)")
+
+
+def _is_found(module: str) -> bool:
+    return (find_spec(module) or PathFinder.find_spec(module, [str(Path.cwd())])) is not None
 
 
 def _answer(found: ProgramRun | RankRuns, output: Destination) -> None:

@@ -10,6 +10,7 @@ succeeds as long as the sum fits, as if physical memory never fragmented.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 DEFAULT: Final = AllocatorConfig()
 _SMALL: Final = SMALL // BLOCK
 _UNLIMITED: Final = 1 << 62
+_CACHE: Final = -1, 0
+"""Stands among events for all that is cached being given back."""
+NOTHING: Final = -2, 0
+"""Stands for an event that is left out, so that those after it keep their numbers."""
 _ADDRESS_SPACE: Final = (1 << 40) // BLOCK
 """Address space of an expandable segment where the card's size is unknown: 1 TiB."""
 
@@ -124,11 +129,13 @@ class Allocator:
         allowed: int | None,
         streams: Mapping[int, int] | None = None,
         optional: Collection[int] = (),
+        emptied: Collection[int] = (),
     ) -> None:
         self.config = config
         self.allowed = allowed
         self.streams = streams or {}
         self.optional = optional
+        self.emptied = sorted(emptied)
         self.skipped: set[int] = set()
         self.refused: int | None = None
         self.seen = 0
@@ -137,8 +144,17 @@ class Allocator:
         self._clock = [0]
 
     def admitted(self, events: Iterable[tuple[int, int]]) -> Iterable[tuple[int, tuple[int, int]]]:
-        """`events` with their numbers, without those of storages that were skipped."""
-        return self._unskipped(events) if self.optional else enumerate(events)
+        """`events` with their numbers, without those of storages that were skipped; `_CACHE` where it is emptied."""
+        pairs = self._unskipped(events) if self.optional else enumerate(events)
+        return self._emptying(pairs) if self.emptied else pairs
+
+    def _emptying(self, pairs: Iterable[tuple[int, tuple[int, int]]]) -> Iterator[tuple[int, tuple[int, int]]]:
+        moments = deque(self.emptied)
+        for number, pair in pairs:
+            while moments and moments[0] <= number:
+                moments.popleft()
+                yield number, _CACHE
+            yield number, pair
 
     def _unskipped(self, events: Iterable[tuple[int, int]]) -> Iterator[tuple[int, tuple[int, int]]]:
         for number, pair in enumerate(events):
@@ -166,7 +182,7 @@ class Allocator:
         return (
             self._obtain(pool, size, segment)
             or (isinstance(pool, LimitedPool) and pool.release_oversize(size) and self._obtain(pool, size, segment))
-            or (self._release() and self._obtain(pool, size, segment))
+            or (self.release() and self._obtain(pool, size, segment))
         )
 
     def segment(self, size: int) -> int:
@@ -203,7 +219,8 @@ class Allocator:
             self.refused = wanted if self.refused is None else min(wanted, self.refused)
         return block
 
-    def _release(self) -> bool:
+    def release(self) -> bool:
+        """Give back every segment that no block uses."""
         for pool in self.pools.values():
             pool.release()
         return True
@@ -244,6 +261,7 @@ def replay(
     total: int | None = None,
     streams: Mapping[int, int] | None = None,
     optional: Collection[int] = (),
+    emptied: Collection[int] = (),
     timeline: bool = False,
 ) -> Replay:
     """What the allocator holds while `events` happen: (storage, bytes) pairs, positive to allocate, negative to free.
@@ -251,12 +269,13 @@ def replay(
     A difference on a live storage that does not free it is a resize: a new block, a copy, then the old block is freed.
     `capacity` is what CUDA can give this process (the card less its context), None without bound; `total` is the card's
     size, of which `config.memory_fraction` is taken (None: `capacity`). `streams` maps storages to the stream they are
-    allocated on (default 0). `optional` are storages that the run does without where there is no room. Raises
-    `InputError` when an event frees more than a storage holds.
+    allocated on (default 0). `optional` are storages that the run does without where there is no room. Before each of
+    the events that `emptied` numbers, all that is cached is given back. Raises `InputError` when an event frees more
+    than a storage holds.
     """
     whole = total if total is not None else capacity
     allowed = None if whole is None else config.allowed(whole)
-    return _run(events, Allocator(config, capacity, allowed, streams, optional), timeline)
+    return _run(events, Allocator(config, capacity, allowed, streams, optional, emptied), timeline)
 
 
 class Limited(NamedTuple):
@@ -278,6 +297,7 @@ def replay_within(
     *,
     streams: Mapping[int, int] | None = None,
     optional: Collection[int] = (),
+    emptied: Collection[int] = (),
     timeline: bool = False,
 ) -> Limited:
     """The replay on a card of `total` bytes, of which the CUDA context takes between the ends of `outside`.
@@ -286,12 +306,13 @@ def replay_within(
     """
     failure = None
     for taken in dict.fromkeys((outside.high, outside.low)):
-        allocator = Allocator(config, max(total - taken, 0), config.allowed(total), streams, optional)
+        allocator = Allocator(config, max(total - taken, 0), config.allowed(total), streams, optional, emptied)
         found = _run(events, allocator, timeline)
         if found.out_of_memory is None:
             return Limited(found, failure)
         failure = failure or found.out_of_memory
-    ample = replay(events, replace(config, memory_fraction=1.0), streams=streams, timeline=timeline)
+    unbounded = replace(config, memory_fraction=1.0)
+    ample = replay(events, unbounded, streams=streams, emptied=emptied, timeline=timeline)
     return Limited(ample, failure, certain=True)
 
 
@@ -318,7 +339,14 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
             continue
         request = delta if held is None else held[0] + delta
         if request <= 0:
-            raise InputError(f"event {event} frees more bytes than storage {storage} holds")
+            if storage >= 0:
+                raise InputError(f"event {event} frees more bytes than storage {storage} holds")
+            if storage == _CACHE[0]:
+                allocator.release()
+                reserved = memory.reserved
+                segments += ((event, start * BLOCK, size * BLOCK) for start, size in memory.changes)
+                memory.changes.clear()
+            continue
         size = (request + BLOCK - 1) // BLOCK if plain else block_size(request) // BLOCK
         pool = small if size <= _SMALL else large
         if streams and streams.get(storage, 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from typing import Any
 
 from memsize.device.allocator import Limited, Replay, replay, replay_within
 from memsize.device.config import AllocatorConfig
@@ -26,17 +27,18 @@ class Replays:
     def of(self, trace: Trace, events: Requests, where: Card | None) -> Limited:
         """`events` of the trace, or of one like it, on a card (None: one whose memory never ends)."""
         optional, card = dispensable(trace), None if where is None else (where.bytes, _context(trace, where))
-        key = tuple(events), tuple(trace.streams.items()), optional, card
+        key = tuple(events), tuple(trace.streams.items()), trace.emptied, optional, card
         if key not in self._made:
-            self._made[key] = self._replayed(trace.streams, events, optional, card)
+            self._made[key] = self._replayed(trace, events, optional, card)
         return self._made[key]
 
     def _replayed(
-        self, streams: Mapping[int, int], events: Requests, optional: Set[int], card: tuple[int, Interval] | None
+        self, trace: Trace, events: Requests, optional: Set[int], card: tuple[int, Interval] | None
     ) -> Limited:
+        how: Any = {"streams": trace.streams, "emptied": trace.emptied, "timeline": self._timeline}
         if card is None:
-            return Limited(replay(events, self.config, streams=streams, timeline=self._timeline))
-        return replay_within(events, self.config, *card, streams=streams, optional=optional, timeline=self._timeline)
+            return Limited(replay(events, self.config, **how))
+        return replay_within(events, self.config, *card, optional=optional, **how)
 
 
 def estimate_gpu(

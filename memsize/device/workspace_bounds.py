@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from memsize.device.allocator import NOTHING
 from memsize.records.trace import Trace
 
 CONVOLUTIONS: Final = frozenset({"convolution", "convolution_backward"})
@@ -46,8 +47,8 @@ def _scaled(trace: Trace, factor: int) -> Iterator[tuple[int, int]]:
     for event in trace.events:
         if not _is_workspace(trace, event.storage):
             yield event.storage, event.delta
-        elif factor:
-            yield event.storage, factor * event.delta
+        else:
+            yield (event.storage, factor * event.delta) if factor else NOTHING
 
 
 def _is_workspace(trace: Trace, storage: int) -> bool:

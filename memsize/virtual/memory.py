@@ -80,6 +80,8 @@ class DeviceMemory:
         self._live: dict[int, tuple[int, int, Pool]] = {}
         self._stats = {(name, pool): _Stat() for name in (*_BLOCKS, *_SEGMENTS, *_SPLIT) for pool in _POOLS}
         self._done = 0
+        self.emptied: list[int] = []
+        """The events before which all that was cached was given back."""
 
     @cached_property
     def config(self) -> AllocatorConfig:
@@ -150,6 +152,7 @@ class DeviceMemory:
             self._retries += self._count_segments()
             if not block:
                 self._failures += 1
+                self.emptied.append(self._done)
                 raise OutOfDeviceMemoryError(storage, request)
         self._live[storage] = (request, block, pool)
         self._count_block(pool, 1, request, (block >> SHIFT) * BLOCK)
@@ -200,8 +203,8 @@ class DeviceMemory:
     def empty_cache(self) -> None:
         """Give back every segment that no block uses."""
         self.follow()
-        for pool in self._allocator.pools.values():
-            pool.release()
+        self._allocator.release()
+        self.emptied.append(self._done)
         self._count_segments()
 
     def reset_peaks(self) -> None:

@@ -245,6 +245,7 @@ class Program:
             failure=_failure(error, ledger, seen),
             roots=tuple(names),
             lines=ledger.lines,
+            emptied=tuple(self.memory.emptied),
             world=self.world or World(),
             collectives=tuple(ledger.collectives),
         )

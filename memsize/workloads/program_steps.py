@@ -1,6 +1,7 @@
 """The training steps of a program, which nobody announces: its optimizers show them.
 
-The first optimizer that makes a step leads. A training step ends with the last optimizer step before the leader's next,
+The first optimizer that makes a step leads, and when it is gone, the next: code that looks for the batch size that fits
+makes one for each try. A training step ends with the last optimizer step before the leader's next,
 so that those of a GAN's two networks are one.
 """
 
@@ -116,7 +117,8 @@ class ProgramSteps:
                 for tensor in tensors_in(state):
                     self._ledger.belongs(tensor, parameter)
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
-        self._leader = self._leader or weakref.ref(optimizer)
+        if self._leader is None or self._leader() is None:
+            self._leader = weakref.ref(optimizer)
         leads = self._leader() is optimizer
         self._ends.append((len(self._ledger.events), leads))
         if leads:

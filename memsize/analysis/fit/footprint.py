@@ -82,7 +82,10 @@ class Footprint:
     def _replayed(self, capacity: int | None) -> Replay:
         # A budget is what a fraction of the card leaves already.
         total = None if capacity is None else self.config.card_of(capacity)
-        return replay(self.pairs, self.config, capacity=capacity, total=total, streams=self.trace.streams)
+        trace = self.trace
+        return replay(
+            self.pairs, self.config, capacity=capacity, total=total, streams=trace.streams, emptied=trace.emptied
+        )
 
     def fits(self, capacity: int) -> bool:
         """Whether the run ends well with `capacity` bytes for the allocator."""

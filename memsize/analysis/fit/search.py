@@ -286,8 +286,10 @@ class Forecast:
     def fits(self, size: int, capacity: int) -> bool:
         """Whether `size` would fit `capacity`."""
         try:
-            pairs, total, streams = self.pairs(size), self.config.card_of(capacity), self.runs[0].trace.streams
-            replayed = replay(pairs, self.config, capacity=capacity, total=total, streams=streams)
+            pairs, total, trace = self.pairs(size), self.config.card_of(capacity), self.runs[0].trace
+            replayed = replay(
+                pairs, self.config, capacity=capacity, total=total, streams=trace.streams, emptied=trace.emptied
+            )
             return replayed.out_of_memory is None
         except InputError:  # rounding broke a storage that is resized in place
             return False
