@@ -63,7 +63,7 @@ def test_the_host_holds_what_lives_there_at_one_time() -> None:
         assert second.is_pinned()
         third = second.cuda().to("cpu", non_blocking=True)
         assert third.is_pinned()
-    pinned, copies = run.ledger.pinned.notes()
+    pinned, copies = run.ledger.host_memory.notes()
     assert f"at most {format_bytes(2 * MiB)} are in pinned memory" in pinned
     assert f"the host holds at most {format_bytes(2 * MiB)} of copies" in copies
 

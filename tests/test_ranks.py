@@ -22,7 +22,7 @@ from memsize.records.program import ProgramRun
 from memsize.records.trace import Trace
 from memsize.records.world import Traffic, World
 from memsize.units import format_bytes
-from memsize.virtual.pinned import Pinned
+from memsize.virtual.host_memory import HostMemory
 from tests.ranks import BLOCK, LAYERS, PARAMETERS, WIDTH, Block, Model, Step, ddp, fsdp, pipeline, tensor_parallel
 
 distributed = pytest.importorskip("torch.distributed")
@@ -185,7 +185,7 @@ def test_offloaded_shards_are_in_pinned_memory_of_the_host() -> None:
 
 
 def test_pinned_memory_is_kept_in_powers_of_two() -> None:
-    pinned = Pinned()
+    pinned = HostMemory()
     first, second = (pinned.pin(torch.empty(3072, dtype=torch.uint8)) for _ in range(2))
     assert (pinned.peak, pinned.held) == (2 * 3072, 2 * 4096)
     assert pinned.holds(first) and pinned.holds(second[3:]) and pinned.pin(first) is first

@@ -37,8 +37,8 @@ from memsize.records.world import Collective, CollectiveKind
 from memsize.tracing.clock import Clock
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
+from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
-from memsize.virtual.pinned import Pinned
 from memsize.virtual.seat import HOST, SEAT
 from memsize.virtual.several_gpus import gpu_of
 
@@ -106,7 +106,7 @@ class VirtualLedger(Ledger):
         self.collectives: list[Collective] = []
         self.alone = True
         """Whether this process runs without the others of its group, if it is in one: collectives are answered here."""
-        self.pinned = Pinned()
+        self.host_memory = HostMemory()
         self.absent = False
         """Whether what runs is the work of another rank: it is done here without memory, and not recorded."""
         self._in_pytorch = False
@@ -136,7 +136,7 @@ class VirtualLedger(Ledger):
         if self.absent or gpu != SEAT.index:
             result = self._on_other(gpu, func, args, kwargs)
             copied = func is _TO_COPY and gpu == HOST and kwargs.get("non_blocking")
-            return self.pinned.pin(result) if copied else result
+            return self.host_memory.pin(result) if copied else result
         with self._turn:
             _thread.depth += 1
             try:
@@ -144,7 +144,7 @@ class VirtualLedger(Ledger):
                     self.enter(tensor, "temporary", self.known[func].name)
                 result = super().__torch_dispatch__(func, types, args, kwargs)
                 if func is _TO_COPY and kwargs.get("non_blocking") and device is not None and device.type == "cpu":
-                    self.pinned.pin(result)
+                    self.host_memory.pin(result)
                 return result
             finally:
                 _thread.depth -= 1
@@ -163,7 +163,7 @@ class VirtualLedger(Ledger):
                 for tensor in arguments_in(result if isinstance(result, (tuple, list)) else (result,)):
                     new = is_meta(tensor) and self.index_of(tensor) < 0 and SEAT.put(tensor, gpu)
                     if new and gpu == HOST:
-                        self.pinned.copies.enter(tensor.untyped_storage())
+                        self.host_memory.copies.enter(tensor.untyped_storage())
                 return result
             finally:
                 _thread.depth -= 1
@@ -222,7 +222,7 @@ class VirtualLedger(Ledger):
         """Run an op on the CPU, or on the program's own `meta` tensors, which nobody records."""
         if not any_own_meta(args) and (device is None or device.type != "meta"):
             result = func(*args, **_unpinned(kwargs))
-            return self.pinned.pin(result) if kwargs.get("pin_memory") else result
+            return self.host_memory.pin(result) if kwargs.get("pin_memory") else result
         if func is _TO_COPY and device is not None and (device.type == "cpu" or _names_gpu(device)):
             return func(args[0], device=_CPU)  # PyTorch's error: there is no data
         if device is not None and device.type == "cpu":

@@ -103,7 +103,7 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World) -> Iterat
     yield from monitoring.replacements(driver)
     yield from processes.replacements(world, ledger)
     yield from several_gpus.replacements(ledger)
-    yield from tensors.replacements(lambda parameter: ledger.mark(parameter, "parameter"), ledger.pinned)
+    yield from tensors.replacements(lambda parameter: ledger.mark(parameter, "parameter"), ledger.host_memory)
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
     yield from _of_backends()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from memsize.constants.values import CONSTANT
 from memsize.internals.meta import is_meta
+from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.ledger import below_autograd
 from memsize.virtual.own_meta import is_own_meta, is_own_storage
-from memsize.virtual.pinned import Pinned
 from memsize.virtual.seat import SEAT, check_index
 
 _TYPES = {
@@ -43,9 +43,9 @@ _is_cpu: Any = vars(_base)["is_cpu"]
 _data: Any = vars(_base)["data"]
 
 
-def replacements(moved: Callable[[Tensor], None], pinned: Pinned) -> Iterator[Replacement]:
-    """What `Tensor` has to answer; `moved` is called with each parameter whose data went to the GPU, and `pinned` knows
-    what is in pinned memory.
+def replacements(moved: Callable[[Tensor], None], host_memory: HostMemory) -> Iterator[Replacement]:
+    """What `Tensor` has to answer; `moved` is called with each parameter whose data went to the GPU, and `host_memory`
+    knows what is in pinned memory.
     """
     original_type = Tensor.type
     yield Tensor, "device", property(lambda t: SEAT.device_of(t) if is_stand_in(t) else _device.__get__(t))
@@ -60,8 +60,8 @@ def replacements(moved: Callable[[Tensor], None], pinned: Pinned) -> Iterator[Re
     yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
     yield torch.UntypedStorage, "copy_", _storage_copy(torch.UntypedStorage.copy_)
     yield Tensor, "get_device", lambda t: SEAT.number_of(t) if _is_on_gpu(t) else _base.get_device(t)
-    yield Tensor, "pin_memory", lambda t, *device: pinned.pin(t)
-    yield Tensor, "is_pinned", lambda t, *device: pinned.holds(t)
+    yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
+    yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
     yield Tensor, "record_stream", lambda t, stream: None
     yield Tensor, "type_as", lambda t, other: t.to(other)
     yield Tensor, "type", _type(original_type)

@@ -240,7 +240,7 @@ class Program:
             storages=storages,
             events=events,
             assumptions=tuple(ledger.evaluator.assumptions),
-            notes=(*ledger.evaluator.notes, *(convolutions.notes if convolutions else ()), *ledger.pinned.notes()),
+            notes=(*ledger.evaluator.notes, *(convolutions.notes if convolutions else ()), *ledger.host_memory.notes()),
             cudnn=convolutions.source if convolutions else None,
             failure=_failure(error, ledger, seen),
             roots=tuple(names),

@@ -99,6 +99,6 @@ def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[
                 ledger.clock.step = number
                 with ledger.clock.during("step"):
                     step()
-    for note in ledger.pinned.notes():
+    for note in ledger.host_memory.notes():
         run.note(note)
     return replace(run.trace(), world=world, collectives=tuple(ledger.collectives))

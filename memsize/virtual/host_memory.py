@@ -1,7 +1,7 @@
-"""Pinned memory of the host, from and to which a GPU copies by itself: how much of it a program keeps.
+"""The memory of a GPU's host: what a program copies there, and what of it is pinned, for the GPU to copy by itself.
 
-PyTorch rounds each request to a power of two, and keeps what is given back for the next of its size: the process holds,
-of each size, as many blocks as were ever in use at one time.
+Of pinned memory, PyTorch rounds each request to a power of two, and keeps what is given back for the next of its size:
+the process holds, of each size, as many blocks as were ever in use at one time.
 
 Source: aten/src/ATen/core/CachingHostAllocator.h (2.11 to 2.14).
 """
@@ -38,8 +38,10 @@ class Copies:
         self._now -= size
 
 
-class Pinned:
-    """The tensors in pinned memory. Here they are in ordinary memory, which is as large, or among the `copies`."""
+class HostMemory:
+    """What a program has on the host: `copies` of its GPU's tensors, and tensors in pinned memory. Those are here in
+    ordinary memory, which is as large, or among the copies.
+    """
 
     def __init__(self) -> None:
         self.copies = Copies()
