@@ -229,8 +229,9 @@ class Trace:
     innermost of its own, with that of a package that it led to (``"train.py:12 > trainer.py:80"``).
     """
     emptied: tuple[int, ...] = ()
-    """The events before which all that the allocator cached was given back: the program emptied its cache, or a
-    request failed."""
+    """The events before which all that the allocator cached was given back: the program emptied its cache, or a request
+    failed.
+    """
     stack: str = ""
     """The PyTorch and CUDA that a GPU was simulated with (``"torch=2.6,cuda=12.4"``); empty for the installed ones."""
 

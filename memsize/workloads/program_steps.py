@@ -1,8 +1,8 @@
 """The training steps of a program, which nobody announces: its optimizers show them.
 
 The first optimizer that makes a step leads, and when it is gone, the next: code that looks for the batch size that fits
-makes one for each try. A training step ends with the last optimizer step before the leader's next,
-so that those of a GAN's two networks are one.
+makes one for each try. A training step ends with the last optimizer step before the leader's next, so that those of a
+GAN's two networks are one.
 """
 
 from __future__ import annotations
