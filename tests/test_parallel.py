@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ from memsize.ranks.blocks import blocks_of
 from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.spec.parallel import Parallel, on_each, parse_parallel
+from memsize.units import format_bytes
 from tests.conftest import Write
 from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most
+
+ROOT = Path(__file__).parent.parent
 
 # -- how they are read ------------------------------------------------------------------------------------------------
 
@@ -29,6 +34,9 @@ def test_a_strategy_is_read_and_written_alike() -> None:
     assert parse_parallel("dp=4").world == World(4, one_process=True)
     assert str(parse_parallel("hsdp=2x4,tp=2")) == "hsdp=2x4,tp=2"
     assert parse_parallel(" hsdp = 4x8 ") == Parallel("hsdp", replicas=4, shards=8)
+    for text in ("fsdp=8,offload", "hsdp=2x4,offload", "fsdp=4,tp=2,offload"):
+        assert str(parse_parallel(text)) == text and parse_parallel(text).world == World(8)
+    assert parse_parallel("fsdp=8 , offload") == Parallel("fsdp", shards=8, offload=True)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +55,12 @@ def test_a_strategy_is_read_and_written_alike() -> None:
         ("tp=0", "tp=0 is on 0 GPUs"),
         ("fsdp=4,tp=x", "cannot read --parallel 'tp=x': write it like tp=8"),
         ("pp=x", "cannot read --parallel 'pp=x': write it like pp=4"),
+        ("ddp=4,offload", "ddp=4,offload: offload keeps the shards of fsdp and hsdp in the host's memory"),
+        ("dp=4,offload", "such as fsdp=8,offload"),
+        ("pp=4,offload", "such as fsdp=8,offload"),
+        ("tp=4,offload", "such as fsdp=8,offload"),
+        ("fsdp,offload", "on how many GPUs? write it like fsdp=8"),
+        ("offload,fsdp=8", "no strategy 'offload'"),
         ("cp=4", "context parallelism needs the loop's own context_parallel region"),
         ("", "no strategy ''"),
     ],
@@ -67,6 +81,9 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
     assert [str(each) for each in on_each("fsdp,tp=8", "8..32")] == ["fsdp=1,tp=8", "fsdp=2,tp=8", "fsdp=4,tp=8"]
     assert [str(each) for each in on_each("tp", "2,4")] == ["tp=2", "tp=4"]
     assert [str(each) for each in on_each("pp", "2..4")] == ["pp=2", "pp=4"]
+    assert [str(each) for each in on_each("fsdp,offload", "1..2")] == ["fsdp=1,offload", "fsdp=2,offload"]
+    assert [str(each) for each in on_each("hsdp=x8,offload", "16")] == ["hsdp=2x8,offload"]
+    assert [str(each) for each in on_each("fsdp,tp=4,offload", "8")] == ["fsdp=2,tp=4,offload"]
     assert on_each(None, None) == (None,)
 
 
@@ -77,6 +94,8 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
         ("hsdp=4x8", "16", "hsdp=4x8 is on 32 GPUs, not on 16"),
         ("hsdp=x8", "12", "12 GPUs are no whole number of groups of 8"),
         ("hsdp", "16", "write it like hsdp=x8"),
+        ("ddp,offload", "8", "offload keeps the shards of fsdp and hsdp"),
+        ("fsdp=8,offload", "16", "fsdp=8 is on 8 GPUs, not on 16"),
         ("fsdp", "8..1", "cannot read the number of GPUs '8..1'"),
         ("fsdp", "0", "cannot read the number of GPUs '0'"),
         ("fsdp", "many", "cannot read the number of GPUs 'many'"),
@@ -185,6 +204,26 @@ def test_hybrid_groups_shard_and_reduce_between_them() -> None:
     assert kinds == {("all-gather", 4), ("reduce-scatter", 4), ("all-reduce", 2)}
 
 
+def test_offloaded_shards_are_on_the_host_and_layers_are_gathered_from_there() -> None:
+    trace = traced("fsdp=8,offload", "amp-bf16", optimizer="adamw:fused=True")
+    on_gpu = at_the_end(trace)
+    assert not {"parameter", "gradient", "optimizer state"} & {role for role, size in on_gpu.items() if size}
+    assert most(trace, "gathered parameter") == 2 * 2 * 96 * WIDTH + 2 * 2 * BLOCK
+    # Each of the ten weights has rows that are a multiple of 8, and shards that are powers of two or 1.5 times one.
+    told = [note for note in trace.notes if "offload" in note or "host" in note]
+    assert len(told) == 2 and "CPUOffloadPolicy keeps shards, their gradients and the optimizer's state" in told[0]
+    shards = PARAMETERS * 4 // 8
+    assert f"at most {format_bytes(2 * shards)} are in pinned memory" in told[1]  # shards and their gradients
+
+
+def test_the_scale_of_offloaded_gradients_leaves_nothing_to_wait_for(write: Write) -> None:
+    """PyTorch's C++ code tells of such collectives when the process ends."""
+    command = ["timeline", f"{write('net.py', NET)}:build", "--input", "64", "--train", "sgd", "--steps", "1"]
+    command += ["--gpu", "t4", "--parallel", "fsdp=4,offload", "--scenario", "amp-fp16"]
+    done = subprocess.run([sys.executable, "-m", "memsize", *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "unwaited" not in done.stderr
+
+
 def test_what_was_sharded_is_said(mixed: Trace) -> None:
     first, second, *_ = mixed.notes
     assert first == "fsdp: fully_shard on 4 x Block, the layers that repeat in a list or a sequence; shown is rank 0"
@@ -245,6 +284,19 @@ def test_a_report_tells_what_its_training_sends(write: Write, capsys: pytest.Cap
     assert untrained is None
     report = memsize.report(target, "64", train="sgd", gpu="t4", scenarios="fp32", parallel="ddp=4")
     assert "What a GPU sends and gets in a step" in str(report)
+
+
+def test_a_report_tells_what_the_host_holds_beside(write: Write) -> None:
+    """By scenario, where it differs."""
+    target = f"{write('net.py', NET)}:build"
+    report = memsize.report(
+        target, "64", train="sgd", gpu="t4", scenarios="fp32,bf16,amp-bf16", parallel="fsdp=4,offload"
+    )
+    shards = 4 * 2 * BLOCK // 4
+    of = {note.partition(": ")[0]: note for note in report.notes if "pinned" in note}
+    assert list(of) == ["fp32 and amp-bf16", "bf16"]
+    for name, width in (("fp32 and amp-bf16", 4), ("bf16", 2)):  # shards and their gradients
+        assert f"at most {format_bytes(2 * width * shards)} are in pinned memory of the host" in of[name]
 
 
 @pytest.mark.parametrize(

@@ -409,6 +409,27 @@ def test_an_unknown_collective_is_named() -> None:
             traced(step, World(2))
 
 
+def test_what_equal_ranks_reduce_is_known() -> None:
+    """A sum depends on how many they are, and a written tensor is not what it was."""
+    from torch.distributed import _functional_collectives as collectives
+
+    read: dict[str, float] = {}
+
+    def step(model: nn.Module) -> Any:
+        for kind in ("max", "avg", "sum"):
+            sent = torch.full((), 3.0, device="cuda")
+            read[kind] = collectives.all_reduce(sent, kind, [0, 1]).item()
+        torch.ops._c10d_functional.all_reduce_(sent, "max", torch.distributed.group.WORLD.group_name)
+        read["max_"] = sent.item()
+        torch.ops._c10d_functional.all_reduce_(sent, "sum", torch.distributed.group.WORLD.group_name)
+        read["sum_"] = sent.item()
+        return lambda ids: None
+
+    trace = traced(step, World(2))
+    assert read == {"max": 3.0, "avg": 3.0, "max_": 3.0, "sum": 1.0, "sum_": 1.0}  # 1 is assumed, and said
+    assert any("read" in note for note in trace.assumptions)
+
+
 def test_the_gpus_of_other_ranks_are_out_of_reach() -> None:
     def step(model: nn.Module) -> Any:
         assert torch.cuda.device_count() == 4 and torch.zeros(2, device="cuda").device == torch.device("cuda:3")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,6 +28,7 @@ from memsize.precision.recipes import floating_dtype
 from memsize.ranks.strategies import how
 from memsize.records.aggregates import Totals, totals
 from memsize.records.codec import plain
+from memsize.records.finding import join_names
 from memsize.records.gpu import GpuEstimate
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.trace import Reading, Trace
@@ -47,10 +48,13 @@ _OWN, _FP32 = SCENARIOS["as-given"], SCENARIOS["fp32"]
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What the runs of a scenario showed; `left` are the layers that it left unquantized, as the `Runner` has them."""
+    """What the runs of a scenario showed; `left` are the layers that it left unquantized, as the `Runner` has them, and
+    `told` is what only the run on several GPUs could say.
+    """
 
     results: tuple[ScenarioResult, ...]
     left: dict[str, dict[str, str]] = field(default_factory=dict)
+    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class _Own:
     results: tuple[ScenarioResult, ...]
     trace: Trace
     readings: tuple[Reading, ...]
+    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -90,6 +95,11 @@ class _Parts:
     def left(self) -> dict[str, dict[str, str]]:
         """The layers that quantized scenarios left as they are."""
         return {name: layers for part in self.shown for name, layers in part.left.items()}
+
+    @property
+    def told(self) -> dict[str, tuple[str, ...]]:
+        """By scenario: what only the run on several GPUs could say."""
+        return {name: notes for part in (*self.shown, self.own) if part for name, notes in part.told.items()}
 
 
 def numbered(say: Callable[[str], None], names: Set[str]) -> Callable[[str], None]:
@@ -131,9 +141,8 @@ class ReportBuilder:
         self._traces: dict[str, Trace] = {}
         self._replays = Replays(config)
         self._untrained: dict[str, str] = {}
-        self._beside: dict[str, None] = {}
-        """What the other GPUs hold beside the one that is shown, scenario by scenario."""
         """By scenario: why its training steps fail although a forward runs."""
+        self._told: dict[str, tuple[str, ...]] = {}
         self._readable: nn.Module | None = None
 
     def build(self, asked: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
@@ -189,7 +198,7 @@ class ReportBuilder:
             trace=given,
             scenario_results=results,
             findings=(*interrupted(missing), *RULES.findings(evidence)),
-            notes=(*notes, *self._how(asked)),
+            notes=(*notes, *self._how(asked, parts.told)),
             baseline=_as_float32(fp32.totals, given) if fp32 else None,
             gpu=self.runner.gpu.name if self.peaks else "",
             optimizer=self._optimizer(),
@@ -208,12 +217,13 @@ class ReportBuilder:
             if not any(tensor.kind == "attribute" for tensor in trace.tensors):  # a module may cast those itself
                 self.runner.same_stored(_FP32, _OWN)
         wanted = [*([_OWN] if _OWN in asked and not (default and as_fp32) else []), *([_FP32] if as_fp32 else [])]
-        self.found(_Own(tuple(map(self.result, wanted)), trace, self.readings()))
+        self.found(_Own(tuple(map(self.result, wanted)), trace, self.readings(), self._told))
 
     def shown(self, scenario: Scenario) -> None:
         """Find what the runs of one scenario show."""
         result, left = self.result(scenario), self.runner.left.get(scenario.name)
-        self.found(_Shown((result,), {} if left is None else {scenario.name: left}))
+        told = {name: notes for name, notes in self._told.items() if name == scenario.name}
+        self.found(_Shown((result,), {} if left is None else {scenario.name: left}, told))
 
     def result(self, scenario: Scenario) -> ScenarioResult:
         """The figures of one scenario, or why it does not apply."""
@@ -240,24 +250,26 @@ class ReportBuilder:
         if self.training is None or scenario.name in self._untrained or scenario.is_modelled:
             return None
         if self.parallel is not None:
+            given = trace
             try:
                 trace = self.runner.run(ParallelSteps(self.training, self.parallel, self.runner.gpu), scenario)
             except (ScenarioError, ForwardError, InputError) as error:
                 self._untrained[scenario.name] = _one_line(error)
                 return None
-            if self.parallel.is_uneven:
-                self._beside[f"{scenario.name}: {trace.notes[-1]}"] = None
+            known = {*given.notes, *how(self.runner.model, self.parallel, scenario)}
+            self._told[scenario.name] = tuple(note for note in trace.notes if note not in known)
         return estimate_gpu(trace, self.runner.gpu, replays=self._replays)
 
-    def _how(self, asked: Sequence[Scenario]) -> tuple[str, ...]:
-        """What a reader must know about how the training is spread."""
+    def _how(self, asked: Sequence[Scenario], told: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """What a reader must know about how the training is spread; `told` is what its runs said besides."""
         if self.parallel is None:
             return ()
         able = [scenario for scenario in asked if not self.parallel.refuses(scenario)]
-        told = dict.fromkeys(note for each in able for note in how(self.runner.model, self.parallel, each))
+        before = dict.fromkeys(note for each in able for note in how(self.runner.model, self.parallel, each))
+        names = [scenario.name for scenario in able if scenario.name in told]
         return (
-            *told,
-            *self._beside,
+            *before,
+            *_said_once({name: told[name] for name in names}),
             f"layers are shown whole, as on one GPU, and so is inference; the training is {self.parallel}",
         )
 
@@ -378,6 +390,13 @@ def _as_float32(baseline: Totals | None, given: Trace) -> Totals | None:
     if baseline is None or not any(t.wrapper or t.parts or t.kind == "packed" for t in given.tensors):
         return baseline
     return replace(baseline, parameter_bytes=4 * baseline.parameters)
+
+
+def _said_once(told: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """What was told of each scenario, by its name; what holds for all of them without."""
+    for note in dict.fromkeys(note for notes in told.values() for note in notes):
+        of = tuple(name for name, notes in told.items() if note in notes)
+        yield note if len(of) == len(told) else f"{join_names(of)}: {note}"
 
 
 def _one_line(error: Exception) -> str:

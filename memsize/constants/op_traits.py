@@ -67,6 +67,7 @@ class OpTraits:
 
     __slots__ = (
         "aliases",
+        "between_ranks",
         "by_strides",
         "checks",
         "choice",
@@ -97,6 +98,8 @@ class OpTraits:
         self.mutates: bool = schema.is_mutable
         self.written = tuple((p, a.name) for p, a in enumerate(schema.arguments) if _is_written(a))
         self.aliases = not self.mutates and any(result.alias_info is not None for result in schema.returns)
+        self.between_ranks = packet.startswith("_c10d_functional::")
+        """Whether the result is what other processes sent, too."""
         self.pointwise = torch.Tag.pointwise in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
         self.quantizes = packet in _QUANTIZING

@@ -52,6 +52,8 @@ _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
 def propagate(op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     """Keep the constants of `result` (or of what the op wrote to) beside it, where they follow from the arguments."""
+    if op.between_ranks:
+        return
     if op.mutates:
         _propagate_write(op, func, args, kwargs)
         return

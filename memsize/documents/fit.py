@@ -152,11 +152,16 @@ def fit_title(fit: Fit) -> Title:
     """The model, what is asked of it, how it is run and where."""
     asked = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
     how = f"training with {fit.optimizer}" if fit.optimizer else _generating(fit) or "inference"
-    kinds = tuple(dict.fromkeys(budget.parallel.partition("=")[0] for budget in fit.budgets if budget.parallel))
+    kinds = tuple(dict.fromkeys(_without_numbers(budget.parallel) for budget in fit.budgets if budget.parallel))
     how += f" and {join_names(kinds)}" if kinds else ""
     where = join_names(tuple(budget.name for budget in fit.budgets))
     stack = f" with {fit.stack}" if fit.stack else ""
     return Title(fit.model, ((asked,), (how,), (f"on {where}{stack}",)))
+
+
+def _without_numbers(parallel: str) -> str:
+    """A strategy without its numbers of GPUs: ``fsdp,offload`` of ``fsdp=8,offload``."""
+    return ",".join(part.partition("=")[0] for part in parallel.split(","))
 
 
 def _generating(fit: Fit) -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memsize.constants.values import state_of
+from memsize.constants.values import ConstantState, constant_of, is_small, set_constant, state_of
 from memsize.errors import InputError
 from memsize.internals.meta import is_meta
 from memsize.internals.pytree import arguments_in
@@ -67,6 +67,8 @@ _KINDS: Final[dict[str, CollectiveKind | None]] = {
 NAMESPACES: Final = frozenset(name.partition("::")[0] for name in _KINDS)
 _LEFT: Final = (None, "broadcast", "send", "barrier")
 """What leaves the buffers as they are, where the ranks are alike."""
+_OF_EQUALS: Final = ("max", "min", "avg")
+"""The reductions whose result is what each rank sent, where they all sent the same."""
 _WAITING: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _ON_BUFFERS: Final = "c10d"
 """The operators that work on buffers that are given; the others return new ones, and have `meta` kernels."""
@@ -94,10 +96,14 @@ def waits(func: Any) -> bool:
 
 
 def waited(func: Any, tensor: Tensor) -> Tensor:
-    """What such an operator returns on a GPU: the same memory. Its kernel for `meta` returns other."""
+    """What such an operator returns: the same memory. Its kernel for `meta` returns other; on the CPU, PyTorch counts
+    who was waited for.
+    """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    return tensor if func._overloadpacket.__name__ == "wait_tensor" else AsyncCollectiveTensor(tensor)
+    if func._overloadpacket.__name__ != "wait_tensor":
+        return AsyncCollectiveTensor(tensor)
+    return tensor if is_meta(tensor) else func(tensor)
 
 
 def bytes_moved(args: Any, result: Any) -> int:
@@ -125,6 +131,21 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
             state.invalidate()
     results = [_done(buffers) if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def carry_over(kind: CollectiveKind, args: Any, result: Any) -> None:
+    """Let the new tensors of a collective know the values of those that were sent, where the ranks are alike; what an
+    operator wrote to is unknown otherwise.
+    """
+    are_equal = kind == "broadcast" or (kind == "all-reduce" and args[1] in _OF_EQUALS)
+    for sent, received in zip(_tensors(args[:1]), _tensors((result,)), strict=False):
+        state, value = (state_of(sent), constant_of(sent)) if is_meta(sent) else (None, None)
+        if state is None or (received is sent and are_equal):
+            continue
+        if received is sent:
+            state.invalidate()
+        elif are_equal and value is not None and is_small(received):
+            set_constant(received, value.clone(), ConstantState(state.assumption))
 
 
 def _done(buffers: Sequence[Tensor]) -> Any:

@@ -36,17 +36,18 @@ def spread(model: nn.Module, parallel: Parallel, scenario: Scenario) -> nn.Modul
     if "tp" in axes:
         divide(model, mesh["tp"])
     if parallel.shards_parameters:
-        _shard(model, mesh[_AXES[parallel.kind]], scenario)
+        _shard(model, mesh[_AXES[parallel.kind]], scenario, parallel.offload)
     return model
 
 
 _AXES: Final[dict[str, tuple[str, ...]]] = {"fsdp": ("shard",), "hsdp": ("replicate", "shard"), "tp": ("tp",)}
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, scenario: Scenario) -> None:
-    from torch.distributed.fsdp import fully_shard
+def _shard(model: nn.Module, mesh: DeviceMesh, scenario: Scenario, offload: bool) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy_of(scenario)}
+    kept = CPUOffloadPolicy() if offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy_of(scenario), "offload_policy": kept}
     for block in blocks_of(model).modules:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -90,7 +91,11 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
         f"{scenario.name} is FSDP's mixed precision here, not autocast: shards in float32, layers in "
         f"{scenario.autocast}, gradients reduced in float32"
     )
-    return (*divided, *filter(None, (f"{parallel.kind}: fully_shard on {units}; shown is rank 0", lower)))
+    offloaded = parallel.offload and (
+        "offload: CPUOffloadPolicy keeps shards, their gradients and the optimizer's state in the host's memory, where "
+        "the optimizer runs"
+    )
+    return (*divided, *filter(None, (f"{parallel.kind}: fully_shard on {units}; shown is rank 0", lower, offloaded)))
 
 
 def _on_stages(model: nn.Module, stages: int) -> str:

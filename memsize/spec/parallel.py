@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from memsize.errors import InputError, UnknownInputError
 from memsize.records.world import MOST_RANKS, World
@@ -14,6 +14,7 @@ from memsize.spec.training import Training, parse_optimizer
 
 Kind = Literal["ddp", "fsdp", "hsdp", "dp", "tp", "pp"]
 
+_OFFLOAD: Final = "offload"
 _OWN_LOOP: Final = "shard the model in a step= of your own instead, with memsize.trace(world=…)"
 _REFUSED: Final = {
     "cp": f"context parallelism needs the loop's own context_parallel region: {_OWN_LOOP}",
@@ -28,6 +29,7 @@ class Parallel:
     ``ddp`` holds the whole model `replicas` times, ``fsdp`` shards it over `shards` GPUs, and ``hsdp`` does both:
     `replicas` groups of `shards` GPUs each. ``dp`` is one process with all GPUs, by `nn.DataParallel`. ``tp`` divides
     layers over `tensor` GPUs, alone or each of the shards of ``fsdp`` and ``hsdp``. ``pp`` is a pipeline of `stages`.
+    With `offload`, shards are kept in the memory of the host, and updated there.
     """
 
     kind: Kind
@@ -35,8 +37,13 @@ class Parallel:
     shards: int = 1
     tensor: int = 1
     stages: int = 1
+    offload: bool = False
 
     def __post_init__(self) -> None:
+        if self.offload and not self.shards_parameters:
+            raise InputError(
+                f"{self}: offload keeps the shards of fsdp and hsdp in the host's memory, such as fsdp=8,offload"
+            )
         if min(self.replicas, self.shards, self.tensor, self.stages) < 1 or self.size > MOST_RANKS:
             raise InputError(f"{self} is on {self.size} GPUs: it has to be on 1 to {MOST_RANKS:,}")
 
@@ -105,9 +112,11 @@ class Parallel:
 
     def __str__(self) -> str:
         if self.kind in ("tp", "pp"):
-            return f"{self.kind}={self.size}"
-        numbers = f"{self.replicas}x{self.shards}" if self.kind == "hsdp" else str(self.replicas * self.shards)
-        return f"{self.kind}={numbers}" + (f",tp={self.tensor}" if self.tensor > 1 else "")
+            numbers = str(self.size)
+        else:
+            numbers = f"{self.replicas}x{self.shards}" if self.kind == "hsdp" else str(self.replicas * self.shards)
+        divided = [f"tp={self.tensor}"] if self.tensor > 1 and self.kind != "tp" else []
+        return ",".join((f"{self.kind}={numbers}", *divided, *([_OFFLOAD] if self.offload else [])))
 
 
 def _options(optimizer: str) -> Iterable[str]:
@@ -136,10 +145,14 @@ def spread_of(
 
 
 def parse_parallel(text: str) -> Parallel:
-    """The strategy that ``ddp=8``, ``fsdp=8``, ``hsdp=4x8``, ``dp=4``, ``tp=8``, ``pp=4`` or ``fsdp=32,tp=8`` names.
+    """The strategy that ``ddp=8``, ``fsdp=8``, ``hsdp=4x8``, ``dp=4``, ``tp=8``, ``pp=4``, ``fsdp=32,tp=8`` or
+    ``fsdp=8,offload`` names.
 
     Raises `InputError` for one that is unknown, or whose numbers cannot be.
     """
+    text, offload = _without_offload(text)
+    if offload:
+        return replace(parse_parallel(text), offload=True)
     parts = [part.strip() for part in text.split(",")]
     kinds = [_kind(part.partition("=")[0].strip()) for part in parts]
     if len(kinds) == 1:
@@ -151,6 +164,12 @@ def parse_parallel(text: str) -> Parallel:
     return replace(_one(kinds[0], parts[0]), tensor=_one("tp", parts[1]).tensor)
 
 
+def _without_offload(text: str) -> tuple[str, bool]:
+    """`text` without a last ``offload``, and whether there was one."""
+    spread, comma, last = text.rpartition(",")
+    return (spread, True) if comma and last.strip() == _OFFLOAD else (text, False)
+
+
 def _one(kind: Kind, text: str) -> Parallel:
     _, equals, numbers = (part.strip() for part in text.partition("="))
     if not equals:
@@ -158,8 +177,8 @@ def _one(kind: Kind, text: str) -> Parallel:
     found = re.fullmatch(r"(\d+)x(\d+)" if kind == "hsdp" else r"(\d+)", numbers)
     if found is None:
         raise InputError(f"cannot read --parallel {text!r}: write it like {_EXAMPLES[kind]}")
-    given = tuple(map(int, found.groups()))
-    return Parallel(kind, **dict(zip(_FIELDS[kind], given, strict=True)))
+    sizes: dict[str, Any] = dict(zip(_FIELDS[kind], map(int, found.groups()), strict=True))
+    return Parallel(kind, **sizes)
 
 
 _FIELDS: Final[dict[Kind, tuple[str, ...]]] = {
@@ -194,7 +213,7 @@ def on_each(text: str | None, gpus: str | Iterable[int] | None) -> tuple[Paralle
 
     ``"1..128"`` doubles from 1 to 128, ``"6,12"`` are two numbers. Without a number of its own, ``fsdp`` and ``ddp``
     take any; ``hsdp=x8`` and ``fsdp,tp=8`` have groups of 8 GPUs. With one, it has to be the number that is asked
-    about.
+    about. ``fsdp,offload`` is offloaded on each.
     """
     if text is None:
         if gpus is not None:
@@ -206,6 +225,9 @@ def on_each(text: str | None, gpus: str | Iterable[int] | None) -> tuple[Paralle
 
 
 def _on(text: str, gpus: int) -> Parallel:
+    text, offload = _without_offload(text)
+    if offload:
+        return replace(_on(text, gpus), offload=True)
     spread, comma, divided = (part.strip() for part in text.partition(","))
     if comma and (spread in ("fsdp", "hsdp") or "=x" in spread):
         tensor = parse_parallel(divided).tensor

@@ -25,6 +25,7 @@ from memsize.ranks.collectives import (
     alike,
     answer,
     bytes_moved,
+    carry_over,
     is_given_buffers,
     kind_of,
     ranks_of,
@@ -179,6 +180,8 @@ class VirtualLedger(Ledger):
             before = len(self.events)
             result = answer(kind, func, args) if given else self._run(func, types, args, kwargs)
             self.last_op = func._overloadpacket.__name__
+            if kind is not None and not given:
+                carry_over(kind, args, result)
             if kind is not None and on_gpu(args):
                 self.sent(kind, bytes_moved(args, None if given else result), ranks_of(args), before)
                 for tensor in arguments_in(args if given else (result,)):
