@@ -199,10 +199,12 @@ def _scalar(hint: Any) -> Convert:
     """A check that a value is of the scalar type `hint`."""
 
     def read(value: Any) -> Any:
+        if type(value) is hint:
+            return value
         if hint is float and type(value) is int:  # JSON has one kind of number
             return float(value)
         # True is an integer to Python, but no size.
-        if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        if not isinstance(value, hint) or isinstance(value, bool):
             raise TypeError(f"expected {hint.__name__}, found {value!r:.60}")
         return value
 

@@ -19,15 +19,10 @@ from memsize.documents import Document
 from memsize.documents.sections import (
     Bar,
     Bars,
-    Cell,
     Chart,
-    Column,
     Label,
-    Missing,
-    Path,
     Scene,
     Section,
-    Signed,
     Table,
     Title,
 )
@@ -35,12 +30,12 @@ from memsize.printable import printable, printable_lines
 from memsize.records.roles import TITLES, Role
 from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage
-from memsize.render import bars, markdown, plot
+from memsize.render import bars, markdown, page_cells, plot
 from memsize.render.assets import hashed, script, style
 from memsize.render.cells import MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
 from memsize.render.screen import WHOLE, Screen
 from memsize.render.text import LEFT
-from memsize.units import DECIMAL, UNITS, Bytes
+from memsize.units import DECIMAL, UNITS
 from memsize.version import VERSION
 
 if TYPE_CHECKING:
@@ -130,11 +125,11 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "picture": plot.picture,
         "stop": draw_failure,
         "modelled": MODELLED,
-        "body": _body,
+        "body": page_cells.body,
         "bars": _bars,
         "cell": draw_cell,
-        "total": _total,
-        "is_hidden": _is_hidden,
+        "total": page_cells.total,
+        "is_hidden": page_cells.is_hidden,
         "side": lambda column: "text" if column.kind in LEFT else "number",
         "packed": lambda found: _packed(_timeline_json(found)),
         "standalone": standalone,
@@ -231,75 +226,3 @@ def _pieces(section: Bars, bar: Bar, scale: int, unit: str) -> Iterator[_Piece]:
 
 def _size(section: Bars, size: int, unit: str) -> str:
     return draw_bytes(size, unit) if section.kind == "bytes" else f"{size:,}"
-
-
-class _Cell(NamedTuple):
-    """A drawn cell: its text, its class, a hint, and how long its bar is in percent of the column's largest.
-
-    `value` is what sorts and adds up, None for words. `path` is the module's that the cell names; `above` is the part
-    of the text that names the modules around it.
-    """
-
-    text: str
-    kind: str
-    hint: str
-    bar: float
-    value: float | None
-    path: str | None
-    above: str
-    role: Role | None
-    label: str
-    is_hidden: bool
-
-
-def _body(table: Table, unit: str) -> Iterator[list[_Cell]]:
-    largest = [_largest(table, place) for place in range(len(table.columns))]
-    for row in table.rows:
-        cells = zip(row, table.columns, largest, strict=True)
-        yield [_cell(table, cell, column, unit, most) for cell, column, most in cells]
-
-
-def _total(table: Table, unit: str) -> list[_Cell]:
-    return [_cell(table, cell, column, unit, 0) for cell, column in zip(table.total or (), table.columns, strict=True)]
-
-
-def _is_hidden(table: Table, column: Column) -> bool:
-    """Whether the reader of a page must choose the column to see it."""
-    return column.optional and not table.chosen
-
-
-def _largest(table: Table, place: int) -> int:
-    return max((cell for cell in (row[place] for row in table.rows) if isinstance(cell, Bytes)), default=0)
-
-
-def _cell(table: Table, cell: Cell, column: Column, unit: str, largest: int) -> _Cell:
-    bar = 100 * cell / largest if isinstance(cell, Bytes) and largest else 0
-    text = draw_cell(cell, unit)
-    path = printable(cell) if isinstance(cell, Path) else None
-    above = text[: text.rfind(".") + 1] if path else ""
-    label = printable(cell.text) if isinstance(cell, Label) else ""
-    value = cell if isinstance(cell, int | float) else None
-    return _Cell(
-        text.removeprefix(above),
-        column.kind,
-        _hint(cell),
-        round(bar, 1),
-        value,
-        path,
-        above,
-        column.role,
-        label,
-        _is_hidden(table, column),
-    )
-
-
-def _hint(cell: Cell) -> str:
-    """What a pointer resting on the cell is told: exact bytes, what a scenario is, why a figure is missing."""
-    match cell:
-        case Missing():
-            return cell.reason
-        case Label():
-            return cell.hint
-        case Bytes() | Signed():
-            return f"{cell:,} B" if cell else ""
-    return ""
