@@ -101,6 +101,7 @@ def test_what_would_make_a_batch_fit(target: str) -> None:
         "int4 weights",
         "fp8 KV cache",
         "static cache",
+        "offloaded cache",
         "prefill in chunks",
         "last logits only",
         "2 cards",

@@ -23,7 +23,7 @@ from memsize.errors import InputError, UnknownInputError
 from memsize.records.gpu import Interval
 from memsize.spec.serving import Serving
 from memsize.units import GiB, MiB
-from memsize.workloads.generation import CachedLayer
+from memsize.workloads.caches import CachedLayer
 
 pytest.importorskip("transformers")
 

@@ -47,13 +47,14 @@ def generate(
 
     The model is given as to `report`; its own ``generate`` runs, with an input that is made for each length of `prompt`
     (of a model that isn't a library's, its first dimension after the batch). `new` tokens are generated after it, for
-    each of `batches` sequences. `cache` is ``"dynamic"``, ``"static"`` or ``"quantized"`` (None: the model's own),
-    `kv_dtype` that of a quantized one: ``"fp8"``, ``"int4"``, ``"int2"``. `beams` is the width of a beam search; the
-    prompt is read `chunk` tokens at a time (None: all at once). With `uneven`, the prompts of a batch are of unequal
-    lengths and padded to the longest. `step` is a loop that takes the place of ``generate``, or its name, such as
-    ``"loop.py:generate"``: a function of the model, those of its inputs that it has parameters for, and
-    ``max_new_tokens``. `scenarios` are as for `report` (None: as given, and its weights in int8 and int4), `gpu`,
-    `stack` and `config` as for `trace`. Where a row of the first scenario does not fit, what would is tried.
+    each of `batches` sequences. `cache` is ``"dynamic"``, ``"static"``, ``"quantized"``, ``"offloaded"`` or
+    ``"offloaded_static"`` (None: the model's own), `kv_dtype` that of a quantized one: ``"fp8"``, ``"int4"``,
+    ``"int2"``. `beams` is the width of a beam search; the prompt is read `chunk` tokens at a time (None: all at once).
+    With `uneven`, the prompts of a batch are of unequal lengths and padded to the longest. `step` is a loop that takes
+    the place of ``generate``, or its name, such as ``"loop.py:generate"``: a function of the model, those of its inputs
+    that it has parameters for, and ``max_new_tokens``. `scenarios` are as for `report` (None: as given, and its weights
+    in int8 and int4), `gpu`, `stack` and `config` as for `trace`. Where a row of the first scenario does not fit, what
+    would is tried.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """

@@ -30,6 +30,7 @@ from memsize.records.roles import TITLES, in_order
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.generation/1"
+_HOSTED: Final = Column("hosted", "on the host", "bytes", 94, "what of the cache is on the host at the end")
 
 
 class GenerationDocument(Document[GenerationReport]):
@@ -91,6 +92,8 @@ def _row_data(row: GenerationRow) -> dict[str, Any]:
         "kv_cache": row.cache,
         "kv_per_token": row.per_token,
         "kv_per_sequence": row.per_sequence,
+        "kv_on_host": row.hosted,
+        "pinned": row.pinned,
         "layers": [kind._asdict() for kind in row.layers],
         "transient": row.transient,
         "peak": peak
@@ -136,6 +139,7 @@ def title(report: GenerationReport) -> Title:
 
 def row_table(report: GenerationReport) -> Table:
     """One row per scenario, batch and prompt."""
+    offloaded = any(row.hosted for row in report.generation_rows)
     columns = (
         Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
         Column("batch", "batch", "count", 99, "sequences at once"),
@@ -144,6 +148,7 @@ def row_table(report: GenerationReport) -> Table:
         Column("weights", "weights", "bytes", 90, "parameters and buffers"),
         Column("kv_cache", "KV cache", "bytes", 95, "the cache of all sequences at the end"),
         Column("per_token", "bytes per token", "count", 85, "what one more token of one sequence adds to it"),
+        *((_HOSTED,) if offloaded else ()),
         Column("prefill", "prefill", "bytes", 92, "the most that is alive while the prompt is read"),
         Column("decode", "decode", "bytes", 91, "the most that is alive in the steps after it"),
         Column("transient", "for a moment", "bytes", 70, "what a decode step needs beyond what stays"),
@@ -152,23 +157,24 @@ def row_table(report: GenerationReport) -> Table:
         Column("device_high", "to", "bytes", 75, "and at most", beside="device_low"),
         Column("fits", "fits", "text", 97, f"whether it fits {report.card.name}"),
     )
-    rows = tuple(map(_cells, report.generation_rows))
+    rows = tuple(_cells(row, offloaded) for row in report.generation_rows)
     remarks = said_once(
         Remark(row.scenario, "unavailable", row.reason) for row in report.generation_rows if row.reason is not None
     )
     return Table("rows", "Generation", columns, rows, remarks=remarks)
 
 
-def _cells(row: GenerationRow) -> tuple[Cell, ...]:
+def _cells(row: GenerationRow, offloaded: bool) -> tuple[Cell, ...]:
     named: tuple[Cell, ...] = (Label(row.scenario, hint=row.title), row.batch, row.prompt, row.new)
     peak = row.estimate
     if peak is None:
-        return (*named, *[None] * 10)
+        return (*named, *[None] * (11 if offloaded else 10))
     return (
         *named,
         Bytes(row.weights),
         Bytes(row.cache),
         row.per_token // row.batch,
+        *((Bytes(row.hosted),) if offloaded else ()),
         Bytes(row.prefill.peak),
         Bytes(row.decode.peak),
         Bytes(row.transient),

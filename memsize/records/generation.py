@@ -41,10 +41,11 @@ _NOTHING = Phase()
 class GenerationRow:
     """One scenario at one batch and prompt.
 
-    `weights` is what the model stores. `prefill` reads the prompt, `decode` makes all further tokens. `cache` is the
-    KV cache at the end, of all `batch` sequences, `per_token` what one more token of each of them adds. `transient` is
-    the most that is alive at once during a decode step beside the weights, the workspaces and the cache at its end.
-    `estimate` is what the GPU would show; None, with the `reason`, where the scenario could not be run.
+    `weights` is what the model stores. `prefill` reads the prompt, `decode` makes all further tokens. `cache` is the KV
+    cache at the end, of all `batch` sequences, `per_token` what one more token of each of them adds. Of an offloaded
+    cache `hosted` is on the host then, for which PyTorch keeps `pinned` bytes there. `transient` is the most that is
+    alive at once during a decode step beside the weights, the workspaces and the cache at its end. `estimate` is what
+    the GPU would show; None, with the `reason`, where the scenario could not be run.
     """
 
     scenario: str
@@ -57,6 +58,8 @@ class GenerationRow:
     decode: Phase = _NOTHING
     cache: int = 0
     per_token: int = 0
+    hosted: int = 0
+    pinned: int = 0
     transient: int = 0
     layers: tuple[CachedLayers, ...] = ()
     estimate: GpuEstimate | None = None
@@ -132,7 +135,8 @@ class GenerationReport(Answer):
 
 _SIZES: Final = (
     *("weights", "prefill_peak", "after_prefill", "decode_peak", "after_decode", "kv_cache", "kv_per_token"),
-    *("kv_per_sequence", "transient", "requested", "allocated", "reserved", "device_from", "device_to"),
+    *("kv_per_sequence", "kv_on_host", "pinned", "transient"),
+    *("requested", "allocated", "reserved", "device_from", "device_to"),
 )
 
 
@@ -151,6 +155,8 @@ def _record(row: GenerationRow) -> dict[str, object]:
         "kv_cache": row.cache,
         "kv_per_token": row.per_token,
         "kv_per_sequence": row.per_sequence,
+        "kv_on_host": row.hosted,
+        "pinned": row.pinned,
         "transient": row.transient,
         "requested": peak.requested if peak else None,
         "allocated": peak.allocated if peak else None,

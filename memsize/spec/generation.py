@@ -8,9 +8,9 @@ from typing import Any, Final
 from memsize.errors import InputError, UnknownInputError
 from memsize.spec.vary import Vary
 
-CACHES: Final = ("dynamic", "static", "quantized")
+CACHES: Final = ("dynamic", "static", "quantized", "offloaded", "offloaded_static")
 """The caches of transformers' `generate`, by its argument `cache_implementation`. A sliding window is the model's own:
-its layers are held so in the first two. Offloaded ones are missing: what is moved to the host is not followed."""
+its layers are held so in all but the quantized ones."""
 
 GENERATED: Final = ("as-given", "int8-weight", "int4-weight")
 """The usual scenarios of a generation."""
@@ -75,6 +75,11 @@ class Generation:
     def is_periodic(self) -> bool:
         """Whether a step now and then differs from the others: group-wise quantization waits for a group of tokens."""
         return self.kv_dtype in ("int4", "int2") or (self.cache == "quantized" and self.kv_dtype is None)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the cache is on the host, but for the layers that are next."""
+        return self.cache in ("offloaded", "offloaded_static")
 
     def after(self, tokens: int) -> Generation:
         """The generation that ends where this one does, of which the decoder reads `tokens` tokens first."""

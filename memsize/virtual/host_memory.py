@@ -19,6 +19,11 @@ from memsize.units import format_bytes
 from memsize.virtual.seat import SEAT
 
 
+def pinned_block(size: int) -> int:
+    """Bytes of the block of pinned memory in which PyTorch puts a tensor of `size` bytes, at least one."""
+    return 1 << (size - 1).bit_length()
+
+
 class Copies:
     """What a program has on the host of its GPU's tensors, pinned or not: stand-ins, which take no memory here."""
 
@@ -65,7 +70,7 @@ class HostMemory:
         storage = tensor.untyped_storage()
         size, address = storage.nbytes(), storage._cdata
         if size and address not in self._addresses:
-            block = 1 << (size - 1).bit_length()
+            block = pinned_block(size)
             self._addresses.add(address)
             self._live[block] += 1
             self._most[block] = max(self._most[block], self._live[block])

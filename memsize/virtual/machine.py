@@ -1,24 +1,51 @@
-"""A GPU for code that is only imported and called once: what a target's file or its constructor puts there."""
+"""A GPU for code that is imported, called or recorded: what a target's file puts there, or a run that needs a real host
+beside its GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context
 from memsize.records.gpu import Card
-from memsize.tracing.ledger import Workspaces
+from memsize.records.world import World
+from memsize.tracing.ledger import Ledger, Workspaces
+from memsize.tracing.run import Machine, Setup
 from memsize.virtual.driver import Driver
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.memory import DeviceMemory
 from memsize.virtual.region import virtual_gpu
 
 
+@dataclass(frozen=True)
+class VirtualMachine(Machine):
+    """The GPU `card` of a process, which is one of `world` if there are others; what is larger than its memory is there
+    all the same.
+    """
+
+    card: Card
+    world: World | None = None
+
+    def ledger(self, setup: Setup) -> VirtualLedger:
+        return VirtualLedger(setup.workspaces, lambda: None)
+
+    def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
+        assert isinstance(ledger, VirtualLedger)
+        return (self._gpu(ledger),)
+
+    def _gpu(self, ledger: VirtualLedger) -> AbstractContextManager[None]:
+        memory = DeviceMemory(
+            self.card.bytes, context().low, AllocatorConfig, ledger.events, ledger.streams, bounded=False
+        )
+        return virtual_gpu(Driver(self.card, memory), ledger, world=self.world)
+
+
 @contextmanager
 def machine_with(card: Card) -> Iterator[None]:
     """While open, this process has that GPU; a model that is larger than its memory is built all the same."""
-    ledger = VirtualLedger(Workspaces(), lambda: None)
-    memory = DeviceMemory(card.bytes, context().low, AllocatorConfig, ledger.events, ledger.streams, bounded=False)
-    with virtual_gpu(Driver(card, memory), ledger):
+    with VirtualMachine(card)._gpu(VirtualLedger(Workspaces(), lambda: None)):
         yield

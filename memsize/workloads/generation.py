@@ -9,58 +9,32 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from memsize.constants.values import MAX_INTEGER_ELEMENTS, set_constant
 from memsize.errors import InputError
-from memsize.internals.pytree import tensors_in
-from memsize.model.tensor_storage import plain_tensors
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.tracing.run import Run, Setup
+from memsize.workloads.caches import CachedLayer, cache_of, cached_layers, offloading_watched
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 END: Final = "end"
 """The phases of a generation: the prompt, each further token, and what came after the run was cut off."""
 
-_CACHES: Final = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
-"""The names by which models of transformers take and return their caches."""
-
-
 _MADE: Final = frozenset(("decoder_input_ids", "decoder_attention_mask", "labels"))
 """Arguments of a forward that `generate` makes itself."""
 
 
-class State(NamedTuple):
-    """A state of fixed size: the shape that each sequence has of it, bytes of an element, and whether it holds the last
-    inputs of a convolution, along its last dimension.
-    """
-
-    shape: tuple[int, ...]
-    itemsize: int
-    of_convolution: bool
-
-
-class CachedLayer(NamedTuple):
-    """What a cache holds for one layer of the model: of which kind, in how many bytes; and the states among that."""
-
-    kind: str
-    bytes: int
-    states: tuple[State, ...] = ()
-
-
 Observer = Callable[[int, tuple[CachedLayer, ...]], None]
 """Called after each forward with its number (0: the prefill), and what the cache holds then."""
-
-
-_NOTHING: Final = torch.empty(0, device="cpu")
 
 
 class _Enough(BaseException):
@@ -105,6 +79,7 @@ class GenerationSteps:
             with (
                 _steps(run, self.generation.prefills, steps, self.observer),
                 _without_end(setup.model, self.generation.last),
+                offloading_watched(run.ledger) if self.generation.is_offloaded else nullcontext(),
             ):
                 run.result = generate(*args, **kwargs, **arguments)
         return run.trace()
@@ -197,7 +172,7 @@ def _steps(run: Run, prefills: int, steps: int, observer: Observer) -> Iterator[
     def forwarded(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if clock.backward or begun == 1 - prefills:
             return
-        layers = tuple(_cached(run, _cache_of(kwargs, output)))
+        layers = tuple(cached_layers(run, cache_of(kwargs, output)))
         observer(clock.step, layers)
 
     run.calls.forward = start
@@ -210,69 +185,3 @@ def _steps(run: Run, prefills: int, steps: int, observer: Observer) -> Iterator[
     finally:
         handle.remove()
         run.calls.forward = lambda: "forward"
-
-
-def _cache_of(kwargs: dict[str, Any], output: Any) -> Any:
-    """The cache that a forward was given or has returned; None where there is none."""
-    for name in _CACHES:
-        found = kwargs.get(name)
-        found = getattr(output, name, None) if found is None else found
-        if found is not None:
-            return found
-    return None
-
-
-def _cached(run: Run, cache: Any) -> Iterator[CachedLayer]:
-    """What each layer of the cache holds; its storages are marked as those of a cache."""
-    met: set[int] = set()
-    latent = getattr(getattr(run.setup.model, "config", None), "kv_lora_rank", None)
-    for kind, layer in _layers(cache):
-        size = 0
-        if kind == "full attention" and latent and getattr(layer, "keys", _NOTHING).shape[-1] == latent:
-            kind = "latent attention"
-        for tensor in tensors_in(layer if isinstance(layer, torch.Tensor) else vars(layer)):
-            for piece in plain_tensors(tensor):
-                index = run.ledger.index_of(piece)
-                if index >= 0 and index not in met:
-                    met.add(index)
-                    run.ledger.mark(piece, "KV cache")
-                    size += run.ledger.size(index)
-        if size:
-            yield CachedLayer(kind, size, tuple(_states(layer)))
-
-
-def _states(layer: Any) -> Iterator[State]:
-    """The states of a layer of transformers' linear attention, or of one with both kinds of attention."""
-    for name in ("conv_states", "recurrent_states"):
-        held = getattr(layer, name, None)
-        for tensor in held.values() if isinstance(held, dict) else ():
-            if isinstance(tensor, torch.Tensor):
-                yield State(tuple(tensor.shape[1:]), tensor.element_size(), name == "conv_states")
-
-
-def _layers(cache: Any) -> Iterator[tuple[str, Any]]:
-    """The layers of a cache, and what they are: transformers' `Cache` knows its own; of others each entry is one."""
-    if cache is None:
-        return
-    crossed = getattr(cache, "cross_attention_cache", None)
-    if crossed is not None:
-        yield from _layers(cache.self_attention_cache)
-        yield from (("cross-attention", layer) for _, layer in _layers(crossed))
-        return
-    layers = getattr(cache, "layers", cache)
-    if not isinstance(layers, (list, tuple)):
-        yield "state", layers
-        return
-    for layer in layers:
-        yield _kind(layer), layer
-
-
-def _kind(layer: Any) -> str:
-    """What a layer of a cache keeps: of every token, of a window's, or a state of fixed size; and how."""
-    if isinstance(layer, torch.Tensor):
-        return "state"
-    name = type(layer).__name__
-    linear, window = "LinearAttention" in name, "SlidingWindow" in name
-    attention = "Attention" in name.removeprefix("LinearAttention").removesuffix("Layer") or not linear
-    kept = (["state"] if linear else []) + ([("sliding window" if window else "full attention")] if attention else [])
-    return " and ".join(kept)

@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
 
-from memsize.device.config import AllocatorConfig
-from memsize.device.context import context
 from memsize.internals.pytree import tensors_in
 from memsize.model.meta_copy import in_mode
 from memsize.records.gpu import Card
 from memsize.records.trace import Trace
 from memsize.records.world import World
-from memsize.tracing.ledger import Ledger
-from memsize.tracing.run import Machine, Run, Setup
-from memsize.virtual.driver import Driver
+from memsize.tracing.run import Run, Setup
 from memsize.virtual.ledger import VirtualLedger
-from memsize.virtual.memory import DeviceMemory
-from memsize.virtual.region import virtual_gpu
+from memsize.virtual.machine import VirtualMachine
 from memsize.virtual.seat import SEAT
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.training import Body, body_of, gradients_marked
-
-
-@dataclass(frozen=True)
-class RankMachine(Machine):
-    """The GPU `card` of one process of `world`; what is larger than its memory is there all the same."""
-
-    world: World
-    card: Card
-
-    def ledger(self, setup: Setup) -> VirtualLedger:
-        return VirtualLedger(setup.workspaces, lambda: None)
-
-    def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
-        assert isinstance(ledger, VirtualLedger)
-        memory = DeviceMemory(
-            self.card.bytes, context().low, AllocatorConfig, ledger.events, ledger.streams, bounded=False
-        )
-        return (virtual_gpu(Driver(self.card, memory), ledger, world=self.world),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +53,7 @@ class RankLoop:
 
 def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[[Run], Callable[[], None]]) -> Trace:
     """The trace of `steps` steps of rank `world` on `card`; `make` shards the model of its run and returns a step."""
-    setup = replace(setup, machine=RankMachine(world, card))
+    setup = replace(setup, machine=VirtualMachine(card, world))
     run = Run(setup, enter=False, tables=False)
     ledger, model = run.ledger, in_mode(setup.model, setup.training)
     assert isinstance(ledger, VirtualLedger)

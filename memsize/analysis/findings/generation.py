@@ -74,10 +74,15 @@ def what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
         "sequence": Bytes(row.per_sequence),
         "token": _small(row.per_token // row.batch),
         "kinds": ", ".join(f"{kind.layers} of {kind.kind}" for kind in row.layers),
+        "hosted": Bytes(row.hosted),
+        "pinned": Bytes(row.pinned),
     }
     grows = "{token} more for each token of a sequence" if row.per_token else "which grows no more"
     text = "The KV cache holds {cache} in the end, {sequence} for each sequence, " + grows + " (layers: {kinds})."
     brief = "The KV cache holds {cache} in the end, " + grows + "."
+    if row.hosted:
+        text += " {hosted} of it are on the host, where PyTorch keeps {pinned} pinned, in blocks of powers of two."
+        brief += " {hosted} of it are on the host."
     yield Finding("kv-cache", row.cache, (), text, values, brief=brief)
 
 

@@ -347,6 +347,18 @@ def static_cache(variant: RunVariant) -> RunVariant:
 
 
 @_optimization(
+    "offloaded cache",
+    'cache_implementation="offloaded"',
+    "as much memory of the host, and each step copies the whole cache to the GPU and back",
+    "speed",
+    "cache",
+    of=(OF_GENERATIONS,),
+)
+def offloaded_cache(variant: RunVariant) -> RunVariant:
+    return _with_cache(variant, "offloaded", None)
+
+
+@_optimization(
     "2 cards",
     "each layer divided between two such GPUs (tensor parallelism), as vLLM divides it",
     "a second card, and what all of them exchange after each layer",

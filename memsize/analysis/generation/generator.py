@@ -6,7 +6,8 @@ the step after `n` tokens are what the same step does after a prompt that is tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.tracing.run import Setup
-from memsize.workloads.generation import CachedLayer, GenerationSteps
+from memsize.virtual.host_memory import pinned_block
+from memsize.workloads.caches import CachedLayer, on_gpu_with_host
+from memsize.workloads.generation import GenerationSteps
 
 LOOKED = 4
 """The decode steps that are traced after the prompt that was asked for, all of which count."""
@@ -44,7 +47,8 @@ class Generated:
     """A generation as one run: its trace, and what the cache held after the last step and `before` it.
 
     `lengths` are those of the prompt, and of the tokens at the end of the steps that were traced for it. `exact`: every
-    figure that was not traced itself lies on a polynomial that a held-out length agreed with to the byte.
+    figure that was not traced itself lies on a polynomial that a held-out length agreed with to the byte. `pinned` is
+    what PyTorch keeps pinned on the host for an offloaded cache.
     """
 
     trace: Trace
@@ -52,6 +56,7 @@ class Generated:
     before: tuple[CachedLayer, ...]
     lengths: tuple[int, ...]
     exact: bool
+    pinned: int = 0
 
     @property
     def per_token(self) -> int:
@@ -158,7 +163,10 @@ class Generator:
             generation, batch, steps = traced
             self.say(f"{self.scenario.name}, batch {batch:,}, a prompt of {generation.prompt:,}")
             cached: list[tuple[CachedLayer, ...]] = []
-            workload = GenerationSteps(generation, steps, partial(_put, cached), self.edits, self.loop)
+            edits = self.edits
+            if generation.is_offloaded:
+                edits = (*edits, partial(on_gpu_with_host, self.runner.gpu))
+            workload = GenerationSteps(generation, steps, partial(_put, cached), edits, self.loop)
             trace = self.runner.given(self.prompts(generation.prompt), batch).run(workload, self.scenario)
             rest = replace(trace, phases=(), storages=(), events=())
             self.samples[traced] = Sample(tuple(steps_of(trace, cached)), rest)
@@ -246,7 +254,18 @@ def _generated(
         lengths=tuple(sorted({*lengths, generation.start})),
         # A beam search keeps tables whose size is that of the whole search: they do not follow from the length alone.
         exact=all(piece.exact for piece in pieces) and (generation.beams == 1 or not pieces),
+        pinned=_pinned(step for step, _ in steps) if generation.is_offloaded else 0,
     )
+
+
+def _pinned(steps: Iterable[Step]) -> int:
+    """What PyTorch keeps pinned for the tensors that are on the host at the end of each step, where most of them are:
+    of each size of a block as many as were in use at one time.
+    """
+    most: Counter[int] = Counter()
+    for step in steps:
+        most |= Counter(pinned_block(size) for layer in step.cached for size in layer.hosted)
+    return sum(size * count for size, count in most.items())
 
 
 def _held(layers: Sequence[CachedLayer]) -> int:

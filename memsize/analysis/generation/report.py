@@ -26,7 +26,8 @@ from memsize.records.generation import CachedLayers, GenerationReport, Generatio
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
-from memsize.workloads.generation import DECODE, PREFILL, CachedLayer
+from memsize.workloads.caches import CachedLayer
+from memsize.workloads.generation import DECODE, PREFILL
 
 _WEIGHTS = ("parameter", "buffer")
 
@@ -171,6 +172,8 @@ class _Work:
             decode=decode,
             cache=sum(layer.bytes for layer in generated.cached),
             per_token=generated.per_token,
+            hosted=sum(size for layer in generated.cached for size in layer.hosted),
+            pinned=generated.pinned,
             transient=max(decode.peak - decode.end, 0),
             layers=tuple(_kinds(generated, row.batch)),
             estimate=estimate_gpu(trace, self.gpu, config=self.request.config),

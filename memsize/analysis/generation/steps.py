@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memsize.records.aggregates import split_phase
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage, Trace
-from memsize.workloads.generation import DECODE, PREFILL, CachedLayer
+from memsize.workloads.caches import CachedLayer
+from memsize.workloads.generation import DECODE, PREFILL
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,11 +54,14 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Structure:
-    """All of a step that does not depend on lengths. `cached` are the kinds of the layers of its cache."""
+    """All of a step that does not depend on lengths. `cached` are the kinds of the layers of its cache, `hosted` is how
+    many tensors each of them has on the host.
+    """
 
     events: tuple[Happening, ...]
     storages: tuple[Made, ...]
     cached: tuple[str, ...]
+    hosted: tuple[int, ...] = ()
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -68,7 +72,7 @@ class Structure:
 @dataclass(frozen=True, eq=False)
 class Step:
     """One step: its structure; and its sizes in this order: the difference of each event, the bytes of each storage,
-    all their dimensions, the bytes of each layer of the cache.
+    all their dimensions, the bytes of each layer of the cache, those of each of its tensors on the host.
     """
 
     structure: Structure
@@ -82,9 +86,13 @@ class Step:
     @property
     def cached(self) -> tuple[CachedLayer, ...]:
         """What each layer of the cache holds at its end."""
-        kinds = self.structure.cached
-        sizes = self.sizes[len(self.sizes) - len(kinds) :].tolist()
-        return tuple(map(CachedLayer, kinds, sizes))
+        kinds, counts = self.structure.cached, self.structure.hosted
+        sizes = self.sizes[len(self.sizes) - len(kinds) - sum(counts) :].tolist()
+        ends = list(accumulate(counts, initial=len(kinds)))
+        hosted = [tuple(sizes[low:high]) for low, high in pairwise(ends)] or [()] * len(kinds)
+        return tuple(
+            CachedLayer(kind, size, hosted=there) for kind, size, there in zip(kinds, sizes, hosted, strict=False)
+        )
 
     def made(self, places: Sequence[int]) -> Iterator[Storage]:
         """The storages that it makes at some places, as a record has them."""
@@ -133,8 +141,10 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
             *(each.bytes for each in storages),
             *(size for each in storages for size in each.shape),
             *(layer.bytes for layer in layers),
+            *(size for layer in layers for size in layer.hosted),
         ]
-        structure = Structure(tuple(happenings), kinds, tuple(layer.kind for layer in layers))
+        counts = tuple(len(layer.hosted) for layer in layers)
+        structure = Structure(tuple(happenings), kinds, tuple(layer.kind for layer in layers), counts)
         steps.append(Step(structure, np.array(sizes, dtype=np.int64)))
     return steps
 

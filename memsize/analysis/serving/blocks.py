@@ -24,7 +24,7 @@ from memsize.errors import InputError
 from memsize.records.gpu import Interval
 from memsize.records.serving import Concurrency, LayerGroup, Paged
 from memsize.spec.serving import Serving
-from memsize.workloads.generation import CachedLayer
+from memsize.workloads.caches import CachedLayer
 
 FULL, SLIDING, LATENT, STATE = "full attention", "sliding window", "latent attention", "state"
 _KINDS = (FULL, SLIDING, LATENT, STATE)

@@ -29,7 +29,8 @@ from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.spec.serving import KV_BYTES, Serving
 from memsize.units import GiB
-from memsize.workloads.generation import CachedLayer, GenerationSteps
+from memsize.workloads.caches import CachedLayer
+from memsize.workloads.generation import GenerationSteps
 from memsize.workloads.serving import ProfileRun, text_model
 
 LEAST_OUTSIDE: Final = GiB // 100

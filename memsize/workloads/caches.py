@@ -1,0 +1,160 @@
+"""What the caches of transformers' models hold for each layer, on the GPU and, if they are offloaded, on its host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from memsize.internals.pytree import tensors_in
+from memsize.model.tensor_storage import plain_tensors
+from memsize.records.gpu import Card
+from memsize.tracing.ledger import Ledger
+from memsize.tracing.run import Run, Setup
+from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.machine import VirtualMachine
+from memsize.virtual.seat import SEAT
+
+_CACHES: Final = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
+"""The names by which models of transformers take and return their caches."""
+
+
+class State(NamedTuple):
+    """A state of fixed size: the shape that each sequence has of it, bytes of an element, and whether it holds the last
+    inputs of a convolution, along its last dimension.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    of_convolution: bool
+
+
+class CachedLayer(NamedTuple):
+    """What a cache holds for one layer of the model: of which kind, in how many bytes; the states among that; and the
+    bytes of each of its tensors that is on the host.
+    """
+
+    kind: str
+    bytes: int
+    states: tuple[State, ...] = ()
+    hosted: tuple[int, ...] = ()
+
+
+_NOTHING: Final = torch.empty(0, device="cpu")
+
+
+def cache_of(kwargs: dict[str, Any], output: Any) -> Any:
+    """The cache that a forward was given or has returned; None where there is none."""
+    for name in _CACHES:
+        found = kwargs.get(name)
+        found = getattr(output, name, None) if found is None else found
+        if found is not None:
+            return found
+    return None
+
+
+def cached_layers(run: Run, cache: Any) -> Iterator[CachedLayer]:
+    """What each layer of the cache holds; its storages on the GPU are marked as those of a cache."""
+    met: set[int] = set()
+    latent = getattr(getattr(run.setup.model, "config", None), "kv_lora_rank", None)
+    for kind, layer in _layers(cache):
+        if kind == "full attention" and latent and getattr(layer, "keys", _NOTHING).shape[-1] == latent:
+            kind = "latent attention"
+        held = [index for index in _marked(run.ledger, layer) if index not in met]
+        met.update(held)
+        hosted = tuple(_on_host(run.ledger, layer))
+        if size := sum(map(run.ledger.size, held)) + sum(hosted):
+            yield CachedLayer(kind, size, tuple(_states(layer)), hosted)
+
+
+def _marked(ledger: Ledger, layer: Any) -> list[int]:
+    """The storages that a layer of a cache has on the GPU, which are marked as such."""
+    held = []
+    for piece in _pieces(layer):
+        index = ledger.index_of(piece)
+        if index >= 0 and index not in held:
+            ledger.mark(piece, "KV cache")
+            held.append(index)
+    return held
+
+
+def _on_host(ledger: Ledger, layer: Any) -> Iterator[int]:
+    """The bytes of each tensor that a layer of an offloaded cache has on the host."""
+    if isinstance(ledger, VirtualLedger):
+        yield from (piece.untyped_storage().nbytes() for piece in _pieces(layer) if SEAT.is_on_host(piece))
+
+
+def _pieces(layer: Any) -> Iterator[torch.Tensor]:
+    for tensor in tensors_in(layer if isinstance(layer, torch.Tensor) else vars(layer)):
+        yield from plain_tensors(tensor)
+
+
+def on_gpu_with_host(card: Card, setup: Setup) -> Setup:
+    """The setup of a run with an offloaded cache: what is copied to the host is told from what is on the GPU `card`."""
+    return replace(setup, machine=VirtualMachine(card))
+
+
+@contextmanager
+def offloading_watched(ledger: Ledger) -> Iterator[None]:
+    """While open, what an offloaded cache of transformers has on the GPU is marked as a cache's: at the end of a step
+    little of it is still there.
+    """
+    from transformers import cache_utils
+
+    owner: Any = cache_utils.Cache
+    offload, prefetch = owner.offload, owner.prefetch
+
+    def offloaded(cache: Any, layer_idx: int, *args: Any) -> None:
+        _marked(ledger, cache.layers[layer_idx])
+        offload(cache, layer_idx, *args)
+
+    def prefetched(cache: Any, *args: Any) -> None:
+        prefetch(cache, *args)
+        for layer in cache.layers:
+            _marked(ledger, layer)
+
+    owner.offload, owner.prefetch = offloaded, prefetched
+    try:
+        yield
+    finally:
+        owner.offload, owner.prefetch = offload, prefetch
+
+
+def _states(layer: Any) -> Iterator[State]:
+    """The states of a layer of transformers' linear attention, or of one with both kinds of attention."""
+    for name in ("conv_states", "recurrent_states"):
+        held = getattr(layer, name, None)
+        for tensor in held.values() if isinstance(held, dict) else ():
+            if isinstance(tensor, torch.Tensor):
+                yield State(tuple(tensor.shape[1:]), tensor.element_size(), name == "conv_states")
+
+
+def _layers(cache: Any) -> Iterator[tuple[str, Any]]:
+    """The layers of a cache, and what they are: transformers' `Cache` knows its own; of others each entry is one."""
+    if cache is None:
+        return
+    crossed = getattr(cache, "cross_attention_cache", None)
+    if crossed is not None:
+        yield from _layers(cache.self_attention_cache)
+        yield from (("cross-attention", layer) for _, layer in _layers(crossed))
+        return
+    layers = getattr(cache, "layers", cache)
+    if not isinstance(layers, (list, tuple)):
+        yield "state", layers
+        return
+    for layer in layers:
+        yield _kind(layer), layer
+
+
+def _kind(layer: Any) -> str:
+    """What a layer of a cache keeps: of every token, of a window's, or a state of fixed size; and how."""
+    if isinstance(layer, torch.Tensor):
+        return "state"
+    name = type(layer).__name__
+    linear, window = "LinearAttention" in name, "SlidingWindow" in name
+    attention = "Attention" in name.removeprefix("LinearAttention").removesuffix("Layer") or not linear
+    kept = (["state"] if linear else []) + ([("sliding window" if window else "full attention")] if attention else [])
+    return " and ".join(kept)
