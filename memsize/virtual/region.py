@@ -27,7 +27,16 @@ from memsize.tracing.places import there
 from memsize.tracing.resizes import resizes_seen
 from memsize.tracing.run import gpu_semantics
 from memsize.tracing.saved import saving
-from memsize.virtual import graphs, monitoring, processes, several_gpus, tensors, triton_kernels
+from memsize.virtual import (
+    device_numbers,
+    graphs,
+    monitoring,
+    processes,
+    several_gpus,
+    tensors,
+    torch_script,
+    triton_kernels,
+)
 from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.seat import SEAT, seated
@@ -99,6 +108,8 @@ def _forget_answers() -> None:
 def _replacements(driver: Driver, ledger: VirtualLedger, world: World) -> Iterator[Replacement]:
     yield torch, "compile", _uncompiled(ledger)
     yield from _kept_by_checkpointing(ledger)
+    yield from device_numbers.replacements()
+    yield from torch_script.replacements()
     yield from graphs.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from monitoring.replacements(driver)
     yield from processes.replacements(world, ledger)
