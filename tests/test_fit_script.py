@@ -79,6 +79,22 @@ def test_the_largest_value_fits_and_the_next_does_not(script: Path, capfd: pytes
     assert "never seen" not in capfd.readouterr().out
 
 
+def test_each_card_is_the_one_that_the_script_sees(script: Path) -> None:
+    """The script takes as many MiB a step of the argument as the card has GiB: 14 of a T4, 39 of an A100."""
+    text = script.read_text().replace("2**20", "2**20 * (torch.cuda.mem_get_info()[1] // 2**30)")
+    script.write_text(text)
+    found = memsize.fit_script(script, ["--size", "20"], vary="size", gpu=["t4", "a100", "a100-80gb"])
+    t4, a100, larger = found.fit_rows
+    assert (t4.gpu, t4.per_step, a100.gpu, a100.per_step) == ("Tesla T4", 14 * MiB, "A100 40GB", 39 * MiB)
+    assert larger.per_step == 79 * MiB  # with the kernels of the other A100
+    for row in found.fit_rows:
+        assert row.size is not None and row.peak is not None and row.per_step is not None
+        assert row.status == "found" and row.peak <= row.budget < row.peak + row.per_step + 2 * MiB
+        trace = found.trace_of(row)
+        assert trace is not None and max(each.bytes for each in trace.storages) == row.size * row.per_step
+    assert len({run.gpu for run in found.traces}) == 3 and found.runs == len(found.traces)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_allocator_has_the_settings_that_the_script_runs_with(
     inside: bool, script: Path, monkeypatch: pytest.MonkeyPatch

@@ -176,7 +176,9 @@ class Fit(Answer):
         own = next(budget for budget in self.budgets if budget.name == row.gpu)
         alike = next(each for each in self.budgets if each.runs_as(own))
         size = row.size or row.next_size
-        return None if size is None else self.traces.get(FitRun(row.scenario, size, alike.name, row.batch))
+        # Runs of a script are each card's own, others are those of the first whose kernels they are.
+        runs = () if size is None else (FitRun(row.scenario, size, name, row.batch) for name in (own.name, alike.name))
+        return next((self.traces[run] for run in runs if run in self.traces), None)
 
     def tables(self) -> dict[str, FlatTable]:
         """`rows` and `remedies`, as the properties of these names have them."""

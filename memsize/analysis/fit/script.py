@@ -96,26 +96,40 @@ def fit_script(
     Raises `ForwardError` where the script fails with the value that it is given, and `InputError` where that value has
     no effect on the memory of the GPU.
     """
-    runs = ScriptRuns(script, budgets[0].card, config, steps, say)
     import_packages(script.path, budgets[0].card, config)
+    runs: list[ScriptRuns] = []
+    asked: list[Budget] = []
+    rows: list[FitRow] = []
+    searches: list[Search] = []
+
+    def so_far() -> Fit | None:
+        return _so_far(runs, rows, searches, [*asked, *budgets[len(asked) :]])
+
+    with found_kept(so_far):
+        for budget in budgets:
+            # The script may ask for the card's size: each card has runs of its own.
+            runs.append(ScriptRuns(script, budget.card, config, steps, say))
+            first, second = _first_runs(runs[-1])
+            asked.append(replace(budget, fraction=first.config.memory_fraction))
+            searches.append(_search(runs[-1], asked[-1], first, second))
+            searches[-1].run(None, MOST_RUNS - 2)
+            rows.append(_grown(searches[-1], asked[-1]))
+    return _answer(runs, rows, asked)
+
+
+def _first_runs(runs: ScriptRuns) -> tuple[Footprint, Footprint]:
+    """The runs with the value that the script is given, and with twice that."""
+    script = runs.script
     first, second = runs.run(script.value), runs.run(2 * script.value)
     if first.pairs == second.pairs:
         raise InputError(
             f"{script.name} {first.size} and {second.size} take the same memory of the GPU: there is nothing to vary"
         )
-    budgets = [replace(budget, fraction=first.config.memory_fraction) for budget in budgets]
-    rows: list[FitRow] = []
-    searches: list[Search] = []
-    with found_kept(lambda: _so_far(runs, rows, searches, budgets)):
-        for budget in budgets:
-            searches.append(_search(runs, budget, first, second))
-            searches[-1].run(None, MOST_RUNS - 2)
-            rows.append(_grown(searches[-1], budget))
-    return _answer(runs, rows, budgets)
+    return first, second
 
 
 def _so_far(
-    runs: ScriptRuns, rows: Sequence[FitRow], searches: Sequence[Search], budgets: Sequence[Budget]
+    runs: Sequence[ScriptRuns], rows: Sequence[FitRow], searches: Sequence[Search], budgets: Sequence[Budget]
 ) -> Fit | None:
     """The rows that are complete, and what the search that had begun knows; None where that is nothing."""
     begun = [_grown(search, budgets[len(rows)]) for search in searches[len(rows) :]]
@@ -125,8 +139,15 @@ def _so_far(
     return _answer(runs, [*rows, *known], budgets, missing) if rows or known else None
 
 
-def _answer(runs: ScriptRuns, rows: Sequence[FitRow], budgets: Sequence[Budget], missing: Sequence[str] = ()) -> Fit:
-    script = runs.script
+def _answer(
+    runs: Sequence[ScriptRuns], rows: Sequence[FitRow], budgets: Sequence[Budget], missing: Sequence[str] = ()
+) -> Fit:
+    script = runs[0].script
+    made = {
+        FitRun("as-given", size, budget.name): run
+        for own, budget in zip(runs, budgets, strict=False)
+        for size, run in own.made.items()
+    }
     return Fit(
         model=script.command(),
         inputs=(),
@@ -138,9 +159,9 @@ def _answer(runs: ScriptRuns, rows: Sequence[FitRow], budgets: Sequence[Budget],
             *interrupted(missing),
             *RULES.findings(FitEvidence(tuple(rows), tuple(budgets), script.name, None, ())),
         ),
-        notes=tuple(dict.fromkeys(note for run in runs.made.values() for note in run.trace.notes)),
-        traces={FitRun("as-given", size, budgets[0].name): run.trace for size, run in runs.made.items()},
-        runs=len(runs.made),
+        notes=tuple(dict.fromkeys(note for run in made.values() for note in run.trace.notes)),
+        traces={run: footprint.trace for run, footprint in made.items()},
+        runs=len(made),
         missing=tuple(missing),
     )
 
