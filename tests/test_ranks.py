@@ -382,7 +382,7 @@ def test_a_mesh_larger_than_the_world_is_refused() -> None:
     [
         (
             "torch.distributed.device_mesh.init_device_mesh('cuda', (2, 4))",
-            "a mesh of 2 x 4 has 8 processes, and the program is run with 4 (memsize run --gpus N)",
+            "a mesh of 2 x 4 has 8 processes, and the program is run with 4 (memsize run --gpus 8 …)",
         ),
         ("torch.zeros(2, device='cuda:1')", "cuda:1 is the GPU of another process, this one has cuda:2"),
         ("torch.nn.Linear(2, 2).to('cuda:1')", "cuda:1 is the GPU of another process, this one has cuda:2"),

@@ -51,9 +51,10 @@ def environment(world: World) -> dict[str, str]:
 
 
 def wanted(size: int, world: World) -> str:
-    """Says that a program asked for another number of processes than it is run with."""
+    """Says that a program asked for another number of processes, on all machines, than it is run with."""
     gpus = f"{world.size} GPUs" if world.size > 1 else "one GPU"
-    return f"this program wants {size} processes, one for each GPU, and it is run with {gpus} (memsize run --gpus N)"
+    run = f"memsize run --gpus {size}" + (f" --nodes {world.nodes}" if world.nodes > 1 else "")
+    return f"this program wants {size} processes, one for each GPU, and it is run with {gpus}: {run} …"
 
 
 def is_available() -> bool:
@@ -125,7 +126,7 @@ def _within(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
             sizes = " x ".join(map(str, shape))
             raise InputError(
                 f"a mesh of {sizes} has {math.prod(shape)} processes, and the program is run with {world.size} "
-                "(memsize run --gpus N): the product of its sizes is the number of GPUs"
+                f"(memsize run --gpus {math.prod(shape)} …): the product of its sizes is the number of GPUs"
             )
         return original(mesh)
 

@@ -39,7 +39,7 @@ def _spawning(world: World) -> Callable[..., Any]:
 
     def spawned(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:
         if nprocs != world.local_size:
-            raise InputError(group.wanted(nprocs, world))
+            raise InputError(group.wanted(nprocs * world.nodes, world))
         fn(world.local_rank, *args)
         return None if join else _Over()
 
