@@ -379,6 +379,7 @@ def test_which_scenarios_peak_is_told() -> None:
     ("found", "where", "advice"),
     [
         (peak(place="conv", activation=900), "in the backward of conv:", "Most of it grows with the batch."),
+        (peak(place="1", activation=900), "in the backward of layer 1:", "Most of it grows with the batch."),
         (peak(phase="optimizer", temporary=300), "in the optimizer's update:", "temporaries take 300 B of it"),
         (peak(phase="zero_grad"), "in the zeroing of gradients:", "Most of it grows with the batch."),
         # Half of it is not most of it

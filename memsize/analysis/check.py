@@ -10,7 +10,7 @@ from memsize.errors import InputError
 from memsize.records.aggregates import COUNTED, totals
 from memsize.records.baseline import Baseline, LayerFigures
 from memsize.records.check import Figure
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, moment_in_words
 from memsize.records.fit import FitRow
 from memsize.records.gpu import GpuEstimate
 from memsize.records.report import Report, ScenarioResult
@@ -161,8 +161,8 @@ def against_batch(row: FitRow, bound: Bound) -> tuple[Figure, Finding | None]:
         values |= {"needed": Bytes(needed), "excess": Bytes(needed - row.budget)}
     layer = (row.bind.layer,) if row.bind and row.bind.layer else ()
     if row.bind and layer:
-        text += "; it runs out in {phase} of {layer}"
-        values |= {"phase": row.bind.phase, "layer": row.bind.layer}
+        text += "; it runs out in {where}"
+        values |= {"where": moment_in_words(row.bind.phase, row.bind.layer)}
     return figure, Finding("does-not-fit", None if needed is None else needed - row.budget, layer, f"{text}.", values)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from memsize.analysis.step import StepTrace
+from memsize.records.finding import moment_in_words
 from memsize.records.roles import noun
 from memsize.units import format_bytes
 
@@ -44,7 +45,7 @@ class Guard:
         """The prediction in a sentence: what it needs, what is there, and what most of it is."""
         peak = self.step.peak
         role, size = max(peak.roles.items(), key=lambda item: item[1], default=("activation", 0))
-        where = f" of {peak.peak_layer}" if peak.peak_layer else ""
-        needs = f"{self.step.trace.model} needs {format_bytes(peak.reserved)} at its peak, in {peak.peak_phase}{where}"
+        where = moment_in_words(peak.peak_phase, peak.peak_layer)
+        needs = f"{self.step.trace.model} needs {format_bytes(peak.reserved)} at its peak, in {where}"
         there = "" if self.budget is None else f"; {format_bytes(self.budget)} are there"
         return f"{needs}{there}. The most are {noun(role)}, {format_bytes(size)}."

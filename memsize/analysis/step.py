@@ -19,6 +19,7 @@ from memsize.printable import printable
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.answer import FlatTable, Savable
 from memsize.records.codec import decode, encode
+from memsize.records.finding import moment_in_words
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
 from memsize.records.trace import Trace
 from memsize.units import amount_in, format_bytes
@@ -117,7 +118,7 @@ class StepTrace(Savable):
 
     def __repr__(self) -> str:
         peak = self.peak
-        where = f"in {peak.peak_phase}" + (f" of {peak.peak_layer}" if peak.peak_layer else "")
+        where = f"in {moment_in_words(peak.peak_phase, peak.peak_layer)}"
         under = "" if self.trace.scenario == "as-given" else f" under {self.trace.scenario}"
         stack = f" with {self.trace.stack}" if self.trace.stack else ""
         rank = f", {self.trace.world}" if self.trace.world.size > 1 else ""

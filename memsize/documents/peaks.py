@@ -19,6 +19,7 @@ from memsize.documents.sections import (
     role_part,
     said_once,
 )
+from memsize.records.finding import moment_in_words
 from memsize.records.gpu import GpuEstimate, LiveStorage, Shortage
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.roles import Role, in_order
@@ -77,7 +78,7 @@ def peak_table(report: Report) -> Table:
 
 
 def _short(shortage: Shortage) -> str:
-    where = f"{shortage.phase} of {shortage.layer}" if shortage.layer else shortage.phase
+    where = moment_in_words(shortage.phase, shortage.layer)
     if shortage.certain:
         return f"does not fit: it runs out of memory in {where}; its peaks are those with enough memory"
     return f"may not fit: with a large CUDA context it runs out of memory in {where}"

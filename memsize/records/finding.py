@@ -74,6 +74,17 @@ def join_names(names: tuple[object, ...]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def layer_in_words(path: str) -> str:
+    """A layer's path inside a sentence: one that is a number, as in a Sequential, would read as a count."""
+    return f"layer {path}" if path.isdigit() else path
+
+
+def moment_in_words(phase: str, layer: str | None, step: int = 0) -> str:
+    """A moment of a run: ``backward``, ``backward 2 of conv.2``, ``forward of layer 1``."""
+    numbered = f"{phase} {step}" if step else phase
+    return f"{numbered} of {layer_in_words(layer)}" if layer else numbered
+
+
 E = TypeVar("E")
 Rule = Callable[[E], Iterator[Finding]]
 """Looks at evidence and says what it found, or nothing."""

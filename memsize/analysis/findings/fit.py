@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from memsize.errors import first_line
-from memsize.records.finding import Finding, Rules
+from memsize.records.finding import Finding, Rules, layer_in_words
 from memsize.records.fit import ANSWERED, Alike, Bind, Budget, Crossing, FitRow, Remedied, Status
 from memsize.records.roles import noun
 from memsize.spec.vary import UNITS
@@ -169,7 +169,7 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{most}{cached}{adds}",
         {
             "phase": bind.phase,
-            "layer": bind.layer,
+            "layer": layer_in_words(bind.layer),
             "op": bind.op,
             "role": noun(bind.role),
             "held": Bytes(bind.roles[bind.role]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from memsize.records.finding import Finding, Moment
+from memsize.records.finding import Finding, Moment, moment_in_words
 from memsize.records.gpu import Shortage
 from memsize.units import Bytes
 
@@ -26,7 +26,7 @@ _PHASES: Final = {"optimizer": "optimizer's update", "zero_grad": "zeroing of gr
 
 def moment(phase: str, layer: str) -> str:
     """A moment of a run in words that follow "in the": the phase, and the layer where there is one."""
-    return f"{phase} of {layer}" if layer else _PHASES.get(phase, phase)
+    return moment_in_words(phase if layer else _PHASES.get(phase, phase), layer)
 
 
 def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None = None) -> Finding:
