@@ -18,7 +18,7 @@ from memsize.documents import document
 from memsize.documents.sections import Findings
 from memsize.records.gpu import GpuEstimate, Interval
 from memsize.records.peak_by_module import ModuleShare, peak_by_module
-from memsize.records.program import Assumed, Growth, Holder, KeptGradients, LiveTensor, ProgramRun, Refused
+from memsize.records.program import Assumed, Growth, Holder, KeptGradients, LiveTensor, ProgramRun, Refused, WentOn
 from memsize.records.timeline import step_courses
 from memsize.records.trace import Event, Storage, Trace
 from memsize.render import render
@@ -108,15 +108,39 @@ def test_what_fits_is_said_with_its_largest_tensor() -> None:
 
 def test_what_does_not_fit_is_said_with_its_line() -> None:
     refused = Refused(20 * MiB, 5 * MiB, 100 * MiB, "relu", "body", "forward 2", "net.py:12")
-    run = replace(program(), refused=(refused, refused))
+    run = replace(program(), refused=(refused, refused), failure="OutOfMemoryError")
     assert codes(run) == ["run-out-of-memory"]
-    assert RULES.findings(run)[0].in_brief() == (
-        "The program runs out of Tesla T4's memory 2 times, first at net.py:12, and goes on."
-    )
-    failed = RULES.findings(replace(run, failure="OutOfMemoryError"))[0]
-    assert failed.in_brief().startswith("Tesla T4 is too small: at net.py:12, in forward 2, relu asks for 20.00 MiB")
-    text = RULES.findings(run)[0].text()
-    assert "at net.py:12, in forward 2, relu asks for 20.00 MiB where 5.00 MiB are left" in text and "2 times" in text
+    (found,) = RULES.findings(run)
+    where = "at net.py:12, in forward 2 of body, relu asks for 20.00 MiB where 5.00 MiB are left"
+    assert found.in_brief() == f"Tesla T4 is too small: {where}."
+    assert found.text() == (f"Tesla T4 is too small: {where}; PyTorch raises OutOfMemoryError, the first of 2 times.")
+
+
+@pytest.mark.parametrize(
+    ("count", "steps", "after", "told"),
+    [
+        (2, 3, WentOn(3, Interval(340 * MiB, 690 * MiB)), "what follows fits (3 steps, {peak})"),
+        (2, 3, WentOn(1, Interval(340 * MiB, 690 * MiB)), "what follows fits (one step, {peak})"),
+        (1, 3, WentOn(0, Interval(340 * MiB, 690 * MiB)), "what follows fits (no step, {peak})"),
+        (1, 0, WentOn(0, Interval(340 * MiB, 690 * MiB)), "what follows fits ({peak})"),
+        (1, 3, WentOn(0, None), "nothing more is put on the GPU"),
+    ],
+)
+def test_a_program_that_goes_on_is_told_whether_the_rest_fits(count: int, steps: int, after: WentOn, told: str) -> None:
+    refused = Refused(20 * MiB, 5 * MiB, 100 * MiB, "relu", "body", "forward 2", "net.py:12")
+    run = replace(program(), refused=(refused,) * count, steps=steps, went_on=after)
+    (found,) = (each for each in RULES.findings(run) if each.code == "run-out-of-memory")
+    told = told.format(peak="340.00 MiB to 690.00 MiB of 14,909.44 MiB at the peak")
+    times = "once, at net.py:12" if count == 1 else "2 times, first at net.py:12"
+    assert found.in_brief() == f"The program runs out of Tesla T4's memory {times}, and goes on: {told}."
+    assert found.text().endswith(f". The program goes on: {told}.")
+    assert "at net.py:12, in forward 2 of body, relu asks for 20.00 MiB where 5.00 MiB are left" in found.text()
+
+
+def test_a_layer_that_is_a_number_does_not_read_as_a_count() -> None:
+    run = program()
+    numbered = replace(run, peak=replace(run.peak, peak_layer="1", peak_step=6))
+    assert ", in backward 6 of layer 1." in RULES.findings(numbered)[0].in_brief()
 
 
 def test_the_verdict_is_short_and_why_says_all() -> None:

@@ -19,7 +19,7 @@ from memsize.cli import run as command
 from memsize.documents import document
 from memsize.records.aggregates import traffic
 from memsize.records.gpu import Interval
-from memsize.records.program import ProgramRun, Refused
+from memsize.records.program import ProgramRun, Refused, WentOn
 from memsize.records.ranks import RankGroup, RankRuns, spans
 from memsize.records.world import Collective, World
 from memsize.render import render
@@ -155,9 +155,11 @@ def test_a_rank_that_does_not_fit_is_the_worst() -> None:
     runs = replace(runs, groups=(runs.groups[0], small))
     assert runs.worst is small
     assert told(runs)[0] == (
-        "Tesla T4 is too small for ranks 6 and 7 of 8: at net.py:12, in forward 2, relu asks for 20.00 MiB where 5.00 "
-        "MiB are left."
+        "Tesla T4 is too small for ranks 6 and 7 of 8: at net.py:12, in forward 2 of body, relu asks for 20.00 MiB "
+        "where 5.00 MiB are left."
     )
+    handled = replace(small, run=replace(small.run, went_on=WentOn(3, None)))
+    assert told(replace(runs, groups=(runs.groups[0], handled)))[0].endswith("are left; the program goes on.")
 
 
 def test_a_rank_that_fails_is_named() -> None:

@@ -31,7 +31,8 @@ from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError
 from memsize.records.aggregates import split_phase
-from memsize.records.program import Holder, KeptGradients, ProgramRun
+from memsize.records.gpu import Interval
+from memsize.records.program import Holder, KeptGradients, ProgramRun, WentOn
 from memsize.records.trace import Event, Trace
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import format_bytes
@@ -623,7 +624,7 @@ def test_a_group_of_one_process_is_itself(tmp_path: Path) -> None:
 )
 def test_several_processes_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
     _, error = ran(tmp_path, text, "4")
-    assert "wants 4 processes" in str(error) and "\n" not in str(error)
+    assert "wants 4 processes" in str(error) and "memsize run --gpus 4 …" in str(error) and "\n" not in str(error)
 
 
 # -- what is recorded -------------------------------------------------------------------------------------------------
@@ -865,6 +866,50 @@ def test_a_request_that_fails_empties_the_cache(tmp_path: Path, capsys: pytest.C
     assert error is None and len(found.refused) == 1
     assert capsys.readouterr().out.split() == ["0", str(9 * 2**30)]
     assert found.peak.reserved == 9 * 2**30 and found.peak.shortage is None
+
+
+def test_a_refused_request_names_the_layer_as_the_tables_do(tmp_path: Path) -> None:
+    """The output of `b`'s first layer would take 64 GiB."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        a, b = nn.Linear(8, 8).cuda(), nn.Sequential(nn.Linear(8, 2**14)).cuda()
+        x = torch.ones(2**20, 8, device="cuda")
+        a(x)
+        b(x)
+        """,
+    )
+    assert isinstance(error, torch.OutOfMemoryError) and found.refused[0].layer == "b.0"
+    assert "in forward 1 of b.0, addmm asks for 64.00 GiB" in found.findings[0].text("GiB")
+
+
+def test_what_follows_refused_requests_is_told_by_itself(tmp_path: Path) -> None:
+    """The peak of the run, 12 GiB, is before; after it two steps are made beside 5 GiB (and 1 MiB of parameters)."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        weights = torch.nn.Parameter(torch.empty(2**18, device="cuda"))
+        optimizer = torch.optim.SGD([weights])
+        for gib in (12, 20, 5, 20, 5):
+            try:
+                kept = torch.empty(gib, 2**30, dtype=torch.uint8, device="cuda")
+                optimizer.step()
+                optimizer.step()
+            except torch.OutOfMemoryError:
+                pass
+            kept = None
+        """,
+        steps=0,
+    )
+    context = Interval(300 * MiB, 650 * MiB)
+    assert error is None and len(found.refused) == 2 and found.steps == 6
+    assert found.peak.device.low == 12 * 2**30 + 2 * MiB + context.low
+    after = 5 * 2**30 + 2 * MiB
+    assert found.went_on == WentOn(2, Interval(after + context.low, after + context.high))
+    assert "what follows fits (2 steps, " in found.findings[0].in_brief()
 
 
 def test_evaluation_is_told_apart_and_every_root_has_its_name(tmp_path: Path) -> None:
@@ -1249,6 +1294,38 @@ def test_the_exit_status_of_a_program_that_refuses_its_arguments(tmp_path: Path)
     script.write_text("import sys\nsys.exit(3)\n", encoding="utf-8")
     assert command(["run", str(script)]) == 3
     assert command(["run", str(tmp_path / "none.py")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("package.nothere", "cannot run the module package.nothere: No module named package.nothere"),
+        ("package.nothere.train", "cannot run the module package.nothere.train: "),
+        ("package", "'package' is a package and cannot be directly executed"),
+        ("nothere", "no such module: nothere"),
+    ],
+)
+def test_a_module_that_is_not_there_is_said_in_one_line(
+    module: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("package").mkdir()
+    Path("package", "__init__.py").touch()
+    assert command(["run", "-m", module]) == 2
+    written = capsys.readouterr()
+    error = written.err.strip().splitlines()[-1]
+    assert said in error and "Traceback" not in written.err and not written.out
+
+
+def test_what_a_package_itself_cannot_import_is_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken").mkdir()
+    Path("broken", "__init__.py").write_text("import broken.missing\n", encoding="utf-8")
+    Path("broken", "train.py").touch()
+    assert command(["run", "-m", "broken.train"]) == 1
+    assert "import broken.missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

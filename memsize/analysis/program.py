@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +18,13 @@ from memsize.analysis.real_gpu import needs_gpu
 from memsize.analysis.runner import plans_of, workspaces
 from memsize.analysis.snapshot import snapshot
 from memsize.device.config import AllocatorConfig
-from memsize.device.gpu_estimate import estimate_gpu
+from memsize.device.gpu_estimate import device_since, estimate_gpu
 from memsize.errors import InputError
 from memsize.internals.isolation import isolated
 from memsize.records.aggregates import alive, live_bytes, split_phase
 from memsize.records.codec import plain
 from memsize.records.gpu import Card
-from memsize.records.program import Growth, Holder, KeptGradients, LiveTensor, ProgramRun
+from memsize.records.program import Growth, Holder, KeptGradients, LiveTensor, ProgramRun, WentOn
 from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.virtual.files import Files
@@ -67,8 +69,16 @@ def run_program(
     say(f"{name}: starting")
     with isolated():
         error = program.run(path, arguments, module)
+    if module and isinstance(error, ImportError) and _is_runpys(error):
+        raise InputError(f"cannot run the module {path}: {error}") from error
     say(f"{name}: adding up what it held")
     return program_run(program, " ".join((path, *arguments)), error), error
+
+
+def _is_runpys(error: ImportError) -> bool:
+    """Whether it is raised by what looks for the module, and not by code of its package."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return innermost.f_code.co_filename == runpy.run_module.__code__.co_filename
 
 
 class VirtualGpu:
@@ -136,6 +146,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         stopped=program.stopped,
         tensors=_largest(trace),
         refused=program.refused,
+        went_on=_went_on(program, trace) if error is None else None,
         assumed=program.assumed,
         growth=_growth(program, trace),
         kept_gradients=_kept_gradients(trace, program.steps.zeroed),
@@ -146,6 +157,17 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         allocator=json.dumps(plain(program.memory.config)),
     )
     return replace(found, findings=RULES.findings(found))
+
+
+def _went_on(program: Program, trace: Trace) -> WentOn | None:
+    """What followed the last request that the card refused."""
+    place = program.last_refused
+    if place is None:
+        return None
+    if not any(event.delta > 0 for event in trace.events[place:]):
+        return WentOn(0, None)
+    device = device_since(trace, program.card, program.memory.config, place)
+    return WentOn(sum(end > place for end in program.steps.ends), device)
 
 
 def _capacity(memory: DeviceMemory) -> int:

@@ -100,13 +100,25 @@ def _context(trace: Trace, where: Card | None) -> Interval:
     return context(cuda) if where is None else context_on(where, cuda)
 
 
-def _device(trace: Trace, where: Card | None, replays: Replays, replayed: Replay, *, bounded: bool) -> Interval:
+def device_since(trace: Trace, where: Card, config: AllocatorConfig, event: int) -> Interval:
+    """The most that the GPU would show from `event` of the run on."""
+    replays = Replays(config, timeline=True)
+    replayed, _ = _on_card(trace, where, replays)
+    return _device(trace, where, replays, replayed, bounded=True, since=event)
+
+
+def _device(
+    trace: Trace, where: Card | None, replays: Replays, replayed: Replay, *, bounded: bool, since: int = 0
+) -> Interval:
     """Reserved memory plus the CUDA context, with the smallest and the largest convolution workspaces that are
-    possible.
+    possible, at its peak `since` an event. For one that isn't the first the replays have timelines.
     """
     outside = _context(trace, where)
     others = (replays.of(trace, events, where).replay for events in variants(trace)[1:])
-    reserved = [each.reserved.bytes for each in (replayed, *others)]
+    reserved = [
+        int(each.timeline.reserved[since:].max()) if since and each.timeline else each.reserved.bytes
+        for each in (replayed, *others)
+    ]
     high = max(reserved) + outside.high
     return Interval(min(reserved) + outside.low, min(high, where.bytes) if where and bounded else high)
 

@@ -109,6 +109,7 @@ class ProgramDocument(Document[ProgramRun]):
             "peak": _peak_data(run),
             "tensors": [tensor._asdict() for tensor in run.tensors],
             "refused": [refused._asdict() for refused in run.refused],
+            "went_on": _went_on_data(run),
             "modules": [share._asdict() for share in peak_by_module(run.trace)],
             "growth": _growth_data(run),
             "kept_gradients": run.kept_gradients and run.kept_gradients._asdict(),
@@ -124,6 +125,11 @@ def _peak_data(run: ProgramRun) -> dict[str, Any]:
     peak = plain(run.peak)
     peak.pop("storages")
     return {**peak, "device": run.peak.device._asdict(), "roles": dict(run.peak.roles)}
+
+
+def _went_on_data(run: ProgramRun) -> dict[str, Any] | None:
+    after = run.went_on
+    return after and {"steps": after.steps, "device": after.device and after.device._asdict()}
 
 
 def _growth_data(run: ProgramRun) -> dict[str, Any] | None:

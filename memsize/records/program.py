@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from memsize.records.answer import Answer, FlatTable
 from memsize.records.finding import Finding
-from memsize.records.gpu import Card, GpuEstimate
+from memsize.records.gpu import Card, GpuEstimate, Interval
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
 
@@ -35,6 +35,15 @@ class Refused(NamedTuple):
     layer: str | None
     phase: str
     line: str | None
+
+
+class WentOn(NamedTuple):
+    """What the program did after the last request that the card could not serve: the training `steps` that it made,
+    and the most that the GPU would show, None where nothing more was put on it.
+    """
+
+    steps: int
+    device: Interval | None
 
 
 class Assumed(NamedTuple):
@@ -92,9 +101,10 @@ class ProgramRun(Answer):
     """A program's run on `card`: `steps` optimizer steps, after which it was stopped, or its own end.
 
     `capacity` is what the card and the program leave to PyTorch's allocator, `peak` the peak as the GPU would report
-    it. `waits` is the line of a loop that waits for a number which only a GPU computes: the program was stopped there.
-    `failure` is how it ended, where it failed, and `needs_gpu` what it needs a real GPU for. `allocator` holds the
-    settings of the caching allocator as JSON data.
+    it. `went_on` says what followed refused requests, where the program handled them. `waits` is the line of a loop
+    that waits for a number which only a GPU computes: the program was stopped there. `failure` is how it ended, where
+    it failed, and `needs_gpu` what it needs a real GPU for. `allocator` holds the settings of the caching allocator as
+    JSON data.
     """
 
     kind: ClassVar = "program"
@@ -117,6 +127,7 @@ class ProgramRun(Answer):
     failure: str | None = None
     needs_gpu: NeedsGpu | None = None
     allocator: str = ""
+    went_on: WentOn | None = None
     findings: tuple[Finding, ...] = field(default=())
 
     def tables(self) -> dict[str, FlatTable]:

@@ -23,6 +23,7 @@ from memsize.records.program import Assumed, Refused
 from memsize.records.trace import Failure, Layer, StoredTensor, Trace
 from memsize.records.world import World
 from memsize.tracing.ledger import Workspaces
+from memsize.tracing.module_calls import Seen
 from memsize.tracing.run import layer_rows
 from memsize.units import GiB, KiB, MiB
 from memsize.virtual import sharded_checkpoints
@@ -87,8 +88,8 @@ class Program:
         )
         self.steps = ProgramSteps(self.ledger, steps, self._stop_after_steps, lambda: shown(self._lines()))
         self.calls = ProgramCalls(self.ledger, self._before_forward)
-        self._refused: list[tuple[int, Refused]] = []
-        """Each with the number of events before it."""
+        self._refused: list[tuple[int, int, Refused]] = []
+        """Each with the number of events before it, and the layer as the clock numbers it."""
         self._assumed: dict[str, dict[str, None]] = {}
         self._snapshot = snapshot
         self._seen = 0
@@ -154,10 +155,9 @@ class Program:
     def _out_of_memory(self, request: int) -> Exception:
         """The error in PyTorch's words (c10/cuda/CUDACachingAllocator.cpp)."""
         memory, clock = self.memory, self.ledger.clock
-        layer = self.calls.seen[clock.layer].path if clock.layer >= 0 else None
-        where = (self.ledger.last_op, layer, clock.phases[clock.phase], shown(self._lines()) or None)
+        where = (self.ledger.last_op, None, clock.phases[clock.phase], shown(self._lines()) or None)
         refused = Refused(request, memory.left, memory.reserved, *where)
-        self._refused.append((len(self.ledger.events), refused))
+        self._refused.append((len(self.ledger.events), clock.layer, refused))
         idle = _in_its_words(memory.reserved - memory.allocated)
         share = "" if memory.allowed is None else f"{_in_its_words(memory.allowed)} allowed; "
         return torch.OutOfMemoryError(
@@ -201,8 +201,16 @@ class Program:
     @property
     def refused(self) -> tuple[Refused, ...]:
         """The requests that the card could not serve."""
-        ends = self.steps.ends
-        return tuple(each._replace(phase=in_step(each.phase, place, ends)) for place, each in self._refused)
+        ends, seen = self.steps.ends, self._seen_layers()
+        return tuple(
+            each._replace(phase=in_step(each.phase, place, ends), layer=seen[layer].path if layer >= 0 else None)
+            for place, layer, each in self._refused
+        )
+
+    @property
+    def last_refused(self) -> int | None:
+        """The number of events before the last request that the card could not serve; None: it served all."""
+        return self._refused[-1][0] if self._refused else None
 
     @property
     def assumed(self) -> tuple[Assumed, ...]:
@@ -216,13 +224,12 @@ class Program:
         return trace
 
     def _trace(self, error: BaseException | None) -> Trace:
-        ledger, calls = self.ledger, self.calls
+        ledger, calls, names = self.ledger, self.calls, self._root_names()
         storages = ledger.storages(calls.kept)
-        names = [root.name for root in calls.roots] if len(calls.roots) > 1 else [""]
         tensors = tuple(
             _of_root(tensor, names[number]) for number, root in enumerate(calls.roots) for tensor in root.tensors
         )
-        seen = [replace(each, path=_path(names[calls.root_of[i]], each.path)) for i, each in enumerate(calls.seen)]
+        seen = self._seen_layers()
         layers = layer_rows(seen, tensors, storages, calls.kept, ledger.multiply_adds)
         convolutions = ledger.workspaces.convolutions
         recorded = ledger.events[: self._seen if self._end is None else self._end]
@@ -249,6 +256,15 @@ class Program:
             world=self.world or World(),
             collectives=tuple(ledger.collectives),
         )
+
+    def _root_names(self) -> list[str]:
+        """What every root module that was called is told apart by; one alone needs no name."""
+        return [root.name for root in self.calls.roots] if len(self.calls.roots) > 1 else [""]
+
+    def _seen_layers(self) -> list[Seen]:
+        """The layers that were called, their paths with the names of their roots."""
+        calls, names = self.calls, self._root_names()
+        return [replace(each, path=_path(names[calls.root_of[i]], each.path)) for i, each in enumerate(calls.seen)]
 
 
 _NOTHING = Layer("", "program", 0, True, 0, (), 0, 0, 0, 0, 0, 0, 0)

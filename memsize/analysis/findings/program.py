@@ -8,8 +8,8 @@ from typing import Final
 from memsize.device.settings_of import config_of
 from memsize.ranks.group import environment
 from memsize.records import aggregates
-from memsize.records.finding import Finding, Moment, Rules
-from memsize.records.program import ProgramRun
+from memsize.records.finding import Finding, Moment, Rules, moment_in_words
+from memsize.records.program import ProgramRun, WentOn
 from memsize.records.roles import noun
 from memsize.records.world import ALONE
 from memsize.units import Bytes
@@ -24,25 +24,38 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     first = run.refused[0]
     allowed = _allowed(run)
     small = "The allocator may take {allowed} of {card}, which is too little" if allowed else "{card} is too small"
-    brief = f"{small}: at {{line}}, in {{phase}}, {{op}} asks for {{bytes}} where {{free}} are left"
+    brief = f"{small}: at {{line}}, in {{where}}, {{op}} asks for {{bytes}} where {{free}} are left"
     template = f"{brief}; PyTorch raises OutOfMemoryError"
     if len(run.refused) > 1:
         template += ", the first of {count} times"
-    if run.failure is None:
-        template += ". The program goes on"
-        times = "time" if len(run.refused) == 1 else "times"
-        brief = f"The program runs out of {{card}}'s memory {{count}} {times}, first at {{line}}, and goes on"
+    follows: dict[str, object] = {}
+    if run.went_on is not None:
+        then, follows = _follows(run.went_on, bool(run.steps))
+        template += f". The program goes on: {then}"
+        times = "once, at {line}" if len(run.refused) == 1 else "{count} times, first at {line}"
+        brief = f"The program runs out of {{card}}'s memory {times}, and goes on: {then}"
     values = {
         "card": run.card.name,
         "line": first.line or "a line of PyTorch's own",
-        "phase": first.phase,
+        "where": moment_in_words(first.phase, first.layer),
         "op": first.op,
         "bytes": Bytes(first.bytes),
         "free": Bytes(first.free),
         "count": len(run.refused),
+        "total": Bytes(run.card.bytes),
+        **follows,
         **allowed,
     }
     yield Finding("run-out-of-memory", first.bytes, _layers(first.layer), template + ".", values, brief + ".")
+
+
+def _follows(after: WentOn, trains: bool) -> tuple[str, dict[str, object]]:
+    """What a program does that goes on without the memory that it asked for, and the values of that."""
+    if after.device is None:
+        return "nothing more is put on the GPU", {}
+    made = ("one step, " if after.steps == 1 else "{steps} steps, ") if after.steps else "no step, " if trains else ""
+    values: dict[str, object] = {"steps": after.steps, "low": Bytes(after.device.low), "high": Bytes(after.device.high)}
+    return f"what follows fits ({made}{{low}} to {{high}} of {{total}} at the peak)", values
 
 
 @RULES.rule("run-needs-gpu")
@@ -92,9 +105,8 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
         return
     peak = run.peak
     brief = ("It fits" if run.failure is None else "What ran fits") + (
-        " on {card}: {low} to {high} of {total} at the peak, in {phase}"
+        " on {card}: {low} to {high} of {total} at the peak, in {where}"
     )
-    brief += " of {layer}" if peak.peak_layer else ""
     template = f"{brief}, which holds {{requested}} of tensors."
     allowed = _allowed(run)
     template += " The allocator may take {allowed} of the card." if allowed else ""
@@ -106,8 +118,7 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
         "low": Bytes(peak.device.low),
         "high": Bytes(peak.device.high),
         "total": Bytes(run.card.bytes),
-        "phase": f"{peak.peak_phase} {peak.peak_step}" if peak.peak_step else peak.peak_phase,
-        "layer": peak.peak_layer,
+        "where": moment_in_words(peak.peak_phase, peak.peak_layer, peak.peak_step),
         "requested": Bytes(peak.requested),
         **allowed,
     }

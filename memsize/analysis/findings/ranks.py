@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from memsize.records.finding import Finding, Rules
+from memsize.records.finding import Finding, Rules, moment_in_words
 from memsize.records.ranks import RankRuns, spans
 from memsize.records.roles import noun
 from memsize.units import Bytes
@@ -28,15 +28,15 @@ def _refused(runs: RankRuns) -> Iterator[Finding]:
         if group.run.refused:
             first = group.run.refused[0]
             template = (
-                "{card} is too small for {ranks} of {size}: at {line}, in {phase}, {op} asks for {bytes} where {free} "
-                "are left."
-            )
+                "{card} is too small for {ranks} of {size}: at {line}, in {where}, {op} asks for {bytes} where {free} "
+                "are left"
+            ) + ("." if group.run.went_on is None else "; the program goes on.")
             values = {
                 "card": group.run.card.name,
                 "ranks": runs.named(group),
                 "size": runs.size,
                 "line": first.line or "a line of PyTorch's own",
-                "phase": first.phase,
+                "where": moment_in_words(first.phase, first.layer),
                 "op": first.op,
                 "bytes": Bytes(first.bytes),
                 "free": Bytes(first.free),
@@ -51,7 +51,7 @@ def _fit(runs: RankRuns) -> Iterator[Finding]:
     if run.refused or not run.trace.events or any(each.run.failure for each in runs.groups):
         return
     template = "All {size} {noun} fit on {card}: " + ("each takes" if len(runs.groups) == 1 else "{ranks} needs most,")
-    template += " {low} to {high} of {total} at the peak, in {phase}" + (" of {layer}." if peak.peak_layer else ".")
+    template += " {low} to {high} of {total} at the peak, in {where}."
     values = {
         "size": runs.size,
         "noun": f"{runs.noun}s",
@@ -60,8 +60,7 @@ def _fit(runs: RankRuns) -> Iterator[Finding]:
         "low": Bytes(peak.device.low),
         "high": Bytes(peak.device.high),
         "total": Bytes(run.card.bytes),
-        "phase": f"{peak.peak_phase} {peak.peak_step}" if peak.peak_step else peak.peak_phase,
-        "layer": peak.peak_layer,
+        "where": moment_in_words(peak.peak_phase, peak.peak_layer, peak.peak_step),
     }
     if len(group.ranks) > 1:
         template = template.replace("needs most", "need most")
