@@ -78,13 +78,42 @@ def ddp(zero: bool = False, **options: Any) -> Step:
 
 
 def tensor_parallel(model: Any) -> Callable[[torch.Tensor], None]:
+    mesh = mesh_of(model, tp=distributed.get_world_size())
+    for block in model.blocks:
+        divided(block, mesh)
+    return loop(model, torch.optim.AdamW(model.parameters(), foreach=False))
+
+
+def mesh_of(model: nn.Module, **sizes: int) -> Any:
+    """A mesh of all processes by the names of its axes, where the model is to be."""
     from torch.distributed.device_mesh import init_device_mesh
+
+    device = next(model.parameters()).device.type
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def hsdp(model: nn.Module) -> Callable[[torch.Tensor], None]:
+    """Two groups that are copies of each other, each sharded over half of the processes."""
+    mesh = mesh_of(model, replicate=2, shard=distributed.get_world_size() // 2)
+    return fsdp(mesh=mesh)(model)
+
+
+def sharded_tensor_parallel(model: Any) -> Callable[[torch.Tensor], None]:
+    """Each layer divided over two processes, and each part sharded over half of all."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of(model, shard=distributed.get_world_size() // 2, tp=2)
+    for block in model.blocks:
+        divided(block, mesh["tp"])
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return loop(model, torch.optim.AdamW(model.parameters(), foreach=False))
+
+
+def divided(block: Any, mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh(next(model.parameters()).device.type, (distributed.get_world_size(),))
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return loop(model, torch.optim.AdamW(model.parameters(), foreach=False))
+    parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def stages_of(model: Any, numbers: list[int], count: int) -> list[nn.Module]:
@@ -150,13 +179,15 @@ LOOPS: dict[str, tuple[Step, int]] = {
     "fsdp": (fsdp(), WIDTH),
     "fsdp, uneven": (fsdp(), WIDTH + 1),
     "fsdp, not resharded": (fsdp(reshard_after_forward=False), WIDTH),
+    "hsdp": (hsdp, WIDTH),
     "ddp": (ddp(), WIDTH),
     "ddp, views": (ddp(gradient_as_bucket_view=True), WIDTH),
     "zero": (ddp(zero=True), WIDTH),
     "tp": (tensor_parallel, WIDTH),
+    "fsdp, tp": (sharded_tensor_parallel, WIDTH),
     "1f1b": (pipeline("Schedule1F1B"), WIDTH),
     "gpipe": (pipeline("ScheduleGPipe"), WIDTH),
     "interleaved": (pipeline("ScheduleInterleaved1F1B", turns=2), WIDTH),
     "zero bubble": (pipeline("ScheduleInterleavedZeroBubble", turns=2), WIDTH),
 }
-"""Loops that run with any number of processes, and the width of the model that each shards."""
+"""Loops that run with any even number of processes, and the width of the model that each shards."""

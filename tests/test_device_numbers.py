@@ -104,7 +104,7 @@ class Kept(nn.Module):
         return made(x, self.device)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_functions_are_compiled_by_torchscript() -> None:
     with memsize.virtual_gpu("t4"):
         assert torch.jit.script(made)(torch.ones(3), torch.device("cpu")).tolist() == [1, 1, 1]

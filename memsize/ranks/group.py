@@ -84,15 +84,27 @@ def started(world: World | None) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of TorchScript, which compiles it from functions that are replaced next
             import torch.distributed.optim  # noqa: F401
     before, hook = dict(os.environ), sys.excepthook
+    _forget_meshes()
     os.environ.update({} if world is None or world.one_process else environment(world))
     try:
         yield
     finally:
         if not there and is_joined():
             dist.destroy_process_group()
+        _forget_meshes()
         sys.excepthook = hook
         os.environ.clear()
         os.environ.update(before)
+
+
+def _forget_meshes() -> None:
+    """Let DTensor find anew what ops on a mesh return: what it remembers names the subgroups of one rank, and to it the
+    meshes of all ranks are the same.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 def replacements(world: World) -> Iterator[Replacement]:
