@@ -79,9 +79,9 @@ def asked(sizes: Sequence[int], *collectives: Collective) -> tuple[list[int], Ra
         ([3, 2], [0, 1], [range(1), range(1, 2)]),
         # Ten rows on four ranks: 3, 3, 3 and 1.
         ([3, 3, 3, 1], [0, 1, 2, 3], [range(3), range(3, 4)]),
-        # 0 to 7 and 8 to 15 are the same each, which takes their ends to know.
-        ([3] * 8 + [2] * 8, [0, 7, 8, 15], [range(8), range(8, 16)]),
-        ([4] + [3] * 15, [0, 1, 2, 3, 4, 7, 8, 15], [range(1), range(1, 16)]),
+        # 0 to 7 and 8 to 15 are the same each, which takes their ends to know, and whether just rank 0 is another.
+        ([3] * 8 + [2] * 8, [0, 1, 7, 8, 15], [range(8), range(8, 16)]),
+        ([4] + [3] * 15, [0, 1, 15], [range(1), range(1, 16)]),
     ],
 )
 def test_ranks_between_two_that_are_the_same_are_not_run(
@@ -229,6 +229,28 @@ def test_each_rank_of_a_script_is_run(sharded: Path) -> None:
     ]
     assert all(group.run.steps == 3 for group in found.groups)
     assert [group.run.trace.world for group in found.groups] == [World(2, 0), World(2, 1)]
+
+
+SAVES_FIRST = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group()
+model = torch.nn.Linear(512, 512).cuda()
+whole = model.weight.detach().clone()
+if dist.get_rank() == 0:
+    whole.cpu()
+del whole
+model(torch.ones(8, 512, device="cuda")).sum().backward()
+"""
+
+
+def test_a_rank_that_copies_to_the_host_holds_the_same_on_its_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SAVES_FIRST, encoding="utf-8")
+    found = memsize.run(script, gpus=8, rank="distinct", gpu="t4", jobs=2)
+    assert [(group.ran, group.between) for group in found.groups] == [((0, 7), tuple(range(1, 7)))]
 
 
 def test_the_command_runs_one_rank(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:

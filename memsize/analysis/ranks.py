@@ -2,8 +2,9 @@
 
 Which ranks are `distinct` follows from how PyTorch shards: by `torch.chunk`, so that a rank's part of a dimension is
 never larger than that of a rank before it. Where the first and the last rank of a job come out the same, so do those
-between. Where they differ, the same is asked of each half. Ranks that send each other messages are stages of a
-pipeline, and of stages nothing of the kind is known: then all are run.
+between. Where they differ, the same is asked of each half, and first of all ranks but rank 0: that one often has more
+to do, such as saving. Ranks that send each other messages are stages of a pipeline, and of stages nothing of the kind
+is known: then all are run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from memsize.internals.silence import silent
 from memsize.internals.workers import Workers, can_fork, cores, side_by_side
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankGroup, RankRuns, Which
+from memsize.records.trace import Trace
 from memsize.records.world import ALONE, World
 
 _MESSAGES: Final = frozenset(("send", "receive"))
@@ -99,7 +101,7 @@ def distinct(processes: RankProcesses) -> dict[int, int]:
             if _same(processes.made[part[0]], processes.made[part[-1]]):
                 known |= dict.fromkeys(part[1:-1], part[0])
             elif len(part) > _MOST:
-                middle = len(part) // 2
+                middle = len(part) // 2 if part[0] else 1
                 again += [part[:middle], part[middle:]]
         parts = again
     return known
@@ -116,8 +118,14 @@ def _groups(made: dict[int, ProgramRun], between: dict[int, int]) -> Iterator[Ra
 
 
 def _same(one: ProgramRun, other: ProgramRun) -> bool:
-    """Whether two ranks did the same on their GPUs."""
-    return replace(one.trace, world=ALONE) == replace(other.trace, world=ALONE)
+    """Whether two ranks did the same on their GPUs: what either did with copies on the host is no part of it."""
+    return _on_gpu(one.trace) == _on_gpu(other.trace)
+
+
+def _on_gpu(trace: Trace) -> Trace:
+    """`trace` of no rank, without its notes, and the ops after which memory was let go of: they may be of the host."""
+    events = tuple(event if event.delta > 0 else event._replace(op="") for event in trace.events)
+    return replace(trace, world=ALONE, notes=(), events=events)
 
 
 def _is_stage(run: ProgramRun) -> bool:
