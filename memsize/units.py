@@ -31,9 +31,15 @@ def format_bytes(count: int, unit: str = "MiB") -> str:
     Less than a tenth of the unit is told in a smaller one, as in ``format_bytes(9640) == "9.41 KiB"``: two decimals of
     the unit would say little of it.
     """
+    unit = telling_unit(count, unit)
+    return f"{amount_in(count, unit)} {unit}"
+
+
+def telling_unit(count: int, unit: str) -> str:
+    """`unit`, or the largest smaller one that `count` bytes, if there are any, have at least a tenth of."""
     while 0 < count < _BOTH[unit] / 10:
         unit = _SMALLER[unit]
-    return f"{amount_in(count, unit)} {unit}"
+    return unit
 
 
 def amount_in(count: int, unit: str) -> str:

@@ -57,7 +57,7 @@ BARS: dict[str, Callable[[], Answer]] = {
 @pytest.mark.parametrize("name", BARS)
 def test_bars_have_the_numbers_of_the_json(name: str) -> None:
     answer = BARS[name]()
-    bars, figure = json.loads(answer.to_json())["bars"], answer.plot()
+    bars, figure = json.loads(answer.to_json())["bars"], answer.plot(unit="MiB")
     scale, unit = (MiB, ", MiB") if bars["kind"] == "bytes" else (1, "")
     for place, (part, drawn) in enumerate(zip(bars["parts"], figure.data, strict=True)):
         sizes = [row["sizes"][place] for row in bars["rows"]]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import memsize
@@ -292,6 +293,19 @@ def test_sums_of_changes_say_which_way_they_went(chromium: Any, tmp_path: Path) 
         shown = page.locator(f"#layers tr.group td:nth-child({place})")
         assert shown.get_attribute("data-sum") == str(-4 * (2 * 128 * 256 + 128))
         assert shown.inner_text() == "−0.25"
+
+
+def test_shares_of_a_module_add_up_to_percent(chromium: Any, tmp_path: Path) -> None:
+    file = tmp_path / "two.pt"
+    torch.save({"body.up.weight": torch.zeros(512, 768), "body.down.weight": torch.zeros(512, 256)}, file)
+    with opened(chromium, tmp_path, memsize.read_checkpoint(file)) as page:
+        place = page.locator("#modules th[data-key=share]").evaluate("head => head.cellIndex + 1")
+        # 1.5 and 0.5 MiB of floats; names and zip records take some 2 KB beside them, a thousandth.
+        assert [cell.strip() for cell in page.locator(f"#modules tbody td:nth-child({place})").all_inner_texts()] == [
+            "100%",
+            "75%",
+            "25%",
+        ]
 
 
 def test_columns_can_be_left_out_and_added(chromium: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsize.documents import Document
+from memsize.documents import Document, document
 from memsize.documents.layers import COLUMNS, FILE_NAMES
 from memsize.documents.sections import Section
 from memsize.errors import OutputError
@@ -28,6 +28,7 @@ from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, format_of, pieces, render
 from memsize.render.cells import draw_specs, shorten_path
 from memsize.render.json import draw as draw_json
+from memsize.render.unit import unit_of
 from tests import records
 from tests.pages import check_golden as check
 from tests.pages import check_page, content
@@ -78,6 +79,20 @@ def test_the_layer_column_always_comes_first() -> None:
     lines = render(records.toy_report(), "csv", columns=("stored", "layer", "stored")).splitlines()
     assert lines[0] == "path,parameter_bytes"
     assert lines[1] == "conv.0,33600"  # 8,400 × 4
+
+
+def test_the_unit_says_something_of_tiny_models() -> None:
+    """The 128 parameters are 512 bytes, and the forward makes 948 bytes of new outputs: half of a KiB and 0.93 KiB."""
+    tiny = records.structures_report()
+    assert _last_line(render(tiny, "text")) == "total 128 0.50 0.04 0.02 0.93 0.68"
+    assert _last_line(render(tiny, "text", unit="MiB")) == "total 128 <0.01 <0.01 <0.01 <0.01 <0.01"
+    assert '<body data-unit="KiB" data-unit-bytes="1024"' in render(tiny, "html")
+    assert render(tiny, "json") == render(tiny, "json", unit="MiB")
+    assert unit_of(document(records.toy_report())) == "MiB"
+
+
+def _last_line(text: str) -> str:
+    return next(" ".join(line.split()) for line in text.splitlines() if line.startswith("total"))
 
 
 def test_bytes_follow_the_unit() -> None:

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from memsize.analysis.timeline import timeline
 from memsize.api import trace as trace_step
 from memsize.cli import run
 from memsize.device.allocator import replay
+from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.records.aggregates import alive, live_bytes
@@ -211,6 +213,18 @@ def test_a_timeline_without_storages_is_still_read() -> None:
     assert from_data(json.loads(json.dumps(data))) == timeline(two_steps())
     old = {name: value for name, value in data.items() if name not in ("storage", "address", "storages", "segments")}
     assert from_data(old).storages == () and from_data(old).total == timeline(two_steps()).total
+
+
+def test_a_timeline_says_what_it_is_of() -> None:
+    """PyTorch's release and the card come back from its data, and from a file of before they were kept as nothing."""
+    trace = replace(two_steps(), torch="2.13.0")
+    found = timeline(trace, where=card("t4"))
+    data = json.loads(json.dumps(to_data(found)))
+    assert from_data(data) == found
+    assert "on Tesla T4" in render(found, "text").splitlines()[0]
+    assert all(text in render(found, "html") for text in ("PyTorch 2.13.0", "compute capability 7.5"))
+    del data["torch"], data["card"]
+    assert (from_data(data).torch, from_data(data).card) == ("", None)
 
 
 def test_steps_that_run_alike_are_told_once() -> None:

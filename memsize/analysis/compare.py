@@ -102,8 +102,8 @@ def what_is_kept(models: Models) -> Iterator[Finding]:
             "kept-for-backward-changed",
             kept[1] - kept[0],
             (),
-            "What is kept for backward went from {before} to {after}.",
-            {"before": Bytes(kept[0]), "after": Bytes(kept[1])},
+            "What is kept for backward went from {before} to {after} ({share}).",
+            {"before": Bytes(kept[0]), "after": Bytes(kept[1]), "share": signed_share(*kept)},
         )
 
 

@@ -88,7 +88,7 @@ class StepTrace(Savable):
         rows = [(*key[:3], count, key[3]) for key, count in found.items()]
         return FlatTable(("step", "kind", "ranks", "count", "bytes"), rows).frame()
 
-    def plot(self, unit: str = "MiB") -> Figure:
+    def plot(self, unit: str | None = None) -> Figure:
         """Live bytes by role over the run's events as a figure of plotly, in `unit`; what the allocator holds as lines.
 
         Raises `OutputError` without plotly.

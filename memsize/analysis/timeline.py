@@ -50,6 +50,8 @@ def timeline(
         assumptions=trace.assumptions,
         notes=(*trace.notes, *([out_of_memory(shortage, "the run", where.name).text()] if shortage and where else [])),
         stack=trace.stack,
+        torch=trace.torch,
+        card=where,
         lines=trace.lines,
         world=trace.world,
         collectives=traffic(trace),

@@ -25,7 +25,7 @@ def output_options_for(formats: Formats) -> Option:
 
 
 def _output(
-    unit: str,
+    unit: str | None,
     format: str | None,
     file: Path | None,
     save: Path | None,
@@ -34,7 +34,7 @@ def _output(
     color: Color,
     formats: Formats,
 ) -> Destination:
-    return destination(file, format, force, formats, parse_unit(unit), save, full, color)
+    return destination(file, format, force, formats, unit and parse_unit(unit), save, full, color)
 
 
 def parse_unit(text: str) -> str:
@@ -122,10 +122,8 @@ _UNITS = click.option(
     "-u",
     "--units",
     "unit",
-    default="MiB",
-    show_default=True,
     metavar="UNIT",
-    help="Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB.",
+    help="Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: MiB, or smaller for a tiny model]",
 )
 _FILE = click.option(
     "-o",

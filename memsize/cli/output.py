@@ -20,21 +20,22 @@ from memsize.records.answer import Drawable, Savable
 from memsize.records.run_file import check_writable
 from memsize.render import FORMATS, IMAGES, check_images, format_of, image, pieces
 from memsize.render.screen import Screen
+from memsize.render.unit import USUAL
 from memsize.suggestions import suggestion
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
     """A format, and the file that takes it (None: stdout). `width` is the terminal's, None where nobody watches; `unit`
-    is what sizes are drawn in. `saved` is the file that the run itself is saved to, if any. `height` is the terminal's
-    where the answer is to fit it; `colour` says whether it gets colours.
+    is what sizes are drawn in, None for what suits them. `saved` is the file that the run itself is saved to, if any.
+    `height` is the terminal's where the answer is to fit it; `colour` says whether it gets colours.
     """
 
     format: str
     file: Path | None
     overwrite: bool = False
     width: int | None = None
-    unit: str = "MiB"
+    unit: str | None = None
     saved: Path | None = None
     height: int | None = None
     colour: bool = False
@@ -70,7 +71,7 @@ class Destination:
             say(f"{file} was not written")
         output = self if self.file is None else destination(None, None, False, unit=self.unit)
         if output.format in _WORDLESS:
-            say(part.findings[0].text(self.unit))
+            say(part.findings[0].text(self.unit or USUAL))
         else:
             output.write(output.drawn(part, **view))
 
@@ -100,7 +101,7 @@ def destination(
     format: str | None,
     force: bool,
     formats: Formats = FORMATS,
-    unit: str = "MiB",
+    unit: str | None = None,
     saved: Path | None = None,
     full: bool = False,
     color: Color = "auto",

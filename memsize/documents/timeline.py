@@ -7,7 +7,20 @@ from typing import Any, Final
 
 from memsize.documents import Document
 from memsize.documents.collectives import collective_tables
-from memsize.documents.sections import Cell, Chart, Column, Path, Section, Table, Title, Words, listed, role_column
+from memsize.documents.sections import (
+    Cell,
+    Chart,
+    Column,
+    Path,
+    Phrase,
+    Section,
+    Table,
+    Title,
+    Words,
+    listed,
+    role_column,
+)
+from memsize.documents.versions import versions
 from memsize.records.finding import Finding, Moment
 from memsize.records.roles import in_order, noun
 from memsize.records.timeline import Course, Timeline, courses, to_data
@@ -39,6 +52,10 @@ class TimelineDocument(Document[Timeline]):
         """Where the peak is, and what most of it consists of."""
         return (peak_finding(self.answer),) if len(self.answer) else ()
 
+    def versions(self) -> tuple[Phrase, ...]:
+        """The release of PyTorch that ran, and the GPU."""
+        return versions((self.answer,), [self.answer.card] if self.answer.card else ())
+
     def picture(self) -> Chart:
         """The run over time."""
         return Chart(self.answer)
@@ -53,6 +70,7 @@ def timeline_title(found: Timeline) -> Title:
     peak = found.peak
     phrases: list[tuple[str | Bytes, ...]] = [(str(found.world),)] if found.world.size > 1 else []
     phrases += [] if found.scenario == "as-given" else [("as", found.scenario)]
+    phrases += [("on", found.card.name)] if found.card else []
     if len(found):
         phrases += [
             ("at most", Bytes(peak.bytes), f"live, in {found.phase_at(peak.event)}"),

@@ -10,14 +10,15 @@ from memsize.units import Bytes
 
 if TYPE_CHECKING:
     from memsize.records.gpu import Card
+    from memsize.records.timeline import Timeline
     from memsize.records.trace import Trace
 
 
-def versions(traces: Iterable[Trace], cards: Iterable[Card] = ()) -> tuple[Phrase, ...]:
+def versions(runs: Iterable[Trace | Timeline], cards: Iterable[Card] = ()) -> tuple[Phrase, ...]:
     """A line for each release of PyTorch that ran something, for each stack that was simulated, and for each card."""
-    runs = tuple(traces)
+    runs = tuple(runs)
     return (
-        *((f"PyTorch {release}",) for release in dict.fromkeys(run.torch for run in runs)),
+        *((f"PyTorch {release}",) for release in dict.fromkeys(run.torch for run in runs) if release),
         *((f"simulated: {stack}",) for stack in dict.fromkeys(run.stack for run in runs) if stack),
         *map(_card, dict.fromkeys(cards)),
     )

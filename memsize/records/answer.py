@@ -66,7 +66,7 @@ class Drawable:
 
         return render(self, format)
 
-    def _plotted(self, picture: Literal["overview", "layers"], unit: str, **view: object) -> Figure:
+    def _plotted(self, picture: Literal["overview", "layers"], unit: str | None, **view: object) -> Figure:
         from memsize.render import plotted
 
         return plotted(self, picture, unit, **view)
@@ -138,7 +138,7 @@ class Answer(Drawable, Savable):
             files.write(path, text, overwrite=True)
         return text
 
-    def plot(self, unit: str = "MiB") -> Figure:
+    def plot(self, unit: str | None = None) -> Figure:
         """What its page shows first as a figure of plotly, in `unit`: bars, or a program's run over time.
 
         Raises `OutputError` without plotly, and where there is nothing to plot.

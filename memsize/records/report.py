@@ -145,7 +145,7 @@ class Report(Answer):
         """One row per tensor that the model holds: what it claims to be and what it stores."""
         return self.tables()["tensors"].frame()
 
-    def plot_layers(self, columns: Sequence[str] = ("stored", "saved"), unit: str = "MiB") -> Figure:
+    def plot_layers(self, columns: Sequence[str] = ("stored", "saved"), unit: str | None = None) -> Figure:
         """Columns of bytes of the layer table as a figure of plotly: a treemap each, which one can zoom into.
 
         By default what is stored and what is kept for backward. Raises `OutputError` without plotly, for a column that

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.errors import InputError
 from memsize.records.answer import Drawable, FlatTable
+from memsize.records.gpu import Card
 from memsize.records.roles import ROLES, Role
 from memsize.records.trace import Storage
 from memsize.records.world import ALONE, Traffic, World
@@ -98,6 +99,10 @@ class Timeline(Drawable):
     """Which process of a distributed job it is."""
     collectives: tuple[Traffic, ...] = ()
     """Those of a step of that process."""
+    torch: str = ""
+    """The release of PyTorch that ran; empty where the file is from before it was kept."""
+    card: Card | None = None
+    """The simulated GPU; None for one whose memory never ends."""
 
     def __len__(self) -> int:
         return len(self.delta)
@@ -154,7 +159,7 @@ class Timeline(Drawable):
             depth -= 1
         return found
 
-    def plot(self, unit: str = "MiB") -> Figure:
+    def plot(self, unit: str | None = None) -> Figure:
         """Live bytes by role over the run's events as a figure of plotly, in `unit`; what the allocator holds as lines.
 
         Raises `OutputError` without plotly, and where the run has no events.
@@ -288,8 +293,9 @@ def to_data(found: Timeline) -> dict[str, Any]:
     columns = {field.name: getattr(found, field.name) for field in fields(found)}
     peak = found.peak._asdict() | {"phase": str(found.phase_at(found.peak.event)) if len(found) else None}
     parts = {name: [part._asdict() for part in columns[name]] for name in ("phases", "storages", "segments")}
+    card = {"card": asdict(found.card) if found.card else None}
     between = {"world": asdict(found.world), "collectives": [asdict(each) for each in found.collectives]}
-    return {"schema": SCHEMA, "peak": peak, **columns, **parts, **between}
+    return {"schema": SCHEMA, "peak": peak, **columns, **parts, **between, **card}
 
 
 def from_data(data: object) -> Timeline:
@@ -306,6 +312,11 @@ def from_data(data: object) -> Timeline:
 
 def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
     return tuple(map(int, values))
+
+
+def _card(fields: Mapping[str, Any]) -> Card:
+    tuples = {name: tuple(fields[name]) for name in ("capability", "aliases")}
+    return Card(**{**fields, **tuples})
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
@@ -329,6 +340,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "lines": tuple,
     "world": lambda fields: World(**fields),
     "collectives": lambda items: tuple(Traffic(**item) for item in items),
+    "torch": str,
+    "card": lambda fields: fields and _card(fields),
 }
-_NEW: Final = frozenset(("storage", "address", "storages", "segments", "lines", "world", "collectives"))
+_NEW: Final = frozenset(
+    ("storage", "address", "storages", "segments", "lines", "world", "collectives", "torch", "card")
+)
 """What the first files of this version lack."""

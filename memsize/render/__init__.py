@@ -12,11 +12,12 @@ from json import dumps
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from memsize.documents import document
+from memsize.documents import Document, document
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.printable import printable_lines
 from memsize.records.answer import Drawable
 from memsize.render.screen import WHOLE, Screen, painted
+from memsize.render.unit import USUAL, unit_of
 from memsize.units import DECIMAL, UNITS
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ All are called alike: with a document, the unit of bytes, and the screen, which 
 drawn in pieces.
 """
 
+_WITH_TABLES: Final = ("text", "markdown", "html", "notebook")
+
 FORMATS: Final[Mapping[str, tuple[str, ...]]] = {name: suffixes for name, (_, suffixes) in _FORMATS.items() if suffixes}
 """The formats of files, each with its suffixes."""
 IMAGES: Final[Mapping[str, tuple[str, ...]]] = {"png": (".png",), "svg": (".svg",)}
@@ -53,7 +56,7 @@ def render(
     answer: Drawable,
     format: str,
     *,
-    unit: str = "MiB",
+    unit: str | None = None,
     width: int | None = None,
     height: int | None = None,
     colour: bool = False,
@@ -61,7 +64,8 @@ def render(
 ) -> str:
     """`answer` in one of `FORMATS`, ending in a newline; or as ``"notebook"``, which is a part of a page.
 
-    `unit` is what bytes are drawn in (json and csv always hold exact bytes). Text fits `width` characters when it is
+    `unit` is what bytes are drawn in (json and csv always hold exact bytes): without one MiB, or less for a model so
+    tiny that MiB say nothing of it. Text fits `width` characters when it is
     given, and shows as much as `height` lines have room for; it is complete without. `colour` is for a terminal.
     `view` chooses what of the answer is shown, where that can be chosen: the fields of its document, such as `depth`
     and `columns` of a report. json holds everything, whatever it says; csv holds the document's first flat table.
@@ -71,13 +75,16 @@ def render(
     return "".join(pieces(answer, format, Screen(width, height, colour), unit=unit, **view))
 
 
-def pieces(answer: Drawable, format: str, screen: Screen = WHOLE, *, unit: str = "MiB", **view: Any) -> Iterator[str]:
+def pieces(
+    answer: Drawable, format: str, screen: Screen = WHOLE, *, unit: str | None = None, **view: Any
+) -> Iterator[str]:
     """The text of `render` piece by piece, where a format can draw it so: it may have hundreds of megabytes."""
     if format not in _FORMATS:
         raise UnknownOutputError("format", format, FORMATS)
     _check_unit(unit)
     place, _ = _FORMATS[format]
-    drawn: str | Iterator[str] = resolve_name(place)(document(answer, **view), unit, screen)
+    shown = document(answer, **view)
+    drawn: str | Iterator[str] = resolve_name(place)(shown, _unit(shown, unit, format), screen)
     texts = (drawn,) if isinstance(drawn, str) else drawn
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
     if screen.colour:
@@ -85,13 +92,14 @@ def pieces(answer: Drawable, format: str, screen: Screen = WHOLE, *, unit: str =
     return (printable_lines(text, escape=_in_json if format in ("json", "sarif") else None) for text in texts)
 
 
-def plotted(answer: Drawable, picture: Literal["overview", "layers"], unit: str, **view: Any) -> Figure:
+def plotted(answer: Drawable, picture: Literal["overview", "layers"], unit: str | None, **view: Any) -> Figure:
     """One `picture` of `answer` as a figure of plotly; `view` as in `render`.
 
     Raises `OutputError` without plotly, where there is nothing to plot, and for an unknown unit or column.
     """
     _check_unit(unit)
-    return resolve_name(f"memsize.render.figures:{picture}")(document(answer, **view), unit)
+    shown = document(answer, **view)
+    return resolve_name(f"memsize.render.figures:{picture}")(shown, unit or unit_of(shown))
 
 
 def styler(answer: Drawable, table: str, unit: str) -> Styler:
@@ -104,7 +112,7 @@ def styler(answer: Drawable, table: str, unit: str) -> Styler:
     return chosen
 
 
-def image(answer: Drawable, format: str, *, unit: str = "MiB", **view: Any) -> bytes:
+def image(answer: Drawable, format: str, *, unit: str | None = None, **view: Any) -> bytes:
     """The first picture of `answer` as a file in one of `IMAGES`; `view` as in `render`.
 
     Raises `OutputError` as `check_images` and `plotted` do, and without a browser.
@@ -122,8 +130,13 @@ def check_images() -> None:
         raise OutputError(f"a picture needs {' and '.join(missing)}: pip install 'memsize[plots]'")
 
 
-def _check_unit(unit: str) -> None:
-    if unit not in UNITS | DECIMAL:
+def _unit(shown: Document[Any], unit: str | None, format: str) -> str:
+    """`unit`, or the one that suits what is shown; sizes in data are exact, whatever the unit of their sentences."""
+    return unit or (unit_of(shown) if format in _WITH_TABLES else USUAL)
+
+
+def _check_unit(unit: str | None) -> None:
+    if unit is not None and unit not in UNITS | DECIMAL:
         raise UnknownOutputError("unit", unit, UNITS | DECIMAL)
 
 

@@ -126,14 +126,20 @@ function groupRow(state, node) {
   const cells = state.columns.map((column, place) => {
     const value = values[place];
     if (place === 0) return make("td", { class: "name", title: node.path }, toggle, make("span", { class: "within" }, ` ${count(node.leaves.length)}`));
-    const draw = column.kind !== "bytes" ? count : column.isSigned ? changed : amount;
-    const text = value === null ? "" : draw(value);
+    const text = value === null ? "" : drawnAs(column)(value);
     return make("td", { class: column.kind, "data-sum": value, title: column.kind === "bytes" && value ? `${count(value)} B in all` : null, hidden: column.head.hidden }, text);
   });
   const row = make("tr", { class: "group", "data-module": node.path }, ...cells);
   indent(row, depthOf(node));
   values[0] = node.name;
   return { row, values, order: node.leaves[0].order, toggle };
+}
+
+/** How the figures of a column are drawn. */
+function drawnAs(column) {
+  if (column.kind === "share") return (part) => `${(100 * part).toFixed(0)}%`;
+  if (column.kind !== "bytes") return count;
+  return column.isSigned ? changed : amount;
 }
 
 function foldByKey(state, node, event) {
