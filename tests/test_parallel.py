@@ -34,6 +34,8 @@ def test_a_strategy_is_read_and_written_alike() -> None:
     assert parse_parallel("dp=4").world == World(4, one_process=True)
     assert str(parse_parallel("hsdp=2x4,tp=2")) == "hsdp=2x4,tp=2"
     assert parse_parallel(" hsdp = 4x8 ") == Parallel("hsdp", replicas=4, shards=8)
+    assert parse_parallel("pp=4,rank=3").world == World(4, 3)
+    assert str(parse_parallel("fsdp=8,rank=3,offload")) == "fsdp=8,offload,rank=3"
     for text in ("fsdp=8,offload", "hsdp=2x4,offload", "fsdp=4,tp=2,offload"):
         assert str(parse_parallel(text)) == text and parse_parallel(text).world == World(8)
     assert parse_parallel("fsdp=8 , offload") == Parallel("fsdp", shards=8, offload=True)
@@ -55,6 +57,9 @@ def test_a_strategy_is_read_and_written_alike() -> None:
         ("tp=0", "tp=0 is on 0 GPUs"),
         ("fsdp=4,tp=x", "cannot read --parallel 'tp=x': write it like tp=8"),
         ("pp=x", "cannot read --parallel 'pp=x': write it like pp=4"),
+        ("fsdp=8,rank=8", "no rank 8 among 8: they are counted from 0 to 7"),
+        ("pp=4,rank=-1", "no strategy 'rank'"),
+        ("fsdp=8,rank=x", "no strategy 'rank'"),
         ("ddp=4,offload", "ddp=4,offload: offload keeps the shards of fsdp and hsdp in the host's memory"),
         ("dp=4,offload", "such as fsdp=8,offload"),
         ("pp=4,offload", "such as fsdp=8,offload"),
@@ -284,6 +289,16 @@ def test_a_report_tells_what_its_training_sends(write: Write, capsys: pytest.Cap
     assert untrained is None
     report = memsize.report(target, "64", train="sgd", gpu="t4", scenarios="fp32", parallel="ddp=4")
     assert "What a GPU sends and gets in a step" in str(report)
+
+
+def test_another_rank_is_shown_where_it_is_asked_for() -> None:
+    """97 rows on four ranks: 25, 25, 25 and 22. The GPU of each has 25, as shards are padded to the largest."""
+    model = nn.Sequential(nn.Linear(64, 97, bias=False))
+    for rank in (0, 3):
+        trace = memsize.trace(model, (1, 64), parallel=f"fsdp=4,rank={rank}", optimizer="sgd", gpu="t4").trace
+        assert trace.world == World(4, rank) and trace.notes[0].endswith(f"shown is rank {rank}")
+        assert at_the_end(trace)["parameter"] == 25 * 64 * 4
+        assert [each.bytes for each in trace.tensors] == [25 * 64 * 4]
 
 
 def test_a_report_tells_what_the_host_holds_beside(write: Write) -> None:

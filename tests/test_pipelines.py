@@ -112,6 +112,12 @@ def test_the_fullest_rank_is_shown_and_the_others_are_told() -> None:
     )
 
 
+def test_a_stage_is_shown_where_its_rank_is_asked_for() -> None:
+    shown = memsize.trace(Model(), IDS, parallel="pp=4,rank=3", gpu="t4").trace
+    assert shown.world == memsize.World(4, 3) and shown.notes[-1].endswith("shown is rank 3")
+    assert "head.weight" in {tensor.name for tensor in shown.tensors}
+
+
 def test_a_report_and_a_fit_run_stages_too() -> None:
     report = memsize.report(Model(), input_data=IDS, train="sgd", scenarios="fp32,bf16", gpu="t4", parallel="pp=2")
     stages = [note for note in report.notes if "each stage at its own peak" in note]

@@ -73,13 +73,14 @@ def policy_of(scenario: Scenario) -> MixedPrecisionPolicy:
 
 def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, ...]:
     """What a reader must know about how `model` is spread, before it is."""
+    shown = f"shown is rank {parallel.world.rank}"
     if parallel.kind == "dp":
         return (
             f"dp: nn.DataParallel splits the batch over {parallel.size} GPUs, and copies the model to each for every "
-            "forward; shown is GPU 0",
+            f"forward; shown is GPU {parallel.world.rank}",
         )
     if parallel.kind == "ddp":
-        return ("ddp: each GPU holds the whole model, in DistributedDataParallel; shown is rank 0",)
+        return (f"ddp: each GPU holds the whole model, in DistributedDataParallel; {shown}",)
     if parallel.kind == "pp":
         return (_on_stages(model, parallel.stages),)
     divided = () if parallel.tensor == 1 else (plan_in_words(model, parallel.tensor),)
@@ -95,7 +96,7 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
         "offload: CPUOffloadPolicy keeps shards, their gradients and the optimizer's state in the host's memory, where "
         "the optimizer runs"
     )
-    return (*divided, *filter(None, (f"{parallel.kind}: fully_shard on {units}; shown is rank 0", lower, offloaded)))
+    return (*divided, *filter(None, (f"{parallel.kind}: fully_shard on {units}; {shown}", lower, offloaded)))
 
 
 def _on_stages(model: nn.Module, stages: int) -> str:

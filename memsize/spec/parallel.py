@@ -14,7 +14,7 @@ from memsize.spec.training import Training, parse_optimizer
 
 Kind = Literal["ddp", "fsdp", "hsdp", "dp", "tp", "pp"]
 
-_OFFLOAD: Final = "offload"
+_OPTION: Final = re.compile(r"offload|rank\s*=\s*(\d+)")
 _OWN_LOOP: Final = "shard the model in a step= of your own instead, with memsize.trace(world=…)"
 _REFUSED: Final = {
     "cp": f"context parallelism needs the loop's own context_parallel region: {_OWN_LOOP}",
@@ -29,7 +29,7 @@ class Parallel:
     ``ddp`` holds the whole model `replicas` times, ``fsdp`` shards it over `shards` GPUs, and ``hsdp`` does both:
     `replicas` groups of `shards` GPUs each. ``dp`` is one process with all GPUs, by `nn.DataParallel`. ``tp`` divides
     layers over `tensor` GPUs, alone or each of the shards of ``fsdp`` and ``hsdp``. ``pp`` is a pipeline of `stages`.
-    With `offload`, shards are kept in the memory of the host, and updated there.
+    With `offload`, shards are kept in the memory of the host, and updated there. `rank` is the process to show.
     """
 
     kind: Kind
@@ -38,6 +38,7 @@ class Parallel:
     tensor: int = 1
     stages: int = 1
     offload: bool = False
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.offload and not self.shards_parameters:
@@ -46,6 +47,7 @@ class Parallel:
             )
         if min(self.replicas, self.shards, self.tensor, self.stages) < 1 or self.size > MOST_RANKS:
             raise InputError(f"{self} is on {self.size} GPUs: it has to be on 1 to {MOST_RANKS:,}")
+        World(self.size, self.rank or 0)  # refuses a rank that is none of them
 
     @property
     def size(self) -> int:
@@ -54,8 +56,11 @@ class Parallel:
 
     @property
     def world(self) -> World:
-        """The first process. But for stages, no GPU holds more: shards are padded to the largest."""
-        return World(self.size, one_process=self.kind == "dp")
+        """The process to show, or the first. But for stages, no GPU holds more: shards are padded to the largest.
+
+        Raises `InputError` for a rank that is none of them.
+        """
+        return World(self.size, self.rank or 0, one_process=self.kind == "dp")
 
     @property
     def shards_parameters(self) -> bool:
@@ -116,7 +121,9 @@ class Parallel:
         else:
             numbers = f"{self.replicas}x{self.shards}" if self.kind == "hsdp" else str(self.replicas * self.shards)
         divided = [f"tp={self.tensor}"] if self.tensor > 1 and self.kind != "tp" else []
-        return ",".join((f"{self.kind}={numbers}", *divided, *([_OFFLOAD] if self.offload else [])))
+        kept = ["offload"] if self.offload else []
+        shown = [] if self.rank is None else [f"rank={self.rank}"]
+        return ",".join((f"{self.kind}={numbers}", *divided, *kept, *shown))
 
 
 def _options(optimizer: str) -> Iterable[str]:
@@ -145,14 +152,14 @@ def spread_of(
 
 
 def parse_parallel(text: str) -> Parallel:
-    """The strategy that ``ddp=8``, ``fsdp=8``, ``hsdp=4x8``, ``dp=4``, ``tp=8``, ``pp=4``, ``fsdp=32,tp=8`` or
-    ``fsdp=8,offload`` names.
+    """The strategy that ``ddp=8``, ``fsdp=8``, ``hsdp=4x8``, ``dp=4``, ``tp=8``, ``pp=4``, ``fsdp=32,tp=8``,
+    ``fsdp=8,offload`` or ``pp=4,rank=3`` names.
 
     Raises `InputError` for one that is unknown, or whose numbers cannot be.
     """
-    text, offload = _without_offload(text)
-    if offload:
-        return replace(parse_parallel(text), offload=True)
+    text, options = _options_of(text)
+    if options:
+        return replace(parse_parallel(text), **options)
     parts = [part.strip() for part in text.split(",")]
     kinds = [_kind(part.partition("=")[0].strip()) for part in parts]
     if len(kinds) == 1:
@@ -164,10 +171,14 @@ def parse_parallel(text: str) -> Parallel:
     return replace(_one(kinds[0], parts[0]), tensor=_one("tp", parts[1]).tensor)
 
 
-def _without_offload(text: str) -> tuple[str, bool]:
-    """`text` without a last ``offload``, and whether there was one."""
-    spread, comma, last = text.rpartition(",")
-    return (spread, True) if comma and last.strip() == _OFFLOAD else (text, False)
+def _options_of(text: str) -> tuple[str, dict[str, Any]]:
+    """`text` without what it says at its end of no number of GPUs, and that."""
+    options: dict[str, Any] = {}
+    parts = text.split(",")
+    while len(parts) > 1 and (found := _OPTION.fullmatch(parts[-1].strip())):
+        options |= {"offload": True} if found[1] is None else {"rank": int(found[1])}
+        parts.pop()
+    return ",".join(parts), options
 
 
 def _one(kind: Kind, text: str) -> Parallel:
@@ -225,9 +236,9 @@ def on_each(text: str | None, gpus: str | Iterable[int] | None) -> tuple[Paralle
 
 
 def _on(text: str, gpus: int) -> Parallel:
-    text, offload = _without_offload(text)
-    if offload:
-        return replace(_on(text, gpus), offload=True)
+    text, options = _options_of(text)
+    if options:
+        return replace(_on(text, gpus), **options)
     spread, comma, divided = (part.strip() for part in text.partition(","))
     if comma and (spread in ("fsdp", "hsdp") or "=x" in spread):
         tensor = parse_parallel(divided).tensor

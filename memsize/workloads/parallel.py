@@ -34,7 +34,7 @@ _LARGEST: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class ParallelSteps:
-    """The usual training loop with these options, as the process of `parallel` whose GPU holds most."""
+    """The usual training loop with these options, as the process of `parallel` that is asked for, or holds most."""
 
     options: Training
     parallel: Parallel
@@ -50,7 +50,7 @@ class ParallelSteps:
         setup = replace(setup, model=model, notes=notes, buckets=None, stored=stored_tensors)
         if parallel.kind == "pp":
             return run_stages(setup, self.options, parallel, self.card)
-        other = deepcopy(model) if parallel.kind == "dp" and parallel.size > 1 else None
+        other = deepcopy(model) if parallel.kind == "dp" and parallel.size > 1 and not parallel.rank else None
         if parallel.shards_parameters:  # its mixed precision takes the place of autocast, except in the loss
             setup = replace(setup, forward=partial(torch.autocast, "cuda", enabled=False))
 

@@ -1,4 +1,4 @@
-"""Training through the stages of a pipeline, by PyTorch's own schedule, as a `Trace` of the stage that holds most."""
+"""Training through the stages of a pipeline, by PyTorch's own schedule, as a `Trace` of one of them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from memsize.workloads.training import Loop, one_number
 
 
 def run_stages(setup: Setup, training: Training, parallel: Parallel, card: Card) -> Trace:
-    """The trace of the rank whose GPU holds most at its peak, the first of such; a note tells of the others."""
+    """The trace of the rank that is asked for, else of the first whose GPU holds most; a note tells of the others."""
     traces = stage_traces(setup, training, parallel, card)
     peaks = [peak(trace).bytes for trace in traces]
-    fullest = traces[peaks.index(max(peaks))]
-    return replace(fullest, notes=(*fullest.notes, _beside(peaks)))
+    rank = peaks.index(max(peaks)) if parallel.rank is None else parallel.rank
+    return replace(traces[rank], notes=(*traces[rank].notes, _beside(peaks, rank)))
 
 
 def stage_traces(setup: Setup, training: Training, parallel: Parallel, card: Card) -> list[Trace]:
@@ -117,7 +117,7 @@ class StageLoop(Loop):
         return loss if self.scaler is None else self.scaler.scale(loss)
 
 
-def _beside(peaks: list[int]) -> str:
+def _beside(peaks: list[int], shown: int) -> str:
     """What each stage holds, for who looks at one of them."""
     held = [f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(peaks)]
-    return f"each stage at its own peak: {', '.join(held)}; shown is rank {peaks.index(max(peaks))}"
+    return f"each stage at its own peak: {', '.join(held)}; shown is rank {shown}"
