@@ -750,6 +750,49 @@ def test_a_program_allocates_what_it_really_allocates_on_the_cpu(
     assert [event.delta for event in program.ledger.events] == expected
 
 
+AUTOCAST = """
+    import contextlib, sys, torch
+    from torch import nn
+    torch.set_default_device(sys.argv[1])
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 100))
+    lower = torch.autocast(sys.argv[1], torch.bfloat16)
+    x = torch.randn(16, 64)
+    for region in (torch.inference_mode, torch.no_grad, contextlib.nullcontext):
+        with region(), lower:
+            model(x), model(x)
+        with lower, region():
+            model(x), model(x)
+    with lower:
+        model(x)
+        with torch.inference_mode():
+            model(x)
+            with torch.inference_mode(False):
+                model(x)
+        model(x)
+"""
+
+
+def test_autocast_keeps_copies_of_weights_where_it_really_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In inference mode it keeps none. Autocast on the CPU casts linear layers as that on CUDA does."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(AUTOCAST), encoding="utf-8")
+    program = Program("test", card("a100"), Workspaces(), AllocatorConfig(), 0)
+    assert program.run(str(script), ["cuda"]) is None
+    real = Ledger("cpu")
+    try:
+        with real, monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", [str(script), "cpu"])
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        torch.set_default_device(None)
+    # What dies together is not freed in one order.
+    found, expected = (
+        [live for event, live in zip(events, _live(events), strict=True) if event.delta > 0]
+        for events in (program.ledger.events, real.events)
+    )
+    assert found == expected
+
+
 EVALUATED = """
     import builtins, sys, torch
     from torch import nn

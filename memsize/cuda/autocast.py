@@ -11,6 +11,7 @@ aten/src/ATen/cudnn/AutocastRNN.cpp; torchvision/csrc/ops/autocast (since 0.28 t
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -62,6 +63,14 @@ _LISTS: dict[Policy, str] = {
 }
 POLICIES: dict[str, Policy] = {name: policy for policy, names in _LISTS.items() for name in names.split()}
 """What autocast does to each CUDA operator, by name: without the namespace where that is ``aten``."""
+
+
+class _Region(threading.local):
+    is_inference = False
+
+
+region = _Region()
+"""Whether this thread is in what stands in for an inference mode."""
 
 LATE = tuple(name for name in POLICIES if "::" in name)
 """Operators that exist only once their library is imported."""
@@ -159,7 +168,8 @@ def _is_eligible(tensor: Tensor, semantics: Semantics) -> bool:
 def _is_cached(tensor: Tensor) -> bool:
     """Whether PyTorch would keep the copy: of leaves that want a gradient, and never in inference mode."""
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-    return is_weight and _is_cache_enabled() and not torch.is_inference_mode_enabled()
+    is_inference = region.is_inference or torch.is_inference_mode_enabled()
+    return is_weight and _is_cache_enabled() and not is_inference
 
 
 def _is_parameter(tensor: Tensor) -> bool:

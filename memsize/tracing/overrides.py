@@ -26,6 +26,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 
 from memsize.constants.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
 from memsize.constants.values import ConstantState, constant_of, set_constant
+from memsize.cuda import autocast
 from memsize.internals.meta import is_meta
 from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
@@ -112,7 +113,7 @@ def _patches_of_torch() -> tuple[Patch, ...]:
         Patch(Tensor, "cpu", _moved_to_cpu),
         *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT.split()),
         Patch(OpOverloadPacket, "__call__", _given_numbers),
-        Patch(torch._C, "_InferenceMode", lambda _: _without_gradients),
+        Patch(torch._C, "_InferenceMode", lambda _: _InferenceMode),
         Patch(torch.autocast, "__enter__", _casting_on_the_cpu),
         Patch(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
         Patch(torch.cuda, "current_device", lambda _: lambda: 0),
@@ -235,11 +236,22 @@ def _formatted(original: Function) -> Function:
     return formatted
 
 
-def _without_gradients(mode: bool) -> torch.set_grad_enabled:
-    """`torch.no_grad` stands in for `torch.inference_mode`, which takes as much memory: that one skips autograd
+class _InferenceMode:
+    """Takes as much memory as PyTorch's own, and is `torch.no_grad` beside what autocast does: that one skips autograd
     altogether, and with it the step that takes composite ops apart, so that a dispatch mode would get them whole.
     """
-    return torch.set_grad_enabled(not mode)
+
+    def __init__(self, mode: bool) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled(), autocast.region.is_inference
+        torch._C._set_grad_enabled(not self._mode)
+        autocast.region.is_inference = self._mode
+
+    def __exit__(self, *error: object) -> None:
+        gradients, autocast.region.is_inference = self._before
+        torch._C._set_grad_enabled(gradients)
 
 
 # -- devices by name --------------------------------------------------------------------------------------------------
