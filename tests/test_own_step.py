@@ -180,6 +180,16 @@ def test_a_hugging_face_trainer_is_its_model_and_its_step(trainer: Callable[...,
     assert 2 * weights <= state < 2.01 * weights
 
 
+def test_a_function_may_return_the_trainer(trainer: Callable[..., str]) -> None:
+    """Wanting bfloat16 on a GPU, it fails on this machine, and is built on the other."""
+    target = trainer(bf16=True)
+    given = memsize.trace(target, optimizer="own").trace
+    head, arguments = Path("hf.py").read_text(encoding="utf-8").partition("if __name__")[0].split("arguments =")
+    body = f"arguments ={arguments}return trainer".replace("\n", "\n    ")
+    Path("hf.py").write_text(f"{head}def make():\n    {body}\n", encoding="utf-8")
+    assert memsize.trace("hf.py:make", optimizer="own").trace.events == given.events
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -99,14 +99,14 @@ def load(
             module = _imported(target, scope, module_name)
             name = target.name or _only_class(module, target)
             label = f"{target.place}:{name}"
-            found = _looked_up(module, name, target)
+            found, note = build(_looked_up(module, name, target), label, arguments or {}, scope.owns)
             trainer = found if is_trainer(found) else None
-            built, note = build(trainer.model if trainer else found, label, arguments or {}, scope.owns)
-            inputs = _made_on(machine, scope, _trained(built, trainer, own)) if trainer or own else None
+            model = trainer.model if trainer else found
+            inputs = _made_on(machine, scope, _trained(model, trainer, own)) if trainer or own else None
         notes = [note] if note else []
-        step = own_step_of(built)
+        step = own_step_of(model)
         notes += [step.note] if step else []
-        return LoadedModel(built, label, tuple(notes), scope, inputs)
+        return LoadedModel(model, label, tuple(notes), scope, inputs)
 
     return _with_gpu_where_wanted(loaded, machine)
 

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memsize.errors import (
     ExitError,
@@ -27,34 +27,33 @@ from memsize.errors import (
     message_of,
     quoted,
 )
+from memsize.loading.own_step import is_trainer
 from memsize.loading.scope import is_users
-
-if TYPE_CHECKING:
-    from torch import nn
 
 IsTheirs = Callable[[str], bool]
 _MEMSIZE = Path(__file__).absolute().parents[1]
 
 
-def build(found: Any, label: str, arguments: Mapping[str, object], is_theirs: IsTheirs) -> tuple[nn.Module, str | None]:
-    """The module that `found` is or makes, and a note on how it was made where that matters.
+def build(found: Any, label: str, arguments: Mapping[str, object], is_theirs: IsTheirs) -> tuple[Any, str | None]:
+    """The module, or the Hugging Face `Trainer` of one, that `found` is or makes, and a note on how it was made where
+    that matters.
 
-    `found` is a Module, a Module class or a function that returns a Module. Raises `TargetError` when it is something
+    `found` is one of them, a Module class or a function that returns one. Raises `TargetError` when it is something
     else, when `arguments` do not suit it, and when it fails.
     """
     from torch import nn
 
-    if isinstance(found, nn.Module):
+    if isinstance(found, nn.Module) or is_trainer(found):
         if arguments:
             raise TargetError(f"{label} is an instance already, so it takes no arguments ({', '.join(arguments)})")
         return found, None
     if not callable(found) or (isinstance(found, type) and not issubclass(found, nn.Module)):
         raise TargetError(f"{label} is {_kind(found)}, not a torch.nn.Module or a function that returns one")
     _check_arguments(found, label, arguments)
-    module, note = _call(found, label, arguments, is_theirs)
-    if not isinstance(module, nn.Module):
-        raise TargetError(f"{label} returned {_kind(module)}, not a torch.nn.Module")
-    return module, note
+    made, note = _call(found, label, arguments, is_theirs)
+    if not isinstance(made, nn.Module) and not is_trainer(made):
+        raise TargetError(f"{label} returned {_kind(made)}, not a torch.nn.Module")
+    return made, note
 
 
 def _call(
