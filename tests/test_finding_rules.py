@@ -375,6 +375,12 @@ def test_which_scenarios_peak_is_told() -> None:
     assert not list(training.training_peak(Evidence(trace())))
 
 
+def test_a_step_of_the_targets_own_is_told_as_such() -> None:
+    finding = one(training.training_peak, Evidence(trace(), peaks={"fp32": peak(activation=900)}, optimizer="own"))
+    assert finding.text().startswith("A training step with its own optimizer under fp32 peaks at ")
+    assert finding.in_brief().startswith("A training step with its own optimizer peaks at ")
+
+
 @pytest.mark.parametrize(
     ("found", "where", "advice"),
     [

@@ -30,7 +30,7 @@ from memsize.documents.sections import (
 from memsize.records.aggregates import Totals, stored_dtypes, totals
 from memsize.records.answer import Why
 from memsize.records.comparison import Comparison, FigureChange, LayerChange, LivingChange
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, optimizer_in_words
 from memsize.records.gpu import LiveStorage
 from memsize.records.roles import TITLES, noun
 from memsize.records.trace import Trace
@@ -249,7 +249,7 @@ def figure_table(found: Comparison) -> Table:
     """The figures that changed, scenario by scenario."""
     changed = [each for each in found.figure_changes if each.before != each.after]
     same = len(found.figure_changes) - len(changed)
-    trained = f", training with {found.optimizer}" if found.optimizer else ""
+    trained = f", training with {optimizer_in_words(found.optimizer)}" if found.optimizer else ""
     peaks = f"; peaks on {found.gpu}{trained}" if found.gpu else ""
     remarks = (Remark("figures", "unchanged", f"{same} more"),) if same else ()
     rows = tuple(map(_figure_cells, changed))

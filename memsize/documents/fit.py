@@ -30,7 +30,7 @@ from memsize.documents.sections import (
 from memsize.documents.versions import versions
 from memsize.errors import first_line
 from memsize.records.aggregates import traffic
-from memsize.records.finding import join_names
+from memsize.records.finding import join_names, optimizer_in_words
 from memsize.records.fit import Bind, Budget, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.roles import noun
 from memsize.records.world import Traffic
@@ -151,7 +151,7 @@ def _is_frontier(fit: Fit) -> bool:
 def fit_title(fit: Fit) -> Title:
     """The model, what is asked of it, how it is run and where."""
     asked = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
-    how = f"training with {fit.optimizer}" if fit.optimizer else _generating(fit) or "inference"
+    how = f"training with {optimizer_in_words(fit.optimizer)}" if fit.optimizer else _generating(fit) or "inference"
     kinds = tuple(dict.fromkeys(_without_numbers(budget.parallel) for budget in fit.budgets if budget.parallel))
     how += f" and {join_names(kinds)}" if kinds else ""
     where = join_names(tuple(budget.name for budget in fit.budgets))

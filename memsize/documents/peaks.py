@@ -19,7 +19,7 @@ from memsize.documents.sections import (
     role_part,
     said_once,
 )
-from memsize.records.finding import moment_in_words
+from memsize.records.finding import moment_in_words, optimizer_in_words
 from memsize.records.gpu import GpuEstimate, LiveStorage, Shortage
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.roles import Role, in_order
@@ -61,7 +61,7 @@ def peak_table(report: Report) -> Table:
     # A100, H100, L4 and RTX begin with a vowel when they are read out.
     article = "an" if report.gpu[:1] in "AHLR" else "a"
     stack = f" with {report.trace.stack}" if report.trace.stack else ""
-    trained = f", training with {report.optimizer}" if report.optimizer else ""
+    trained = f", training with {optimizer_in_words(report.optimizer)}" if report.optimizer else ""
     return Table(
         name="peaks",
         title="Peaks",

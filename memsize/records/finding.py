@@ -79,6 +79,11 @@ def layer_in_words(path: str) -> str:
     return f"layer {path}" if path.isdigit() else path
 
 
+def optimizer_in_words(name: str) -> str:
+    """An optimizer after "with": ``adamw``, and for ``own`` that of the model or of its Trainer."""
+    return "its own optimizer" if name == "own" else name
+
+
 def moment_in_words(phase: str, layer: str | None, step: int = 0) -> str:
     """A moment of a run: ``backward``, ``backward 2 of conv.2``, ``forward of layer 1``."""
     numbered = f"{phase} {step}" if step else phase

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from memsize.analysis.findings.evidence import Evidence, bytes_of
 from memsize.analysis.findings.memory import moment, out_of_memory
 from memsize.records.aggregates import summit
-from memsize.records.finding import Finding, Moment, Rules
+from memsize.records.finding import Finding, Moment, Rules, optimizer_in_words
 from memsize.records.gpu import GpuEstimate
 from memsize.records.roles import FIXED, PER_PARAMETER, Role, noun
 from memsize.units import Bytes
@@ -43,7 +43,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         f"A training step with {{optimizer}} under {{name}} peaks at {{requested}} in the {{where}}: {shares}. "
         f"{_advice(peak)}",
         {
-            "optimizer": evidence.optimizer,
+            "optimizer": optimizer_in_words(evidence.optimizer),
             "name": name,
             "requested": Bytes(peak.requested),
             "where": moment(peak.peak_phase, peak.peak_layer),
