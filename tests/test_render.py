@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from memsize.documents import Document, document
 from memsize.documents.layers import COLUMNS, FILE_NAMES
-from memsize.documents.sections import Section
+from memsize.documents.sections import Section, role_columns
 from memsize.errors import OutputError
 from memsize.records.aggregates import totals
 from memsize.records.answer import FlatTable
@@ -65,6 +65,13 @@ def test_text_without_a_width_is_complete() -> None:
     text = render(records.deep_report(), "text")
     assert "model.language_model.layers.3.self_attention.query_key_value_projection" in text
     assert "…" not in text
+
+
+def test_the_roles_that_hold_least_are_left_out_first() -> None:
+    columns = role_columns([{"workspace": 16, "parameter": 1}, {"parameter": 2, "gradient": 1}])
+    assert [column.key for column in columns] == ["parameter", "workspace", "gradient"]
+    by_weight = sorted(columns, key=lambda column: column.weight)
+    assert [column.key for column in by_weight] == ["gradient", "parameter", "workspace"]
 
 
 def test_chosen_columns_are_shortened_but_never_left_out() -> None:

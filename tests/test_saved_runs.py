@@ -82,6 +82,36 @@ def test_a_saved_run_is_shown_as_it_was(kind: str, folder: Path, capsys: pytest.
     assert (folder / "again.memsize").read_bytes() == (folder / "run.memsize").read_bytes()
 
 
+READERS = {
+    "checkpoint": "checkpoint",
+    "explanation": "explain",
+    "fit": "fit",
+    "generation": "generate",
+    "layout": "layout",
+    "program": "run",
+    "ranks": "run",
+    "report": "report",
+    "serving": "serve",
+    "step": "timeline",
+}
+"""The command that shows each kind again."""
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_saved_run_is_shown_as_one_likes(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(SAVED / f"{kind}.1.memsize")
+    plain = shown(capsys, READERS[kind], path)
+    assert shown(capsys, READERS[kind], "--full", "--color", "never", "--debug", "--format", "text", path) == plain
+    assert "\33[" in shown(capsys, READERS[kind], "--color", "always", path)
+    assert shown(capsys, READERS[kind], "--units", "GB", path) != plain
+
+
+def test_what_comes_after_a_saved_program_is_not_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(SAVED / "program.1.memsize")
+    told = refused(capsys, "run", path, "--full")
+    assert told == f"{path} is a saved run, which takes no arguments: write --full before it"
+
+
 @pytest.mark.parametrize("kind", COMMAND_LINES)
 def test_showing_a_saved_run_needs_no_torch(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, *rest = COMMAND_LINES[kind]

@@ -105,6 +105,8 @@ def run(
     where, config, which = card(gpu or DEFAULT_GPU), AllocatorConfig.given(allocator), parse_rank(rank)
     world = asked_world(gpus, nodes, which, one_process)
     if not module and is_saved(program):
+        if arguments:
+            raise InputError(f"{program} is a saved run, which takes no arguments: write {arguments[0]} before it")
         from memsize.analysis.saved import load_kind
 
         _answer(load_kind(program, ProgramRun.kind, RankRuns.kind), output)

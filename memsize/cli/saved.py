@@ -8,7 +8,7 @@ from click.core import ParameterSource
 from memsize.errors import InputError
 from memsize.records.run_file import is_run_file
 
-_SHOWS = frozenset({"unit", "format", "file", "save", "force", "debug", "depth", "columns", "jobs"})
+_SHOWS = frozenset({"unit", "format", "file", "save", "force", "full", "color", "debug", "depth", "columns", "jobs"})
 """Options that say how a run is shown or made, and do not change it."""
 
 

@@ -15,7 +15,7 @@ from memsize.documents.sections import (
     Path,
     Remark,
     Table,
-    role_column,
+    role_columns,
     role_part,
     said_once,
 )
@@ -56,7 +56,7 @@ def peak_table(report: Report) -> Table:
         Column("device_high", "to", "bytes", 80, "reserved and the CUDA context, at most", beside="device_low"),
         Column("phase", "in", "text", 85, "the phase that the peak falls in", alone="phase"),
         Column("layer", "at", "name", 70, "the layer that the peak falls in", alone="layer"),
-        *(role_column(role, " alive at the peak") for role in roles),
+        *role_columns([look.roles for _, _, look in runs], " alive at the peak"),
     )
     # A100, H100, L4 and RTX begin with a vowel when they are read out.
     article = "an" if report.gpu[:1] in "AHLR" else "a"

@@ -24,7 +24,7 @@ from memsize.documents.sections import (
     Table,
     Title,
     listed,
-    role_column,
+    role_columns,
     role_part,
 )
 from memsize.documents.timeline import alive_table, course_table
@@ -153,7 +153,7 @@ def module_table(run: ProgramRun) -> Table:
         Column("type", "type", "text", 50, "its class"),
         Column("total", "at the peak", "bytes", 99, "what it holds at the peak of the run"),
         Column("most", "at most", "bytes", 70, "the most that it holds at any moment"),
-        *map(role_column, roles),
+        *role_columns([share.roles for share in shares]),
     )
     rows = tuple(_module_cells(share, roles) for share in shares)
     return Table("modules", "Modules", columns, rows, caption="Alive at the peak of the run, by module")

@@ -19,7 +19,7 @@ from memsize.documents.sections import (
     Section,
     Table,
     Title,
-    role_column,
+    role_columns,
     role_part,
 )
 from memsize.records.finding import Finding
@@ -107,7 +107,7 @@ def rank_table(runs: RankRuns) -> Table:
         Column("device", "GPU, at most", "bytes", 99, "what the GPU shows at the peak, at most"),
         Column("phase", "in", "text", 96, "when the peak is", alone="phase"),
         Column("layer", "at", "name", 70, "the layer that runs then", alone="layer"),
-        *map(role_column, roles),
+        *role_columns([group.run.peak.roles for group in runs.groups]),
     )
     rows = tuple(_cells(group, roles) for group in runs.groups)
     return Table(

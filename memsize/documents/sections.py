@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from memsize.records.finding import Finding
-from memsize.records.roles import TITLES, Role
+from memsize.records.roles import Role, in_order, noun
 from memsize.records.timeline import Timeline
 from memsize.records.trace import Failure, InputTensor, TensorSpec
 from memsize.units import Bytes
@@ -98,10 +98,15 @@ class Column:
     alone: str = ""
 
 
-def role_column(role: Role, meaning: str = "") -> Column:
-    """The column of the bytes that have a role."""
-    title = TITLES[role]
-    return Column(role, title.noun, "bytes", title.weight, f"{title.noun}{meaning}" if meaning else "", role)
+def role_columns(held: Sequence[Mapping[Role, int]], meaning: str = "") -> list[Column]:
+    """A column for the bytes of each role in `held`. Where there is no room for all, the one whose largest figure is
+    smallest is left out first.
+    """
+    roles = in_order(role for sizes in held for role in sizes)
+    by_size = sorted(roles, key=lambda role: -max(sizes.get(role, 0) for sizes in held))
+    weights = {role: 60 - 3 * place for place, role in enumerate(by_size)}
+    named = ((role, noun(role)) for role in roles)
+    return [Column(role, name, "bytes", weights[role], meaning and f"{name}{meaning}", role) for role, name in named]
 
 
 Phrase = tuple[str | Bytes, ...]
@@ -323,7 +328,7 @@ def input_text(tensor: InputTensor) -> str:
 
 def role_part(role: Role) -> Part:
     """The part of the bytes that have a role."""
-    return Part(role, TITLES[role].noun, role)
+    return Part(role, noun(role), role)
 
 
 def listed(title: str, lines: tuple[str, ...]) -> tuple[Section, ...]:

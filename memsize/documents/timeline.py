@@ -18,7 +18,7 @@ from memsize.documents.sections import (
     Title,
     Words,
     listed,
-    role_column,
+    role_columns,
 )
 from memsize.documents.versions import versions
 from memsize.records.finding import Finding, Moment
@@ -124,7 +124,7 @@ def _course_cells(course: Course) -> tuple[Cell, ...]:
 def alive_table(told: Sequence[Course]) -> Table:
     """One row per phase: what is alive by role at its highest moment. Roles add up to what is live then."""
     roles = in_order(role for course in told for role in course.summit.roles)
-    columns = (*_PHASE, *map(role_column, roles))
+    columns = (*_PHASE, *role_columns([course.summit.roles for course in told]))
     rows = tuple((*_phase_cells(c), *(Bytes(c.summit.roles.get(role, 0)) for role in roles)) for c in told)
     table = Table("alive", "Alive", columns, rows, caption="Alive at the highest moment of each phase")
     return table.without_empty("steps")

@@ -11,35 +11,35 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 
 class RoleTitle(NamedTuple):
-    """How a role is shown: what its bytes are called together, how much a table wants to show them (the most: 60), and
-    their colour, on light pages and on dark ones. `size` says what decides how many bytes there are: the parameters
-    (one copy of them, or several), the model alone, or also its input.
+    """How a role is shown: what its bytes are called together, and their colour, on light pages and on dark ones.
+
+    `size` says what decides how many bytes there are: the parameters (one copy of them, or several), the model alone,
+    or also its input.
 
     No two colours look alike to people who don't see red, green or blue: a test simulates them.
     """
 
     noun: str
-    weight: int
     colour: str
     size: Literal["parameters", "model", "input"] = "input"
 
 
 TITLES: Final[dict[str, RoleTitle]] = {
-    "parameter": RoleTitle("parameters", 60, "#1f7fe8", "parameters"),
-    "buffer": RoleTitle("buffers", 35, "#4d7695", "model"),
-    "master weight": RoleTitle("master weights", 54, "#3e4d9a", "parameters"),
-    "optimizer state": RoleTitle("optimizer state", 56, "#52bca4", "parameters"),
-    "KV cache": RoleTitle("KV cache", 55, "#780c48"),
-    "workspace": RoleTitle("workspaces", 40, "#cfd2d6", "model"),
-    "gradient": RoleTitle("gradients", 58, "#b02319", "parameters"),
-    "gathered parameter": RoleTitle("gathered parameters", 53, "#7800d8", "model"),
-    "unsharded gradient": RoleTitle("unsharded gradients", 52, "#8a425a", "model"),
-    "input": RoleTitle("inputs", 20, "#a57155"),
-    "activation": RoleTitle("activations", 59, "#e08b2e"),
-    "cast copy": RoleTitle("cast copies", 50, "#e4bf21"),
-    "communication": RoleTitle("communication buffers", 51, "#90fc8a", "model"),
-    "output": RoleTitle("outputs", 30, "#c38de6"),
-    "temporary": RoleTitle("temporaries", 57, "#8fd48a"),
+    "parameter": RoleTitle("parameters", "#1f7fe8", "parameters"),
+    "buffer": RoleTitle("buffers", "#4d7695", "model"),
+    "master weight": RoleTitle("master weights", "#3e4d9a", "parameters"),
+    "optimizer state": RoleTitle("optimizer state", "#52bca4", "parameters"),
+    "KV cache": RoleTitle("KV cache", "#780c48"),
+    "workspace": RoleTitle("workspaces", "#cfd2d6", "model"),
+    "gradient": RoleTitle("gradients", "#b02319", "parameters"),
+    "gathered parameter": RoleTitle("gathered parameters", "#7800d8", "model"),
+    "unsharded gradient": RoleTitle("unsharded gradients", "#8a425a", "model"),
+    "input": RoleTitle("inputs", "#a57155"),
+    "activation": RoleTitle("activations", "#e08b2e"),
+    "cast copy": RoleTitle("cast copies", "#e4bf21"),
+    "communication": RoleTitle("communication buffers", "#90fc8a", "model"),
+    "output": RoleTitle("outputs", "#c38de6"),
+    "temporary": RoleTitle("temporaries", "#8fd48a"),
 }
 
 ROLES: Final = tuple(TITLES)
