@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
+from itertools import accumulate
 from typing import Any
 
 from memsize.device.allocator import Limited, Replay, replay, replay_within
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context, context_on
 from memsize.device.workspace_bounds import Requests, dispensable, requests, variants
-from memsize.records.aggregates import alive, live_bytes, split_phase, traffic
+from memsize.records.aggregates import alive, split_phase, traffic
 from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, Shortage
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
@@ -75,7 +76,7 @@ def estimate_gpu(
         roles=_roles(trace, live),
         storages=_largest(trace, live, largest),
         shortage=shortage,
-        tensors=max(live_bytes(e for e in trace.events if trace.storages[e.storage].role != "workspace"), default=0),
+        tensors=_most_of_tensors(trace),
         collectives=traffic(trace),
     )
 
@@ -144,6 +145,12 @@ def _shortage(trace: Trace, where: Card, found: Limited) -> Shortage | None:
     )
 
 
+def _most_of_tensors(trace: Trace) -> int:
+    """The most bytes alive beside workspaces."""
+    workspaces = {index for index, storage in enumerate(trace.storages) if storage.role == "workspace"}
+    return max(accumulate(delta for storage, delta, *_ in trace.events if storage not in workspaces), default=0)
+
+
 def _roles(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
     roles: dict[Role, int] = {}
     for storage, size in live.items():
@@ -153,9 +160,9 @@ def _roles(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
 
 
 def _largest(trace: Trace, live: Mapping[int, int], count: int) -> tuple[LiveStorage, ...]:
-    born = {event.storage: event.phase for event in trace.events if event.delta > 0}
-    ordered: Iterable[int] = sorted(live, key=lambda storage: (-live[storage], storage))
-    return tuple(_live_storage(trace, i, live[i], born[i]) for i in list(ordered)[:count])
+    shown = sorted(live, key=lambda storage: (-live[storage], storage))[:count]
+    born = {storage: phase for storage, delta, phase, *_ in trace.events if storage in live and delta > 0}
+    return tuple(_live_storage(trace, index, live[index], born[index]) for index in shown)
 
 
 def _live_storage(trace: Trace, index: int, size: int, phase: int) -> LiveStorage:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from memsize.device.allocator import NOTHING
-from memsize.records.trace import Trace
+from memsize.records.trace import Storage, Trace
 
 CONVOLUTIONS: Final = frozenset({"convolution", "convolution_backward"})
 """Ops that cuDNN computes with a workspace."""
@@ -28,7 +28,8 @@ def requests(trace: Trace, factor: int = 1) -> Requests:
 
 def is_estimated(trace: Trace) -> bool:
     """Whether any convolution workspace in the trace is an estimate."""
-    return trace.cudnn is None and any(_is_workspace(trace, event.storage) for event in trace.events)
+    workspaces = dispensable(trace) if trace.cudnn is None else frozenset()
+    return bool(workspaces) and any(event.storage in workspaces for event in trace.events)
 
 
 def variants(trace: Trace) -> list[Requests]:
@@ -40,17 +41,16 @@ def dispensable(trace: Trace) -> frozenset[int]:
     """The storages that a run does without where there is no room: PyTorch then tries the next of cuDNN's plans, and
     most convolutions have one that needs little.
     """
-    return frozenset(index for index in range(len(trace.storages)) if _is_workspace(trace, index))
+    return frozenset(index for index, storage in enumerate(trace.storages) if _is_workspace(storage))
 
 
 def _scaled(trace: Trace, factor: int) -> Iterator[tuple[int, int]]:
     for event in trace.events:
-        if not _is_workspace(trace, event.storage):
+        if not _is_workspace(trace.storages[event.storage]):
             yield event.storage, event.delta
         else:
             yield (event.storage, factor * event.delta) if factor else NOTHING
 
 
-def _is_workspace(trace: Trace, storage: int) -> bool:
-    found = trace.storages[storage]
-    return found.role == "workspace" and found.op in CONVOLUTIONS
+def _is_workspace(storage: Storage) -> bool:
+    return storage.role == "workspace" and storage.op in CONVOLUTIONS

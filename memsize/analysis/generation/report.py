@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, NamedTuple
 
 from memsize.analysis.findings.generation import RULES, Evidence
@@ -184,13 +184,14 @@ class _Work:
 
 def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
     """For each name the most that tensors hold during the phases called so, and what is left at the end of the last."""
-    inside = [split_phase(label)[0] for label in trace.phases]
-    held: dict[str, list[int]] = {name: [] for name in inside}
-    for event, level in zip(trace.events, accumulate(event.delta for event in trace.events), strict=True):
-        held[inside[event.phase]].append(level)
+    import numpy as np
+
+    inside = np.array([split_phase(label)[0] for label in trace.phases])
+    levels = np.array([delta for _, delta, *_ in trace.events], dtype=np.int64).cumsum()
+    phases = np.array([phase for _, _, phase, *_ in trace.events])
     for name in names:
-        levels = held.get(name)
-        yield Phase(max(levels), levels[-1]) if levels else Phase(0, 0)
+        held = levels[inside[phases] == name] if len(levels) else levels
+        yield Phase(int(held.max()), int(held[-1])) if len(held) else Phase(0, 0)
 
 
 def _kinds(generated: Generated, batch: int) -> Iterable[CachedLayers]:
