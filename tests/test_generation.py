@@ -385,6 +385,19 @@ def test_a_prompt_of_many_sequences_is_known_to_be_unpadded(config: Callable[...
     assert sum(layer.bytes for layer in made.cached) == 8 * (40_000 + 1) * TOKEN
 
 
+def test_a_static_cache_has_room_for_the_tokens_of_images() -> None:
+    text = SMALL | {"max_position_embeddings": 100}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    entries = {"text_config": text, "vision_config": vision, "image_token_index": 99, "dtype": "bfloat16"}
+    for cache in (None, "static"):
+        found = memsize.generate("hf:llava", arguments=entries, prompt=10, new=5, cache=cache, scenarios="as-given")
+        (layers,) = found.ran[0].layers
+        patches = (8 // 4) ** 2
+        held = found.ran[0].cache - (2 * 8 if cache else 0)  # a static layer counts its tokens in an int64
+        assert (layers.kind, held) == ("full attention", (10 + patches + 5 - 1) * TOKEN)
+
+
 def test_no_token_ends_a_generation(config: Callable[..., str]) -> None:
     mamba = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 32, "state_size": 4}
     made = generated(config(**mamba, num_hidden_layers=1, vocab_size=50, eos_token_id=0), Generation(8, 4), 1)

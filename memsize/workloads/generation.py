@@ -78,7 +78,7 @@ class GenerationSteps:
             steps = self.generation.new - 1 if self.steps is None else self.steps
             with (
                 _steps(run, self.generation.prefills, steps, self.observer),
-                _without_end(setup.model, self.generation.last),
+                _without_end(setup.model),
                 offloading_watched(run.ledger) if self.generation.is_offloaded else nullcontext(),
             ):
                 run.result = generate(*args, **kwargs, **arguments)
@@ -135,13 +135,15 @@ def _begun(model: nn.Module, tokens: int, batch: int) -> torch.Tensor:
 
 
 @contextmanager
-def _without_end(model: nn.Module, tokens: int) -> Iterator[None]:
-    """While open, `generate` makes static caches for `tokens` tokens, although it is asked for one more than are
-    wanted; and a beam search goes on, whose end is a value.
+def _without_end(model: nn.Module) -> Iterator[None]:
+    """While open, `generate` makes static caches for a token less, since it is asked for one more than are wanted; and
+    a beam search goes on, whose end is a value.
     """
     own: dict[str, Callable[..., Any]] = {}
     if prepare := getattr(model, "_prepare_static_cache", None):
-        own["_prepare_static_cache"] = lambda *args, **kwargs: prepare(*args, **(kwargs | {"max_cache_len": tokens}))
+        own["_prepare_static_cache"] = lambda *args, max_cache_len, **kwargs: prepare(
+            *args, max_cache_len=max_cache_len - 1, **kwargs
+        )
     if looks := getattr(model, "_beam_search_has_unfinished_sequences", None):
         own["_beam_search_has_unfinished_sequences"] = lambda *args, **kwargs: looks(*args, **kwargs) is not None
     vars(model).update(own)
