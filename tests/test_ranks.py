@@ -430,6 +430,26 @@ def test_what_equal_ranks_reduce_is_known() -> None:
     assert any("read" in note for note in trace.assumptions)
 
 
+def test_what_is_read_of_collectives_is_assumed_and_said() -> None:
+    """Control flow may depend on it: on the GPU numbers are 1, on the CPU those of this rank."""
+    read: list[float] = []
+
+    def step(model: nn.Module) -> Any:
+        for device in ("cuda", "cpu"):
+            number = torch.full((1,), 3.0, device=device)
+            torch.distributed.all_reduce(number)
+            read.append(number.item())
+        parts = [torch.zeros(1) for _ in range(2)]
+        torch.distributed.all_gather(parts, torch.ones(1))
+        read.extend(map(float, parts))
+        return lambda ids: None
+
+    told = traced(step, World(2)).assumptions
+    assert read == [1.0, 3.0, 1.0, 1.0]
+    for words in ("is taken to be 1.0", "stays as it is in this rank", "is taken to be what this rank sends"):
+        assert any(words in each for each in told)
+
+
 def test_the_gpus_of_other_ranks_are_out_of_reach() -> None:
     def step(model: nn.Module) -> Any:
         assert torch.cuda.device_count() == 4 and torch.zeros(2, device="cuda").device == torch.device("cuda:3")

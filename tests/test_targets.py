@@ -199,7 +199,10 @@ def test_layers_are_divided_by_the_models_own_plan(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("{tiny}?num_attention_heads=4", "2 key and value heads cannot be divided evenly over tp=4"),
+        (
+            "{tiny}?num_attention_heads=4",
+            "2 key and value heads cannot be divided evenly over tp=4: over tp=2 they can",
+        ),
         ("gpt2?n_layer=1&n_embd=32&n_head=4&vocab_size=100", "GPT2LMHeadModel has no plan for tensor parallelism"),
     ],
 )

@@ -69,6 +69,8 @@ _LEFT: Final = (None, "broadcast", "send", "barrier")
 """What leaves the buffers as they are, where the ranks are alike."""
 _OF_EQUALS: Final = ("max", "min", "avg")
 """The reductions whose result is what each rank sent, where they all sent the same."""
+_GATHERED: Final = "what other ranks send from the CPU is taken to be what this rank sends"
+_UNREDUCED: Final = "what ranks reduce or exchange on the CPU stays as it is in this rank, also where it is a sum"
 _WAITING: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _ON_BUFFERS: Final = "c10d"
 """The operators that work on buffers that are given; the others return new ones, and have `meta` kernels."""
@@ -160,9 +162,12 @@ def _tensors(value: Any) -> Any:
     return arguments_in(value if isinstance(value, (list, tuple)) else (value,))
 
 
-def alike(kind: CollectiveKind, args: Any) -> None:
-    """Fill what a collective writes on the CPU as if each rank sent what this one sends."""
+def alike(kind: CollectiveKind, args: Any) -> str | None:
+    """Fill what a collective writes on the CPU as if each rank sent what this one sends; returns what a program that
+    reads it takes for granted. Which reduction an operator does cannot be read of its arguments.
+    """
     if kind in ("all-gather", "gather"):
         source = next(_tensors(args[1:2])).reshape(-1)
         for output in _tensors(args[:1]):
             output.view(-1).copy_(source.repeat(output.numel() // max(source.numel(), 1)))
+    return None if kind in _LEFT else _GATHERED if kind in ("all-gather", "gather") else _UNREDUCED

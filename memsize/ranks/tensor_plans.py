@@ -54,7 +54,8 @@ def plan_of(model: Any, size: int) -> dict[str, str]:
     for name, words in _HEADS.items() if divides_heads else ():
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
-            raise InputError(f"{heads} {words} cannot be divided evenly over tp={size}")
+            largest = max(number for number in range(1, size) if heads % number == 0)
+            raise InputError(f"{heads} {words} cannot be divided evenly over tp={size}: over tp={largest} they can")
     return dict(plan)
 
 

@@ -187,7 +187,7 @@ class VirtualLedger(Ledger):
                 for tensor in arguments_in(args if given else (result,)):
                     self.mark(tensor, "communication")
             elif kind is not None and given:
-                alike(kind, args)
+                self.evaluator.rely_on(alike(kind, args))
         return result
 
     def sent(self, kind: CollectiveKind, size: int, ranks: int, before: int | None = None) -> None:
