@@ -106,6 +106,15 @@ def test_every_option_of_the_run(asked: Asked) -> None:
     assert asked.options["scenarios"] == "fp16,amp-bf16"
 
 
+def test_a_list_may_be_given_in_parts(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("report model.py:Net -s fp16 --scenario amp-bf16,fp32".split()) == 0
+    assert asked.options["scenarios"] == "fp16,amp-bf16,fp32"
+    assert run("report model.py:Net".split()) == 0
+    assert asked.options["scenarios"] is None
+    capsys.readouterr()
+    assert "no scenario given" in failing(capsys, "model.py:Net", "-s", "")
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import memsize
 from memsize import api
 from memsize.analysis.crossover import first_size
+from memsize.analysis.findings.fit import FitEvidence, what_fits_on_the_others
 from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, peak_has_left_the_optimizer
 from memsize.analysis.fit.footprint import Footprint, bind
 from memsize.analysis.fit.search import MOST_RUNS, Forecast, Search, largest
@@ -666,6 +667,14 @@ def test_more_scenarios_and_gpus() -> None:
     assert first.startswith(f"Under fp32 on Tesla T4, batch {table['Tesla T4']['fp32']:,} needs")
     more = " and ".join(f"{table[card]['fp32']:,} on {card}" for card in ("A100 80GB", "A100 40GB"))
     assert others == f"The largest batch that fits is {more}."
+
+
+def test_cards_on_which_everything_fits_have_no_largest_batch() -> None:
+    row = FitRow("fp32", "fp32", "Tesla T4", 600, "found", size=8, peak=590, next_size=9, next_peak=610)
+    rows = (row, replace(row, gpu="A100", status="endless"), replace(row, gpu="H100", status="endless"))
+    evidence = FitEvidence(rows, (), "batch")
+    told = [finding.text() for finding in what_fits_on_the_others(evidence)]
+    assert told == ["Memory is no limit on A100 and H100."]
 
 
 def test_a_fraction_of_the_card_is_what_the_allocator_gets() -> None:

@@ -11,6 +11,7 @@ from memsize.cli.messages import say
 from memsize.cli.options import gpu_option, output_options_for
 from memsize.cli.output import Destination
 from memsize.cli.subject import several_subjects_options, step_options
+from memsize.cli.values import listed
 from memsize.cli.working import interrupts_raised, working
 from memsize.device.cards import card
 from memsize.errors import InputError
@@ -45,8 +46,8 @@ _OF_INIT = frozenset(
 )
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--update", is_flag=True, help="Write the baselines instead of comparing with them.")
-@click.option("--select", metavar="CODES", help="Findings that count as errors, separated by commas.")
-@click.option("--ignore", metavar="CODES", help="Findings to leave out, separated by commas.")
+@listed("--select", metavar="CODES", help="Findings that count as errors, separated by commas.")
+@listed("--ignore", metavar="CODES", help="Findings to leave out, separated by commas.")
 @click.option(
     "--fail-on",
     default="error",

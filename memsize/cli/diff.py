@@ -18,6 +18,7 @@ from memsize.cli.options import (
 from memsize.cli.output import Destination
 from memsize.cli.saved import refuse_options
 from memsize.cli.subject import several_subjects_options, training_options
+from memsize.cli.values import listed
 from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
@@ -55,7 +56,7 @@ def _files(context: click.Context, parameter: click.Parameter, incomplete: str) 
 @stack_option
 @allocator_option
 @execute_option
-@click.option(
+@listed(
     "-s",
     "--scenario",
     "scenarios",

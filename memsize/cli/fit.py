@@ -20,6 +20,7 @@ from memsize.cli.options import (
 from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import fit_subject_options, step_options
+from memsize.cli.values import listed
 from memsize.cli.working import working
 from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
@@ -63,15 +64,13 @@ from memsize.spec.vary import parse_vary
     metavar="NAME",
     help="Run TARGET, a script, and vary this argument of its own: batch-size for --batch-size 8 or batch_size=8.",
 )
-@click.option(
-    "--gpu", metavar="NAMES", help="GPUs to simulate: t4, a100,h100 or local (this machine's). [default: a100]"
-)
+@listed("--gpu", metavar="NAMES", help="GPUs to simulate: t4, a100,h100 or local (this machine's). [default: a100]")
 @click.option("--budget", metavar="SIZE", help="Memory of the device, instead of the GPU's: 15109MiB, 24GB.")
 @click.option("--margin", default="0", metavar="SIZE", help="Memory to leave free: 500MiB, or 5% of the device.")
 @scenarios_option
 @step_options
 @parallel_option
-@click.option(
+@listed(
     "--gpus",
     metavar="NUMBERS",
     help="Numbers of GPUs to compare, for --parallel fsdp, ddp or hsdp=x8: 1..128 (doubling), or 6,12.",

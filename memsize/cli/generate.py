@@ -18,7 +18,7 @@ from memsize.cli.options import (
 from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import generation_subject_options
-from memsize.cli.values import grouped
+from memsize.cli.values import grouped, listed
 from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
@@ -50,7 +50,7 @@ _UNEVEN = click.option("--uneven", is_flag=True, help="Prompts are of unequal le
 generation_options: Callable[..., Any] = grouped(
     "generations",
     (
-        click.option(
+        listed(
             "--prompt", default="512", show_default=True, metavar="N,…", help="Tokens of the prompt; several lengths."
         ),
         click.option("--new", default=128, show_default=True, type=_COUNT, metavar="N", help="Tokens to generate."),
@@ -93,7 +93,7 @@ generating_options: Callable[..., Any] = grouped(
 )
 @generation_subject_options
 @generation_options
-@click.option("-b", "--batch", default="1", show_default=True, metavar="N,…", help="Sequences at once; several sizes.")
+@listed("-b", "--batch", default="1", show_default=True, metavar="N,…", help="Sequences at once; several sizes.")
 @click.option("--step", metavar="FUNCTION", help="A loop in place of generate: file.py:function.")
 @scenarios_option
 @gpu_option

@@ -10,7 +10,7 @@ import click
 
 from memsize.cli.output import Color, Destination, Formats, destination
 from memsize.cli.session import Session
-from memsize.cli.values import Option, grouped
+from memsize.cli.values import Option, grouped, listed
 from memsize.errors import UnknownOutputError
 from memsize.render import FORMATS, IMAGES
 from memsize.spec.scenario import DEFAULT
@@ -62,7 +62,7 @@ def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
         session.debug = debug
 
 
-scenarios_option = click.option(
+scenarios_option = listed(
     "-s",
     "--scenario",
     "scenarios",

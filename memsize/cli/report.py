@@ -20,6 +20,7 @@ from memsize.cli.options import (
 from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options, training_options
+from memsize.cli.values import listed
 from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
@@ -65,7 +66,7 @@ from memsize.spec.training import Training
 @scenarios_option
 @jobs_option
 @depth_option
-@click.option("--columns", metavar="NAMES", help="Columns of the layer table, separated by commas.")
+@listed("--columns", metavar="NAMES", help="Columns of the layer table, separated by commas.")
 @output_options
 def report(
     subject: Subject,

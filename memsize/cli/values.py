@@ -12,6 +12,17 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 """What `click.option` and `click.argument` return."""
 
 
+def listed(*names: str, default: str | None = None, **settings: Any) -> Option:
+    """An option whose value is a list, separated by commas: given twice (``--gpu t4 --gpu h100``), it is both lists."""
+    return click.option(
+        *names,
+        multiple=True,
+        default=None if default is None else (default,),
+        callback=lambda context, option, given: ",".join(given) if given else None,
+        **settings,
+    )
+
+
 def grouped(name: str, options: Sequence[Option], make: Callable[..., object]) -> Option:
     """A decorator that gives a command `options`, and one parameter `name` in their place: what `make` returns of them.
 

@@ -187,11 +187,14 @@ class Bars:
 
     @classmethod
     def each(cls, title: str, rows: Iterable[tuple[Part, int]]) -> Bars:
-        """One bar for each part of a whole, the largest first; those below a hundredth of it share the last."""
+        """One bar for each part of a whole, the largest first; those below a hundredth of it share the last, in the
+        colour of the largest of them, which no other bar has.
+        """
         found = sorted(rows, key=lambda row: -row[1])
         rest = [size for _, size in found if size * 100 < sum(size for _, size in found)]
         if len(rest) > 1:
-            found = [*found[: -len(rest)], (Part("other", "other", "workspace"), sum(rest))]
+            first, _ = found[-len(rest)]
+            found = [*found[: -len(rest)], (Part("other", "other", first.role), sum(rest))]
         parts, sizes = zip(*found, strict=True)
         places = range(len(parts))
         bars = (Bar((Label(parts[n].title),), tuple(sizes[n] if n == m else 0 for m in places)) for n in places)

@@ -57,6 +57,9 @@ _ANSWERS: Final[dict[Status, str]] = {
 }
 
 
+_LARGEST: Final[tuple[Status, ...]] = ("found", "open", "refused", "constant")
+"""Whose size is the largest that fits."""
+
 _CROSSINGS: Final = {
     "autocast": (
         "{scenario} needs less than {other} from {vary} {size} on",
@@ -113,11 +116,12 @@ def what_fits_on_the_others(evidence: FitEvidence) -> Iterator[Finding]:
         ("fits", "It fits on {cards}."),
         ("exceeds", "It does not fit on {cards}."),
         ("none", "Nothing fits on {cards}."),
+        ("endless", "Memory is no limit on {cards}."),
     ):
         cards = tuple(row.gpu for row in others if row.status == status)
         if cards:
             yield Finding("fit-cards", None, (), text, values | {"cards": cards}, brief=text)
-    sizes = tuple(f"{row.size:,} on {row.gpu}" for row in others if row.size and row.status in ANSWERED[:-1])
+    sizes = tuple(f"{row.size:,} on {row.gpu}" for row in others if row.size and row.status in _LARGEST)
     if sizes:
         text = "The largest {vary} that fits is {sizes}."
         yield Finding("fit-cards", None, (), text, values | {"sizes": sizes}, brief=text)
