@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -442,6 +443,67 @@ def test_a_loop_of_ones_own(config: Callable[..., str], tmp_path: Path) -> None:
         memsize.generate(target, step=f"{file}:greedy", cache="static", **options)
     with pytest.raises(memsize.TargetError, match="nothing is no function: it has to be one that generates tokens"):
         memsize.generate(target, step=f"{file}:nothing", **options)
+
+
+class Pairs(nn.Module):
+    """A model whose cache is a pair of keys and values for each layer, as older ones have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 8)
+
+    def forward(self, ids: torch.Tensor, past_key_values: Any = None) -> Any:
+        new = self.table(ids)
+        pair = (new, new + 1) if past_key_values is None else tuple(torch.cat([p, new], 1) for p in past_key_values[0])
+        return SimpleNamespace(past_key_values=(pair,), logits=new)
+
+
+def grow(model: Pairs, ids: torch.Tensor, max_new_tokens: int) -> None:
+    cache = None
+    for _ in range(max_new_tokens):
+        out = model(ids, past_key_values=cache)
+        cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+
+def test_a_cache_of_pairs() -> None:
+    found = memsize.generate(Pairs(), "4:int64", prompt=6, new=5, batches=3, step=grow, scenarios="as-given")
+    (row,) = found.ran
+    assert row.cache == 2 * 3 * (6 + 5 - 1) * 8 * 4  # keys and values × sequences × tokens × width × float32
+    assert [layers.kind for layers in row.layers] == ["full attention"]
+
+
+OPT_350M = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "ffn_dim": 4096,
+    "num_attention_heads": 16,
+    "word_embed_proj_dim": 512,
+    "do_layer_norm_before": False,
+    "_attn_implementation": "eager",
+    "dtype": "float16",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "megabytes"), [(1, 917.265), (4, 1653.42), (8, 2634.98)])
+def test_the_published_peaks_of_a_generation(batch: int, megabytes: float, config: Callable[..., str]) -> None:
+    """OPT-350m after 1,024 tokens on an L40S, from the page of OPT in transformers' documentation: max_memory_allocated
+    with eager attention, whose scores make the peak. What else generate held then depends on its release.
+    """
+    found = memsize.generate(
+        config(**OPT_350M),
+        prompt=1024,
+        new=4,
+        batches=batch,
+        scenarios="as-given",
+        gpu="l40s",
+        stack="torch=2.4,cuda=12.1",
+    )
+    peak = found.ran[0].estimate
+    assert peak is not None and peak.peak_phase == "prefill"
+    assert peak.allocated / 1e6 == pytest.approx(megabytes, rel=0.001)
 
 
 def test_uneven_prompts_are_masked(config: Callable[..., str]) -> None:

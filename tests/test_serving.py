@@ -21,6 +21,7 @@ from memsize.device.cards import card
 from memsize.device.context import context
 from memsize.errors import InputError, UnknownInputError
 from memsize.records.gpu import Interval
+from memsize.records.serving import Concurrency
 from memsize.spec.serving import Serving
 from memsize.units import GiB, MiB
 from memsize.workloads.caches import CachedLayer
@@ -270,6 +271,13 @@ def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
     assert rows["2 cards"].peak == divided.weights + divided.profile + divided.non_torch.high + request // 2
     assert "room with any one of" in str(found)
     assert memsize.serve(target, context=100, **options).remedied is None
+
+
+def test_requests_are_told_as_exactly_as_they_are_known() -> None:
+    assert Concurrency(1.0, 11.719).texts() == ("1.00", "11.71")
+    assert Concurrency(0.999, 99.999).texts() == ("0.99", "99.99")
+    assert Concurrency(23 / 20, 99.5).texts() == ("1.15", "99.50")
+    assert Concurrency(100.0, 466_652.57).texts() == ("100", "466,652")
 
 
 def test_a_request_that_is_longer_than_the_cache(config: Callable[..., str]) -> None:

@@ -156,8 +156,7 @@ def _cells(row: ServingRow) -> tuple[Cell, ...]:
     paged = row.paged
     if paged is None:
         return (*taken, Bytes(0), Bytes(0), *[0] * 4, "0", "0")
-    requests = (f"{count:,.2f}" for count in paged.concurrency)
-    return (*taken, *map(Bytes, paged.available), *paged.blocks, *paged.tokens, *requests)
+    return (*taken, *map(Bytes, paged.available), *paged.blocks, *paged.tokens, *paged.concurrency.texts())
 
 
 def group_table(report: ServingReport) -> Table:

@@ -29,6 +29,14 @@ class Concurrency(NamedTuple):
     low: float
     high: float
 
+    def texts(self) -> tuple[str, str]:
+        """Both as text, rounded down: from a hundred on without decimals, which no server reaches exactly."""
+        return _requests(self.low), _requests(self.high)
+
+
+def _requests(count: float) -> str:
+    return f"{int(count):,}" if count >= 100 else f"{int(count * 100 + 1e-6) / 100:,.2f}"
+
 
 @dataclass(frozen=True, slots=True)
 class Paged:

@@ -47,10 +47,10 @@ _NOTHING: Final = torch.empty(0, device="cpu")
 
 
 def cache_of(kwargs: dict[str, Any], output: Any) -> Any:
-    """The cache that a forward was given or has returned; None where there is none."""
+    """The cache that a forward has returned or, if it returned none, was given; None where there is none."""
     for name in _CACHES:
-        found = kwargs.get(name)
-        found = getattr(output, name, None) if found is None else found
+        found = getattr(output, name, None)
+        found = kwargs.get(name) if found is None else found
         if found is not None:
             return found
     return None
@@ -88,7 +88,7 @@ def _on_host(ledger: Ledger, layer: Any) -> Iterator[int]:
 
 
 def _pieces(layer: Any) -> Iterator[torch.Tensor]:
-    for tensor in tensors_in(layer if isinstance(layer, torch.Tensor) else vars(layer)):
+    for tensor in tensors_in(layer):
         yield from plain_tensors(tensor)
 
 

@@ -40,7 +40,7 @@ def what_is_served(evidence: Evidence) -> Iterator[Finding]:
         "cache": Bytes(paged.available.low),
         "tokens": paged.tokens.low,
         "most": paged.tokens.high,
-        "requests": f"{paged.concurrency.low:,.2f}",
+        "requests": paged.concurrency.texts()[0],
         "context": serving.context,
     }
     text = (
