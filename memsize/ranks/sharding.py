@@ -52,6 +52,8 @@ def later(ledger: Ledger, aside: Region) -> dict[str, Callable[[Any], Iterator[R
         yield module.OffsetBasedRNGTracker, "distribute_region_enabled", property(lambda _: False, lambda *_: None)
 
     def parameters(module: Any) -> Iterator[Replacement]:
+        # All ranks' parts of each parameter, of which this one keeps its own.
+        yield _within(aside, module, "_chunk_with_empty")
         name = "init_all_gather_outputs"
         yield module.FSDPParam, name, _gathering(getattr(module.FSDPParam, name), ledger)
 
