@@ -344,8 +344,7 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
             if storage == _CACHE[0]:
                 allocator.release()
                 reserved = memory.reserved
-                segments += ((event, start * BLOCK, size * BLOCK) for start, size in memory.changes)
-                memory.changes.clear()
+                segments += memory.changes_at(event)
             continue
         size = (request + BLOCK - 1) // BLOCK if plain else block_size(request) // BLOCK
         pool = small if size <= _SMALL else large
@@ -355,8 +354,7 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
         if not block:
             block = allocator.grow(pool, size)
             reserved = memory.reserved
-            segments += ((event, start * BLOCK, size * BLOCK) for start, size in memory.changes)
-            memory.changes.clear()
+            segments += memory.changes_at(event)
             if not block and held is None and allocator.skips(storage):
                 continue
             if not block:
@@ -414,4 +412,5 @@ def _timeline(
     table = table[np.searchsorted(table[:, 0], np.arange(events), side="right") - 1]
     table[:, 2:] *= BLOCK
     _, requested, allocated, reserved, address = table.T.copy()
-    return Timeline(requested, allocated, reserved, address, tuple(segments))
+    stretches = tuple((event, start * BLOCK, size * BLOCK) for event, start, size in segments)
+    return Timeline(requested, allocated, reserved, address, stretches)

@@ -27,8 +27,7 @@ class Memory:
     """The memory that CUDA can give: how much is handed out, how much there is, and which address comes next.
 
     Addresses only grow and are never reused. The real ones depend on the driver; only their order within a pool
-    matters, and only between free blocks of one size. `changes` are the stretches that were mapped since somebody
-    looked: where each starts, and its size, negative where it was given back.
+    matters, and only between free blocks of one size.
     """
 
     __slots__ = ("_next", "capacity", "changes", "reserved")
@@ -37,7 +36,14 @@ class Memory:
         self.capacity = capacity
         self.reserved = 0
         self.changes: list[tuple[int, int]] = []
+        """The stretches mapped since `changes_at`: where each starts, its size; below 0 where it was given back."""
         self._next = GAP
+
+    def changes_at(self, event: int) -> list[tuple[int, int, int]]:
+        """The changes since the last call, which came with `event`: that event, the start and the size of each."""
+        changes = [(event, start, size) for start, size in self.changes]
+        self.changes.clear()
+        return changes
 
     def obtain(self, size: int) -> bool:
         """Hand out `size` more, if there is as much."""
