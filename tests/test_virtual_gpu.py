@@ -22,6 +22,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import memsize
 from memsize.analysis.program import program_run, run_program
@@ -180,6 +181,22 @@ def test_old_types_make_tensors_and_know_them() -> None:
         finally:
             torch.set_default_tensor_type(torch.FloatTensor)
         assert torch.ones(2).type() == "torch.FloatTensor"
+
+
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+@pytest.mark.parametrize(
+    "choose",
+    [lambda: torch.set_default_device("cuda"), lambda: torch.set_default_tensor_type(torch.cuda.HalfTensor)],
+    ids=["device", "tensor type"],
+)
+def test_a_block_does_not_leave_its_gpu_as_the_default_device(choose: Callable[[], None]) -> None:
+    try:
+        with memsize.virtual_gpu("t4"):
+            choose()
+            assert torch.ones(2).is_cuda
+        assert not torch.ones(2).is_cuda and torch.ones(2).sum() == 2
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_default_device_reaches_what_names_none() -> None:
@@ -1282,6 +1299,7 @@ def test_a_thread_that_outlives_the_region_is_left_with_pytorch_as_it_is() -> No
         thread.start()
     go.set()
     thread.join(60)
+    assert not is_in_torch_dispatch_mode()  # a flag of the whole process
     assert answers == [[1.0, 1.0], "meta"] and not program.ledger.events
 
 

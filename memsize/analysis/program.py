@@ -21,6 +21,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import device_since, estimate_gpu
 from memsize.errors import InputError
 from memsize.internals.isolation import isolated
+from memsize.internals.settings import default_device_kept
 from memsize.records.aggregates import alive, live_bytes, split_phase
 from memsize.records.codec import plain
 from memsize.records.gpu import Card
@@ -113,7 +114,8 @@ def virtual_gpu(
     """Let the block have a virtual GPU, as a process of `world` if it is named; it ends after `steps` optimizer steps
     (0: at its own end).
 
-    Modules that the block moves there are back on the CPU, with their values, when it is over.
+    Modules that the block moves there are back on the CPU, with their values, when it is over, and so is what it makes
+    the default device.
     """
     files = Files(allow_writes)
     program = Program(name, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world)
@@ -121,7 +123,7 @@ def virtual_gpu(
     error: BaseException | None = None
     kept = Kept()
     try:
-        with kept.restored(), program.open(kept.replacements()):
+        with default_device_kept(), kept.restored(), program.open(kept.replacements()):
             yield region
     except StopProgram:
         pass

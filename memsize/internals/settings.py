@@ -51,6 +51,20 @@ def settings_read() -> Callable[[], None]:
     return put_back
 
 
+@contextmanager
+def default_device_kept() -> Iterator[None]:
+    """Afterwards tensors that name no device are made where they were before."""
+    before = [setting.read() for setting in _DEFAULT_DEVICES]
+    try:
+        yield
+    finally:
+        dtype = torch.get_default_dtype()
+        for setting, value in zip(_DEFAULT_DEVICES, before, strict=True):
+            if setting.read() != value:
+                setting.write(value)
+        torch.set_default_dtype(dtype)
+
+
 class _Setting(NamedTuple):
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -144,14 +158,18 @@ _cuda: Any = torch.backends.cuda
 _backends: Any = torch.backends
 _torch: Any = torch._C
 
-_OF_PYTORCH: Final = (
-    _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+_DEFAULT_DEVICES: Final = (
     _Setting(torch._C._get_default_device, _set_default_type),
-    _Setting(torch.get_default_dtype, torch.set_default_dtype),
     _Setting(
         lambda: getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
         lambda context: torch.set_default_device(context and context.device),
     ),
+)
+
+_OF_PYTORCH: Final = (
+    _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    *_DEFAULT_DEVICES,
+    _Setting(torch.get_default_dtype, torch.set_default_dtype),
     _Setting(torch.get_num_threads, torch.set_num_threads),
     _Setting(
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),

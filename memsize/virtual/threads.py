@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from memsize.cuda.semantics import Semantics, switched_on
 from memsize.tracing.overrides import overridden_here
@@ -75,6 +75,14 @@ class _InThread(TorchDispatchMode):
     def __init__(self, threads: Threads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._threads = threads
+
+    def __enter__(self) -> Self:
+        # A mode's own way also sets flags of the whole process, which threads that overlap would leave set.
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _pop_mode()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
