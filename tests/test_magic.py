@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from memsize.records.program import ProgramRun
 pytest.importorskip("IPython", reason="IPython is not installed")
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 NET = """
 import torch
@@ -72,6 +74,20 @@ def test_the_error_of_a_cell_is_its_own(shell: InteractiveShell) -> None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     assert trace is not None and (trace.tb_frame.f_code.co_filename, trace.tb_lineno) == ("In [1]", 3)
+
+
+def test_a_cell_that_runs_out_of_memory_says_where(shell: InteractiveShell) -> None:
+    """The report is shown above the error, whose traceback is without memsize's own calls."""
+    with capture_output() as captured:
+        found = run(
+            shell, "%%memsize --gpu t4\nimport torch\nx = torch.ones(2**20, device='cuda')\nx[:, None] @ x[None]"
+        )
+    error = found.error_in_exec
+    assert isinstance(error, torch.OutOfMemoryError)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    assert files[-1] == "In [1]" and not any("/memsize/virtual/" in file for file in files)
+    (shown,) = captured.outputs
+    assert "Tesla T4 is too small: at In [1]:4" in shown.data["text/plain"] and "text/html" in shown.data
 
 
 @pytest.mark.parametrize(("line", "text"), [("--gpu t5", "t5"), ("--epochs 3", "--epochs"), ("--gpu 't4", "quotation")])

@@ -1337,6 +1337,26 @@ def test_an_error_of_the_program_is_its_own(tmp_path: Path, capsys: pytest.Captu
     assert "broken.py" in written.out
 
 
+def test_the_traceback_of_running_out_of_memory_is_that_of_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the script's first line to PyTorch's last, without the calls of memsize between and below them."""
+    script = tmp_path / "large.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(8, 2**16)).cuda()\n"
+        "try:\n    model(torch.ones(2**20, 8, device='cuda'))\n"
+        "except torch.OutOfMemoryError as error:\n    raise ValueError('mine') from error\n",
+        encoding="utf-8",
+    )
+    assert command(["run", "--gpu", "t4", str(script)]) == 1
+    written = capsys.readouterr().err
+    files = [line.split('"')[1] for line in written.splitlines() if line.startswith('  File "')]
+    assert [Path(file).name for file in files] == [
+        "large.py", "module.py", "container.py", "module.py", "linear.py", "large.py",
+    ]  # fmt: skip
+    assert "ValueError: mine" in written and "CUDA out of memory" in written
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [

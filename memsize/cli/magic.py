@@ -17,7 +17,7 @@ from memsize.cli.program import steps_option, writes_option
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import MemsizeError
-from memsize.internals.user_code import CELLS
+from memsize.internals.user_code import CELLS, shown_as_python_would
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
 
@@ -40,9 +40,11 @@ def load_ipython_extension(shell: Any) -> None:
 def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
     """Run a cell's code on a virtual GPU, in the notebook's own namespace; what was found is the value of the cell.
 
-    What the code itself raises is raised again, with its own traceback.
+    What the code itself raises is raised again, with its own traceback, below what was found before it.
     """
-    from memsize.analysis.program import virtual_gpu
+    from IPython.display import display
+
+    from memsize.analysis.program import VirtualGpu, virtual_gpu
 
     options = _parsed(line)
     name = f"In [{len(shell.user_ns['In']) - 1}]"
@@ -51,11 +53,15 @@ def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
     source = "\n" * (1 + left_out) + shell.transform_cell(cell)
     code = compile(source, name, "exec", dont_inherit=True)
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    region = virtual_gpu(name=name, **options)
+    region, running = virtual_gpu(name=name, **options), list[VirtualGpu]()
     try:
         with _cells_named(shell, name), region as gpu:
+            running.append(gpu)
             exec(code, shell.user_ns)
     except Exception as error:
+        if running and (running[0].trace.events or running[0].run.refused):
+            display(running[0].run)
+        shown_as_python_would(error)
         raise error.with_traceback(_in_cell(error.__traceback__, name)) from None
     return gpu.run
 

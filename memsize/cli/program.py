@@ -196,13 +196,8 @@ def _answer(found: ProgramRun | RankRuns, output: Destination) -> None:
 
 def _show(error: BaseException) -> None:
     """The program's own traceback, from its first line on; nothing where it was asked to end."""
-    if isinstance(error, (SystemExit, KeyboardInterrupt)):
-        return
-    trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace)
+    from memsize.internals.user_code import shown_as_python_would
 
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(str(Path(__file__).parents[1])) or filename.startswith("<frozen runpy")
+    if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+        shown_as_python_would(error)
+        traceback.print_exception(error)

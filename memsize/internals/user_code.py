@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
+import runpy
 import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import cache
 from inspect import CO_OPTIMIZED
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -18,6 +20,7 @@ _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "p
 _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")},)
 _WORKLOADS = str(Path(__file__).parents[1] / "workloads")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_RUNS_SCRIPTS = (f"{Path(__file__).parents[1]}{os.sep}", runpy.run_path.__code__.co_filename)
 
 
 Lines: TypeAlias = tuple[tuple[str, int], ...]
@@ -135,3 +138,29 @@ def parsed(file: str) -> ast.Module | None:
         return ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
+
+
+def shown_as_python_would(error: BaseException) -> None:
+    """Leave the calls of memsize, and of what runs a script, out of the tracebacks of `error` and of what led to it."""
+    led: BaseException | None = error
+    seen: set[int] = set()
+    while led is not None and id(led) not in seen:
+        seen.add(id(led))
+        led.__traceback__ = _users_own(led.__traceback__)
+        led = led.__cause__ or led.__context__
+
+
+def _users_own(trace: TracebackType | None) -> TracebackType | None:
+    frames = [] if trace is None else [*_chain(trace)]
+    kept: TracebackType | None = None
+    for each in reversed(frames):
+        if not each.tb_frame.f_code.co_filename.startswith(_RUNS_SCRIPTS):
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept
+
+
+def _chain(trace: TracebackType) -> Iterator[TracebackType]:
+    found: TracebackType | None = trace
+    while found is not None:
+        yield found
+        found = found.tb_next
