@@ -97,6 +97,8 @@ def test_a_program_that_fails_at_once_is_not_told_to_choose_a_device() -> None:
     (finding,) = [each for each in RULES.findings(run) if each.code == "run-nothing-on-gpu"]
     assert finding.text() == "Nothing was put on the GPU before the program failed: KeyError: 'x'."
     assert "--device" in RULES.findings(replace(run, failure=None))[0].text()
+    refused = Refused(20 * MiB, 5 * MiB, 0, "empty", None, "setup", "train.py:2")
+    assert codes(replace(run, refused=(refused,), failure="OutOfMemoryError: …")) == ["run-out-of-memory"]
 
 
 def test_what_fits_is_said_with_its_largest_tensor() -> None:

@@ -6,6 +6,7 @@ import linecache
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from types import TracebackType
 from typing import Any
@@ -34,7 +35,7 @@ def _options(gpu: str | None, allocator: str | None, steps: int, allow_writes: b
 
 def load_ipython_extension(shell: Any) -> None:
     """Make ``%%memsize`` known to IPython: ``%load_ext memsize`` calls this."""
-    shell.register_magic_function(lambda line, cell: _run_cell(shell, line, cell), "cell", "memsize")
+    shell.register_magic_function(partial(_run_cell, shell), "cell", "memsize")
 
 
 def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
@@ -42,6 +43,7 @@ def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
 
     What the code itself raises is raised again, with its own traceback, below what was found before it.
     """
+    __tracebackhide__ = True  # to IPython, which leaves this call out of what it shows of errors
     from IPython.display import display
 
     from memsize.analysis.program import VirtualGpu, virtual_gpu

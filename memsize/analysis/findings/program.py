@@ -86,7 +86,7 @@ def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
 
 @RULES.rule("run-nothing-on-gpu")
 def _nothing(run: ProgramRun) -> Iterator[Finding]:
-    if run.trace.events or run.needs_gpu is not None:
+    if run.trace.events or run.refused or run.needs_gpu is not None:
         return
     if run.failure:
         template = "Nothing was put on the GPU before the program failed: {failure}."
