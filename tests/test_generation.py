@@ -290,6 +290,14 @@ def test_a_model_that_does_not_generate() -> None:
         memsize.generate(nn.Linear(4, 4), (4, 4), prompt=4, new=4)
 
 
+def test_a_model_of_images_that_does_not_generate() -> None:
+    said = "hf:resnet .ResNetForImageClassification. has no generate method"
+    with pytest.raises(InputError, match=said):
+        memsize.generate("hf:resnet", arguments={"depths": [1, 1, 1, 1]})
+    with pytest.raises(InputError, match=said):
+        memsize.fit("hf:resnet", arguments={"depths": [1, 1, 1, 1]}, vary="context", new=4)
+
+
 def test_more_tokens_than_positions_are_noted(config: Callable[..., str]) -> None:
     report = memsize.generate(config(**SMALL | {"max_position_embeddings": 16}), prompt=10, new=8, scenarios="as-given")
     assert "the model has positions for 16 tokens: its answers to 18 have no meaning" in report.notes

@@ -116,7 +116,9 @@ def _fit_of_generations(
     with model_of(subject, say, request.budgets[0].card.name) as loaded:
         from memsize.analysis.fit.fit import find_fit
         from memsize.analysis.fit.generations import GenerationTrials
+        from memsize.workloads.generation import generate_of
 
+        generate_of(loaded.model, loaded.name)
         prompts = prompts_of(subject, loaded)
         trials = GenerationTrials(
             loaded.name, loaded.model, prompts, request.generation, subject.batch_size or 1, varied, say, software

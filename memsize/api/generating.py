@@ -76,7 +76,10 @@ def generate(
         from memsize.analysis.generation.report import GenerationRequest, report_generation
         from memsize.analysis.runner import Runner
         from memsize.loading import load_loop
+        from memsize.workloads.generation import generate_of
 
+        if step is None:  # before a prompt is made, which a model of images has not either
+            generate_of(loaded.model, loaded.name)
         prompts = prompts_of(subject, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), False, gpu=where, stack=software)
         loop = load_loop(step, loaded.machine) if isinstance(step, str) else step

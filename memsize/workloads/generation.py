@@ -59,9 +59,7 @@ class GenerationSteps:
     def run(self, setup: Setup) -> Trace:
         for edit in self.edits:
             setup = edit(setup)
-        generate = partial(self.loop, setup.model) if self.loop else getattr(setup.model, "generate", None)
-        if not callable(generate):
-            raise InputError(f"{setup.name} has no generate method: it generates no tokens")
+        generate = partial(self.loop, setup.model) if self.loop else generate_of(setup.model, setup.name)
         if self.generation.uneven:
             setup = _padded(setup)
         run = Run(setup)
@@ -83,6 +81,14 @@ class GenerationSteps:
             ):
                 run.result = generate(*args, **kwargs, **arguments)
         return run.trace()
+
+
+def generate_of(model: nn.Module, name: str) -> Callable[..., Any]:
+    """The model's own `generate`. Raises `InputError` where it has none."""
+    generate: Callable[..., Any] | None = getattr(model, "generate", None)
+    if not callable(generate):
+        raise InputError(f"{name} has no generate method: it generates no tokens")
+    return generate
 
 
 def _padded(setup: Setup) -> Setup:
