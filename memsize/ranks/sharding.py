@@ -66,7 +66,12 @@ def later(ledger: Ledger, aside: Region) -> dict[str, Callable[[Any], Iterator[R
             if hasattr(module.PipelineStage, name):
                 yield module.PipelineStage, name, replaced(getattr(module.PipelineStage, name), module)
 
+    def schedules(module: Any) -> Iterator[Replacement]:
+        if hasattr(module._PipelineSchedule, "_warmup_p2p"):
+            yield module._PipelineSchedule, "_warmup_p2p", _warmed_up(module._PipelineSchedule._warmup_p2p, module)
+
     return {
+        "torch.distributed.pipelining.schedules": schedules,
         "torch.distributed.pipelining.stage": stages,
         "torch.distributed.tensor._sharding_prop": propagation,
         "torch.distributed.tensor._random": random_numbers,
@@ -110,17 +115,32 @@ def _reducing(original: Callable[..., None], ledger: Ledger) -> Callable[..., No
 
 
 def _voting(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Stages that don't say what they take and return ask the others, which are not there."""
-
     def vote(stage: Any, has_backward: bool, *args: Any, **options: Any) -> Any:
-        if module.InferenceMode.needs_dynamic(stage._user_meta, has_backward):
-            raise InputError(
-                f"stage {stage.stage_index} of the pipeline would ask its neighbours for the shapes that they send: "
-                "give PipelineStage its input_args and output_args"
-            )
+        _check_metadata(stage, has_backward, module)
         return original(stage, has_backward, *args, **options)
 
     return vote
+
+
+def _warmed_up(original: Callable[..., None], module: Any) -> Callable[..., None]:
+    """From 2.14 on, schedules refuse before stages vote."""
+
+    def warmup(schedule: Any, stages: list[Any], has_backward: bool, *args: Any, **options: Any) -> None:
+        for stage in stages:
+            if isinstance(stage, module.PipelineStage):
+                _check_metadata(stage, has_backward, module)
+        original(schedule, stages, has_backward, *args, **options)
+
+    return warmup
+
+
+def _check_metadata(stage: Any, has_backward: bool, module: Any) -> None:
+    """Stages that don't say what they take and return ask the others, which are not there."""
+    if module.InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+        raise InputError(
+            f"stage {stage.stage_index} of the pipeline would ask its neighbours for the shapes that they send: "
+            "give PipelineStage its input_args and output_args"
+        )
 
 
 def _voted(original: Callable[..., Any], _: Any) -> Callable[..., Any]:
