@@ -248,7 +248,7 @@ def _generated(
     put = put_together(steps)
     last, before = steps[-1][0], steps[-2][0]
     return Generated(
-        trace=replace(sample.trace, phases=put.phases, storages=put.storages, events=put.events),
+        trace=replace(sample.trace, phases=put.phases, storages=put.storages, events=put.events, lines=put.lines),
         cached=last.cached,
         before=before.cached if len(steps) > 2 else last.cached,
         lengths=tuple(sorted({*lengths, generation.start})),

@@ -44,7 +44,7 @@ class Happening(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A storage that a step makes, apart from its size."""
+    """A storage that a step makes, apart from its size. `line` is the text of the line that made it, empty for none."""
 
     role: Role
     layer: int
@@ -52,7 +52,7 @@ class Made(NamedTuple):
     dtype: str
     dims: int
     stream: int
-    line: int
+    line: str
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
         storages = [trace.storages[index] for index in made]
         layers = cached[number] if number >= 0 else ()
         kinds = tuple(
-            Made(each.role, each.layer, each.op, each.dtype, len(each.shape), each.stream, each.line)
+            Made(each.role, each.layer, each.op, each.dtype, len(each.shape), each.stream, _line(trace, each))
             for each in storages
         )
         sizes = [
@@ -143,6 +143,11 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
     return steps
 
 
+def _line(trace: Trace, storage: Storage) -> str:
+    """The line that made a storage: each record numbers its lines as it meets them."""
+    return trace.lines[storage.line] if storage.line >= 0 else ""
+
+
 def _number(phase: str) -> int | None:
     """Which step a phase belongs to: `SETUP`, 0 for the prefill, then the decode steps; None for what came after."""
     name, step = split_phase(phase)
@@ -150,11 +155,12 @@ def _number(phase: str) -> int | None:
 
 
 class Put(NamedTuple):
-    """Steps put together: the phases, storages and events of a record."""
+    """Steps put together: the phases, storages, events and lines of a record."""
 
     phases: tuple[str, ...]
     storages: tuple[Storage, ...]
     events: tuple[Event, ...]
+    lines: tuple[str, ...]
 
 
 def put_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Put:
@@ -165,6 +171,7 @@ def put_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Put:
     import numpy as np
 
     phases: dict[str, int] = {}
+    lines: dict[str, int] = {}
     storages: list[Storage] = []
     events: list[Event] = []
     numbered: list[np.ndarray[Any, np.dtype[np.int64]]] = []
@@ -172,7 +179,7 @@ def put_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Put:
     plans: dict[tuple[int, int], _Plan] = {}
     for number, (step, kept) in enumerate(steps, SETUP):
         key = id(step.structure), id(kept)
-        plan = plans.get(key) or plans.setdefault(key, _Plan(step.structure, kept, 0 if number > SETUP else SETUP))
+        plan = plans.get(key) or plans.setdefault(key, _Plan(step.structure, kept, min(number, 0), lines))
         own = np.full(len(step.structure.storages), -1)
         own[plan.made] = np.arange(len(storages), len(storages) + len(plan.made))
         numbered.append(own)
@@ -184,15 +191,16 @@ def put_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Put:
         inside = [phases.setdefault(labels[stage], len(phases)) for stage in plan.stages]
         columns = about.tolist(), step.deltas[plan.kept].tolist(), inside, plan.layers, plan.ops
         events.extend(map(_event, zip(*columns, strict=True)))
-    return Put(tuple(phases), tuple(storages), tuple(events))
+    return Put(tuple(phases), tuple(storages), tuple(events), tuple(lines))
 
 
 class _Plan:
     """What the steps of one structure put into a record: the numbers of the events that are `kept`, by the `ages` of
     their storages the positions and places of those, and the places of those that are `made`, which are of age `new`.
+    The numbers of lines are those in `lines`, to which new ones are added.
     """
 
-    def __init__(self, structure: Structure, kept: Sequence[int] | None, new: int) -> None:
+    def __init__(self, structure: Structure, kept: Sequence[int] | None, new: int, lines: dict[str, int]) -> None:
         import numpy as np
 
         self.kept = list(range(len(structure.events))) if kept is None else list(kept)
@@ -207,7 +215,7 @@ class _Plan:
         self._ops = [each.op for each in made]
         self._dtypes = [each.dtype for each in made]
         self._streams = [each.stream for each in made]
-        self._lines = [each.line for each in made]
+        self._lines = [lines.setdefault(each.line, len(lines)) if each.line else -1 for each in made]
         starts = [len(structure.events) + structure.offsets[place] for place in self.made]
         self._shapes = [slice(start, start + each.dims) for start, each in zip(starts, made, strict=True)]
         self._bytes = [len(structure.events) + place for place in self.made]
