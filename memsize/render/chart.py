@@ -23,7 +23,7 @@ _EIGHTHS: Final = len(_BLOCKS) - 1
 
 def lines(found: Timeline, unit: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
     """The chart of a timeline that has events, in at most `width` characters; in `colour` each role has its own."""
-    peaks = [draw_bytes(max(column), unit) for column in found.live.values()]
+    peaks = [format_bytes(max(column), unit) for column in found.live.values()]
     labels = [noun(role) for role in found.live]
     left = max(map(len, (*labels, draw_bytes(found.peak.bytes, unit)))) + 1
     right = max(map(len, (*peaks, "at most")))
