@@ -20,7 +20,7 @@ from memsize.analysis.generation.steps import Step
 if TYPE_CHECKING:
     from memsize.analysis.generation.steps import Sizes
 
-_MOST_TRACED = 48
+_MOST_TRACED = 64
 """Lengths that are traced for one range at most."""
 
 
