@@ -12,9 +12,13 @@ import pytest
 from torch import nn
 
 import memsize
+from memsize.analysis.findings.fit import FitEvidence, gpus_needed
 from memsize.cli import run
+from memsize.device.budget import budget_of, spread_over
+from memsize.device.cards import card
 from memsize.errors import InputError, ScenarioError
 from memsize.ranks.blocks import blocks_of
+from memsize.records.fit import FitRow
 from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.spec.parallel import Parallel, on_each, parse_parallel
@@ -89,7 +93,9 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
     assert [str(each) for each in on_each("fsdp,offload", "1..2")] == ["fsdp=1,offload", "fsdp=2,offload"]
     assert [str(each) for each in on_each("hsdp=x8,offload", "16")] == ["hsdp=2x8,offload"]
     assert [str(each) for each in on_each("fsdp,tp=4,offload", "8")] == ["fsdp=2,tp=4,offload"]
-    assert on_each(None, None) == (None,)
+    assert on_each(None, None) == on_each((), None) == (None,)
+    several = on_each(["fsdp", "ddp", "fsdp"], "2,4")
+    assert [str(each) for each in several] == ["fsdp=2", "fsdp=4", "ddp=2", "ddp=4"]
 
 
 @pytest.mark.parametrize(
@@ -350,6 +356,38 @@ def test_the_fewest_gpus_are_found(fitted: Any) -> None:
     assert fewest.text() == "Under fp32, it fits from 2 x GPU of 850.00 MiB on: batch 1 on each GPU."
     assert fitted.findings[0].code == "fit-fits"
     assert sum(finding.code == "budget" for finding in fitted.findings) == 1
+
+
+def test_strategies_are_compared() -> None:
+    """Whole, the training takes 256 MiB and the gradients' buckets: more than the 200 that are left of 850 MiB."""
+    model = nn.Sequential(*(Block(512) for _ in range(4)))
+    options: dict[str, Any] = {"scenarios": "fp32", "budget": "850MiB", "train": "adamw", "batch_size": 1}
+    fit = memsize.fit(model, (512,), parallel=["ddp", "fsdp", "fsdp,offload"], gpus="4", **options)
+    assert [(row.gpu, row.status) for row in fit.fit_rows] == [
+        ("4 x GPU of 850.00 MiB (ddp=4)", "exceeds"),
+        ("4 x GPU of 850.00 MiB (fsdp=4)", "fits"),
+        ("4 x GPU of 850.00 MiB (fsdp=4,offload)", "fits"),
+    ]
+    elements = 4 * 2 * 512 * 2048
+    assert [row.standing.get("parameter", 0) for row in fit.fit_rows] == [4 * elements, elements, 0]
+    first, others, *_ = (finding.text() for finding in fit.findings)
+    assert first.startswith("Under fp32 on 4 x GPU of 850.00 MiB (ddp=4), batch 1 does not fit: it needs ")
+    fitting = "4 x GPU of 850.00 MiB (fsdp=4) and 4 x GPU of 850.00 MiB (fsdp=4,offload)"
+    assert others == f"It fits on {fitting}."
+    (budget,) = [finding.text() for finding in fit.findings if finding.code == "budget"]
+    assert "each of 4 x GPU of 850.00 MiB has 850.00 MiB" in budget
+    assert "training with adamw and ddp, fsdp and fsdp,offload" in str(fit).splitlines()[0]
+
+
+def test_of_strategies_on_as_many_gpus_the_one_that_leaves_most_is_told() -> None:
+    two = [Parallel("ddp", replicas=2), Parallel("fsdp", shards=2), Parallel("fsdp", shards=4)]
+    spread = spread_over([budget_of(card("t4"))], two)
+    names = [f"{each.size} x Tesla T4 ({each})" for each in two]
+    assert [budget.name for budget in spread] == names
+    sizes = zip(names, (3, 5, 9), strict=True)
+    rows = tuple(FitRow("fp32", "fp32", name, 1, "found", size=size) for name, size in sizes)
+    (told,) = gpus_needed(FitEvidence(rows, spread, "batch"))
+    assert told.text() == "Under fp32, it fits from 2 x Tesla T4 (fsdp=2) on: batch 5 on each GPU."
 
 
 def test_each_gpu_holds_its_share_whatever_the_number(fitted: Any) -> None:

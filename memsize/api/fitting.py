@@ -34,7 +34,7 @@ def fit(
     vary: str = "batch",
     scenarios: str | Iterable[str] | None = None,
     train: Training | str | None = None,
-    parallel: str | None = None,
+    parallel: str | Iterable[str] | None = None,
     gpus: str | Iterable[int] | None = None,
     gpu: str | Iterable[str] | None = None,
     budget: str | int | None = None,
@@ -59,8 +59,9 @@ def fit(
     for remedies; None finds the largest. `vary` searches for another size at that batch: ``"seq_len"``, ``"image"``, or
     dimensions such as ``"input_ids:1,attention_mask:1"``, counted with the batch as 0. `train` asks for training steps
     with that optimizer, None for inference; `mode` is ``"train"`` with it and ``"eval"`` without, unless it is given.
-    `parallel` spreads that over several GPUs (``"fsdp=8"``), and the batch is that of each; `gpus` compares numbers of
-    them, ``"1..128"`` (doubling) or ``[4, 8]``, for a `parallel` without one: ``"fsdp"``, ``"ddp"``, ``"hsdp=x8"``.
+    `parallel` spreads that over several GPUs (``"fsdp=8"``; ``["fsdp=8", "ddp=8"]`` compares two ways), with that batch
+    on each; `gpus` compares numbers of them, ``"1..128"`` (doubling) or ``[4, 8]``, for a `parallel` without one:
+    ``"fsdp"``, ``"ddp"``, ``"hsdp=x8"``.
     `gpu` is the name of a GPU, several of them, or ``"local"``; `budget` is a size of its memory instead, in bytes or
     as ``"15109MiB"``. The CUDA context and `margin` (bytes, a size, or ``"5%"``) are subtracted from either. `stack` is
     its PyTorch and CUDA, `config` holds the caching allocator's settings. `remedies` tries them in any case (True) or
@@ -98,7 +99,7 @@ def fit(
             raise InputError("remedies are tried on one GPU: leave out --parallel, or --remedies")
         remedies = False
         if scenarios is None:
-            asked = tuple(each for each in asked if not spread[0].refuses(each))
+            asked = tuple(each for each in asked if any(way is None or not way.refuses(each) for way in spread))
     run_as = replace(subject, mode=subject.mode or ("train" if trained else "eval"))
     one = subject.batch_size if varied.batch else None
     request = FitRequest(asked, capacities, trained, settings, one, remedies, crossovers, scenarios is None, generation)

@@ -13,7 +13,6 @@ from memsize.cli.options import (
     allocator_option,
     jobs_option,
     output_options,
-    parallel_option,
     scenarios_option,
     stack_option,
 )
@@ -69,7 +68,12 @@ from memsize.spec.vary import parse_vary
 @click.option("--margin", default="0", metavar="SIZE", help="Memory to leave free: 500MiB, or 5% of the device.")
 @scenarios_option
 @step_options
-@parallel_option
+@click.option(
+    "--parallel",
+    metavar="STRATEGY",
+    multiple=True,
+    help="Train on several GPUs: ddp=8, fsdp=8[,offload] …, as for memsize timeline. Give several to compare them.",
+)
 @listed(
     "--gpus",
     metavar="NUMBERS",
@@ -95,7 +99,7 @@ def fit(
     margin: str,
     scenarios: str | None,
     training: Training | None,
-    parallel: str | None,
+    parallel: tuple[str, ...],
     gpus: str | None,
     generating: dict[str, Any],
     remedies: bool | None,
@@ -145,7 +149,7 @@ def _check(
     vary: str,
     scenarios: str | None,
     train: Training | None,
-    parallel: str | None,
+    parallel: tuple[str, ...],
     gpus: str | None,
     gpu: str | None,
     budget: str | None,

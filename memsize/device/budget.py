@@ -59,14 +59,19 @@ def larger_budgets(than: Budget, stack: Stack = INSTALLED) -> tuple[Budget, ...]
 
 
 def spread_over(budgets: Iterable[Budget], parallels: Sequence[Parallel | None]) -> tuple[Budget, ...]:
-    """The budgets of one GPU each, where a training is spread over several such GPUs in some ways."""
-    return tuple(budget if each is None else _several(budget, each) for budget in budgets for each in parallels)
+    """The budgets of one GPU each, where a training is spread over several such GPUs in some ways: by one strategy on
+    several numbers of them, or by several strategies, which the budgets' names then tell apart.
+    """
+    spread = [each for each in parallels if each is not None]
+    kinds, sizes = {(each.kind, each.offload) for each in spread}, {each.size for each in spread}
+    named = len(kinds) > 1 or len(sizes) < len(spread)
+    return tuple(budget if each is None else _several(budget, each, named) for budget in budgets for each in parallels)
 
 
-def _several(budget: Budget, parallel: Parallel) -> Budget:
-    return replace(
-        budget, name=f"{parallel.size} x {budget.name.removeprefix('a ')}", parallel=str(parallel), gpus=parallel.size
-    )
+def _several(budget: Budget, parallel: Parallel, named: bool) -> Budget:
+    gpus = f"{parallel.size} x {budget.name.removeprefix('a ')}"
+    name = f"{gpus} ({parallel})" if named else gpus
+    return replace(budget, name=name, parallel=str(parallel), gpus=parallel.size)
 
 
 def local_card() -> Card:

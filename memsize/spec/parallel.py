@@ -219,20 +219,22 @@ def _kind(name: str) -> Kind:
     return name  # type: ignore[return-value]
 
 
-def on_each(text: str | None, gpus: str | Iterable[int] | None) -> tuple[Parallel | None, ...]:
-    """The strategies to compare: `text` on each of the numbers of GPUs; just itself where none are given.
+def on_each(given: str | Iterable[str] | None, gpus: str | Iterable[int] | None) -> tuple[Parallel | None, ...]:
+    """The strategies to compare: each that is `given` on each of the numbers of GPUs; just itself where none are.
 
     ``"1..128"`` doubles from 1 to 128, ``"6,12"`` are two numbers. Without a number of its own, ``fsdp`` and ``ddp``
     take any; ``hsdp=x8`` and ``fsdp,tp=8`` have groups of 8 GPUs. With one, it has to be the number that is asked
     about. ``fsdp,offload`` is offloaded on each.
     """
-    if text is None:
+    texts = [given] if isinstance(given, str) else list(given or ())
+    if not texts:
         if gpus is not None:
             raise InputError("--gpus goes with --parallel: how should the model be spread over them? (--parallel fsdp)")
         return (None,)
     if gpus is None:
-        return (parse_parallel(text),)
-    return tuple(_on(text, number) for number in _counts(gpus))
+        return tuple(dict.fromkeys(map(parse_parallel, texts)))
+    counts = _counts(gpus)
+    return tuple(dict.fromkeys(_on(text, number) for text in texts for number in counts))
 
 
 def _on(text: str, gpus: int) -> Parallel:

@@ -34,10 +34,13 @@ class FitEvidence(NamedTuple):
 
     @property
     def fewest(self) -> list[FitRow]:
-        """For each scenario, the row of the fewest GPUs on which something fits, where numbers of them are compared."""
+        """For each scenario, the row of the fewest GPUs on which something fits, where numbers of them are compared; of
+        several strategies on as many, that with the largest size.
+        """
         gpus = {budget.name: budget.gpus for budget in self.budgets}
         found: dict[str, FitRow] = {}
-        for row in sorted(self.rows, key=lambda row: gpus.get(row.gpu, 1)) if len(set(gpus.values())) > 1 else ():
+        several = len(set(gpus.values())) > 1
+        for row in sorted(self.rows, key=lambda row: (gpus.get(row.gpu, 1), -(row.size or 0))) if several else ():
             if row.status in ANSWERED:
                 found.setdefault(row.scenario, row)
         return [found[name] for name in dict.fromkeys(row.scenario for row in self.rows) if name in found]
@@ -366,7 +369,7 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
             f"The allocator gets {{allocator}}: {each}{{name}} has {{device}}{less}.",
             {
                 "allocator": Bytes(budget.allocator),
-                "name": budget.name,
+                "name": budget.name.removesuffix(f" ({budget.parallel})"),
                 "device": Bytes(budget.device),
                 "context": Bytes(budget.context),
                 "margin": Bytes(budget.margin),
