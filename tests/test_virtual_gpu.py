@@ -972,6 +972,35 @@ def test_what_follows_refused_requests_is_told_by_itself(tmp_path: Path) -> None
     assert "what follows fits (2 steps, " in found.findings[0].in_brief()
 
 
+HANDLED = """
+import sys, torch
+weights = torch.nn.Parameter(torch.empty(2**18, device="cuda"))
+optimizer = torch.optim.SGD([weights])
+try:
+    torch.empty(2**40, device="cuda")
+except torch.OutOfMemoryError:
+    pass
+weights.sum().backward()
+optimizer.step()
+"""
+
+
+def test_a_program_that_fails_later_did_not_run_out_of_memory(tmp_path: Path) -> None:
+    found, error = ran(tmp_path, HANDLED + "raise KeyError('mine')")
+    assert isinstance(error, KeyError) and not found.ran_out
+    assert "and goes on: what follows fits (one step, " in found.findings[0].in_brief()
+    with pytest.raises(ForwardError, match="KeyError: 'mine'"):
+        memsize.run(tmp_path / "train.py", gpu="t4")
+    found, error = ran(tmp_path, HANDLED.replace("pass", "raise KeyError('mine')"))
+    assert isinstance(error, KeyError) and found.ran_out
+
+
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no')", 1), ("", 0)])
+def test_the_exit_status_is_that_of_the_program(end: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(HANDLED + end, encoding="utf-8")
+    assert command(["run", "--gpu", "t4", str(tmp_path / "script.py")]) == status
+
+
 def test_evaluation_is_told_apart_and_every_root_has_its_name(tmp_path: Path) -> None:
     found, _ = ran(
         tmp_path,

@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.real_gpu import needs_gpu
 from memsize.analysis.runner import plans_of, workspaces
@@ -148,7 +150,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         stopped=program.stopped,
         tensors=_largest(trace),
         refused=program.refused,
-        went_on=_went_on(program, trace) if error is None else None,
+        went_on=None if _is_out_of_memory(error) else _went_on(program, trace),
         assumed=program.assumed,
         growth=_growth(program, trace),
         kept_gradients=_kept_gradients(trace, program.steps.zeroed),
@@ -159,6 +161,13 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         allocator=json.dumps(plain(program.memory.config)),
     )
     return replace(found, findings=RULES.findings(found))
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether a request that was refused ended the program, by itself or by an error that was raised for it."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _went_on(program: Program, trace: Trace) -> WentOn | None:

@@ -114,7 +114,7 @@ def run(
             import_packages(path, where, settings)
         return run_ranks(lambda each: run_rank(world=each)[0], world, rank, jobs, progress)
     found, error = run_rank(world=world, say=progress or (lambda _: None))
-    if error is not None and not found.refused:
+    if error is not None and not found.ran_out:
         raise ForwardError(f"{script} failed: {type(error).__name__}: {error}", found.trace) from error
     return found
 

@@ -158,10 +158,17 @@ def _run_one(
     if isinstance(error, InputError) and not found.steps:
         raise error
     if isinstance(error, SystemExit) and not found.trace.events:
-        return error.code if isinstance(error.code, int) else 1
+        return _status(error)
     if error is not None:
         _show(error)
     _answer(found, output)
+    return _status(error)
+
+
+def _status(error: BaseException | None) -> int:
+    """The exit status of a program that ended so; its own where it chose one."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 0 if error is None else 1
 
 

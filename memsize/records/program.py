@@ -101,7 +101,7 @@ class ProgramRun(Answer):
     """A program's run on `card`: `steps` optimizer steps, after which it was stopped, or its own end.
 
     `capacity` is what the card and the program leave to PyTorch's allocator, `peak` the peak as the GPU would report
-    it. `went_on` says what followed refused requests, where the program handled them. `waits` is the line of a loop
+    it. `went_on` says what followed refused requests, unless they ended the program. `waits` is the line of a loop
     that waits for a number which only a GPU computes: the program was stopped there. `failure` is how it ended, where
     it failed, and `needs_gpu` what it needs a real GPU for. `allocator` holds the settings of the caching allocator as
     JSON data.
@@ -129,6 +129,11 @@ class ProgramRun(Answer):
     allocator: str = ""
     went_on: WentOn | None = None
     findings: tuple[Finding, ...] = field(default=())
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether it ended because the card refused a request."""
+        return bool(self.refused) and self.went_on is None
 
     def tables(self) -> dict[str, FlatTable]:
         """`tensors`: the largest storages alive at the peak, one row for each."""

@@ -16,7 +16,7 @@ RULES: Final = Rules[RankRuns]()
 @RULES.rule("ranks-failed")
 def _failed(runs: RankRuns) -> Iterator[Finding]:
     for group in runs.groups:
-        if group.run.failure is not None and not group.run.refused:
+        if group.run.failure is not None and not group.run.ran_out:
             template = "{ranks} failed: {failure}. --rank {first} shows where."
             values = {"ranks": _first(runs.named(group)), "failure": group.run.failure, "first": group.ran[0]}
             yield Finding("ranks-failed", None, (), template, values)
