@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 import memsize
+from memsize.analysis.findings.memory import out_of_memory
 from memsize.cli import run
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.trace import Trace
 from memsize.records.world import Traffic, World
-from memsize.units import format_bytes
+from memsize.units import MiB, format_bytes
 from memsize.virtual.host_memory import HostMemory
 from tests.ranks import BLOCK, LAYERS, PARAMETERS, WIDTH, Block, Model, Step, ddp, fsdp, pipeline, tensor_parallel
 
@@ -159,17 +160,59 @@ def test_uneven_shards_are_padded_to_the_largest() -> None:
     assert at_the_end(last)["parameter"] == padded
 
 
+def hybrid(model: nn.Module) -> Callable[[torch.Tensor], None]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return fsdp(mesh=init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard")))(model)
+
+
 def test_hybrid_sharding_shards_within_a_node_and_reduces_between_them() -> None:
-    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        return fsdp(mesh=init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard")))(model)
-
-    trace = traced(step, World(8, rank=5, nodes=2)).trace
+    trace = traced(hybrid, World(8, rank=5, nodes=2)).trace
     assert at_the_end(trace)["parameter"] == PARAMETERS * 4 // 4
     assert {(each.kind, each.ranks) for each in trace.collectives} == {
         ("all-gather", 4), ("reduce-scatter", 4), ("all-reduce", 2),
     }  # fmt: skip
+    assert {(each.group, each.ranks) for each in trace.collectives} == {(0, 4), (1, 2)}
+
+
+def test_nccl_takes_memory_of_the_gpu_for_each_group() -> None:
+    """Each of the two groups of hybrid sharding 0 to 1,640 MiB, beside the context's 300 to 650 MiB."""
+    step = traced(hybrid, World(8, rank=5, nodes=2))
+    peak = step.peak
+    assert peak.nccl == (0, 2 * 1_640 * MiB)
+    assert peak.device == (peak.reserved + 300 * MiB, peak.reserved + (650 + 2 * 1_640) * MiB)
+    (note,) = (note for note in step.trace.notes if "NCCL" in note)
+    assert "up to 3,280.00 MiB" in note and "2 groups" in note and "NVIDIA/nccl#864" in note
+
+
+def test_nccl_takes_more_of_the_gpu_where_a_group_exchanges_all_to_all() -> None:
+    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        def body(tokens: torch.Tensor) -> None:
+            given = torch.zeros(8, device="cuda")
+            torch.distributed.all_to_all_single(torch.empty_like(given), given)
+
+        return body
+
+    assert traced(step, World(8)).peak.nccl == (0, (1_640 + 3_360) * MiB)
+    assert traced(step, World(1)).peak.nccl is None
+
+
+def test_a_run_may_not_fit_for_what_nccl_takes() -> None:
+    """14,909.44 MiB of a T4, less a context of at most 650 MiB, hold 14,000 MiB; not beside another 1,640 MiB."""
+
+    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        def body(tokens: torch.Tensor) -> None:
+            torch.distributed.all_reduce(torch.zeros(14_000 * MiB, dtype=torch.uint8, device="cuda"))
+
+        return body
+
+    short = traced(step, World(2)).peak.shortage
+    assert short is not None and not short.certain and short.nccl == 1_640 * MiB
+    said = out_of_memory(short, "the run", "Tesla T4").text()
+    assert said.startswith(
+        "The run may not fit on Tesla T4: if the CUDA context and NCCL's buffers take 2,290.00 MiB, "
+    )
+    assert traced(step, World(1)).peak.shortage is None
 
 
 def test_offloaded_shards_are_in_pinned_memory_of_the_host() -> None:

@@ -1,17 +1,21 @@
-"""What a process holds on the GPU outside the caching allocator: the CUDA context, loaded kernels, library handles.
+"""What a process holds on the GPU outside the caching allocator: the CUDA context, loaded kernels, library handles, and
+NCCL's buffers where it is one of many.
 
-It depends on the software stack and the card, not on the model, and cannot be derived offline: it is an interval.
+It depends on the software stack, the card and how cards are connected, not on the model, and cannot be derived offline:
+it is an interval.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from memsize.errors import InputError
 from memsize.records.gpu import Card, Interval
+from memsize.records.world import Collective
 from memsize.spec.stack import release
-from memsize.units import MiB
+from memsize.units import MiB, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,17 @@ EAGER: Final = ModuleLoading(
 )
 _LAZY_SINCE: Final = (11, 7)
 
+COMMUNICATOR: Final = Interval(0, 1_640 * MiB)
+"""What NCCL takes for each group of processes that communicate. Nothing where GPUs can only exchange through the memory
+of the host, where the buffers are then. With NVLink, 544 and 688 MB were measured on A100s (NVIDIA/nccl#964) and about
+1.6 GB (#864), and 958 MiB for all groups of a server on eight GPUs (vllm-project/vllm#46234). By NCCL's defaults each
+channel has 9.19 MiB for each peer that it receives from: 4 MiB, 0.5 and 4.69 MiB for its three protocols.
+"""
+ALL_TO_ALL: Final = Interval(0, 3_360 * MiB)
+"""What is added where such a group exchanges all to all, with channels to every peer: on eight H100s, what is taken
+outside PyTorch grew from 1.06 to 4.34 GB (NVIDIA/nccl#1685).
+"""
+
 
 def context(cuda: str | None = None, module_loading: str | None = None) -> Interval:
     """Bytes that a process holds outside the caching allocator with CUDA `cuda` (``"12.8"``; None: a current version).
@@ -54,3 +69,33 @@ def context(cuda: str | None = None, module_loading: str | None = None) -> Inter
 def context_on(where: Card, cuda: str | None = None, module_loading: str | None = None) -> Interval:
     """The `context` that comes out of a card's memory. Metal's recommendation for a process leaves its own out."""
     return Interval(0, 0) if where.platform == "MPS" else context(cuda, module_loading)
+
+
+def nccl(collectives: Sequence[Collective]) -> Interval | None:
+    """Bytes that NCCL takes on the GPU for the groups in which a process takes part; None where it is in none."""
+    groups = _groups(collectives)
+    return communicators(*groups) if groups[0] else None
+
+
+def _groups(collectives: Sequence[Collective]) -> tuple[int, int]:
+    """How many groups of processes communicate, and how many of them all to all."""
+    among = [each for each in collectives if each.group >= 0 and each.ranks > 1]
+    return len({each.group for each in among}), len({each.group for each in among if each.kind == "all-to-all"})
+
+
+def communicators(count: int, all_to_all: int = 0) -> Interval:
+    """Bytes that NCCL takes for `count` groups of processes, of which so many exchange all to all."""
+    ends = zip(COMMUNICATOR, ALL_TO_ALL, strict=True)
+    return Interval(*(count * each + all_to_all * more for each, more in ends))
+
+
+def nccl_notes(collectives: Sequence[Collective]) -> Iterator[str]:
+    """A note on what `nccl` counts, and by which measurements."""
+    count, all_to_all = _groups(collectives)
+    if count:
+        most, groups = format_bytes(communicators(count, all_to_all).high), f"{count} group{'s' if count > 1 else ''}"
+        source = "NVIDIA/nccl#864" + (" and #1685" if all_to_all else "")
+        yield (
+            f"NCCL's buffers may take up to {most} of the GPU outside PyTorch for {groups} of processes, as measured "
+            f"with NVLink ({source}), and none where GPUs cannot reach each other"
+        )

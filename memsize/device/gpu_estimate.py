@@ -8,7 +8,7 @@ from typing import Any
 
 from memsize.device.allocator import Limited, Replay, replay, replay_within
 from memsize.device.config import AllocatorConfig
-from memsize.device.context import context, context_on
+from memsize.device.context import context, context_on, nccl
 from memsize.device.workspace_bounds import Requests, dispensable, requests, variants
 from memsize.records.aggregates import alive, split_phase, traffic
 from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, Shortage
@@ -27,7 +27,7 @@ class Replays:
 
     def of(self, trace: Trace, events: Requests, where: Card | None) -> Limited:
         """`events` of the trace, or of one like it, on a card (None: one whose memory never ends)."""
-        optional, card = dispensable(trace), None if where is None else (where.bytes, _context(trace, where))
+        optional, card = dispensable(trace), None if where is None else (where.bytes, _outside(trace, where))
         key = tuple(events), tuple(trace.streams.items()), trace.emptied, optional, card
         if key not in self._made:
             self._made[key] = self._replayed(trace, events, optional, card)
@@ -78,6 +78,7 @@ def estimate_gpu(
         shortage=shortage,
         tensors=_most_of_tensors(trace),
         collectives=traffic(trace),
+        nccl=nccl(trace.collectives),
     )
 
 
@@ -96,9 +97,12 @@ def _on_card(trace: Trace, where: Card | None, replays: Replays) -> tuple[Replay
     return found.replay, _shortage(trace, where, found) if where else None
 
 
-def _context(trace: Trace, where: Card | None) -> Interval:
+def _outside(trace: Trace, where: Card | None) -> Interval:
+    """What is taken outside the allocator: by the CUDA context, and by NCCL where the run is one process of many."""
     cuda = Stack.parse(trace.stack).cuda
-    return context(cuda) if where is None else context_on(where, cuda)
+    alone = context(cuda) if where is None else context_on(where, cuda)
+    among = nccl(trace.collectives) or Interval(0, 0)
+    return Interval(alone.low + among.low, alone.high + among.high)
 
 
 def device_since(trace: Trace, where: Card, config: AllocatorConfig, event: int) -> Interval:
@@ -111,10 +115,10 @@ def device_since(trace: Trace, where: Card, config: AllocatorConfig, event: int)
 def _device(
     trace: Trace, where: Card | None, replays: Replays, replayed: Replay, *, bounded: bool, since: int = 0
 ) -> Interval:
-    """Reserved memory plus the CUDA context, with the smallest and the largest convolution workspaces that are
-    possible, at its peak `since` an event. For one that isn't the first the replays have timelines.
+    """Reserved memory plus what is taken outside the allocator, with the smallest and the largest convolution
+    workspaces that are possible, at its peak `since` an event. For one that isn't the first the replays have timelines.
     """
-    outside = _context(trace, where)
+    outside = _outside(trace, where)
     others = (replays.of(trace, events, where).replay for events in variants(trace)[1:])
     reserved = [
         int(each.timeline.reserved[since:].max()) if since and each.timeline else each.reserved.bytes
@@ -133,7 +137,7 @@ def _shortage(trace: Trace, where: Card, found: Limited) -> Shortage | None:
         request=found.failure.request,
         tried=found.failure.segment,
         total=where.bytes,
-        free=max(where.bytes - _context(trace, where).high - held.reserved, 0),
+        free=max(where.bytes - _outside(trace, where).high - held.reserved, 0),
         allocated=held.allocated,
         reserved=held.reserved,
         phase=phase,
@@ -142,6 +146,7 @@ def _shortage(trace: Trace, where: Card, found: Limited) -> Shortage | None:
         op=event.op,
         certain=found.certain,
         event=found.failure.event,
+        nccl=among.high if (among := nccl(trace.collectives)) else 0,
     )
 
 

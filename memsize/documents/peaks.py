@@ -81,7 +81,8 @@ def _short(shortage: Shortage) -> str:
     where = moment_in_words(shortage.phase, shortage.layer)
     if shortage.certain:
         return f"does not fit: it runs out of memory in {where}; its peaks are those with enough memory"
-    return f"may not fit: with a large CUDA context it runs out of memory in {where}"
+    outside = "a large CUDA context and NCCL's buffers" if shortage.nccl else "a large CUDA context"
+    return f"may not fit: with {outside} it runs out of memory in {where}"
 
 
 def _estimates(result: ScenarioResult) -> tuple[tuple[str, GpuEstimate | None], ...]:

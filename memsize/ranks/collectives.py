@@ -114,15 +114,15 @@ def bytes_moved(args: Any, result: Any) -> int:
     return max(sides, default=0)
 
 
-def ranks_of(args: Any) -> int:
-    """How many ranks take part in a collective with these arguments."""
+def group_of(args: Any) -> dist.ProcessGroup:
+    """The ranks that take part in a collective with these arguments."""
     for each in args:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in each._type().name():  # type: ignore[attr-defined]
-            return dist.ProcessGroup.unbox(each).size()
+            return dist.ProcessGroup.unbox(each)
     names = [each for each in args if isinstance(each, str)]
     groups: Any = dist.distributed_c10d
-    group = groups._resolve_process_group(names[-1]) if names else groups._get_default_group()
-    return int(group.size())
+    group: dist.ProcessGroup = groups._resolve_process_group(names[-1]) if names else groups._get_default_group()
+    return group
 
 
 def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:

@@ -73,7 +73,8 @@ class Shortage:
     The tensor asked for `request`, for which PyTorch tries to allocate `tried`. Of the card's `total` then `free` are
     left (the CUDA context taken at its largest), `allocated` are in blocks, and `reserved` in segments, after every
     cached one that can be was given back. It happens at `event` of the run, in `phase` of step `step`, in `layer`, at
-    `op`. `certain`: a CUDA context as small as it may be does not help.
+    `op`. `certain`: a CUDA context as small as it may be does not help. `nccl` is what NCCL's buffers take at most of
+    what is neither free nor PyTorch's.
     """
 
     request: int
@@ -88,6 +89,7 @@ class Shortage:
     op: str
     certain: bool
     event: int | None = None
+    nccl: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ class GpuEstimate:
 
     Near the limit of the card `reserved` counts what is left after cached segments were given back. Where the run may
     not fit, `shortage` says how it ends; where it certainly doesn't, all other figures are those of the same run with
-    enough memory. `collectives` are those of a step, where the run is that of one process of many.
+    enough memory. `collectives` are those of a step, where the run is that of one process of many, and `nccl` is the
+    part of `device` that NCCL takes for them.
     """
 
     requested: int
@@ -121,3 +124,4 @@ class GpuEstimate:
     shortage: Shortage | None = None
     tensors: int | None = None
     collectives: tuple[Traffic, ...] = ()
+    nccl: Interval | None = None

@@ -71,6 +71,7 @@ class Collective(NamedTuple):
 
     `bytes` is the larger of what this rank gives and what it gets: the whole of what is gathered, scattered or reduced.
     `ranks` is how many take part. `phase` and `layer` are as in `Event`; `event` is how many events came before.
+    `group` numbers the groups of processes as they are first used; -1 where one process has all of the GPUs.
     """
 
     kind: CollectiveKind
@@ -79,6 +80,7 @@ class Collective(NamedTuple):
     phase: int
     layer: int
     event: int
+    group: int = -1
 
 
 @dataclass(frozen=True, slots=True)

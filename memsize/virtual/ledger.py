@@ -26,9 +26,9 @@ from memsize.ranks.collectives import (
     answer,
     bytes_moved,
     carry_over,
+    group_of,
     is_given_buffers,
     kind_of,
-    ranks_of,
     waited,
     waits,
 )
@@ -105,6 +105,8 @@ class VirtualLedger(Ledger):
         self.streams: dict[int, int] = {}
         """The stream of each storage that is not on the default one."""
         self.collectives: list[Collective] = []
+        self._groups: dict[str, int] = {}
+        """The groups of processes that collectives on the GPU were among, by name: each with its number."""
         self.alone = True
         """Whether this process runs without the others of its group, if it is in one: collectives are answered here."""
         self.host_memory = HostMemory()
@@ -183,17 +185,19 @@ class VirtualLedger(Ledger):
             if kind is not None and not given:
                 carry_over(kind, args, result)
             if kind is not None and on_gpu(args):
-                self.sent(kind, bytes_moved(args, None if given else result), ranks_of(args), before)
+                group = group_of(args)
+                number = self._groups.setdefault(group.group_name, len(self._groups))
+                self.sent(kind, bytes_moved(args, None if given else result), group.size(), before, number)
                 for tensor in arguments_in(args if given else (result,)):
                     self.mark(tensor, "communication")
             elif kind is not None and given:
                 self.evaluator.rely_on(alike(kind, args))
         return result
 
-    def sent(self, kind: CollectiveKind, size: int, ranks: int, before: int | None = None) -> None:
-        """A collective of `size` bytes among so many ranks, after so many events: by default now."""
+    def sent(self, kind: CollectiveKind, size: int, ranks: int, before: int | None = None, group: int = -1) -> None:
+        """A collective of `size` bytes among so many ranks of a group, after so many events: by default now."""
         clock, place = self.clock, len(self.events) if before is None else before
-        self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, place))
+        self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, place, group))
 
     @contextmanager
     def in_pytorch(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memsize.device.config import AllocatorConfig, settings_in
-from memsize.device.context import context
+from memsize.device.context import context, nccl_notes
 from memsize.errors import first_line
 from memsize.internals.user_code import Lines, running_lines, shown
 from memsize.records.gpu import Card
@@ -247,7 +247,12 @@ class Program:
             storages=storages,
             events=events,
             assumptions=tuple(ledger.evaluator.assumptions),
-            notes=(*ledger.evaluator.notes, *(convolutions.notes if convolutions else ()), *ledger.host_memory.notes()),
+            notes=(
+                *ledger.evaluator.notes,
+                *(convolutions.notes if convolutions else ()),
+                *ledger.host_memory.notes(),
+                *nccl_notes(ledger.collectives),
+            ),
             cudnn=convolutions.source if convolutions else None,
             failure=_failure(error, ledger, seen),
             roots=tuple(names),

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from memsize.device.context import nccl_notes
 from memsize.internals.pytree import tensors_in
 from memsize.model.meta_copy import in_mode
 from memsize.records.gpu import Card
@@ -74,6 +75,6 @@ def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[
                 ledger.clock.step = number
                 with ledger.clock.during("step"):
                     step()
-    for note in ledger.host_memory.notes():
+    for note in (*ledger.host_memory.notes(), *nccl_notes(ledger.collectives)):
         run.note(note)
     return replace(run.trace(), world=world, collectives=tuple(ledger.collectives))

@@ -354,6 +354,7 @@ def crossings(evidence: FitEvidence) -> Iterator[Finding]:
 def budgets(evidence: FitEvidence) -> Iterator[Finding]:
     """How much memory the budgets have."""
     of_one: dict[tuple[object, ...], Budget] = {}
+    before = " before NCCL's buffers" if any(map(_takes_nccl, evidence.budgets)) else ""
     for budget in evidence.budgets:  # several numbers of one card have one budget each, the same
         of_one.setdefault((budget.card, budget.device) if budget.parallel else (budget.name,), budget)
     for budget in of_one.values():
@@ -366,7 +367,7 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
             "budget",
             budget.allocator,
             (),
-            f"The allocator gets {{allocator}}: {each}{{name}} has {{device}}{less}.",
+            f"The allocator gets {{allocator}}{before}: {each}{{name}} has {{device}}{less}.",
             {
                 "allocator": Bytes(budget.allocator),
                 "name": budget.name.removesuffix(f" ({budget.parallel})"),
@@ -376,3 +377,8 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
                 "fraction": Bytes(int(budget.fraction * budget.device)),
             },
         )
+
+
+def _takes_nccl(budget: Budget) -> bool:
+    """Whether it is that of one process of several."""
+    return budget.gpus > 1 and not budget.parallel.startswith("dp=")

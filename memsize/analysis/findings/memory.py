@@ -15,12 +15,19 @@ _CERTAIN: Final = (
 _POSSIBLE: Final = (
     "{what} may not fit on {gpu}: if the CUDA context takes {context}, it runs out of memory in the {where}. "
 )
+_POSSIBLE_AMONG: Final = (
+    "{what} may not fit on {gpu}: if the CUDA context and NCCL's buffers take {context}, it runs out of memory in the "
+    "{where}. "
+)
 _ERROR: Final = (
     "PyTorch's error would then say that it tried to allocate {tried}; of {total}, {free} are free, {allocated} are "
     "allocated by PyTorch, and {idle} are reserved but unallocated."
 )
 _CERTAIN_BRIEF: Final = "{what} does not fit on {gpu}: it runs out of memory in the {where}."
 _POSSIBLE_BRIEF: Final = "{what} may not fit on {gpu}: with a large CUDA context it runs out of memory in the {where}."
+_POSSIBLE_AMONG_BRIEF: Final = (
+    "{what} may not fit on {gpu}: with a large CUDA context and NCCL's buffers it runs out of memory in the {where}."
+)
 _PHASES: Final = {"optimizer": "optimizer's update", "zero_grad": "zeroing of gradients"}
 
 
@@ -34,11 +41,13 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None 
 
     `scenario` is that of the run which a page shows over time, if it is this one.
     """
+    possible = (_POSSIBLE_AMONG, _POSSIBLE_AMONG_BRIEF) if shortage.nccl else (_POSSIBLE, _POSSIBLE_BRIEF)
+    so, brief = (_CERTAIN, _CERTAIN_BRIEF) if shortage.certain else possible
     return Finding(
         "out-of-memory",
         shortage.tried,
         (shortage.layer,) if shortage.layer else (),
-        (_CERTAIN if shortage.certain else _POSSIBLE) + _ERROR,
+        so + _ERROR,
         {
             "what": what[:1].upper() + what[1:],
             "gpu": gpu,
@@ -50,6 +59,6 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None 
             "idle": Bytes(shortage.reserved - shortage.allocated),
             "context": Bytes(shortage.total - shortage.free - shortage.reserved),
         },
-        brief=(_CERTAIN_BRIEF if shortage.certain else _POSSIBLE_BRIEF),
+        brief=brief,
         moment=None if scenario is None or shortage.event is None else Moment(scenario, shortage.event),
     )
