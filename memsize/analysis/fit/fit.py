@@ -345,9 +345,13 @@ def _status(found: Search) -> Status:
 
 def _constant(found: Search) -> bool:
     """Whether all runs need the same memory apart from their input."""
-    traces = [(run.trace, run.pairs) for run in found.runs.values()]
-    beside = {most_alive(trace, deltas, {s.role for s in trace.storages} - {"input"}) for trace, deltas in traces}
-    return len(traces) > 1 and len(beside) == 1
+    beside = {_beside_input(run) for run in found.runs.values()}
+    return len(found.runs) > 1 and len(beside) == 1
+
+
+def _beside_input(run: Footprint) -> int:
+    trace = run.trace
+    return most_alive(trace, run.pairs, {storage.role for storage in trace.storages} - {"input"})
 
 
 class _Growth(NamedTuple):
@@ -368,7 +372,8 @@ def _growth(found: Search, linear: bool) -> _Growth | None:
     if run is None:
         return None
     event, standing = run.unbounded.requested.event, sum(_standing(run).values())
-    label = run.trace.phases[run.trace.events[event].phase]
+    trace = run.trace
+    label = trace.phases[trace.events[event].phase]
     beside = _beside(run, found.runs.values(), event, label)
     per_step = None if beside is None else (run.requested - beside[1]) // (run.size - beside[0])
     if per_step is None or per_step < 0:

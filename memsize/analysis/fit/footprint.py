@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Final
 
+from memsize.analysis.flow import Flow, flow_of
 from memsize.device.allocator import Replay, replay
 from memsize.device.config import SEGMENT_STEP, AllocatorConfig
 from memsize.records.aggregates import alive
@@ -29,37 +29,53 @@ Replays = dict[int | None, Replay]
 class Footprint:
     """The run of one size (a batch, a length) and the settings of the allocator that serves it.
 
-    `replays` are those made so far, for all runs that make the same events.
+    `of` is its record, or what makes that anew each time, with `given`, the events of it: what is asked of a run is
+    mostly in these. `replays` are those made so far, for all runs that make the same events.
     """
 
     size: int
-    trace: Trace
+    of: Trace | Callable[[], Trace]
     config: AllocatorConfig
     replays: Replays = field(default_factory=dict)
+    given: Flow | None = None
+
+    @property
+    def trace(self) -> Trace:
+        """Its record."""
+        return self.of if isinstance(self.of, Trace) else self.of()
 
     @cached_property
+    def flow(self) -> Flow:
+        """The events as the allocator takes them."""
+        return self.given or flow_of(self.trace)
+
+    @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The events as the allocator takes them: a storage, and the bytes that it gains or loses."""
-        return tuple((event.storage, event.delta) for event in self.trace.events)
+        """The events one by one: a storage, and the bytes that it gains or loses."""
+        return tuple(self.flow)
 
     @cached_property
     def shape(self) -> int:
         """A number that runs share where they make the same events, apart from the bytes."""
-        return hash(tuple(storage if delta > 0 else ~storage for storage, delta in self.pairs))
+        import numpy as np
+
+        storages = self.flow.storages
+        return hash(np.where(self.flow.deltas > 0, storages, ~storages).tobytes())
 
     @cached_property
     def requested(self) -> int:
         """The most bytes that tensors ask for at one moment."""
-        return max(accumulate((delta for _, delta in self.pairs), initial=0))
+        return max(int(self.flow.deltas.cumsum().max(initial=0)), 0)
 
     def live(self, event: int) -> int:
         """The bytes that tensors hold after an event."""
-        return sum(delta for _, delta in self.pairs[: event + 1])
+        return int(self.flow.deltas[: event + 1].sum())
 
     def most(self, phase: str) -> int | None:
         """The most bytes that tensors hold in a phase such as ``"optimizer 2"``; None where the run has no such one."""
-        label = self.trace.phases.index(phase) if phase in self.trace.phases else None
-        live = zip(self.trace.events, accumulate(delta for _, delta in self.pairs), strict=True)
+        trace = self.trace
+        label = trace.phases.index(phase) if phase in trace.phases else None
+        live = zip(trace.events, self.flow.deltas.cumsum().tolist(), strict=True)
         return max((held for event, held in live if event.phase == label), default=None)
 
     @property
@@ -82,10 +98,8 @@ class Footprint:
     def _replayed(self, capacity: int | None) -> Replay:
         # A budget is what a fraction of the card leaves already.
         total = None if capacity is None else self.config.card_of(capacity)
-        trace = self.trace
-        return replay(
-            self.pairs, self.config, capacity=capacity, total=total, streams=trace.streams, emptied=trace.emptied
-        )
+        flow = self.flow
+        return replay(flow, self.config, capacity=capacity, total=total, streams=flow.streams, emptied=flow.emptied)
 
     def fits(self, capacity: int) -> bool:
         """Whether the run ends well with `capacity` bytes for the allocator."""

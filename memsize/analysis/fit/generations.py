@@ -10,11 +10,10 @@ from typing import ClassVar, Final
 from torch import nn
 
 from memsize.analysis.fit.search import LIMIT
-from memsize.analysis.fit.trials import Events, RunVariant, Trials
+from memsize.analysis.fit.trials import Events, Run, RunVariant, Trials
 from memsize.analysis.generation.generator import Generator
 from memsize.analysis.generation.prompts import Prompts
 from memsize.errors import ForwardError, InputError
-from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.vary import Vary
@@ -81,7 +80,7 @@ class GenerationTrials(Trials):
             (f"the model has positions for {self.most:,} tokens: no more are looked at",) if self.most < LIMIT else ()
         )
 
-    def _trace(self, variant: RunVariant, size: int) -> Trace:
+    def _trace(self, variant: RunVariant, size: int) -> Run:
         assert variant.generation is not None, "what is asked of a generation"
         generation, batch, generator = variant.generation, -(-size // variant.split), self._generator(variant)
         if self.vary.context:
@@ -89,7 +88,7 @@ class GenerationTrials(Trials):
             batch = variant.sequences or self.model_inputs.batch_size
             self._cover(generator, generation, batch, size)
         made = (generator.derive if self.vary.frontier else generator.run)(generation, batch)
-        return made.trace if made.exact else replace(made.trace, notes=(*made.trace.notes, _INEXACT))
+        return made if made.exact else made.noted(_INEXACT)
 
     def _of_context(self, generation: Generation, tokens: int) -> Generation:
         """The generation whose last token is the `tokens`th. Raises `ForwardError` where there is none."""

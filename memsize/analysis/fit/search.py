@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from memsize.analysis.fit.footprint import Footprint
+from memsize.analysis.flow import Flow
 from memsize.device.allocator import replay
 from memsize.errors import ForwardError, InputError
 from memsize.records.roles import FIXED
@@ -270,14 +271,18 @@ class Forecast:
 
         self.config = runs[0].config
         self.runs = tuple(sorted(runs, key=lambda run: run.size))
-        self._storages = [storage for storage, _ in runs[0].pairs]
-        self._signs = np.sign(np.array([delta for _, delta in runs[0].pairs], dtype=np.float64))
-        self._amounts = [np.abs(np.array([delta for _, delta in run.pairs], dtype=np.float64)) for run in self.runs]
+        self._flow = runs[0].flow
+        self._signs = np.sign(self._flow.deltas.astype(np.float64))
+        self._amounts = [np.abs(run.flow.deltas.astype(np.float64)) for run in self.runs]
         self._exponents = _exponents(runs[0], powers) if len(runs) == 1 else None
 
     def pairs(self, size: int) -> list[tuple[int, int]]:
+        """The events of `size` one by one."""
+        return list(self.flow(size))
+
+    def flow(self, size: int) -> Flow:
         """The events of `size` as the allocator takes them."""
-        return list(zip(self._storages, self._deltas(size).astype(int).tolist(), strict=True))
+        return replace(self._flow, deltas=self._deltas(size).astype(int))
 
     def requested(self, size: int) -> int:
         """The most bytes that tensors of `size` ask for at one moment."""
@@ -286,9 +291,9 @@ class Forecast:
     def fits(self, size: int, capacity: int) -> bool:
         """Whether `size` would fit `capacity`."""
         try:
-            pairs, total, trace = self.pairs(size), self.config.card_of(capacity), self.runs[0].trace
+            flow, total = self.flow(size), self.config.card_of(capacity)
             replayed = replay(
-                pairs, self.config, capacity=capacity, total=total, streams=trace.streams, emptied=trace.emptied
+                flow, self.config, capacity=capacity, total=total, streams=flow.streams, emptied=flow.emptied
             )
             return replayed.out_of_memory is None
         except InputError:  # rounding broke a storage that is resized in place
@@ -307,8 +312,9 @@ class Forecast:
 
         low = least // step
         top = _last(lambda k: self.requested(k * step) <= capacity, low, most // step)
-        looks = max(1, min(_LOOKS, _REPLAYED // len(self._storages)))
-        if (top - low) * len(self._storages) <= _REPLAYED:
+        events = len(self._flow.storages)
+        looks = max(1, min(_LOOKS, _REPLAYED // events))
+        if (top - low) * events <= _REPLAYED:
             looks = top - low
         below = max(top - looks, low)
         if found := next(filter(fits, range(top, below, -1)), None):
@@ -362,7 +368,7 @@ def _exponents(run: Footprint, powers: bool) -> Array:
         dims = sum(1 for dim in storage.shape if dim and dim % size == 0)
         return dims if powers else min(dims, 1)
 
-    return np.array([exponent(storage) for storage, _ in run.pairs], dtype=np.float64)
+    return np.array([exponent(storage) for storage in run.flow.storages.tolist()], dtype=np.float64)
 
 
 def _last(holds: Callable[[int], bool], least: int, most: int) -> int:
@@ -420,6 +426,5 @@ def _spread(runs: list[Footprint]) -> list[Footprint]:
     import numpy as np
 
     first, middle, last = sorted(runs, key=lambda run: run.size)
-    straight = Forecast([first, last]).pairs(middle.size)
-    off = np.abs(np.array([s for _, s in straight]) - np.array([s for _, s in middle.pairs]))
+    off = np.abs(Forecast([first, last]).flow(middle.size).deltas - middle.flow.deltas)
     return runs if off.max(initial=0) > 1 else runs[:2]

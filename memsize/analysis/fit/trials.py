@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from functools import partial
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import nn
 
 from memsize.analysis.fit.footprint import Footprint, Replays
 from memsize.analysis.fit.search import LIMIT
+from memsize.analysis.flow import Flow, flow_of
 from memsize.analysis.runner import Runner
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError
@@ -87,10 +89,32 @@ class RunVariant:
         )
 
 
+class Run(Protocol):
+    """A run: its record, which may be put together each time, and the events of it."""
+
+    @property
+    def trace(self) -> Trace: ...
+
+    @property
+    def flow(self) -> Flow: ...
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A run whose record is kept."""
+
+    trace: Trace
+
+    @property
+    def flow(self) -> Flow:
+        """The events of its record."""
+        return flow_of(self.trace)
+
+
 class Made(NamedTuple):
     """Runs by variant and size, and what the model refused."""
 
-    traces: dict[tuple[Events, int], Trace]
+    runs: dict[tuple[Events, int], Run]
     refusals: dict[tuple[Events, int], ForwardError]
     forgotten: int = 0
 
@@ -119,7 +143,8 @@ class Trials:
         self.stack = stack
         self.inputs: tuple[InputTensor, ...] = input_tensors(model_inputs.call())
         self._dimensions = vary.dimensions(self.inputs)
-        self._traces: dict[tuple[Events, int], Trace] = {}
+        self._runs: dict[tuple[Events, int], Run] = {}
+        self._latest: tuple[Run | None, Trace | None] = None, None
         self._refusals: dict[tuple[Events, int], ForwardError] = {}
         self._forgotten = 0
         self._footprints: dict[tuple[Events, int, AllocatorConfig], Footprint] = {}
@@ -129,7 +154,7 @@ class Trials:
     @property
     def count(self) -> int:
         """How many runs were made, refused ones too."""
-        return len(self._traces) + len(self._refusals) + self._forgotten
+        return len(self._runs) + len(self._refusals) + self._forgotten
 
     @property
     def resizable(self) -> bool:
@@ -164,52 +189,53 @@ class Trials:
         key = variant.events, size
         if key in self._refusals:
             raise self._refusals[key]
-        if key not in self._traces:
+        if key not in self._runs:
             spread = [str(variant.parallel)] if variant.parallel else []
             sequences = [f"batch {variant.sequences:,}"] if variant.sequences else []
             how = (variant.scenario.name, *variant.applied, *spread, *sequences)
             self.say(f"{', '.join(how)}, {self.vary.text} {size:,}")
             try:
-                self._traces[key] = self._trace(variant, size)
+                self._runs[key] = self._trace(variant, size)
             except ForwardError as error:
                 self._refusals[key] = error
                 raise
         served = (*key, variant.config)
         if served not in self._footprints:
-            run = Footprint(size, self._traces[key], variant.config)
+            made = self._runs[key]
+            run = Footprint(size, partial(self._record, made), variant.config, given=made.flow)
             # Runs that make the same events share their replays: float16 and bfloat16 often do.
-            made = run.pairs, tuple(run.trace.streams.items())
-            replays = self._replays.setdefault((made, variant.config), run.replays)
+            replays = self._replays.setdefault((run.flow.digest, variant.config), run.replays)
             self._footprints[served] = run if replays is run.replays else replace(run, replays=replays)
         return self._footprints[served]
 
     def made(self, but: Made | None = None) -> Made:
         """The runs so far, for `adopt`; without those that were made before."""
-        traces, refusals, forgotten = but or ({}, {}, 0)
+        runs, refusals, forgotten = but or ({}, {}, 0)
         return Made(
-            {key: run for key, run in self._traces.items() if key not in traces},
+            {key: run for key, run in self._runs.items() if key not in runs},
             {key: error for key, error in self._refusals.items() if key not in refusals},
             self._forgotten - forgotten,
         )
 
     def forget(self, variant: RunVariant, but: int | None) -> None:
-        """Keep no run of a variant except that of one size: a whole generation takes some 20 MB."""
+        """Keep no run of a variant except that of one size."""
         events = variant.events
-        for key in [key for key in self._traces if key[0] == events and key[1] != but]:
-            del self._traces[key]
+        for key in [key for key in self._runs if key[0] == events and key[1] != but]:
+            del self._runs[key]
             self._forgotten += 1
         self._footprints.clear()
         self._replays.clear()
+        self._latest = None, None
 
     def adopt(self, made: Made) -> None:
         """Take over runs that another process made."""
-        self._traces |= made.traces
+        self._runs |= made.runs
         self._refusals |= made.refusals
         self._forgotten += made.forgotten
 
     def known(self, variant: RunVariant) -> dict[int, Footprint]:
         """The runs of a variant that were made before, on this card or one like it."""
-        sizes = [size for events, size in self._traces if events == variant.events]
+        sizes = [size for events, size in self._runs if events == variant.events]
         return {size: self.run(variant, size) for size in sizes}
 
     def refused(self, variant: RunVariant) -> dict[int, str]:
@@ -226,8 +252,8 @@ class Trials:
         for gpu, variant in variants:
             named.setdefault(variant.events, gpu)
         return {
-            FitRun(events.scenario.name, size, named[asked], events.sequences): trace
-            for (events, size), trace in self._traces.items()
+            FitRun(events.scenario.name, size, named[asked], events.sequences): run.trace
+            for (events, size), run in self._runs.items()
             if (asked := events._replace(sequences=None)) in named
         }
 
@@ -241,13 +267,22 @@ class Trials:
             setup = edit(setup)
         return setup
 
-    def _trace(self, variant: RunVariant, size: int) -> Trace:
+    def _record(self, run: Run) -> Trace:
+        """The record of a run: of those that are put together each time the latest is kept."""
+        made, trace = self._latest
+        if made is not run or trace is None:
+            self._latest = made, trace = None, None  # before the next takes its place in memory
+            trace = run.trace
+            self._latest = run, trace
+        return trace
+
+    def _trace(self, variant: RunVariant, size: int) -> Run:
         setup = self.prepared(variant, size)
         # The first step creates the optimizer's state: the second is like all that follow.
         training = variant.training and replace(
             variant.training, steps=2, accumulate=variant.training.accumulate * variant.split
         )
-        return steps_on(training, variant.parallel, variant.card).run(setup)
+        return Traced(steps_on(training, variant.parallel, variant.card).run(setup))
 
     def _runner(self, variant: RunVariant) -> Runner:
         if variant.card.kernels not in self._runners:

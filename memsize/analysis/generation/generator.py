@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from memsize.analysis.flow import Flow
 from memsize.analysis.generation.curve import Curve, Piece
 from memsize.analysis.generation.law import ALIGNED, Box, Law, Place, Steps, law_of
 from memsize.analysis.generation.prompts import Prompts
-from memsize.analysis.generation.steps import Step, put_together, steps_of
+from memsize.analysis.generation.steps import Step, flow_together, put_together, steps_of
 from memsize.analysis.runner import Runner
 from memsize.device.config import SMALL
 from memsize.model.inputs import input_tensors
@@ -42,21 +43,40 @@ class Sample(NamedTuple):
     trace: Trace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Generated:
-    """A generation as one run: its trace, and what the cache held after the last step and `before` it.
+    """A generation as one run: how it begins, the `pieces` that go on from there, and what the cache held after the
+    last step and `before` it.
 
     `lengths` are those of the prompt, and of the tokens at the end of the steps that were traced for it. `exact`: every
     figure that was not traced itself lies on a polynomial that a held-out length agreed with to the byte. `pinned` is
     what PyTorch keeps pinned on the host for an offloaded cache.
     """
 
-    trace: Trace
+    begun: Sample
+    generation: Generation
+    pieces: tuple[Piece, ...]
     cached: tuple[CachedLayer, ...]
     before: tuple[CachedLayer, ...]
     lengths: tuple[int, ...]
     exact: bool
     pinned: int = 0
+
+    @property
+    def trace(self) -> Trace:
+        """Its record, put together each time: that of a thousand sequences takes hundreds of megabytes."""
+        put = put_together(_run(self.begun.steps, self.pieces, self.generation))
+        return replace(self.begun.trace, phases=put.phases, storages=put.storages, events=put.events, lines=put.lines)
+
+    def noted(self, note: str) -> Generated:
+        """The same with a note in its record."""
+        rest = self.begun.trace
+        return replace(self, begun=self.begun._replace(trace=replace(rest, notes=(*rest.notes, note))))
+
+    @property
+    def flow(self) -> Flow:
+        """The events of its record."""
+        return flow_together(_run(self.begun.steps, self.pieces, self.generation))
 
     @property
     def per_token(self) -> int:
@@ -244,11 +264,12 @@ def _generated(
     sample: Sample, generation: Generation, pieces: Sequence[Piece] = (), lengths: Set[int] = frozenset()
 ) -> Generated:
     traced = sample.steps[: generation.new + 1]
-    steps = [(step, None) for step in traced] + list(_later(pieces, after=generation.start + len(traced) - 2))
-    put = put_together(steps)
+    steps = list(_run(traced, pieces, generation))
     last, before = steps[-1][0], steps[-2][0]
     return Generated(
-        trace=replace(sample.trace, phases=put.phases, storages=put.storages, events=put.events, lines=put.lines),
+        begun=Sample(traced, sample.trace),
+        generation=generation,
+        pieces=tuple(pieces),
         cached=last.cached,
         before=before.cached if len(steps) > 2 else last.cached,
         lengths=tuple(sorted({*lengths, generation.start})),
@@ -256,6 +277,12 @@ def _generated(
         exact=all(piece.exact for piece in pieces) and (generation.beams == 1 or not pieces),
         pinned=_pinned(step for step, _ in steps) if generation.is_offloaded else 0,
     )
+
+
+def _run(begun: Steps, pieces: Sequence[Piece], generation: Generation) -> Iterator[tuple[Step, Sequence[int] | None]]:
+    """All steps of a generation, the setup first, and which of their events are counted (None: all)."""
+    yield from ((step, None) for step in begun)
+    yield from _later(pieces, after=generation.start + len(begun) - 2)
 
 
 def _pinned(steps: Iterable[Step]) -> int:

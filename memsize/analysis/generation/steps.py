@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from itertools import accumulate, pairwise, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from memsize.analysis.flow import Flow
 from memsize.records.aggregates import split_phase
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage, Trace
@@ -168,25 +169,12 @@ def put_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Put:
 
     An event of a storage that was left out before must be left out too.
     """
-    import numpy as np
-
     phases: dict[str, int] = {}
     lines: dict[str, int] = {}
     storages: list[Storage] = []
     events: list[Event] = []
-    numbered: list[np.ndarray[Any, np.dtype[np.int64]]] = []
-    """For each step the numbers of the storages that it made, by their places."""
-    plans: dict[tuple[int, int], _Plan] = {}
-    for number, (step, kept) in enumerate(steps, SETUP):
-        key = id(step.structure), id(kept)
-        plan = plans.get(key) or plans.setdefault(key, _Plan(step.structure, kept, min(number, 0), lines))
-        own = np.full(len(step.structure.storages), -1)
-        own[plan.made] = np.arange(len(storages), len(storages) + len(plan.made))
-        numbered.append(own)
+    for number, (step, plan, about) in enumerate(_planned(steps, lines), SETUP):
         storages.extend(plan.storages(step))
-        about = np.empty(len(plan.kept), dtype=np.int64)
-        for age, at, places in plan.ages:
-            about[at] = numbered[0 if age == SETUP else number - age + 1][places]
         labels = {stage: f"{stage} {number}" if number > 0 else stage for stage in dict.fromkeys(plan.stages)}
         inside = [phases.setdefault(labels[stage], len(phases)) for stage in plan.stages]
         columns = about.tolist(), step.deltas[plan.kept].tolist(), inside, plan.layers, plan.ops
@@ -194,10 +182,49 @@ def put_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Put:
     return Put(tuple(phases), tuple(storages), tuple(events), tuple(lines))
 
 
+def flow_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Flow:
+    """The events of the run that `put_together` makes, without its record."""
+    import numpy as np
+
+    storages: list[Sizes] = []
+    deltas: list[Sizes] = []
+    streams: dict[int, int] = {}
+    count = 0
+    for step, plan, about in _planned(steps, {}):
+        storages.append(about)
+        deltas.append(step.deltas[plan.kept])
+        streams |= {count + place: stream for place, stream in enumerate(plan.streams) if stream}
+        count += len(plan.made)
+    return Flow(np.concatenate(storages), np.concatenate(deltas), streams)
+
+
+def _planned(
+    steps: Iterable[tuple[Step, Sequence[int] | None]], lines: dict[str, int]
+) -> Iterator[tuple[Step, _Plan, Sizes]]:
+    """Each step with its plan, and the numbers of the storages that its events are about."""
+    import numpy as np
+
+    numbered: list[Sizes] = []
+    """For each step the numbers of the storages that it made, by their places."""
+    plans: dict[tuple[int, int], _Plan] = {}
+    count = 0
+    for number, (step, kept) in enumerate(steps, SETUP):
+        key = id(step.structure), id(kept)
+        plan = plans.get(key) or plans.setdefault(key, _Plan(step.structure, kept, min(number, 0), lines))
+        own = np.full(len(step.structure.storages), -1)
+        own[plan.made] = np.arange(count, count + len(plan.made))
+        count += len(plan.made)
+        numbered.append(own)
+        about = np.empty(len(plan.kept), dtype=np.int64)
+        for age, at, places in plan.ages:
+            about[at] = numbered[0 if age == SETUP else number - age + 1][places]
+        yield step, plan, about
+
+
 class _Plan:
     """What the steps of one structure put into a record: the numbers of the events that are `kept`, by the `ages` of
-    their storages the positions and places of those, and the places of those that are `made`, which are of age `new`.
-    The numbers of lines are those in `lines`, to which new ones are added.
+    their storages the positions and places of those, and the places and `streams` of those that are `made`, which are
+    of age `new`. The numbers of lines are those in `lines`, to which new ones are added.
     """
 
     def __init__(self, structure: Structure, kept: Sequence[int] | None, new: int, lines: dict[str, int]) -> None:
@@ -214,7 +241,7 @@ class _Plan:
         self._layers = [each.layer for each in made]
         self._ops = [each.op for each in made]
         self._dtypes = [each.dtype for each in made]
-        self._streams = [each.stream for each in made]
+        self.streams = [each.stream for each in made]
         self._lines = [lines.setdefault(each.line, len(lines)) if each.line else -1 for each in made]
         starts = [len(structure.events) + structure.offsets[place] for place in self.made]
         self._shapes = [slice(start, start + each.dims) for start, each in zip(starts, made, strict=True)]
@@ -229,5 +256,5 @@ class _Plan:
         sizes = step.sizes.tolist()
         taken = step.sizes[self._bytes].tolist()
         shapes = [tuple(sizes[dimensions]) for dimensions in self._shapes]
-        where = self._roles, self._layers, self._ops, self._dtypes, shapes, repeat(-1), self._streams, self._lines
+        where = self._roles, self._layers, self._ops, self._dtypes, shapes, repeat(-1), self.streams, self._lines
         return map(_storage, zip(taken, *where, repeat(-1), strict=False))
