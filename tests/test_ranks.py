@@ -17,6 +17,7 @@ from torch import nn
 import memsize
 from memsize.analysis.findings.memory import out_of_memory
 from memsize.cli import run
+from memsize.constants.assumptions import ITEM_IS_ONE, REDUCED_IS_ONE
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
@@ -470,7 +471,7 @@ def test_what_equal_ranks_reduce_is_known() -> None:
 
     trace = traced(step, World(2))
     assert read == {"max": 3.0, "avg": 3.0, "max_": 3.0, "sum": 1.0, "sum_": 1.0}  # 1 is assumed, and said
-    assert any("read" in note for note in trace.assumptions)
+    assert trace.assumptions == (REDUCED_IS_ONE,)
 
 
 def test_what_is_read_of_collectives_is_assumed_and_said() -> None:
@@ -489,8 +490,19 @@ def test_what_is_read_of_collectives_is_assumed_and_said() -> None:
 
     told = traced(step, World(2)).assumptions
     assert read == [1.0, 3.0, 1.0, 1.0]
-    for words in ("is taken to be 1.0", "stays as it is in this rank", "is taken to be what this rank sends"):
-        assert any(words in each for each in told)
+    said = REDUCED_IS_ONE, "stays as it is in this rank", "is taken to be what this rank sends"
+    assert all(any(words in each for each in told) for words in said)
+
+
+def test_what_is_written_after_a_collective_is_no_result_of_it() -> None:
+    def step(model: nn.Module) -> Any:
+        number = torch.full((1,), 3.0, device="cuda")
+        torch.distributed.all_reduce(number)
+        number.copy_(next(model.parameters()).flatten()[:1].to("cuda"))
+        number.item()
+        return lambda ids: None
+
+    assert traced(step, World(2)).assumptions == (ITEM_IS_ONE,)
 
 
 def test_the_gpus_of_other_ranks_are_out_of_reach() -> None:

@@ -111,7 +111,8 @@ class Evaluator:
             self._decide_on(first_assumption([state_of(tensor)]) if is_meta(tensor) else None)
             return value.item()
         if tensor.is_floating_point():
-            self._decide_on(ITEM_IS_ONE)
+            state = state_of(tensor)
+            self._decide_on((state and state.read_as) or ITEM_IS_ONE)
             return 1.0
         if self.lenient:
             self.rely_on(COPIED_VALUES)

@@ -39,13 +39,15 @@ class ConstantState:
     under which they are known, and whether they are one expanded number (`uniform`).
 
     A view of such a number can get values of its own, and then has a state of its own (`for_view`). Of boolean tensors
-    too large to keep, `true_share` is the share of True.
+    too large to keep, `true_share` is the share of True. `read_as` are the words for what is assumed where a number is
+    read of values that are not known, if they came from elsewhere than from data.
     """
 
-    __slots__ = ("_base", "_views", "assumption", "true_share", "uniform", "valid")
+    __slots__ = ("_base", "_views", "assumption", "read_as", "true_share", "uniform", "valid")
 
     def __init__(self, assumption: str | None = None, uniform: bool = False, true_share: float | None = None) -> None:
         self.assumption = assumption
+        self.read_as: str | None = None
         self.true_share = true_share
         self.uniform = uniform
         self.valid = True
@@ -62,6 +64,7 @@ class ConstantState:
     def invalidate(self) -> None:
         """Data was written to the memory."""
         self.valid = False
+        self.read_as = None
         for view in self._views:
             view.valid = False
         self.written()
@@ -81,6 +84,15 @@ def set_constant(tensor: torch.Tensor, value: Any, state: ConstantState | None =
     """
     tensor.__dict__[CONSTANT] = (value, state or ConstantState())
     return tensor
+
+
+def set_unknown(tensor: torch.Tensor, read_as: str) -> None:
+    """Record that something other than data was written to the meta `tensor`, and what is assumed where it is read."""
+    state = state_of(tensor) or ConstantState()
+    state.invalidate()
+    if is_small(tensor):
+        state.read_as = read_as
+        set_constant(tensor, None, state)
 
 
 def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memsize.constants.values import ConstantState, constant_of, is_small, set_constant, state_of
+from memsize.constants.assumptions import REDUCED_IS_ONE
+from memsize.constants.values import ConstantState, constant_of, is_small, set_constant, set_unknown, state_of
 from memsize.errors import InputError
 from memsize.internals.meta import is_meta
 from memsize.internals.pytree import arguments_in
@@ -129,8 +130,8 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     """What an operator of ``c10d`` on given buffers returns: those, and work that is done already."""
     buffers = list(_tensors(args[:1]))
     for tensor in () if kind in _LEFT else buffers:
-        if is_meta(tensor) and (state := state_of(tensor)) is not None:
-            state.invalidate()
+        if is_meta(tensor):
+            set_unknown(tensor, REDUCED_IS_ONE)
     results = [_done(buffers) if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -142,12 +143,12 @@ def carry_over(kind: CollectiveKind, args: Any, result: Any) -> None:
     are_equal = kind == "broadcast" or (kind == "all-reduce" and args[1] in _OF_EQUALS)
     for sent, received in zip(_tensors(args[:1]), _tensors((result,)), strict=False):
         state, value = (state_of(sent), constant_of(sent)) if is_meta(sent) else (None, None)
-        if state is None or (received is sent and are_equal):
+        if received is sent and are_equal:
             continue
-        if received is sent:
-            state.invalidate()
-        elif are_equal and value is not None and is_small(received):
+        if received is not sent and are_equal and state and value is not None and is_small(received):
             set_constant(received, value.clone(), ConstantState(state.assumption))
+        elif is_meta(received):
+            set_unknown(received, REDUCED_IS_ONE)
 
 
 def _done(buffers: Sequence[Tensor]) -> Any:
