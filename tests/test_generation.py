@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memsize
+from memsize.analysis.flow import flow_of
 from memsize.analysis.generation import generator as generators
 from memsize.analysis.generation.curve import Curve
 from memsize.analysis.generation.exact import Polynomials, weighted
@@ -512,6 +513,15 @@ def test_the_published_peaks_of_a_generation(batch: int, megabytes: float, confi
     peak = found.ran[0].estimate
     assert peak is not None and peak.peak_phase == "prefill"
     assert peak.allocated / 1e6 == pytest.approx(megabytes, rel=0.001)
+
+
+def test_the_events_of_a_generation_are_those_of_its_record(config: Callable[..., str]) -> None:
+    with generator_of(config(**SMALL)) as generator:
+        made = generator.run(Generation(64, 40), 3)
+    trace, flow = made.trace, made.flow
+    assert list(flow) == [(event.storage, event.delta) for event in trace.events]
+    assert (flow.streams, flow.emptied) == (trace.streams, trace.emptied)
+    assert flow.digest == flow_of(trace).digest
 
 
 def test_uneven_prompts_are_masked(config: Callable[..., str]) -> None:

@@ -13,9 +13,10 @@ import pytest
 import memsize
 from memsize.analysis.generation import generator as generators
 from memsize.device.cards import card
+from memsize.errors import InputError
 from memsize.spec.generation import Generation
 from memsize.workloads.caches import on_gpu_with_host
-from tests.test_generation import HEAD, SMALL, WINDOW, generator_of, traced_whole
+from tests.test_generation import HEAD, SMALL, T5, WINDOW, generator_of, traced_whole
 
 pytest.importorskip("transformers")
 
@@ -119,3 +120,11 @@ def test_what_transformers_cannot_offload_is_said(tmp_path: Path) -> None:
     path.write_text(json.dumps(SMALL | WINDOW))
     with pytest.raises(memsize.ForwardError, match="True is not in list"):  # it looks for a layer without a window
         memsize.generate(f"hf:{path}", prompt=8, new=4, cache="offloaded_static", scenarios="as-given")
+
+
+def test_caches_that_an_encoder_decoder_has_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(T5))
+    with pytest.raises(InputError, match=r"without bringing it back to the GPU: use --cache dynamic"):
+        memsize.generate(f"hf:{path}", prompt=8, new=4, cache="offloaded", scenarios="as-given")
+    assert memsize.generate(f"hf:{path}", prompt=8, new=4, cache="dynamic", scenarios="as-given").ran

@@ -19,6 +19,7 @@ from memsize.analysis.generation.prompts import Prompts
 from memsize.analysis.generation.steps import Step, flow_together, put_together, steps_of
 from memsize.analysis.runner import Runner
 from memsize.device.config import SMALL
+from memsize.errors import ForwardError, InputError
 from memsize.model.inputs import input_tensors
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
@@ -34,6 +35,11 @@ _ALL = 16
 """New tokens up to which every step is traced."""
 _BEGIN = 2
 """The decode step that all later ones are alike, in most models, but for their sizes."""
+
+_NOT_OFFLOADED = (
+    "transformers offloads the cross-attention of an encoder-decoder without bringing it back to the GPU: use --cache "
+    "dynamic or static"
+)
 
 
 class Sample(NamedTuple):
@@ -187,7 +193,12 @@ class Generator:
             if generation.is_offloaded:
                 edits = (*edits, partial(on_gpu_with_host, self.runner.gpu))
             workload = GenerationSteps(generation, steps, partial(_put, cached), edits, self.loop)
-            trace = self.runner.given(self.prompts(generation.prompt), batch).run(workload, self.scenario)
+            try:
+                trace = self.runner.given(self.prompts(generation.prompt), batch).run(workload, self.scenario)
+            except ForwardError as error:
+                if generation.is_offloaded and self._is_encoder_decoder:
+                    raise InputError(_NOT_OFFLOADED) from error
+                raise
             rest = replace(trace, phases=(), storages=(), events=())
             self.samples[traced] = Sample(tuple(steps_of(trace, cached)), rest)
         return self.samples[traced]
