@@ -367,6 +367,7 @@ def test_a_timeline_can_be_pointed_into(chromium: Any, tmp_path: Path) -> None:
 
 def test_a_timeline_zooms_and_pans(chromium: Any, tmp_path: Path) -> None:
     with opened(chromium, tmp_path, timeline(two_steps())) as page:
+        wait_until(page, "document.querySelectorAll('svg.chart g title').length > 0")
         whole = page.locator("svg.chart g title").count()
         page.get_by_role("button", name="Zoom in").click()
         wait_until(page, f"document.querySelectorAll('svg.chart g title').length < {whole}")

@@ -31,7 +31,7 @@ from memsize.records.measurement import (
     read,
 )
 from memsize.records.report import figures
-from memsize.records.roles import FIXED, PER_PARAMETER, TITLES, in_order, noun
+from memsize.records.roles import FIXED, PER_PARAMETER, in_order, noun
 from memsize.records.timeline import Phase, Summit, Timeline, courses
 from memsize.records.trace import Event, StoredPart, StoredTensor
 from memsize.records.verification import (
@@ -200,17 +200,6 @@ def test_roles_are_told_in_the_order_in_which_they_stay() -> None:
         "gathered parameters", "unsharded gradients", "inputs", "activations", "cast copies", "communication buffers",
         "outputs", "temporaries",
     ]  # fmt: skip
-
-
-def test_how_much_a_table_wants_to_show_a_role() -> None:
-    # What a step's peak is mostly made of is left out last; what there is little of, first
-    ascending = sorted(TITLES, key=lambda role: TITLES[role].weight)
-    assert ascending == [
-        "input", "output", "buffer", "workspace", "cast copy", "communication", "unsharded gradient",
-        "gathered parameter", "master weight", "KV cache", "optimizer state", "temporary", "gradient", "activation",
-        "parameter",
-    ]  # fmt: skip
-    assert [TITLES[role].weight for role in ascending] == [20, 30, 35, 40, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60]
 
 
 # --- tables for Python

@@ -216,7 +216,7 @@ NOT_COUNTED: Final = (
     (
         "Llama 3 with torchtitan",
         "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
-        "its own script runs instead: see [one rank of many](ranks.md#beside-a-published-run)",
+        "its own script runs instead: see [one rank of many](ranks.md#beside-published-runs)",
     ),
     (
         "Llama-3.1-8B with torchao's generate.py",
