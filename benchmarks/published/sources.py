@@ -203,7 +203,7 @@ NOT_COUNTED: Final = (
         f"{_SDPA}, the models' pages",
         "98 figures of branches that were not released: the loop that generates decides how many logits and caches "
         "are alive at once, and it changed several times in those months. Of ten of OPT-350m's the three with eager "
-        "attention after 1,024 tokens, whose peak is in the scores, come out within 0.01 % (a test); the others 2 to "
+        "attention after 1,024 tokens, whose peak is in the scores, come out within 0.1 % (a test); the others 2 to "
         "5 % too low where the logits of the whole prompt are alive, 1 % too low to 28 % too high with the loop of the "
         "release that followed, and up to 31 % too low with today's, which makes the last logits alone",
     ),
