@@ -194,6 +194,7 @@ class Trials:
             sequences = [f"batch {variant.sequences:,}"] if variant.sequences else []
             how = (variant.scenario.name, *variant.applied, *spread, *sequences)
             self.say(f"{', '.join(how)}, {self.vary.text} {size:,}")
+            self._latest = None, None  # nothing asks for it again while the next is looked at
             try:
                 self._runs[key] = self._trace(variant, size)
             except ForwardError as error:
