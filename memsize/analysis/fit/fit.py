@@ -228,13 +228,17 @@ class _Work:
         """The longest context of one batch after another, each twice the last, until nothing fits."""
         rows: list[FitRow] = []
         batch, variant = self.trials.model_inputs.batch_size, self.request.variant(scenario, budget)
-        while batch <= MOST_SEQUENCES and not (rows and rows[-1].size is None):
+        while batch <= MOST_SEQUENCES:
             of_batch, likely = replace(variant, sequences=batch), rows[-1].size if rows else None
             row = replace(self._row(of_batch, budget, likely and likely // 2), batch=batch)
             self.trials.forget(of_batch, but=None if rows else row.size)
-            rows, batch = [*rows, row], 2 * batch
-            self._tell(rows, complete=False)
-        return rows if len(rows) == 1 or rows[-1].size else rows[:-1]
+            if row.size is not None or not rows:
+                rows.append(row)
+                self._tell(rows, complete=False)
+            if row.size is None:
+                break
+            batch *= 2
+        return rows
 
     def alone(self, base: RunVariant, size: int, capacity: int, name: str) -> tuple[RemedyRow, Made]:
         """What the optimization `name` does to a size of `base`, and the runs that it took."""
@@ -275,6 +279,8 @@ class _Work:
             if search.runs and search.size and variant.sequences is None:
                 self._tell([growing_row(search, row, linear=linear)], complete=False)
             raise
+        if search.largest is None and variant.sequences is not None and likely is not None:
+            return replace(row, status="none")  # a frontier ends here, and tells nothing of it
         return growing_row(search, row, linear=linear)
 
 
