@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.findings.interruption import interrupted
-from memsize.analysis.fit.crossovers import crossings, most_alive
-from memsize.analysis.fit.footprint import Footprint, bind, phase_name
+from memsize.analysis.fit.crossovers import crossings
 from memsize.analysis.fit.generations import MOST_SEQUENCES
 from memsize.analysis.fit.optimizations import optimizations_of
 from memsize.analysis.fit.remedies import Attempts, try_optimizations
+from memsize.analysis.fit.rows import asked_row, growing_row
 from memsize.analysis.fit.search import Search
 from memsize.analysis.fit.trials import Made, RunVariant, Trials
 from memsize.analysis.runner import is_float32
@@ -23,8 +23,7 @@ from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.ctrl_c import found_kept
 from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
-from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied, RemedyRow, Status
-from memsize.records.roles import FIXED, Role
+from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied, RemedyRow
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.parallel import parse_parallel
@@ -254,7 +253,7 @@ class _Work:
             if scenario.is_modelled:
                 return replace(row, reason="what its modules pass on is modelled and cannot be run")
             if request.asked is not None or not trials.resizable:
-                return _asked_row(trials, variant, row, request.asked or trials.asked)
+                return asked_row(trials, variant, row, request.asked or trials.asked)
             return self._searched_row(variant, row, likely)
         except (ScenarioError, ForwardError, InputError) as error:
             self.failures.append(error)
@@ -298,111 +297,6 @@ def _width(scenario: Scenario) -> object:
         return scenario.name
     computed = scenario.autocast or scenario.dtype
     return scenario.autocast is not None, computed in ("float16", "bfloat16"), scenario.master_weights
-
-
-def _asked_row(trials: Trials, variant: RunVariant, row: FitRow, size: int) -> FitRow:
-    """Whether one size fits."""
-    run = trials.run(variant, size)
-    return replace(
-        row,
-        status="fits" if run.fits(row.budget) else "exceeds",
-        size=size,
-        peak=run.needs(row.budget),
-        fixed=sum(_standing(run).values()),
-        standing=_standing(run),
-        bind=bind(run, None),
-        looked=(size,),
-    )
-
-
-def growing_row(found: Search, row: FitRow, *, linear: bool) -> FitRow:
-    """`row` with what a search found; `linear` where memory grows by as much with each size."""
-    low, high = found.largest, found.above
-    growth = _growth(found, linear)
-    return replace(
-        row,
-        status=_status(found),
-        reason=found.ceiling,
-        size=low.size if low else None,
-        peak=low.needs(row.budget) if low else None,
-        next_size=found.bound,
-        next_peak=high.needs(row.budget) if high else None,
-        per_step=growth.per_step if growth else None,
-        fixed=growth.fixed if growth else None,
-        grows_in=growth.phase if growth else "",
-        bind=bind(high, row.budget if low else None) if high else None,
-        standing=_standing(run) if (run := high or low) else {},
-        looked=found.looked,
-        step=found.step,
-        refused=found.refused,
-        monotone=found.monotone,
-    )
-
-
-def _status(found: Search) -> Status:
-    if found.largest is None:
-        return "none"
-    if found.endless:
-        return "constant" if _constant(found) else "endless"
-    if not found.closed:
-        return "open"
-    return "found" if found.above else "refused"
-
-
-def _constant(found: Search) -> bool:
-    """Whether all runs need the same memory apart from their input."""
-    beside = {_beside_input(run) for run in found.runs.values()}
-    return len(found.runs) > 1 and len(beside) == 1
-
-
-def _beside_input(run: Footprint) -> int:
-    trace = run.trace
-    return most_alive(trace, run.pairs, {storage.role for storage in trace.storages} - {"input"})
-
-
-class _Growth(NamedTuple):
-    """What one more sample or position adds at the moment of the peak, what it does not depend on, and the phase."""
-
-    per_step: int | None
-    fixed: int
-    phase: str
-
-
-def _growth(found: Search, linear: bool) -> _Growth | None:
-    """How memory grows at the peak of the next size, or of the answer where there is none.
-
-    Another run is compared at that very moment, not at its own peak: as a batch grows the peak leaves the optimizer,
-    and a line through both would be of neither.
-    """
-    run = found.above or found.largest
-    if run is None:
-        return None
-    event, standing = run.unbounded.requested.event, sum(_standing(run).values())
-    trace = run.trace
-    label = trace.phases[trace.events[event].phase]
-    beside = _beside(run, found.runs.values(), event, label)
-    per_step = None if beside is None else (run.requested - beside[1]) // (run.size - beside[0])
-    if per_step is None or per_step < 0:
-        return _Growth(None, standing, phase_name(label))
-    fixed = max(run.requested - run.size * per_step, standing) if linear else standing
-    return _Growth(per_step, fixed, phase_name(label))
-
-
-def _beside(run: Footprint, others: Iterable[Footprint], event: int, label: str) -> tuple[int, int] | None:
-    """The size of the nearest other run, and what it holds at the moment of `event`.
-
-    That is the same event of a run that made the same events; where there is none, the highest moment of its phase.
-    """
-    apart = sorted((other for other in others if other.size != run.size), key=lambda o: abs(o.size - run.size))
-    alike = next((other for other in apart if other.shape == run.shape), None)
-    if alike:
-        return alike.size, alike.live(event)
-    return next(((other.size, most) for other in apart if (most := other.most(label)) is not None), None)
-
-
-def _standing(run: Footprint) -> dict[Role, int]:
-    """What the model and its training hold at the peak, by role."""
-    return {role: size for role, size in bind(run, None).roles.items() if role in FIXED}
 
 
 # -- optimizations and notes ------------------------------------------------------------------------------------------

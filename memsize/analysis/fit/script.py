@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 
 from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.findings.interruption import interrupted
-from memsize.analysis.fit.fit import growing_row
 from memsize.analysis.fit.footprint import Footprint
+from memsize.analysis.fit.rows import growing_row
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.analysis.program import run_program
 from memsize.analysis.script_imports import import_packages
