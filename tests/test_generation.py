@@ -304,6 +304,12 @@ def test_more_tokens_than_positions_are_noted(config: Callable[..., str]) -> Non
     assert "the model has positions for 16 tokens: its answers to 18 have no meaning" in report.notes
 
 
+def test_one_sequence_is_told_as_one(config: Callable[..., str]) -> None:
+    asked: dict[str, Any] = {"prompt": 16, "new": 4, "batches": 1, "scenarios": "as-given", "gpu": "t4"}
+    fits = memsize.generate(config(**SMALL), **asked).findings[0]
+    assert fits.text().startswith("Under as-given, 1 sequence of 16 + 4 tokens fits: ")
+
+
 def test_the_command_line(config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, saved = config(**SMALL), str(tmp_path / "run.memsize")
     asked = ["generate", target, "--prompt", "8,16", "--new", "20", "--batch", "2", "-s", "as-given,int8-weight"]

@@ -42,12 +42,13 @@ def what_fits(evidence: Evidence) -> Iterator[Finding]:
     }
     what = "Under {scenario}, {batch} {sequences} of {prompt} + {new} {tokens}"
     if peak.shortage is None:
-        text = what + " fit: {peak} reserved, at most in {phase}."
+        text = what + (" fits" if row.batch == 1 else " fit") + ": {peak} reserved, at most in {phase}."
         yield Finding("generation-fits", peak.reserved, (), text, values, brief=text)
     else:
         end = peak.shortage
         values |= {"phase": end.phase, "request": Bytes(end.request), "free": Bytes(end.free)}
-        text = what + " do not fit: {phase} asks for {request} where {free} are free; {peak} would be reserved."
+        does = " does" if row.batch == 1 else " do"
+        text = what + does + " not fit: {phase} asks for {request} where {free} are free; {peak} would be reserved."
         yield Finding("generation-exceeds", peak.reserved, (), text, values, brief=text)
 
 
