@@ -742,17 +742,11 @@ CONVOLUTIONS = """
 """
 
 
-@pytest.mark.parametrize("loop", [LOOP, CONVOLUTIONS], ids=["embedding, SGD", "convolutions, AdamW"])
-def test_a_program_allocates_what_it_really_allocates_on_the_cpu(
-    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same program, run twice: really, on the CPU, and on the virtual GPU, without library workspaces.
-
-    AdamW counts the steps of each parameter on the CPU (`lift_fresh`, 4 bytes), where no virtual GPU sees them.
-    """
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(loop), encoding="utf-8")
-    program = Program("test", card("t4"), Workspaces(), AllocatorConfig(), 0)
+def run_twice(folder: Path, text: str, gpu: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Program, Ledger]:
+    """A script that takes its device as an argument, on the virtual GPU without library workspaces, and on the CPU."""
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(text), encoding="utf-8")
+    program = Program("test", card(gpu), Workspaces(), AllocatorConfig(), 0)
     assert program.run(str(script), ["cuda"]) is None
     real = Ledger("cpu")
     try:
@@ -761,6 +755,18 @@ def test_a_program_allocates_what_it_really_allocates_on_the_cpu(
             runpy.run_path(str(script), run_name="__main__")
     finally:
         torch.set_default_device(None)
+    return program, real
+
+
+@pytest.mark.parametrize("loop", [LOOP, CONVOLUTIONS], ids=["embedding, SGD", "convolutions, AdamW"])
+def test_a_program_allocates_what_it_really_allocates_on_the_cpu(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same program, run twice: really, on the CPU, and on the virtual GPU, without library workspaces.
+
+    AdamW counts the steps of each parameter on the CPU (`lift_fresh`, 4 bytes), where no virtual GPU sees them.
+    """
+    program, real = run_twice(tmp_path, loop, "t4", monkeypatch)
     counters = {event.storage for event in real.events if (event.op, event.delta) == ("lift_fresh", 4)}
     assert len(counters) == (11 if loop == CONVOLUTIONS else 0)
     expected = [event.delta for event in real.events if event.storage not in counters]
@@ -791,17 +797,7 @@ AUTOCAST = """
 
 def test_autocast_keeps_copies_of_weights_where_it_really_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In inference mode it keeps none. Autocast on the CPU casts linear layers as that on CUDA does."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(AUTOCAST), encoding="utf-8")
-    program = Program("test", card("a100"), Workspaces(), AllocatorConfig(), 0)
-    assert program.run(str(script), ["cuda"]) is None
-    real = Ledger("cpu")
-    try:
-        with real, monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", [str(script), "cpu"])
-            runpy.run_path(str(script), run_name="__main__")
-    finally:
-        torch.set_default_device(None)
+    program, real = run_twice(tmp_path, AUTOCAST, "a100", monkeypatch)
     # What dies together is not freed in one order.
     found, expected = (
         [live for event, live in zip(events, _live(events), strict=True) if event.delta > 0]
