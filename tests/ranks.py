@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,31 +133,65 @@ def stages_of(model: Any, numbers: list[int], count: int) -> list[nn.Module]:
     return parts
 
 
-def pipeline(schedule: str, known: bool = True, turns: int = 1) -> Step:
-    """Microbatches of one sample through the stages, of which each process has `turns`."""
+Spread = Callable[[nn.Module, Any], nn.Module]
+"""How a stage is spread over the processes of a mesh, each of which has a batch of its own."""
+
+
+def sharded_stage(dtype: torch.dtype | None = None) -> Spread:
+    def spread(part: Any, mesh: Any) -> nn.Module:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)}
+        for block in part:
+            if isinstance(block, Block):
+                fully_shard(block, reshard_after_forward=False, **options)
+        return fully_shard(part, **options)
+
+    return spread
+
+
+def copied_stage(part: nn.Module, mesh: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(part, process_group=mesh.get_group())
+
+
+def pipeline(
+    schedule: str,
+    known: bool = True,
+    turns: int = 1,
+    data: int = 1,
+    spread: Spread = lambda part, _: part,
+    dtype: torch.dtype = torch.float32,
+) -> Step:
+    """Microbatches of one sample through the stages, of which each process has `turns`; each is `spread` over `data`
+    processes, and sends and receives `dtype`.
+    """
 
     def step(model: Any) -> Callable[[torch.Tensor], None]:
         from torch.distributed import pipelining
 
         device = next(model.parameters()).device
-        rank, size = distributed.get_rank(), distributed.get_world_size()
+        size = distributed.get_world_size() // data
+        mesh = mesh_of(model, pp=size, data=data)
+        rank = mesh.get_local_rank("pp")
         numbers, count = [rank + turn * size for turn in range(turns)], turns * size
-        between = torch.empty(1, 8, WIDTH, device=device, requires_grad=True)
+        between = torch.empty(1, 8, WIDTH, device=device, dtype=dtype, requires_grad=True)
         ids = torch.empty(1, 8, dtype=torch.long, device=device)
-        result = torch.empty(1, 8, 96, device=device, requires_grad=True)
+        result = torch.empty(1, 8, 96, device=device, dtype=dtype, requires_grad=True)
         stages = [
             pipelining.PipelineStage(
-                part,
+                spread(part, mesh["data"]),
                 number,
                 count,
                 device,
                 input_args=(between if number else ids) if known else None,
                 output_args=(between if number < count - 1 else result) if known else None,
+                group=mesh["pp"].get_group(),
             )
             for number, part in zip(numbers, stages_of(model, numbers, count), strict=True)
         ]
         made = getattr(pipelining, schedule)
-        scheduled = made(stages[0] if turns == 1 else stages, 4, loss_fn=lambda output, _: output.sum())
+        loss = partial(torch.sum, dtype=torch.float32)
+        scheduled = made(stages[0] if turns == 1 else stages, 4, loss_fn=lambda output, _: loss(output))
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
         def body(ids: torch.Tensor) -> None:
@@ -187,6 +222,8 @@ LOOPS: dict[str, tuple[Step, int]] = {
     "fsdp, tp": (sharded_tensor_parallel, WIDTH),
     "1f1b": (pipeline("Schedule1F1B"), WIDTH),
     "gpipe": (pipeline("ScheduleGPipe"), WIDTH),
+    "fsdp, 1f1b": (pipeline("Schedule1F1B", data=2, spread=sharded_stage()), WIDTH),
+    "ddp, 1f1b": (pipeline("Schedule1F1B", data=2, spread=copied_stage), WIDTH),
     "interleaved": (pipeline("ScheduleInterleaved1F1B", turns=2), WIDTH),
     "zero bubble": (pipeline("ScheduleInterleavedZeroBubble", turns=2), WIDTH),
 }

@@ -37,6 +37,10 @@ def test_a_strategy_is_read_and_written_alike() -> None:
         assert parse_parallel(text).world == World(size)
     assert parse_parallel("dp=4").world == World(4, one_process=True)
     assert str(parse_parallel("hsdp=2x4,tp=2")) == "hsdp=2x4,tp=2"
+    for text in ("fsdp=2,pp=4", "ddp=2,pp=4", "tp=2,pp=4", "hsdp=1x2,pp=4", "fsdp=1,tp=2,pp=4"):
+        assert str(parse_parallel(text)) == text and parse_parallel(text).size == 8
+    assert parse_parallel("pp=4, tp=2, fsdp=2") == Parallel("fsdp", shards=2, tensor=2, stages=4)
+    assert [world.rank for world in parse_parallel("fsdp=3,pp=2,rank=4").worlds()] == [1, 4]
     assert parse_parallel(" hsdp = 4x8 ") == Parallel("hsdp", replicas=4, shards=8)
     assert parse_parallel("pp=4,rank=3").world == World(4, 3)
     assert str(parse_parallel("fsdp=8,rank=3,offload")) == "fsdp=8,offload,rank=3"
@@ -56,8 +60,10 @@ def test_a_strategy_is_read_and_written_alike() -> None:
         ("fdsp=8", "no strategy 'fdsp'"),
         ("ddp=32,tp=8", "no such combination, 'ddp=32,tp=8': fsdp=32,tp=8 shards and divides"),
         ("fsdp=4,ddp=2", "no such combination"),
-        ("fsdp=4,tp=2,pp=2", "stages that are sharded too want a step= of your own"),
-        ("pp=2,tp=2", "no such combination, 'pp=2,tp=2'"),
+        ("fsdp=4,fsdp=2", "no such combination"),
+        ("dp=2,pp=2", "no such combination, 'dp=2,pp=2'"),
+        ("fsdp=4,pp=2,rank=8", "no rank 8 among 8"),
+        ("pp=2,fsdp=x", "cannot read --parallel 'fsdp=x'"),
         ("tp=0", "tp=0 is on 0 GPUs"),
         ("fsdp=4,tp=x", "cannot read --parallel 'tp=x': write it like tp=8"),
         ("pp=x", "cannot read --parallel 'pp=x': write it like pp=4"),
@@ -90,6 +96,8 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
     assert [str(each) for each in on_each("fsdp,tp=8", "8..32")] == ["fsdp=1,tp=8", "fsdp=2,tp=8", "fsdp=4,tp=8"]
     assert [str(each) for each in on_each("tp", "2,4")] == ["tp=2", "tp=4"]
     assert [str(each) for each in on_each("pp", "2..4")] == ["pp=2", "pp=4"]
+    assert [str(each) for each in on_each("fsdp,pp=4", "8,16")] == ["fsdp=2,pp=4", "fsdp=4,pp=4"]
+    assert [str(each) for each in on_each("pp,ddp=2", "8")] == ["ddp=2,pp=4"]
     assert [str(each) for each in on_each("fsdp,offload", "1..2")] == ["fsdp=1,offload", "fsdp=2,offload"]
     assert [str(each) for each in on_each("hsdp=x8,offload", "16")] == ["hsdp=2x8,offload"]
     assert [str(each) for each in on_each("fsdp,tp=4,offload", "8")] == ["fsdp=2,tp=4,offload"]
@@ -110,7 +118,9 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
         ("fsdp", "8..1", "cannot read the number of GPUs '8..1'"),
         ("fsdp", "0", "cannot read the number of GPUs '0'"),
         ("fsdp", "many", "cannot read the number of GPUs 'many'"),
-        ("fsdp,tp=8", "12", "12 GPUs are no whole number of groups of 8, which tp=8 needs"),
+        ("fsdp,tp=8", "12", "12 GPUs are no whole number of groups of 8, which fsdp,tp=8 needs"),
+        ("fsdp,tp=2,pp=4", "12", "12 GPUs are no whole number of groups of 8, which fsdp,tp=2,pp=4 needs"),
+        ("fsdp,pp", "8", "write it like pp=4"),
         (None, "8", "--gpus goes with --parallel"),
     ],
 )

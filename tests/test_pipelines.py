@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from memsize.analysis.runner import Runner
 from memsize.api.opened import opened
 from memsize.device.cards import card
 from memsize.errors import InputError
-from memsize.model.stored import stored_tensors
 from memsize.ranks.blocks import blocks_in_line
 from memsize.records.trace import Trace
 from memsize.records.world import World
@@ -23,10 +22,11 @@ from memsize.spec.scenario import scenario_named
 from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.tracing.run import Setup
+from memsize.workloads.parallel import spread_setup
 from memsize.workloads.pipelines import stage_traces
 from tests.gloo import events
-from tests.ranks import BLOCK, PARAMETERS, WIDTH, Block, Model, pipeline
-from tests.test_ranks import at_the_end, most_of_shape
+from tests.ranks import BLOCK, PARAMETERS, WIDTH, Block, Model, Spread, copied_stage, pipeline, sharded_stage
+from tests.test_ranks import at_the_end, most, most_of_shape
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available():
@@ -38,29 +38,34 @@ IDS = torch.zeros(1, 8, dtype=torch.long)
 class _Each:
     """Keeps the trace of each rank."""
 
-    def __init__(self, training: Training, stages: int) -> None:
+    def __init__(self, training: Training, parallel: str) -> None:
         self.training = training
-        self.stages = stages
+        self.parallel = parse_parallel(parallel)
         self.traces: list[Trace] = []
 
     def run(self, setup: Setup) -> Trace:
-        parallel = parse_parallel(f"pp={self.stages}")
-        setup = replace(setup, stored=stored_tensors)
-        self.traces = stage_traces(setup, self.training, parallel, card("t4"))
+        setup = spread_setup(setup, self.parallel)
+        self.traces = [*stage_traces(setup, self.training, self.parallel, card("t4"))]
         return self.traces[0]
 
 
-def ranks(stages: int, model: nn.Module | None = None, scenario: str = "as-given", **training: Any) -> list[Trace]:
-    """What each rank of so many stages holds."""
-    each = _Each(Training(**training), stages)
-    with opened(Subject.of(model or Model(), input_data=IDS), gpu="t4", own=False) as found:
+def ranks(
+    parallel: str,
+    model: nn.Module | None = None,
+    scenario: str = "as-given",
+    given: torch.Tensor = IDS,
+    **training: Any,
+) -> list[Trace]:
+    """What one rank of each stage holds."""
+    each = _Each(Training(**training), parallel)
+    with opened(Subject.of(model or Model(), input_data=given), gpu="t4", own=False) as found:
         Runner(*found.run, gpu=card("t4")).run(each, scenario_named(scenario))
     return each.traces
 
 
 @pytest.fixture(scope="module")
 def four() -> list[Trace]:
-    return ranks(4, steps=2)
+    return ranks("pp=4", steps=2)
 
 
 def test_each_stage_has_its_own_block_the_first_the_embedding_and_the_last_the_head(four: list[Trace]) -> None:
@@ -76,7 +81,7 @@ def test_a_stage_keeps_as_many_microbatches_as_there_are_stages_from_it_on(four:
     hidden = (1, 8, 4 * WIDTH)
     assert [most_of_shape(trace, hidden) for trace in four] == [4, 3, 2, 1]
     # eight microbatches, of which no stage has more: two blocks on each of two stages
-    assert [most_of_shape(trace, hidden) for trace in ranks(2, steps=1, accumulate=8)] == [2 * 2, 2 * 1]
+    assert [most_of_shape(trace, hidden) for trace in ranks("pp=2", steps=1, accumulate=8)] == [2 * 2, 2 * 1]
 
 
 def test_inputs_are_on_the_first_stage_and_targets_on_the_last(four: list[Trace]) -> None:
@@ -87,11 +92,85 @@ def test_inputs_are_on_the_first_stage_and_targets_on_the_last(four: list[Trace]
 
 def test_it_is_what_stages_of_ones_own_do() -> None:
     """Event by event, beside a model that was cut by hand: tests/ranks.py."""
-    for rank, trace in enumerate(ranks(2, loss="sum", optimizer="adamw:foreach=True", accumulate=4, steps=2)):
+    for rank, trace in enumerate(ranks("pp=2", loss="sum", optimizer="adamw:foreach=True", accumulate=4, steps=2)):
         ids = torch.zeros(2, 8, dtype=torch.long)
         own = memsize.trace(Model(), ids, world=World(2, rank), step=pipeline("Schedule1F1B"), steps=2, gpu="t4").trace
         assert by_size(trace) == by_size(own)
         assert at_the_end(trace)["parameter"] == at_the_end(own)["parameter"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "scenario", "spread"),
+    [
+        ("fsdp=2,pp=2", "fp32", sharded_stage()),
+        ("fsdp=2,pp=2", "amp-bf16", sharded_stage(torch.bfloat16)),
+        ("ddp=2,pp=2", "fp32", copied_stage),
+    ],
+)
+def test_stages_are_spread_as_ones_own_are(parallel: str, scenario: str, spread: Spread) -> None:
+    dtype = torch.bfloat16 if scenario == "amp-bf16" else torch.float32
+    own_step = pipeline("Schedule1F1B", data=2, spread=spread, dtype=dtype)
+    options = {"loss": "sum", "optimizer": "adamw:foreach=True", "accumulate": 4, "steps": 2}
+    for stage, trace in enumerate(ranks(parallel, scenario=scenario, **options)):
+        ids = torch.zeros(2, 8, dtype=torch.long)
+        own = memsize.trace(Model(), ids, world=World(4, 2 * stage), step=own_step, steps=2, gpu="t4").trace
+        assert trace.world == own.world == World(4, 2 * stage)
+        assert by_size(trace) == by_size(own)
+        assert sent(trace) == sent(own)
+        assert at_the_end(trace)["parameter"] == at_the_end(own)["parameter"]
+
+
+def sent(trace: Trace) -> list[tuple[str, int, int]]:
+    """Each collective but those of one number, which the loss of the last stage makes of its own."""
+    return [(each.kind, each.bytes, each.ranks) for each in trace.collectives if each.bytes > 4]
+
+
+def test_a_sharded_stage_is_gathered_once_for_all_its_microbatches() -> None:
+    """Of four GPUs for each of two stages, each stores a quarter of its stage, and holds all of it for its forwards and
+    backwards; gradients are added up in float32 and reduced once.
+    """
+    stage = PARAMETERS // 2
+    for trace in ranks("fsdp=4,pp=2", scenario="amp-bf16", steps=1, accumulate=8):
+        held = at_the_end(trace)
+        assert (held["parameter"], held["optimizer state"]) == (4 * stage // 4, 2 * 4 * stage // 4)
+        assert most(trace, "gathered parameter") == 2 * stage
+        assert most(trace, "unsharded gradient") >= 4 * stage
+        ends, block = 96 * WIDTH, 2 * BLOCK  # the embedding or the head, and each of two blocks
+        assert {each: count for each, count in Counter(sent(trace)).items() if each[2] == 4} == {
+            ("all-gather", 2 * ends, 4): 1,
+            ("all-gather", 2 * block, 4): 2,
+            ("reduce-scatter", 4 * ends, 4): 1,
+            ("reduce-scatter", 4 * block, 4): 2,
+        }
+
+
+def test_what_other_stages_do_is_in_the_precision_of_sharded_layers() -> None:
+    """Numbers go in, and each stage runs the whole forward, the work of others without memory."""
+    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 4))
+    first, last = ranks("fsdp=2,pp=2", model, "amp-fp16", torch.zeros(1, 4), steps=1)
+    assert {each for each in sent(first) if each[0] == "send"} == {("send", WIDTH * 2, 2)}
+    assert {each for each in sent(last) if each[0] == "send"} == {("send", WIDTH * 2, 2)}
+
+
+def test_the_same_place_of_each_stage_is_shown() -> None:
+    shown = memsize.trace(Model(), IDS, parallel="fsdp=3,pp=2,rank=4", gpu="t4", scenario="amp-bf16").trace
+    assert shown.world == World(6, 4)
+    assert shown.notes[:2] == (
+        "pp: 2 stages, each with 2 of 4 x Block, the layers that repeat in a list or a sequence, under PyTorch's "
+        "Schedule1F1B; the batch is that of one microbatch",
+        "fsdp: fully_shard on each block of a stage, gathered once for all microbatches (reshard_after_forward=False), "
+        "and on the stage",
+    )
+    *_, last = shown.notes
+    assert last.startswith("each stage at its own peak: rank 1 ") and ", rank 4 " in last
+    assert last.endswith("; shown is rank 4")
+
+
+def test_shards_of_a_stage_may_be_offloaded() -> None:
+    for trace in ranks("fsdp=2,pp=2,offload", steps=2):
+        held = at_the_end(trace)
+        assert held["parameter"] == held["optimizer state"] == held["gradient"] == 0
+        assert most(trace, "gathered parameter") == 4 * PARAMETERS // 2
 
 
 def by_size(trace: Trace) -> list[tuple[str, int]]:
@@ -133,7 +212,8 @@ def test_a_report_and_a_fit_run_stages_too() -> None:
 @pytest.mark.parametrize("scenario", ["amp-fp16", "bf16"])
 def test_stages_run_in_other_precisions(scenario: str) -> None:
     sent = [
-        {each.bytes for each in trace.collectives if each.bytes > 4} for trace in ranks(2, scenario=scenario, steps=1)
+        {each.bytes for each in trace.collectives if each.bytes > 4}
+        for trace in ranks("pp=2", scenario=scenario, steps=1)
     ]
     # what a block returns is the sum of its input, float32 under autocast, and a product
     width = 2 if scenario == "bf16" else 4
@@ -149,7 +229,7 @@ class Tied(Model):
 
 
 def test_a_tied_parameter_is_on_both_stages_that_read_it() -> None:
-    held = [at_the_end(trace)["parameter"] // 4 for trace in ranks(2, Tied(), steps=1)]
+    held = [at_the_end(trace)["parameter"] // 4 for trace in ranks("pp=2", Tied(), steps=1)]
     assert held == [96 * WIDTH + 4 * BLOCK] * 2
 
 
@@ -175,7 +255,7 @@ class Masked(nn.Module):
 
 
 def test_what_blocks_take_besides_is_made_on_each_stage() -> None:
-    first, second = ranks(2, Masked(), steps=1)
+    first, second = ranks("pp=2", Masked(), steps=1)
     assert at_the_end(second)["parameter"] == 4 * 2 * BLOCK
     # of two microbatches, each with a mask like a block's input
     masks = [each for each in second.storages if each.shape == (1, 8, WIDTH) and not each.op and each.layer > 0]
@@ -244,4 +324,4 @@ def test_a_model_may_skip_within_a_stage() -> None:
             third = self.blocks[2](x)
             return self.head(self.blocks[3](third) + third)
 
-    assert [at_the_end(trace)["parameter"] for trace in ranks(2, Late(), steps=1)] == [2 * PARAMETERS] * 2
+    assert [at_the_end(trace)["parameter"] for trace in ranks("pp=2", Late(), steps=1)] == [2 * PARAMETERS] * 2

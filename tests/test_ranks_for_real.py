@@ -27,14 +27,15 @@ Events = list[tuple[str, str, int]]
 
 
 FEW = ("fsdp", "ddp, views", "tp", "1f1b")
-OF_FOUR = ("hsdp", "fsdp, tp", "1f1b", "ddp")
+OF_FOUR = ("hsdp", "fsdp, tp", "1f1b", "ddp", "fsdp, 1f1b", "ddp, 1f1b")
+ONLY_OF_FOUR = {"hsdp", "fsdp, tp", "fsdp, 1f1b", "ddp, 1f1b"}
 
 
 @pytest.mark.parametrize(
     ("size", "kinds"),
     [
         pytest.param(2, FEW, id="few"),
-        pytest.param(2, tuple(LOOPS.keys() - {*FEW, "hsdp", "fsdp, tp"}), marks=pytest.mark.slow, id="others"),
+        pytest.param(2, tuple(LOOPS.keys() - {*FEW, *ONLY_OF_FOUR}), marks=pytest.mark.slow, id="others"),
         pytest.param(4, OF_FOUR, marks=pytest.mark.slow, id="four processes"),
     ],
 )

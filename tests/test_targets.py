@@ -196,6 +196,21 @@ def test_layers_are_divided_by_the_models_own_plan(tiny: Path) -> None:
         assert "tp: the model's own tp_plan" in " ".join(trace.notes)
 
 
+def test_each_stage_has_its_half_of_the_layers_that_are_divided(tiny: Path) -> None:
+    """Of two layers each of two stages has one, with two norms; the last has the third norm and the head."""
+    traces = [
+        api.trace(f"hf:{tiny}", optimizer="sgd", seq_len=8, parallel=f"tp=2,pp=2,rank={rank}", scenario="fp32").trace
+        for rank in (0, 3)
+    ]
+    ends, norms = 100 * 32, 2 * 32
+    layer = (TINY_PARAMETERS - 2 * ends - 32) // 2 - norms
+    held = [sum(each.bytes for each in trace.tensors if each.kind == "parameter") for trace in traces]
+    assert held == [4 * (layer // 2 + norms + ends // 2), 4 * (layer // 2 + norms + 32 + ends // 2)]
+    for trace in traces:
+        assert {each.ranks for each in trace.collectives} == {2}
+        assert [note.partition(":")[0] for note in trace.notes[:2]] == ["pp", "tp"]
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

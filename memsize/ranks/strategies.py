@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -26,31 +27,48 @@ def spread(model: nn.Module, parallel: Parallel, scenario: Scenario) -> nn.Modul
         made = nn.DataParallel(cast(nn.DataParallel[Any], model).module)
         vars(model).update((name, value) for name, value in vars(made).items() if not name.startswith("_"))
         return model
-    if parallel.kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
+    mesh = mesh_of(parallel)
+    if parallel.tensor > 1:
+        divide(model, mesh["tp"])
+    return shared_out(model, blocks_of(model).modules, parallel, mesh, scenario)
+
+
+def mesh_of(parallel: Parallel) -> DeviceMesh:
+    """All processes by what they share out; those that divide a layer are neighbours, stages are furthest apart."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    sizes = {"replicate": parallel.replicas, "shard": parallel.shards, "tp": parallel.tensor}
-    axes = [name for name in sizes if name in _AXES[parallel.kind] or (name == "tp" and parallel.tensor > 1)]
-    mesh = init_device_mesh("cuda", tuple(sizes[name] for name in axes), mesh_dim_names=tuple(axes))
-    if "tp" in axes:
-        divide(model, mesh["tp"])
+    sizes = {"pp": parallel.stages, "replicate": parallel.replicas, "shard": parallel.shards, "tp": parallel.tensor}
+    axes = [name for name in sizes if name in _AXES[parallel.kind] or (name in ("pp", "tp") and sizes[name] > 1)]
+    return init_device_mesh("cuda", tuple(sizes[name] for name in axes), mesh_dim_names=tuple(axes))
+
+
+_AXES: Final[dict[str, tuple[str, ...]]] = {
+    "ddp": ("replicate",),
+    "fsdp": ("shard",),
+    "hsdp": ("replicate", "shard"),
+    "tp": ("tp",),
+    "pp": ("pp",),
+}
+
+
+def shared_out(
+    model: nn.Module, blocks: Iterable[nn.Module], parallel: Parallel, mesh: DeviceMesh, scenario: Scenario
+) -> nn.Module:
+    """`model` as the processes have it that get batches of their own: copied, or sharded block by block."""
+    if parallel.kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model, process_group=mesh["replicate"].get_group())
     if parallel.shards_parameters:
-        _shard(model, mesh[_AXES[parallel.kind]], scenario, parallel.offload)
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+        options: dict[str, Any] = {
+            "mesh": mesh[_AXES[parallel.kind]],
+            "mp_policy": policy_of(scenario),
+            "offload_policy": CPUOffloadPolicy() if parallel.offload else OffloadPolicy(),
+        }
+        for block in blocks:  # a stage would gather them anew for each microbatch
+            fully_shard(block, **options, reshard_after_forward=not parallel.is_pipeline)
+        fully_shard(model, **options)
     return model
-
-
-_AXES: Final[dict[str, tuple[str, ...]]] = {"fsdp": ("shard",), "hsdp": ("replicate", "shard"), "tp": ("tp",)}
-
-
-def _shard(model: nn.Module, mesh: DeviceMesh, scenario: Scenario, offload: bool) -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
-    kept = CPUOffloadPolicy() if offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy_of(scenario), "offload_policy": kept}
-    for block in blocks_of(model).modules:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
 
 
 def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
@@ -79,24 +97,40 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
             f"dp: nn.DataParallel splits the batch over {parallel.size} GPUs, and copies the model to each for every "
             f"forward; shown is GPU {parallel.world.rank}",
         )
-    if parallel.kind == "ddp":
-        return (f"ddp: each GPU holds the whole model, in DistributedDataParallel; {shown}",)
-    if parallel.kind == "pp":
-        return (_on_stages(model, parallel.stages),)
-    divided = () if parallel.tensor == 1 else (plan_in_words(model, parallel.tensor),)
+    notes = [_on_stages(model, parallel.stages)] if parallel.is_pipeline else []
+    if parallel.tensor > 1:
+        notes.append(plan_in_words(model, parallel.tensor))
     if parallel.kind == "tp":
-        return (*divided, "the optimizer updates one parameter after the other (foreach=False), as some are divided")
-    blocks = blocks_of(model)
-    units = f"{blocks}, {blocks.source}" if blocks.modules else "the whole model at once: no layers repeat in it"
-    lower = scenario.autocast and (
-        f"{scenario.name} is FSDP's mixed precision here, not autocast: shards in float32, layers in "
-        f"{scenario.autocast}, gradients reduced in float32"
-    )
-    offloaded = parallel.offload and (
-        "offload: CPUOffloadPolicy keeps shards, their gradients and the optimizer's state in the host's memory, where "
-        "the optimizer runs"
-    )
-    return (*divided, *filter(None, (f"{parallel.kind}: fully_shard on {units}; {shown}", lower, offloaded)))
+        notes.append("the optimizer updates one parameter after the other (foreach=False), as some are divided")
+    if parallel.kind == "ddp":
+        notes.append(
+            f"ddp: {parallel.replicas} GPUs hold each stage, in DistributedDataParallel"
+            if parallel.is_pipeline
+            else f"ddp: each GPU holds the whole model, in DistributedDataParallel; {shown}"
+        )
+    return (*notes, *(_sharded(model, parallel, scenario, shown) if parallel.shards_parameters else ()))
+
+
+def _sharded(model: nn.Module, parallel: Parallel, scenario: Scenario, shown: str) -> Iterator[str]:
+    if parallel.is_pipeline:
+        yield (
+            f"{parallel.kind}: fully_shard on each block of a stage, gathered once for all microbatches "
+            "(reshard_after_forward=False), and on the stage"
+        )
+    else:
+        blocks = blocks_of(model)
+        units = f"{blocks}, {blocks.source}" if blocks.modules else "the whole model at once: no layers repeat in it"
+        yield f"{parallel.kind}: fully_shard on {units}; {shown}"
+    if scenario.autocast:
+        yield (
+            f"{scenario.name} is FSDP's mixed precision here, not autocast: shards in float32, layers in "
+            f"{scenario.autocast}, gradients reduced in float32"
+        )
+    if parallel.offload:
+        yield (
+            "offload: CPUOffloadPolicy keeps shards, their gradients and the optimizer's state in the host's memory, "
+            "where the optimizer runs"
+        )
 
 
 def _on_stages(model: nn.Module, stages: int) -> str:

@@ -15,6 +15,7 @@ from memsize.spec.training import Training, parse_optimizer
 Kind = Literal["ddp", "fsdp", "hsdp", "dp", "tp", "pp"]
 
 _OPTION: Final = re.compile(r"offload|rank\s*=\s*(\d+)")
+_GROUPS: Final = re.compile(r"hsdp\s*=\s*x\s*\d+")
 _OWN_LOOP: Final = "shard the model in a step= of your own instead, with memsize.trace(world=…)"
 _REFUSED: Final = {
     "cp": f"context parallelism needs the loop's own context_parallel region: {_OWN_LOOP}",
@@ -28,8 +29,9 @@ class Parallel:
 
     ``ddp`` holds the whole model `replicas` times, ``fsdp`` shards it over `shards` GPUs, and ``hsdp`` does both:
     `replicas` groups of `shards` GPUs each. ``dp`` is one process with all GPUs, by `nn.DataParallel`. ``tp`` divides
-    layers over `tensor` GPUs, alone or each of the shards of ``fsdp`` and ``hsdp``. ``pp`` is a pipeline of `stages`.
-    With `offload`, shards are kept in the memory of the host, and updated there. `rank` is the process to show.
+    layers over `tensor` GPUs, alone or each of the shards of ``fsdp`` and ``hsdp``. ``pp`` is a pipeline of `stages`,
+    each on one GPU, or spread by one of the others. With `offload`, shards are kept in the memory of the host, and
+    updated there. `rank` is the process to show.
     """
 
     kind: Kind
@@ -68,23 +70,14 @@ class Parallel:
         return self.kind in ("fsdp", "hsdp")
 
     @property
-    def is_uneven(self) -> bool:
-        """Whether some GPU holds more than another by design: GPU 0 of ``dp``, the fullest stage of ``pp``."""
-        return self.kind in ("dp", "pp")
+    def is_pipeline(self) -> bool:
+        """Whether each GPU has one of several stages, which hold more or less than each other."""
+        return self.kind == "pp" or self.stages > 1
 
-    def on(self, gpus: int) -> Parallel:
-        """The same strategy on so many GPUs; the groups of ``hsdp`` and ``tp`` stay as large as they are.
-
-        Raises `InputError` where they cannot be divided into such groups.
-        """
-        if self.kind == "tp":
-            return replace(self, tensor=gpus)
-        if self.kind == "pp":
-            return replace(self, stages=gpus)
-        group = self.tensor if self.kind == "fsdp" else self.shards * self.tensor
-        if gpus % group:
-            raise InputError(f"{gpus} GPUs are no whole number of groups of {group}, which {self} needs")
-        return replace(self, shards=gpus // group) if self.kind == "fsdp" else replace(self, replicas=gpus // group)
+    def worlds(self) -> tuple[World, ...]:
+        """The process of each stage that has the place in it which the process to show has in its own."""
+        each = self.size // self.stages
+        return tuple(World(self.size, stage * each + self.world.rank % each) for stage in range(self.stages))
 
     def microbatches(self, training: Training) -> int:
         """How many batches go through the stages in a step: as many as its backwards, by default as there are stages.
@@ -116,14 +109,12 @@ class Parallel:
         return None
 
     def __str__(self) -> str:
-        if self.kind in ("tp", "pp"):
-            numbers = str(self.size)
-        else:
-            numbers = f"{self.replicas}x{self.shards}" if self.kind == "hsdp" else str(self.replicas * self.shards)
-        divided = [f"tp={self.tensor}"] if self.tensor > 1 and self.kind != "tp" else []
-        kept = ["offload"] if self.offload else []
-        shown = [] if self.rank is None else [f"rank={self.rank}"]
-        return ",".join((f"{self.kind}={numbers}", *divided, *kept, *shown))
+        own = _FIELDS[self.kind]
+        within = {"tp": self.tensor, "pp": self.stages}
+        parts = [f"{self.kind}={'x'.join(str(getattr(self, field)) for field in own)}"]
+        parts += [f"{kind}={size}" for kind, size in within.items() if size > 1 and kind != self.kind]
+        parts += ["offload"] if self.offload else []
+        return ",".join(parts if self.rank is None else [*parts, f"rank={self.rank}"])
 
 
 def _options(optimizer: str) -> Iterable[str]:
@@ -153,22 +144,24 @@ def spread_of(
 
 def parse_parallel(text: str) -> Parallel:
     """The strategy that ``ddp=8``, ``fsdp=8``, ``hsdp=4x8``, ``dp=4``, ``tp=8``, ``pp=4``, ``fsdp=32,tp=8``,
-    ``fsdp=8,offload`` or ``pp=4,rank=3`` names.
+    ``fsdp=8,pp=4``, ``fsdp=8,offload`` or ``pp=4,rank=3`` names, in any order.
 
     Raises `InputError` for one that is unknown, or whose numbers cannot be.
     """
     text, options = _options_of(text)
     if options:
         return replace(parse_parallel(text), **options)
-    parts = [part.strip() for part in text.split(",")]
-    kinds = [_kind(part.partition("=")[0].strip()) for part in parts]
-    if len(kinds) == 1:
-        return _one(kinds[0], text)
-    if "pp" in kinds:
-        raise InputError(f"no such combination, {text!r}: stages that are sharded too want a step= of your own")
-    if len(kinds) > 2 or kinds[0] not in ("fsdp", "hsdp") or kinds[1] != "tp":
-        raise InputError(f"no such combination, {text!r}: fsdp=32,tp=8 shards and divides, hsdp=4x8 has copies too")
-    return replace(_one(kinds[0], parts[0]), tensor=_one("tp", parts[1]).tensor)
+    parts = {_kind(part.partition("=")[0].strip()): part.strip() for part in text.split(",")}
+    first, *within = sorted(parts, key=get_args(Kind).index)
+    if len(parts) < text.count(",") + 1 or not set(within) <= _WITHIN[first]:
+        raise InputError(
+            f"no such combination, {text!r}: fsdp=32,tp=8 shards and divides, hsdp=4x8 has copies too, and fsdp=8,pp=4 "
+            "shards each of four stages"
+        )
+    sizes: dict[str, Any] = {}
+    for kind in parts:
+        sizes |= _sizes(kind, parts[kind])
+    return Parallel(first, **sizes)
 
 
 def _options_of(text: str) -> tuple[str, dict[str, Any]]:
@@ -181,15 +174,14 @@ def _options_of(text: str) -> tuple[str, dict[str, Any]]:
     return ",".join(parts), options
 
 
-def _one(kind: Kind, text: str) -> Parallel:
+def _sizes(kind: Kind, text: str) -> dict[str, int]:
     _, equals, numbers = (part.strip() for part in text.partition("="))
     if not equals:
         raise InputError(f"on how many GPUs? write it like {_EXAMPLES[kind]}")
     found = re.fullmatch(r"(\d+)x(\d+)" if kind == "hsdp" else r"(\d+)", numbers)
     if found is None:
         raise InputError(f"cannot read --parallel {text!r}: write it like {_EXAMPLES[kind]}")
-    sizes: dict[str, Any] = dict(zip(_FIELDS[kind], map(int, found.groups()), strict=True))
-    return Parallel(kind, **sizes)
+    return dict(zip(_FIELDS[kind], map(int, found.groups()), strict=True))
 
 
 _FIELDS: Final[dict[Kind, tuple[str, ...]]] = {
@@ -200,6 +192,15 @@ _FIELDS: Final[dict[Kind, tuple[str, ...]]] = {
     "tp": ("tensor",),
     "pp": ("stages",),
 }
+_WITHIN: Final[dict[Kind, set[Kind]]] = {
+    "ddp": {"pp"},
+    "fsdp": {"tp", "pp"},
+    "hsdp": {"tp", "pp"},
+    "dp": set(),
+    "tp": {"pp"},
+    "pp": set(),
+}
+"""What each may be combined with: layers that are divided, and stages that are spread by it."""
 _EXAMPLES: Final[dict[Kind, str]] = {
     "ddp": "ddp=8",
     "fsdp": "fsdp=8",
@@ -224,7 +225,7 @@ def on_each(given: str | Iterable[str] | None, gpus: str | Iterable[int] | None)
 
     ``"1..128"`` doubles from 1 to 128, ``"6,12"`` are two numbers. Without a number of its own, ``fsdp`` and ``ddp``
     take any; ``hsdp=x8`` and ``fsdp,tp=8`` have groups of 8 GPUs. With one, it has to be the number that is asked
-    about. ``fsdp,offload`` is offloaded on each.
+    about. ``fsdp,pp=4`` has four stages on any, ``fsdp,offload`` is offloaded on each.
     """
     texts = [given] if isinstance(given, str) else list(given or ())
     if not texts:
@@ -241,23 +242,23 @@ def _on(text: str, gpus: int) -> Parallel:
     text, options = _options_of(text)
     if options:
         return replace(_on(text, gpus), **options)
-    spread, comma, divided = (part.strip() for part in text.partition(","))
-    if comma and (spread in ("fsdp", "hsdp") or "=x" in spread):
-        tensor = parse_parallel(divided).tensor
-        if gpus % tensor:
-            raise InputError(f"{gpus} GPUs are no whole number of groups of {tensor}, which {divided} needs")
-        return replace(_on(spread, gpus // tensor), tensor=tensor)
-    name, equals, numbers = (part.strip() for part in text.partition("="))
-    if equals and not (name == "hsdp" and numbers.startswith("x")):
+    parts = [part.strip() for part in text.split(",")]
+    free = next((part for part in parts if "=" not in part or _GROUPS.fullmatch(part)), None)
+    if free is None:
         found = parse_parallel(text)
         if found.size != gpus:
             raise InputError(f"{found} is on {found.size} GPUs, not on {gpus}: leave out one of the two numbers")
         return found
-    if _kind(name) == "hsdp":
-        if not equals:
-            raise InputError("hsdp shards over groups of how many GPUs? write it like hsdp=x8 with --gpus")
-        return parse_parallel(f"hsdp=1{numbers}").on(gpus)
-    return parse_parallel(f"{name}={gpus}")
+    name, equals, groups = (part.strip() for part in free.partition("="))
+    kind = _kind(name)
+    if kind == "hsdp" and not equals:
+        raise InputError("hsdp shards over groups of how many GPUs? write it like hsdp=x8 with --gpus")
+    parts[parts.index(free)] = f"{kind}=1{groups}"
+    one = parse_parallel(",".join(parts))
+    if gpus % one.size:
+        raise InputError(f"{gpus} GPUs are no whole number of groups of {one.size}, which {text} needs")
+    grown: dict[str, Any] = {_FIELDS[kind][0]: gpus // one.size}
+    return replace(one, **grown)
 
 
 def _counts(gpus: str | Iterable[int]) -> tuple[int, ...]:

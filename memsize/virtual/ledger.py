@@ -184,7 +184,7 @@ class VirtualLedger(Ledger):
             self.last_op = func._overloadpacket.__name__
             if kind is not None and not given:
                 carry_over(kind, args, result)
-            if kind is not None and on_gpu(args):
+            if kind is not None and on_gpu(args) and not self.absent:
                 group = group_of(args)
                 number = self._groups.setdefault(group.group_name, len(self._groups))
                 self.sent(kind, bytes_moved(args, None if given else result), group.size(), before, number)
@@ -198,6 +198,15 @@ class VirtualLedger(Ledger):
         """A collective of `size` bytes among so many ranks of a group, after so many events: by default now."""
         clock, place = self.clock, len(self.events) if before is None else before
         self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, place, group))
+
+    @contextmanager
+    def absently(self) -> Iterator[None]:
+        """While open, what runs is the work of other ranks."""
+        before, self.absent = self.absent, True
+        try:
+            yield
+        finally:
+            self.absent = before
 
     @contextmanager
     def in_pytorch(self) -> Iterator[None]:

@@ -46,13 +46,11 @@ class ParallelSteps:
         if reason := parallel.refuses(scenario):
             raise ScenarioError(reason)
         notes = (*setup.notes, *how(setup.model, parallel, scenario))
-        model = wrapped(setup.model, parallel)
-        setup = replace(setup, model=model, notes=notes, buckets=None, stored=stored_tensors)
-        if parallel.kind == "pp":
+        setup = replace(spread_setup(setup, parallel), notes=notes)
+        model = setup.model
+        if parallel.is_pipeline:
             return run_stages(setup, self.options, parallel, self.card)
         other = deepcopy(model) if parallel.kind == "dp" and parallel.size > 1 and not parallel.rank else None
-        if parallel.shards_parameters:  # its mixed precision takes the place of autocast, except in the loss
-            setup = replace(setup, forward=partial(torch.autocast, "cuda", enabled=False))
 
         def made(run: Run) -> Callable[[], None]:
             model = spread(run.setup.model, parallel, scenario)
@@ -72,6 +70,15 @@ class ParallelSteps:
             replace(setup, model=other), replace(parallel.world, rank=1), self.card, self.options.steps, made
         )
         return replace(trace, notes=(*trace.notes, _beyond(trace, elsewhere)))
+
+
+def spread_setup(setup: Setup, parallel: Parallel) -> Setup:
+    """`setup` for a model that is to be spread by `parallel`."""
+    setup = replace(setup, model=wrapped(setup.model, parallel), buckets=None, stored=stored_tensors)
+    if not parallel.shards_parameters:
+        return setup
+    # its mixed precision takes the place of autocast, except in the loss
+    return replace(setup, forward=partial(torch.autocast, "cuda", enabled=False))
 
 
 def _beyond(first: Trace, other: Trace) -> str:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from memsize.model.inputs import input_tensors
+from memsize.ranks.blocks import blocks_in_line
+from memsize.ranks.strategies import mesh_of, policy_of, shared_out, spread
+from memsize.ranks.tensor_plans import divide
 from memsize.records.aggregates import peak
 from memsize.records.gpu import Card
 from memsize.records.trace import StoredTensor, Trace
-from memsize.records.world import World
 from memsize.spec.parallel import Parallel
+from memsize.spec.scenario import scenario_named
 from memsize.spec.subject import Call
 from memsize.spec.training import Training
 from memsize.tracing.run import Run, Setup
@@ -27,33 +30,39 @@ from memsize.workloads.ranks import run_rank
 from memsize.workloads.stages import Stage, line_of
 from memsize.workloads.training import Loop, one_number
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 def run_stages(setup: Setup, training: Training, parallel: Parallel, card: Card) -> Trace:
     """The trace of the rank that is asked for, else of the first whose GPU holds most; a note tells of the others."""
-    traces = stage_traces(setup, training, parallel, card)
-    peaks = [peak(trace).bytes for trace in traces]
-    rank = peaks.index(max(peaks)) if parallel.rank is None else parallel.rank
-    return replace(traces[rank], notes=(*traces[rank].notes, _beside(peaks, rank)))
+    asked = None if parallel.rank is None else parallel.worlds().index(parallel.world)
+    peaks: list[int] = []
+    shown, place = None, 0
+    for number, trace in enumerate(stage_traces(setup, training, parallel, card)):
+        held = peak(trace).bytes
+        if number == asked or (asked is None and held > max(peaks, default=-1)):
+            shown, place = trace, number
+        peaks.append(held)
+    assert shown is not None
+    return replace(shown, notes=(*shown.notes, _beside(peaks, parallel, place)))
 
 
-def stage_traces(setup: Setup, training: Training, parallel: Parallel, card: Card) -> list[Trace]:
-    """The trace of each rank."""
-    models = [setup.model, *(deepcopy(setup.model) for _ in range(1, parallel.stages))]
-    worlds = [replace(parallel.world, rank=rank) for rank in range(parallel.stages)]
-    return [
-        _run_stage(replace(setup, model=model), training, parallel, world, card)
-        for model, world in zip(models, worlds, strict=True)
-    ]
+def stage_traces(setup: Setup, training: Training, parallel: Parallel, card: Card) -> Iterator[Trace]:
+    """The trace of one rank of each stage."""
+    for world in parallel.worlds():
+        apart = replace(setup, model=deepcopy(setup.model))
+        yield _run_stage(apart, parallel.trained(training), replace(parallel, rank=world.rank), card)
 
 
-def _run_stage(setup: Setup, training: Training, parallel: Parallel, world: World, card: Card) -> Trace:
-    call, count, dropped = setup.call, parallel.microbatches(training), set[str]()
+def _run_stage(setup: Setup, training: Training, parallel: Parallel, card: Card) -> Trace:
+    call, dropped = setup.call, set[str]()
 
     def made(run: Run) -> Callable[[], None]:
-        assert isinstance(run.ledger, VirtualLedger)
-        stage = _stage_of(run, call, world)
+        mesh = mesh_of(parallel)
+        stage = _stage_of(run, call, parallel, mesh)
         dropped.update(stage.dropped)
-        loop = StageLoop(run, call, training, stage, world, count)
+        loop = StageLoop(run, training, parallel, stage, mesh)
 
         def step() -> None:
             loop()
@@ -66,34 +75,42 @@ def _run_stage(setup: Setup, training: Training, parallel: Parallel, world: Worl
         return tuple(tensor for tensor in setup.stored(model) if tensor.name not in dropped)
 
     # What a step takes is of the loop's making: the first stage has all microbatches, the others none.
-    trace = run_rank(replace(setup, call=((), {}), stored=stored), world, card, training.steps, made)
+    trace = run_rank(replace(setup, call=((), {}), stored=stored), parallel.world, card, training.steps, made)
     return replace(trace, inputs=input_tensors(call))
 
 
-def _stage_of(run: Run, call: Call, world: World) -> Stage:
+def _stage_of(run: Run, call: Call, parallel: Parallel, mesh: DeviceMesh) -> Stage:
     ledger, model = run.ledger, run.setup.model
     assert isinstance(ledger, VirtualLedger)
-    ledger.absent = True
-    try:
-        with run.setup.autocast():
-            line = line_of(model, call)
-    finally:
-        ledger.absent = False
-    return Stage(run, call, line, world.rank, world.size)
+    scenario = scenario_named(run.setup.scenario)
+    lower = policy_of(scenario).param_dtype if parallel.shards_parameters else None
+    with ledger.absently(), run.setup.autocast(), run.setup.forward():
+        whole = deepcopy(model) if lower else model
+        if parallel.tensor > 1:
+            divide(model, mesh["tp"])
+        line = line_of(model, blocks_in_line(model), call)
+        if lower:  # what blocks return then is what those of the whole model do
+            blocks = blocks_in_line(whole)
+            line = line._replace(returned=line_of(spread(whole, parallel, scenario), blocks, call).returned)
+        return Stage(run, call, line, mesh.get_local_rank("pp"), parallel.stages, lower)
 
 
 class StageLoop(Loop):
     """The usual body, whose forwards and backwards are those of one stage under the schedule 1F1B."""
 
-    def __init__(self, run: Run, call: Call, training: Training, stage: Stage, world: World, count: int) -> None:
+    def __init__(self, run: Run, training: Training, parallel: Parallel, stage: Stage, mesh: DeviceMesh) -> None:
+        shared = shared_out(stage, stage.blocks, parallel, mesh, scenario_named(run.setup.scenario))
         super().__init__(run.setup, run.ledger, replace(training, accumulate=1))
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-        self._stage, self._count = stage, count
-        self._losses = cycle([self.losses, *(Losses(training.loss, run.ledger) for _ in range(1, count))])
+        stage.cut()
+        self._stage, self._count = stage, parallel.microbatches(training)
+        self._losses = cycle([self.losses, *(Losses(training.loss, run.ledger) for _ in range(1, self._count))])
         device = torch.device("cuda", torch.cuda.current_device())
-        staged = PipelineStage(stage, world.rank, world.size, device, input_args=stage.takes, output_args=stage.returns)
-        self._schedule = Schedule1F1B(staged, count, loss_fn=self._loss)
+        ends: dict[str, Any] = {"input_args": stage.takes, "output_args": stage.returns}
+        place = (stage.number, parallel.stages, device)
+        staged = PipelineStage(shared, *place, **ends, group=mesh["pp"].get_group())
+        self._schedule = Schedule1F1B(staged, self._count, loss_fn=self._loss)
         if self.scaler is not None:  # its scale is made by the first loss, which other ranks don't have
             self.scaler.scale(torch.zeros((), device=device))
         self._batch = [self._whole(tensor) for tensor in stage.takes] if stage.is_first else []
@@ -117,7 +134,8 @@ class StageLoop(Loop):
         return loss if self.scaler is None else self.scaler.scale(loss)
 
 
-def _beside(peaks: list[int], shown: int) -> str:
+def _beside(peaks: list[int], parallel: Parallel, place: int) -> str:
     """What each stage holds, for who looks at one of them."""
-    held = [f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(peaks)]
-    return f"each stage at its own peak: {', '.join(held)}; shown is rank {shown}"
+    ranks = [world.rank for world in parallel.worlds()]
+    held = [f"rank {rank} {format_bytes(size)}" for rank, size in zip(ranks, peaks, strict=True)]
+    return f"each stage at its own peak: {', '.join(held)}; shown is rank {ranks[place]}"

@@ -15,13 +15,14 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from memsize.errors import InputError
 from memsize.internals.pytree import arguments_in, tensors_in
-from memsize.ranks.blocks import blocks_in_line
+from memsize.ranks.blocks import Blocks
 from memsize.spec.subject import Call
 from memsize.tracing.module_calls import parameters_reached
 from memsize.tracing.run import Run
@@ -99,14 +100,14 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def line_of(model: nn.Module, call: Call) -> Line:
-    """The blocks of `model` as one forward calls them.
+def line_of(model: nn.Module, blocks: Blocks, call: Call) -> Line:
+    """The `blocks` of `model` as one forward calls them.
 
     Raises `InputError` where it calls one of them more than once.
     """
     parameters = set(map(id, model.parameters()))
     walk = _Walk(parameters)
-    with _forwards(blocks_in_line(model).modules, walk.block), walk.reads:
+    with _forwards(blocks.modules, walk.block), walk.reads:
         walk.ended(model(*call[0], **call[1]))
     read = tuple(walk.reads.at[place] & parameters for place in range(len(walk.blocks) + 1))
     return Line(tuple(walk.blocks), tuple(walk.returned), read, tuple(walk.needs))
@@ -171,16 +172,20 @@ class Stage(nn.Module):
     """Stage `number` of so many: takes what the one before it returns, as tensors, and returns what the next one takes.
 
     The first takes the tensors of the call, and the last keeps the model's `result` until it is asked for. What other
-    stages have is dropped from `model`.
+    stages have is dropped from `model`; their layers run in the precision `lower`, if it is another than that of their
+    parameters.
     """
 
-    def __init__(self, run: Run, call: Call, line: Line, number: int, stages: int) -> None:
+    def __init__(
+        self, run: Run, call: Call, line: Line, number: int, stages: int, lower: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         assert isinstance(run.ledger, VirtualLedger)
-        self.model = run.setup.model
+        self.model, self.number = run.setup.model, number
         self.is_first, self.is_last = number == 0, number == stages - 1
         self._first, self._end = line.starts(stages)[number : number + 2]
-        self._call, self._line, self._ledger, self._autocast = call, line, run.ledger, run.setup.autocast
+        self._call, self._line, self._ledger, self._setup = call, line, run.ledger, run.setup
+        self._lower = lower
         self._runs = False
         self._received: tuple[Tensor, ...] = ()
         self._sent: tuple[Tensor, ...] = ()
@@ -190,6 +195,16 @@ class Stage(nn.Module):
         self._drop_others()
         for place, block in enumerate(line.blocks):
             vars(block)["forward"] = partial(self._block, place, block.forward)
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """Those that it runs."""
+        return self._line.blocks[self._first : self._end]
+
+    def cut(self) -> None:
+        """From now on a forward is over with its last block: after what is hooked to that by now, such as sharding."""
+        if not self.is_last:
+            self.blocks[-1].register_forward_hook(self._send)
 
     @property
     def takes(self) -> tuple[Tensor, ...]:
@@ -203,9 +218,10 @@ class Stage(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self._received, self._runs, self._ledger.absent = tensors, True, not self.is_first
-        args, kwargs = Returned.of(self._call).with_tensors(tensors) if self.is_first else self._call
+        call = Returned.of(self._call)
+        args, kwargs = call.with_tensors(tensors if self.is_first else map(self._lowered, call.tensors))
         try:
-            with self._autocast():
+            with self._setup.autocast(), self._setup.forward():
                 result = self.model(*args, **kwargs)
         finally:
             self._received, self._runs, self._ledger.absent = (), False, False
@@ -222,8 +238,10 @@ class Stage(nn.Module):
             return self._elsewhere(place)
         for tensor in arguments_in((args, kwargs)):
             self._ledger.enter(tensor, "temporary")
-        result = original(*args, **kwargs)
-        if place < self._end - 1 or self.is_last:
+        return original(*args, **kwargs)
+
+    def _send(self, block: nn.Module, args: Any, result: Any) -> Any:
+        if not self._runs:
             return result
         returned = Returned.of(result)
         self._sent, self._ledger.absent = returned.tensors, True
@@ -247,8 +265,12 @@ class Stage(nn.Module):
                 for name, tensor in list(own.items()):
                     if tensor is not None and id(tensor) not in mine:
                         del own[name]
-                        vars(module)[name] = tensor.detach()
+                        kept = tensor.detach()
+                        vars(module)[name] = self._lowered(kept) if own is module._parameters else kept
                         self.dropped.add(f"{path}.{name}" if path else name)
+
+    def _lowered(self, tensor: Tensor) -> Tensor:
+        return tensor if self._lower is None or not tensor.is_floating_point() else tensor.to(self._lower)
 
     def _mine(self) -> set[int]:
         """The `id` of each parameter that is read here, or is in a block of this stage; the first stage also has those
@@ -256,7 +278,7 @@ class Stage(nn.Module):
         """
         line = self._line
         here = range(self._first, self._end + self.is_last)
-        mine = set().union(*(line.read[place] for place in here), _parameters(line.blocks[self._first : self._end]))
+        mine = set().union(*(line.read[place] for place in here), _parameters(self.blocks))
         if self.is_first:
             mine |= _parameters((self.model,)) - set().union(*line.read, _parameters(line.blocks))
         return mine
