@@ -311,7 +311,7 @@ def test_a_run_without_convolutions_is_no_estimate() -> None:
     assert trace.cudnn is None and not is_estimated(trace)
     # cuBLAS's workspace is no convolution's
     assert any(event.delta > MIB for event in trace.events)
-    assert requests(trace, 0) == requests(trace)
+    assert list(requests(trace, 0)) == list(requests(trace))
 
 
 def test_a_report_without_peaks_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +330,7 @@ def test_a_report_without_peaks_asks_for_nothing(monkeypatch: pytest.MonkeyPatch
 def test_workspaces_without_events() -> None:
     """A trace by hand, whose convolution takes none."""
     trace = replace(conv_trace(), storages=(), events=())
-    assert requests(trace, 2) == [] and not is_estimated(trace)
+    assert list(requests(trace, 2)) == [] and not is_estimated(trace)
     assert Event(0, 1, 0, 0, "convolution") not in trace.events
 
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memsize
-from memsize.analysis.flow import flow_of
 from memsize.analysis.generation import generator as generators
 from memsize.analysis.generation.curve import Curve
 from memsize.analysis.generation.exact import Polynomials, weighted
@@ -28,6 +27,7 @@ from memsize.analysis.runner import Runner
 from memsize.api.opened import model_of, prompts_of
 from memsize.cli import run
 from memsize.device.cards import card
+from memsize.device.flow import flow_of
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import InputError, UnknownInputError
 from memsize.internals.workers import side_by_side

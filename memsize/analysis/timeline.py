@@ -30,7 +30,7 @@ def timeline(
     """The timeline of `trace` on the card `where` (None: one whose memory never ends), with the caching allocator set
     by `config`. Up to `few` events outside every phase are part of the one that follows.
     """
-    events, storages = trace.events, trace.storages
+    events, storages = trace.events, tuple(trace.storages)
     replayed, shortage = replay_on(trace, where, config or AllocatorConfig(), timeline=True)
     levels = replayed.timeline
     assert levels is not None

@@ -23,6 +23,8 @@ from memsize.records.gpu import Interval
 if TYPE_CHECKING:
     import numpy as np
 
+    from memsize.device.flow import Flow
+
 DEFAULT: Final = AllocatorConfig()
 _SMALL: Final = SMALL // BLOCK
 _UNLIMITED: Final = 1 << 62
@@ -290,7 +292,7 @@ class Limited(NamedTuple):
 
 
 def replay_within(
-    events: Collection[tuple[int, int]],
+    events: Collection[tuple[int, int]] | Flow,
     config: AllocatorConfig,
     total: int,
     outside: Interval,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from itertools import accumulate
 from typing import Any
 
 from memsize.device.allocator import Limited, Replay, replay, replay_within
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context, context_on, nccl
-from memsize.device.workspace_bounds import Requests, dispensable, requests, variants
-from memsize.records.aggregates import alive, split_phase, traffic
+from memsize.device.flow import Flow, flow_of
+from memsize.device.workspace_bounds import dispensable, factors, requests
+from memsize.records.aggregates import split_phase, traffic
+from memsize.records.columns import places
 from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, Shortage
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
@@ -25,18 +26,16 @@ class Replays:
         self._timeline = timeline
         self._made: dict[object, Limited] = {}
 
-    def of(self, trace: Trace, events: Requests, where: Card | None) -> Limited:
+    def of(self, trace: Trace, events: Flow, where: Card | None) -> Limited:
         """`events` of the trace, or of one like it, on a card (None: one whose memory never ends)."""
         optional, card = dispensable(trace), None if where is None else (where.bytes, _outside(trace, where))
-        key = tuple(events), tuple(trace.streams.items()), trace.emptied, optional, card
+        key = events.digest, optional, card
         if key not in self._made:
-            self._made[key] = self._replayed(trace, events, optional, card)
+            self._made[key] = self._replayed(events, optional, card)
         return self._made[key]
 
-    def _replayed(
-        self, trace: Trace, events: Requests, optional: Set[int], card: tuple[int, Interval] | None
-    ) -> Limited:
-        how: Any = {"streams": trace.streams, "emptied": trace.emptied, "timeline": self._timeline}
+    def _replayed(self, events: Flow, optional: Set[int], card: tuple[int, Interval] | None) -> Limited:
+        how: Any = {"streams": events.streams, "emptied": events.emptied, "timeline": self._timeline}
         if card is None:
             return Limited(replay(events, self.config, **how))
         return replay_within(events, self.config, *card, optional=optional, **how)
@@ -58,9 +57,10 @@ def estimate_gpu(
     often make equal events.
     """
     replays = replays or Replays(config)
-    replayed, shortage = _on_card(trace, where, replays)
+    flow = flow_of(trace)
+    replayed, shortage = _on_card(trace, flow, where, replays)
     index = replayed.requested.event
-    live = {storage: size for storage, size in alive(trace, index).items() if storage not in replayed.skipped}
+    live = {storage: size for storage, size in flow.alive(index).items() if storage not in replayed.skipped}
     event = trace.events[index] if index >= 0 else None
     phase, step = split_phase(trace.phases[event.phase]) if event else ("", 0)
     return GpuEstimate(
@@ -74,9 +74,9 @@ def estimate_gpu(
         peak_layer=trace.layers[event.layer].path if event and event.layer >= 0 else "",
         peak_op=event.op if event else "",
         roles=_roles(trace, live),
-        storages=_largest(trace, live, largest),
+        storages=_largest(trace, flow, live, largest),
         shortage=shortage,
-        tensors=_most_of_tensors(trace),
+        tensors=_most_of_tensors(trace, flow),
         collectives=traffic(trace),
         nccl=nccl(trace.collectives),
     )
@@ -89,11 +89,11 @@ def replay_on(
 
     If it certainly does, the replay is that of a card whose memory never ends.
     """
-    return _on_card(trace, where, Replays(config, timeline=timeline))
+    return _on_card(trace, flow_of(trace), where, Replays(config, timeline=timeline))
 
 
-def _on_card(trace: Trace, where: Card | None, replays: Replays) -> tuple[Replay, Shortage | None]:
-    found = replays.of(trace, requests(trace), where)
+def _on_card(trace: Trace, flow: Flow, where: Card | None, replays: Replays) -> tuple[Replay, Shortage | None]:
+    found = replays.of(trace, flow, where)
     return found.replay, _shortage(trace, where, found) if where else None
 
 
@@ -108,7 +108,7 @@ def _outside(trace: Trace, where: Card | None) -> Interval:
 def device_since(trace: Trace, where: Card, config: AllocatorConfig, event: int) -> Interval:
     """The most that the GPU would show from `event` of the run on."""
     replays = Replays(config, timeline=True)
-    replayed, _ = _on_card(trace, where, replays)
+    replayed, _ = _on_card(trace, flow_of(trace), where, replays)
     return _device(trace, where, replays, replayed, bounded=True, since=event)
 
 
@@ -119,7 +119,7 @@ def _device(
     workspaces that are possible, at its peak `since` an event. For one that isn't the first the replays have timelines.
     """
     outside = _outside(trace, where)
-    others = (replays.of(trace, events, where).replay for events in variants(trace)[1:])
+    others = (replays.of(trace, requests(trace, factor), where).replay for factor in factors(trace)[1:])
     reserved = [
         int(each.timeline.reserved[since:].max()) if since and each.timeline else each.reserved.bytes
         for each in (replayed, *others)
@@ -150,10 +150,12 @@ def _shortage(trace: Trace, where: Card, found: Limited) -> Shortage | None:
     )
 
 
-def _most_of_tensors(trace: Trace) -> int:
+def _most_of_tensors(trace: Trace, flow: Flow) -> int:
     """The most bytes alive beside workspaces."""
-    workspaces = {index for index, storage in enumerate(trace.storages) if storage.role == "workspace"}
-    return max(accumulate(delta for storage, delta, *_ in trace.events if storage not in workspaces), default=0)
+    import numpy as np
+
+    tensors = ~np.isin(flow.storages, places(trace.storages, "role", {"workspace"}))
+    return int(flow.deltas[tensors].cumsum().max(initial=0))
 
 
 def _roles(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
@@ -164,14 +166,13 @@ def _roles(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
     return dict(sorted(roles.items(), key=lambda item: -item[1]))
 
 
-def _largest(trace: Trace, live: Mapping[int, int], count: int) -> tuple[LiveStorage, ...]:
+def _largest(trace: Trace, flow: Flow, live: Mapping[int, int], count: int) -> tuple[LiveStorage, ...]:
     shown = sorted(live, key=lambda storage: (-live[storage], storage))[:count]
-    born = {storage: phase for storage, delta, phase, *_ in trace.events if storage in live and delta > 0}
-    return tuple(_live_storage(trace, index, live[index], born[index]) for index in shown)
+    return tuple(_live_storage(trace, index, live[index], flow.born(index)) for index in shown)
 
 
-def _live_storage(trace: Trace, index: int, size: int, phase: int) -> LiveStorage:
+def _live_storage(trace: Trace, index: int, size: int, born: int) -> LiveStorage:
     storage = trace.storages[index]
     layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
-    made = storage.op, trace.phases[phase], storage.dtype, storage.shape
+    made = storage.op, trace.phases[trace.events[born].phase], storage.dtype, storage.shape
     return LiveStorage(size, storage.role, layer, *made, trace.line_of(index))

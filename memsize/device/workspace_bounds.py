@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from memsize.device.allocator import NOTHING
-from memsize.records.trace import Storage, Trace
+from memsize.device.flow import Flow, flow_of
+from memsize.records.columns import places
+from memsize.records.trace import Trace
 
 CONVOLUTIONS: Final = frozenset({"convolution", "convolution_backward"})
 """Ops that cuDNN computes with a workspace."""
@@ -15,15 +17,17 @@ DOUBLED: Final = 2
 is).
 """
 
-Requests = list[tuple[int, int]]
-"""The storage and the bytes of each event: positive where the storage appears."""
 
-
-def requests(trace: Trace, factor: int = 1) -> Requests:
+def requests(trace: Trace, factor: int = 1) -> Flow:
     """The events of a trace, with the workspaces of its convolutions `factor` times as large; 0 leaves them out."""
+    import numpy as np
+
+    flow = flow_of(trace)
     if factor == 1:
-        return [(event.storage, event.delta) for event in trace.events]
-    return list(_scaled(trace, factor))
+        return flow
+    scaled = np.isin(flow.storages, list(dispensable(trace)))
+    storages = flow.storages if factor else np.where(scaled, NOTHING[0], flow.storages)
+    return replace(flow, storages=storages, deltas=np.where(scaled, factor * flow.deltas, flow.deltas))
 
 
 def is_estimated(trace: Trace) -> bool:
@@ -32,25 +36,19 @@ def is_estimated(trace: Trace) -> bool:
     return bool(workspaces) and any(event.storage in workspaces for event in trace.events)
 
 
-def variants(trace: Trace) -> list[Requests]:
+def factors(trace: Trace) -> tuple[int, ...]:
+    """By how much workspaces may be larger: 1; where they are estimates, also 0 and `DOUBLED`."""
+    return (1, 0, DOUBLED) if is_estimated(trace) else (1,)
+
+
+def variants(trace: Trace) -> list[Flow]:
     """The events as they are; where workspaces are estimates, also without those and with twice as much (`DOUBLED`)."""
-    return [requests(trace, factor) for factor in ((1, 0, DOUBLED) if is_estimated(trace) else (1,))]
+    return [requests(trace, factor) for factor in factors(trace)]
 
 
 def dispensable(trace: Trace) -> frozenset[int]:
     """The storages that a run does without where there is no room: PyTorch then tries the next of cuDNN's plans, and
     most convolutions have one that needs little.
     """
-    return frozenset(index for index, storage in enumerate(trace.storages) if _is_workspace(storage))
-
-
-def _scaled(trace: Trace, factor: int) -> Iterator[tuple[int, int]]:
-    for event in trace.events:
-        if not _is_workspace(trace.storages[event.storage]):
-            yield event.storage, event.delta
-        else:
-            yield (event.storage, factor * event.delta) if factor else NOTHING
-
-
-def _is_workspace(storage: Storage) -> bool:
-    return storage.role == "workspace" and storage.op in CONVOLUTIONS
+    storages = trace.storages
+    return frozenset(place for place in places(storages, "role", {"workspace"}) if storages[place].op in CONVOLUTIONS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -73,6 +73,8 @@ def coder(hint: Any) -> Coder:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _optional(arguments)
+    if origin is Sequence:
+        return _sequence(arguments[0])
     if origin is tuple:
         return _sequence(arguments[0]) if arguments[1:] == (...,) else _fixed(arguments)
     if origin is typing.Literal:

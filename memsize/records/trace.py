@@ -9,6 +9,7 @@ qualified name, ``""`` for the model itself. Nothing here needs torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -209,8 +210,8 @@ class Trace:
     layers: tuple[Layer, ...]
     tensors: tuple[StoredTensor, ...]
     phases: tuple[str, ...] = ("forward",)
-    storages: tuple[Storage, ...] = ()
-    events: tuple[Event, ...] = ()
+    storages: Sequence[Storage] = ()
+    events: Sequence[Event] = ()
     assumptions: tuple[str, ...] = ()
     """What was taken for granted where the run met a value that only real data has."""
     notes: tuple[str, ...] = ()

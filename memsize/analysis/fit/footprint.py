@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
-from memsize.analysis.flow import Flow, flow_of
 from memsize.device.allocator import Replay, replay
 from memsize.device.config import SEGMENT_STEP, AllocatorConfig
-from memsize.records.aggregates import alive
+from memsize.device.flow import Flow, flow_of
 from memsize.records.fit import Alike, Bind
 from memsize.records.roles import Role
 from memsize.records.trace import TensorSpec, Trace
@@ -160,7 +159,7 @@ def bind(run: Footprint, capacity: int | None) -> Bind:
     event = failure.event if failure else run.unbounded.requested.event
     trace = run.trace
     roles: dict[Role, int] = {}
-    held = alive(trace, event)
+    held = run.flow.alive(event)
     for storage, size in held.items():
         roles[trace.storages[storage].role] = roles.get(trace.storages[storage].role, 0) + size
     what = trace.events[event]

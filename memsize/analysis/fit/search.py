@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.flow import Flow
 from memsize.device.allocator import replay
+from memsize.device.flow import Flow
 from memsize.errors import ForwardError, InputError
 from memsize.records.roles import FIXED
+from memsize.records.trace import Storage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -359,16 +360,15 @@ def _exponents(run: Footprint, powers: bool) -> Array:
     """
     import numpy as np
 
-    storages, size = run.trace.storages, run.size
+    size = run.size
 
-    def exponent(index: int) -> int:
-        storage = storages[index]
+    def exponent(storage: Storage) -> int:
         if storage.role in FIXED:
             return 0
         dims = sum(1 for dim in storage.shape if dim and dim % size == 0)
         return dims if powers else min(dims, 1)
 
-    return np.array([exponent(storage) for storage in run.flow.storages.tolist()], dtype=np.float64)
+    return np.fromiter(map(exponent, run.trace.storages), dtype=np.float64)[run.flow.storages]
 
 
 def _last(holds: Callable[[int], bool], least: int, most: int) -> int:

@@ -11,9 +11,9 @@ from torch import nn
 
 from memsize.analysis.fit.footprint import Footprint, Replays
 from memsize.analysis.fit.search import LIMIT
-from memsize.analysis.flow import Flow, flow_of
 from memsize.analysis.runner import Runner
 from memsize.device.config import AllocatorConfig
+from memsize.device.flow import Flow, flow_of
 from memsize.errors import ForwardError
 from memsize.model.inputs import ModelInputs, input_tensors, resized_call
 from memsize.records.fit import FitRun

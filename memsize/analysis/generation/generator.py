@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from memsize.analysis.flow import Flow
 from memsize.analysis.generation.curve import Curve, Piece
 from memsize.analysis.generation.law import ALIGNED, Box, Law, Place, Steps, law_of
 from memsize.analysis.generation.prompts import Prompts
-from memsize.analysis.generation.steps import Step, flow_together, put_together, steps_of
+from memsize.analysis.generation.steps import Step, put_together, steps_of
 from memsize.analysis.runner import Runner
 from memsize.device.config import SMALL
+from memsize.device.flow import Flow, flow_of
 from memsize.errors import ForwardError, InputError
 from memsize.model.inputs import input_tensors
 from memsize.records.trace import Trace
@@ -70,7 +70,7 @@ class Generated:
 
     @property
     def trace(self) -> Trace:
-        """Its record, put together each time: that of a thousand sequences takes hundreds of megabytes."""
+        """Its record, put together each time, its storages and events in columns."""
         put = put_together(_run(self.begun.steps, self.pieces, self.generation))
         return replace(self.begun.trace, phases=put.phases, storages=put.storages, events=put.events, lines=put.lines)
 
@@ -82,7 +82,7 @@ class Generated:
     @property
     def flow(self) -> Flow:
         """The events of its record."""
-        return flow_together(_run(self.begun.steps, self.pieces, self.generation))
+        return flow_of(self.trace)
 
     @property
     def per_token(self) -> int:

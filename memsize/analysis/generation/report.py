@@ -21,6 +21,7 @@ from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
 from memsize.records.aggregates import split_phase
 from memsize.records.codec import plain
+from memsize.records.columns import numbers, places
 from memsize.records.fit import Remedied
 from memsize.records.generation import CachedLayers, GenerationReport, GenerationRow, Phase
 from memsize.records.trace import Trace
@@ -160,14 +161,15 @@ class _Work:
         scenario, batch, generation = found.point
         generator = self.generators[scenario.name]
         generator.samples.update(found.samples)
-        return generator.run(generation, batch).trace
+        trace = generator.run(generation, batch).trace
+        return replace(trace, storages=tuple(trace.storages), events=tuple(trace.events))
 
     def _row(self, row: GenerationRow, generated: Generated) -> GenerationRow:
         trace = generated.trace
         prefill, decode = _phases(trace, PREFILL, DECODE)
         return replace(
             row,
-            weights=sum(storage.bytes for storage in trace.storages if storage.role in _WEIGHTS),
+            weights=int(numbers(trace.storages, "bytes")[places(trace.storages, "role", _WEIGHTS)].sum()),
             prefill=prefill,
             decode=decode,
             cache=sum(layer.bytes for layer in generated.cached),
@@ -187,8 +189,7 @@ def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
     import numpy as np
 
     inside = np.array([split_phase(label)[0] for label in trace.phases])
-    levels = np.array([delta for _, delta, *_ in trace.events], dtype=np.int64).cumsum()
-    phases = np.array([phase for _, _, phase, *_ in trace.events])
+    levels, phases = numbers(trace.events, "delta").cumsum(), numbers(trace.events, "phase")
     for name in names:
         held = levels[inside[phases] == name] if len(levels) else levels
         yield Phase(int(held.max()), int(held[-1])) if len(held) else Phase(0, 0)

@@ -6,14 +6,14 @@ step. Two steps of one `structure` differ in nothing but their `sizes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate, pairwise, repeat
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memsize.analysis.flow import Flow
 from memsize.records.aggregates import split_phase
+from memsize.records.columns import Coded, Columns, Shapes
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage, Trace
 from memsize.workloads.caches import CachedLayer
@@ -22,11 +22,10 @@ from memsize.workloads.generation import DECODE, PREFILL
 if TYPE_CHECKING:
     import numpy as np
 
+    from memsize.records.columns import Integers
+
     Sizes = np.ndarray[Any, np.dtype[np.int64]]
 
-_event: Callable[[Iterable[Any]], Event] = partial(tuple.__new__, Event)
-_storage: Callable[[Iterable[Any]], Storage] = partial(tuple.__new__, Storage)
-"""Make named tuples of their values in order: in a third of the time that their constructors take."""
 SETUP = -1
 """The `age` of what was there before the prefill, which is numbered on its own."""
 
@@ -159,8 +158,8 @@ class Put(NamedTuple):
     """Steps put together: the phases, storages, events and lines of a record."""
 
     phases: tuple[str, ...]
-    storages: tuple[Storage, ...]
-    events: tuple[Event, ...]
+    storages: Columns[Storage]
+    events: Columns[Event]
     lines: tuple[str, ...]
 
 
@@ -169,92 +168,101 @@ def put_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Put:
 
     An event of a storage that was left out before must be left out too.
     """
+    import numpy as np
+
     phases: dict[str, int] = {}
-    lines: dict[str, int] = {}
-    storages: list[Storage] = []
-    events: list[Event] = []
-    for number, (step, plan, about) in enumerate(_planned(steps, lines), SETUP):
-        storages.extend(plan.storages(step))
-        labels = {stage: f"{stage} {number}" if number > 0 else stage for stage in dict.fromkeys(plan.stages)}
-        inside = [phases.setdefault(labels[stage], len(phases)) for stage in plan.stages]
-        columns = about.tolist(), step.deltas[plan.kept].tolist(), inside, plan.layers, plan.ops
-        events.extend(map(_event, zip(*columns, strict=True)))
-    return Put(tuple(phases), tuple(storages), tuple(events), tuple(lines))
-
-
-def flow_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Flow:
-    """The events of the run that `put_together` makes, without its record."""
-    import numpy as np
-
-    storages: list[Sizes] = []
-    deltas: list[Sizes] = []
-    streams: dict[int, int] = {}
-    count = 0
-    for step, plan, about in _planned(steps, {}):
-        storages.append(about)
-        deltas.append(step.deltas[plan.kept])
-        streams |= {count + place: stream for place, stream in enumerate(plan.streams) if stream}
-        count += len(plan.made)
-    return Flow(np.concatenate(storages), np.concatenate(deltas), streams)
-
-
-def _planned(
-    steps: Iterable[tuple[Step, Sequence[int] | None]], lines: dict[str, int]
-) -> Iterator[tuple[Step, _Plan, Sizes]]:
-    """Each step with its plan, and the numbers of the storages that its events are about."""
-    import numpy as np
-
-    numbered: list[Sizes] = []
-    """For each step the numbers of the storages that it made, by their places."""
+    tables = _Tables({}, {}, {}, {})
     plans: dict[tuple[int, int], _Plan] = {}
+    numbered: list[Integers] = []
+    """For each step the numbers of the storages that it made, by their places."""
+    made: list[Sequence[Integers]] = []
+    happened: list[Sequence[Integers]] = []
     count = 0
     for number, (step, kept) in enumerate(steps, SETUP):
         key = id(step.structure), id(kept)
-        plan = plans.get(key) or plans.setdefault(key, _Plan(step.structure, kept, min(number, 0), lines))
-        own = np.full(len(step.structure.storages), -1)
-        own[plan.made] = np.arange(count, count + len(plan.made))
+        plan = plans.get(key) or plans.setdefault(key, _Plan(step.structure, kept, min(number, 0), tables))
+        numbered.append(plan.numbered(count))
         count += len(plan.made)
-        numbered.append(own)
-        about = np.empty(len(plan.kept), dtype=np.int64)
+        labels = (f"{stage} {number}" if number > 0 else stage for stage in plan.stages)
+        inside = np.array([phases.setdefault(label, len(phases)) for label in labels], dtype=np.int32)
+        about = np.empty(len(plan.kept), dtype=np.int32)
         for age, at, places in plan.ages:
             about[at] = numbered[0 if age == SETUP else number - age + 1][places]
-        yield step, plan, about
+        happened.append((about, step.deltas[plan.kept], inside[plan.stage], plan.layers, plan.ops))
+        made.append((step.sizes[plan.bytes], step.sizes[plan.sizes], *plan.storages))
+    taken, sizes, role, layer, op, dtype, rank, stream, line = map(np.concatenate, zip(*made, strict=True))
+    about, deltas, phase, within, by = map(np.concatenate, zip(*happened, strict=True))
+    shape, none = Shapes(sizes, np.cumsum(rank) - rank, rank), np.full(count, -1, dtype=np.int32)
+    ops = tuple(tables.ops)
+    stored = Coded(role, tuple(tables.roles)), layer, Coded(op, ops), Coded(dtype, tuple(tables.dtypes)), shape
+    return Put(
+        tuple(phases),
+        Columns(Storage, taken, *stored, none, stream, line, none),
+        Columns(Event, about, deltas, phase, within, Coded(by, ops)),
+        tuple(tables.lines),
+    )
+
+
+class _Tables(NamedTuple):
+    """The numbers of the texts that columns have."""
+
+    roles: dict[str, int]
+    ops: dict[str, int]
+    dtypes: dict[str, int]
+    lines: dict[str, int]
 
 
 class _Plan:
     """What the steps of one structure put into a record: the numbers of the events that are `kept`, by the `ages` of
-    their storages the positions and places of those, and the places and `streams` of those that are `made`, which are
-    of age `new`. The numbers of lines are those in `lines`, to which new ones are added.
+    their storages the positions and places of those, and the places of those that are `made`, which are of age `new`;
+    and what of the columns is the same for all of them.
     """
 
-    def __init__(self, structure: Structure, kept: Sequence[int] | None, new: int, lines: dict[str, int]) -> None:
+    def __init__(self, structure: Structure, kept: Sequence[int] | None, new: int, tables: _Tables) -> None:
         import numpy as np
 
-        self.kept = list(range(len(structure.events))) if kept is None else list(kept)
-        happenings = [structure.events[index] for index in self.kept]
-        self.layers = [each.layer for each in happenings]
-        self.ops = [each.op for each in happenings]
-        self.stages = [each.stage for each in happenings]
-        self.made = list(dict.fromkeys(each.place for each in happenings if each.age == new))
-        made = [structure.storages[place] for place in self.made]
-        self._roles = [each.role for each in made]
-        self._layers = [each.layer for each in made]
-        self._ops = [each.op for each in made]
-        self._dtypes = [each.dtype for each in made]
-        self.streams = [each.stream for each in made]
-        self._lines = [lines.setdefault(each.line, len(lines)) if each.line else -1 for each in made]
-        starts = [len(structure.events) + structure.offsets[place] for place in self.made]
-        self._shapes = [slice(start, start + each.dims) for start, each in zip(starts, made, strict=True)]
-        self._bytes = [len(structure.events) + place for place in self.made]
+        self._places = len(structure.storages)
+        self.kept = np.arange(len(structure.events)) if kept is None else np.array(kept)
+        happenings = [structure.events[index] for index in self.kept.tolist()]
+        self.stages = list(dict.fromkeys(each.stage for each in happenings))
+        self.stage = _column(self.stages.index(each.stage) for each in happenings)
+        self.layers = _column(each.layer for each in happenings)
+        self.ops = _coded((each.op for each in happenings), tables.ops)
+        self.made = _column(dict.fromkeys(each.place for each in happenings if each.age == new))
+        made = [structure.storages[place] for place in self.made.tolist()]
+        self.storages = (
+            _coded((each.role for each in made), tables.roles),
+            _column(each.layer for each in made),
+            _coded((each.op for each in made), tables.ops),
+            _coded((each.dtype for each in made), tables.dtypes),
+            _column(each.dims for each in made),
+            _column(each.stream for each in made),
+            _column(tables.lines.setdefault(each.line, len(tables.lines)) if each.line else -1 for each in made),
+        )
+        self.bytes = len(structure.events) + self.made
+        starts = [len(structure.events) + structure.offsets[place] for place in self.made.tolist()]
+        self.sizes = _column(
+            n for start, each in zip(starts, made, strict=True) for n in range(start, start + each.dims)
+        )
         of_age: dict[int, list[int]] = {}
         for position, each in enumerate(happenings):
             of_age.setdefault(each.age, []).append(position)
-        self.ages = [(age, at, np.array([happenings[n].place for n in at])) for age, at in of_age.items()]
+        self.ages = [(age, np.array(at), _column(happenings[n].place for n in at)) for age, at in of_age.items()]
 
-    def storages(self, step: Step) -> Iterator[Storage]:
-        """The storages that `step` makes of them, as a record has them."""
-        sizes = step.sizes.tolist()
-        taken = step.sizes[self._bytes].tolist()
-        shapes = [tuple(sizes[dimensions]) for dimensions in self._shapes]
-        where = self._roles, self._layers, self._ops, self._dtypes, shapes, repeat(-1), self.streams, self._lines
-        return map(_storage, zip(taken, *where, repeat(-1), strict=False))
+    def numbered(self, first: int) -> Integers:
+        """By their places, the numbers of the storages that a step makes, from `first` on; -1 for others."""
+        import numpy as np
+
+        own = np.full(self._places, -1, dtype=np.int32)
+        own[self.made] = np.arange(first, first + len(self.made))
+        return own
+
+
+def _column(values: Iterable[int]) -> Integers:
+    import numpy as np
+
+    return np.fromiter(values, dtype=np.int32)
+
+
+def _coded(texts: Iterable[str], table: dict[str, int]) -> Integers:
+    return _column(table.setdefault(text, len(table)) for text in texts)

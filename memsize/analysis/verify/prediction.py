@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from memsize.device.allocator import replay_within
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context
-from memsize.device.workspace_bounds import CONVOLUTIONS, Requests, dispensable, requests, variants
+from memsize.device.flow import Flow
+from memsize.device.workspace_bounds import CONVOLUTIONS, dispensable, requests, variants
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.gpu import Interval
 from memsize.records.measurement import AllocationLog, ConvolutionWorkspace, OpLocation, Peaks, SoftwareStack, log_of
@@ -56,10 +57,10 @@ def convolves(trace: Trace) -> bool:
     return any(event.op in CONVOLUTIONS for event in trace.events)
 
 
-def _peaks(events: Requests, config: AllocatorConfig, trace: Trace, total: int, outside: Interval) -> Peaks:
+def _peaks(events: Flow, config: AllocatorConfig, trace: Trace, total: int, outside: Interval) -> Peaks:
     """The peaks on a card of `total` bytes, with a CUDA context of `outside`."""
-    streams, optional = trace.streams, dispensable(trace)
-    found = replay_within(events, config, total, outside, streams=streams, optional=optional).replay
+    optional = dispensable(trace)
+    found = replay_within(events, config, total, outside, streams=events.streams, optional=optional).replay
     return Peaks(found.requested.bytes, found.allocated.bytes, found.reserved.bytes)
 
 

@@ -8,12 +8,13 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from memsize.records.columns import numbers
 from memsize.records.trace import Trace
 
 if TYPE_CHECKING:
     import numpy as np
 
-    Column = np.ndarray[Any, np.dtype[np.int64]]
+    Column = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,9 @@ class Flow:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(self.storages.tolist(), self.deltas.tolist(), strict=True)
 
+    def __len__(self) -> int:
+        return len(self.storages)
+
     @cached_property
     def digest(self) -> object:
         """What is equal for runs that the allocator serves alike."""
@@ -37,11 +41,32 @@ class Flow:
         found.update(self.deltas.tobytes())
         return found.digest(), tuple(self.streams.items()), self.emptied
 
+    def alive(self, event: int) -> dict[int, int]:
+        """The bytes of each storage that is alive after an event."""
+        import numpy as np
+
+        storages, deltas = self.storages[: event + 1], self.deltas[: event + 1]
+        held = np.zeros(int(storages.max(initial=-1)) + 1, dtype=np.int64)
+        np.add.at(held, storages, deltas)
+        alive = np.flatnonzero(held)
+        return dict(zip(alive.tolist(), held[alive].tolist(), strict=True))
+
+    def born(self, storage: int) -> int:
+        """The last event that gave a storage bytes."""
+        import numpy as np
+
+        return int(np.flatnonzero((self.storages == storage) & (self.deltas > 0))[-1])
+
 
 def flow_of(trace: Trace) -> Flow:
     """The events of a record."""
     import numpy as np
 
-    columns = np.array([event[:2] for event in trace.events], dtype=np.int64).reshape(-1, 2)
-    storages, deltas = columns.T.copy()
-    return Flow(storages, deltas, trace.streams, trace.emptied)
+    streams = numbers(trace.storages, "stream")
+    elsewhere = np.flatnonzero(streams)
+    return Flow(
+        numbers(trace.events, "storage"),
+        numbers(trace.events, "delta"),
+        dict(zip(elsewhere.tolist(), streams[elsewhere].tolist(), strict=True)),
+        trace.emptied,
+    )

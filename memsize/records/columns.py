@@ -1,0 +1,120 @@
+"""The storages and events of a long run in columns: a million events then take 30 MB, where named tuples take 250.
+
+`Columns` is a sequence of named tuples that are made when they are asked for. It is equal to any sequence of the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, eq
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Integers = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
+
+Row = TypeVar("Row", bound=tuple[Any, ...])
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    """A column of texts: the number of each in `values`."""
+
+    numbers: Integers
+    values: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.values.__getitem__, self.numbers.tolist())
+
+    def __getitem__(self, rows: slice) -> Coded:
+        return Coded(self.numbers[rows], self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class Shapes:
+    """A column of shapes: the `ranks[n]` of `sizes` that begin at `starts[n]`."""
+
+    sizes: Integers
+    starts: Integers
+    ranks: Integers
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        for start, rank in zip(self.starts.tolist(), self.ranks.tolist(), strict=True):
+            yield tuple(self.sizes[start : start + rank].tolist())
+
+    def __getitem__(self, rows: slice) -> Shapes:
+        return Shapes(self.sizes, self.starts[rows], self.ranks[rows])
+
+
+class Columns(Sequence[Row]):
+    """A sequence of one class of named tuples, a column for each of its fields."""
+
+    def __init__(self, row: type[Row], *columns: Integers | Coded | Shapes) -> None:
+        self.row = row
+        self.columns = columns
+
+    def column(self, field: str) -> Any:
+        """The column of a field."""
+        return self.columns[self.row._fields.index(field)]  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __iter__(self) -> Iterator[Row]:
+        # In a third of the time that the class's own constructor takes.
+        make = partial(tuple.__new__, self.row)
+        return map(make, zip(*(iter(_listed(each)) for each in self.columns), strict=True))
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Columns[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | Columns[Row]:
+        if isinstance(index, int):
+            at = range(len(self))[index]
+            return next(iter(self[at : at + 1]))
+        return Columns(self.row, *(each[index] for each in self.columns))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def _listed(column: Integers | Coded | Shapes) -> Any:
+    return column if isinstance(column, Coded | Shapes) else column.tolist()
+
+
+def numbers(rows: Sequence[Row], field: str) -> Integers:
+    """A field of whole numbers, of rows in columns or one by one."""
+    import numpy as np
+
+    if isinstance(rows, Columns):
+        column: Integers = rows.column(field)
+        return column
+    return np.fromiter(map(attrgetter(field), rows), dtype=np.int64, count=len(rows))
+
+
+def places(rows: Sequence[Row], field: str, texts: Collection[str]) -> list[int]:
+    """The rows in which a field of texts is one of `texts`."""
+    import numpy as np
+
+    if not isinstance(rows, Columns):
+        return [place for place, text in enumerate(map(attrgetter(field), rows)) if text in texts]
+    column: Coded = rows.column(field)
+    found: list[int] = np.flatnonzero(
+        np.isin(column.numbers, [number for number, value in enumerate(column.values) if value in texts])
+    ).tolist()
+    return found

@@ -1,0 +1,107 @@
+"""Records in columns: the same rows as one by one, by index, slice and field."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memsize.device.flow import flow_of
+from memsize.records.aggregates import alive
+from memsize.records.codec import decode, encode
+from memsize.records.columns import Coded, Columns, Shapes, numbers, places
+from memsize.records.trace import Event, Storage, Trace
+from tests.records import toy
+
+OPS = ("cat", "mm", "add")
+EVENTS = st.lists(
+    st.builds(Event, st.integers(0, 5), st.integers(-64, 64), st.just(0), st.integers(-1, 2), st.sampled_from(OPS))
+)
+STORAGES = st.lists(
+    st.builds(
+        Storage,
+        bytes=st.integers(0, 2**50),
+        role=st.sampled_from(("parameter", "KV cache", "workspace")),
+        layer=st.integers(-1, 3),
+        op=st.sampled_from(OPS),
+        dtype=st.sampled_from(("float32", "int8")),
+        shape=st.lists(st.integers(0, 2**40), max_size=3).map(tuple),
+        saved_by=st.integers(-1, 1),
+        stream=st.integers(0, 2),
+        line=st.integers(-1, 9),
+        saved_at=st.just(-1),
+    )
+)
+
+
+def coded(texts: list[str]) -> Coded:
+    values = tuple(dict.fromkeys(texts))
+    return Coded(np.array([values.index(text) for text in texts], dtype=np.int32), values)
+
+
+def events_in_columns(events: list[Event]) -> Columns[Event]:
+    storage, delta, phase, layer = (np.array([event[n] for event in events], dtype=np.int64) for n in range(4))
+    return Columns(Event, storage, delta, phase, layer, coded([event.op for event in events]))
+
+
+def storages_in_columns(storages: list[Storage]) -> Columns[Storage]:
+    whole = {name: np.array([getattr(each, name) for each in storages], dtype=np.int64) for name in _WHOLE}
+    texts = {name: coded([getattr(each, name) for each in storages]) for name in ("role", "op", "dtype")}
+    ranks = np.array([len(each.shape) for each in storages], dtype=np.int64)
+    sizes = np.array([size for each in storages for size in each.shape], dtype=np.int64)
+    columns = {**whole, **texts, "shape": Shapes(sizes, np.cumsum(ranks) - ranks, ranks)}
+    return Columns(Storage, *(columns[name] for name in Storage._fields))
+
+
+_WHOLE = ("bytes", "layer", "saved_by", "stream", "line", "saved_at")
+
+
+@given(STORAGES, st.slices(8))
+def test_rows_are_those_that_went_in(storages: list[Storage], some: slice) -> None:
+    columns = storages_in_columns(storages)
+    assert list(columns) == storages and len(columns) == len(storages)
+    assert columns == tuple(storages) and tuple(storages) == columns and hash(columns) == hash(tuple(storages))
+    assert [columns[n] for n in range(len(storages))] == storages
+    assert [columns[~n] for n in range(len(storages))] == storages[::-1]
+    assert list(columns[some]) == storages[some]
+    assert all(type(value) in (int, str, tuple) for storage in columns for value in storage)
+    with pytest.raises(IndexError):
+        columns[len(storages)]
+
+
+@given(STORAGES)
+def test_fields_are_the_same_from_columns_and_from_rows(storages: list[Storage]) -> None:
+    columns = storages_in_columns(storages)
+    assert numbers(columns, "bytes").tolist() == numbers(storages, "bytes").tolist() == [s.bytes for s in storages]
+    among = [n for n, storage in enumerate(storages) if storage.op in ("cat", "mm")]
+    assert places(columns, "op", ("cat", "mm")) == places(storages, "op", ("cat", "mm")) == among
+
+
+def test_columns_are_apart_from_others() -> None:
+    some = events_in_columns([Event(0, 8, 0, -1, "cat"), Event(0, -8, 0, -1, "cat")])
+    assert some != some[:1] and some != (some[0], some[0]) and some != 3
+    assert some == some[:] == [*some]
+
+
+@given(EVENTS, STORAGES, st.integers(-1, 20))
+def test_the_allocator_is_given_the_same_events(events: list[Event], storages: list[Storage], event: int) -> None:
+    plain = replace(toy(), storages=tuple(storages), events=tuple(events))
+    columns = replace(plain, storages=storages_in_columns(storages), events=events_in_columns(events))
+    assert columns == plain
+    given_, same = flow_of(columns), flow_of(plain)
+    assert list(given_) == list(same) == [event[:2] for event in events] and len(same) == len(events)
+    assert given_.streams == same.streams == plain.streams and given_.digest == same.digest
+    # What is alive after an event, by adding up one event after another
+    assert given_.alive(event) == same.alive(event) == alive(plain, event)
+    for storage in {each.storage for each in events if each.delta > 0}:
+        assert given_.born(storage) == max(n for n, e in enumerate(events) if e.storage == storage and e.delta > 0)
+
+
+@given(EVENTS, STORAGES)
+def test_a_file_has_rows(events: list[Event], storages: list[Storage]) -> None:
+    trace: Trace = replace(toy(), storages=storages_in_columns(storages), events=events_in_columns(events))
+    read = decode(encode(trace))
+    assert read == trace and type(read.storages) is type(read.events) is tuple
