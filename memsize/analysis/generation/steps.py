@@ -112,6 +112,8 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
         if number is not None:
             cut[number + 1].append(event)
     places: dict[int, tuple[int, int]] = {}
+    structures: dict[Structure, Structure] = {}
+    """Those of most steps are equal: one stands for all."""
     steps = []
     for number, events in enumerate(cut, SETUP):
         made: list[int] = []
@@ -139,7 +141,7 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
         ]
         counts = tuple(len(layer.hosted) for layer in layers)
         structure = Structure(tuple(happenings), kinds, tuple(layer.kind for layer in layers), counts)
-        steps.append(Step(structure, np.array(sizes, dtype=np.int64)))
+        steps.append(Step(structures.setdefault(structure, structure), np.array(sizes, dtype=np.int64)))
     return steps
 
 
