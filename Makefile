@@ -2,6 +2,7 @@
 #
 # PYTHON=…          the interpreter to build it with (the first of the list below that is 3.11 or newer)
 # TORCH_INDEX=…     the index to get PyTorch and torchvision from: that of their small CPU builds, say
+# THOROUGH=1        run the tests too that are left out to keep `make test` short, as CI does
 # CUDNN=1           install cuDNN too (1 GB), for the tests that ask it; they are skipped without
 
 VENV := .venv
@@ -12,6 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 TORCH_INDEX ?=
 CUDNN ?=
+THOROUGH ?=
 LOG := $(VENV)/pip.log
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 BUILDS := $(shell grep -E '^(torch|torchvision)==' constraints.txt)
@@ -33,7 +35,7 @@ test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m compileall -q memsize tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal $(if $(THOROUGH),-m "not slow")
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

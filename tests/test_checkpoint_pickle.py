@@ -369,6 +369,7 @@ def test_bombs_are_refused_before_they_unfold(tmp_path: Path, name: str, stored:
         read(path)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
 @pytest.mark.parametrize("name", ["dictionaries", "numbers"])
 def test_bombs_take_little_memory(tmp_path: Path, name: str) -> None:
@@ -395,6 +396,7 @@ def test_a_hundred_thousand_tensors_are_no_bomb(tmp_path: Path) -> None:
     assert sum(tensor.bytes for tensor in contents.tensors) == 100_000 * 2 * 4
 
 
+@pytest.mark.thorough
 def test_larger_files_may_hold_more(tmp_path: Path) -> None:
     data = b"\x80\x02" + META_AGAIN + b"](" + b"h\x01h\x02R" * 150_000 + b"e."
     with pytest.raises(CheckpointError, match="125,000 tensors"):
@@ -404,6 +406,7 @@ def test_larger_files_may_hold_more(tmp_path: Path) -> None:
     assert len(read(path).tensors) == 150_000
 
 
+@pytest.mark.thorough
 def test_views_that_all_overlap_do_not_take_time_squared(tmp_path: Path) -> None:
     def view(start: int, size: int) -> bytes:
         numbers = struct.pack("<i", start) + b"J" + struct.pack("<i", size)

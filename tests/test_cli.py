@@ -429,6 +429,7 @@ def test_the_toy_model_end_to_end(python: Python, toy_target: str) -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "Wrote a.json\n")
 
 
+@pytest.mark.thorough
 def test_a_wrong_size_end_to_end(python: Python, toy_target: str) -> None:
     done = python("-m", "memsize", "report", toy_target, "--input", "3,32,32")
     assert done.returncode == 2

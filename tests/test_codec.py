@@ -31,6 +31,7 @@ ROWS = {"storages": st.from_type(tuple[Storage, ...]), "events": st.from_type(tu
 """Which may be any sequences, and come back as tuples."""
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(st.builds(Trace, **{name: st.from_type(of) for name, of in get_type_hints(Trace).items()} | ROWS))
 def test_decode_inverts_encode_for_any_trace(trace: Trace) -> None:

@@ -731,6 +731,7 @@ print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 """
 
 
+@pytest.mark.thorough
 def test_a_step_on_packed_sequences_imports_no_compiler(python: Python) -> None:
     done = python("-c", PACKED_STEP)
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -53,6 +53,7 @@ def expected(name: str) -> set[str]:
     return {NORMS} if halved and net == "gpt2" else set()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
 def test_a_real_step_is_as_predicted(name: str) -> None:
     found = held(RUNS[name])
@@ -137,6 +138,7 @@ def test_choices_fall_as_they_are_assumed_to() -> None:
     assert assumed is not None and chosen.equal(assumed)
 
 
+@pytest.mark.thorough
 def test_the_command(python: Python) -> None:
     done: subprocess.CompletedProcess[str] = python("-m", "benchmarks.cpu_truth", "perceptron/infer/*")
     assert done.returncode == 0, done.stderr

@@ -211,6 +211,7 @@ def test_without_plotly_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
         assert str(caught.value) == "a figure needs plotly: pip install 'memsize[plots]'"
 
 
+@pytest.mark.thorough
 def test_pictures_are_written(tmp_path: Path) -> None:
     pytest.importorskip("kaleido", reason="needs kaleido: pip install memsize[plots]")
     if CHROMIUM is None:

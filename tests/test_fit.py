@@ -485,6 +485,7 @@ def test_models_against_every_batch(name: str, place: float) -> None:
     check_against_brute_force(name, place)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["narrow", "sparing", "padded"])
 @pytest.mark.parametrize("place", [0.2, 0.7])
 def test_some_models_against_every_batch(name: str, place: float) -> None:
@@ -1081,6 +1082,7 @@ def test_help_loads_no_torch(python: Callable[..., subprocess.CompletedProcess[s
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "", done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [[], ["--train", "adamw"], ["--train", "sgd-momentum", "--ema"]])
 def test_a_search_does_not_load_the_compiler(
     python: Callable[..., subprocess.CompletedProcess[str]], toy_target: str, how: list[str]

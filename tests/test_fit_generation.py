@@ -90,6 +90,7 @@ def test_the_frontier_is_the_longest_context_of_each_batch(tmp_path: Path) -> No
     assert "all 100" in text and f"With {batches[-1]:,} sequences, {sizes[-1]:,} tokens of each fit" in text
 
 
+@pytest.mark.thorough
 def test_what_would_make_a_batch_fit(target: str) -> None:
     found = fit(target, prompt=300, batch_size=200)
     assert found.remedied is not None

@@ -19,6 +19,7 @@ from tests.conftest import Python
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
+@pytest.mark.thorough
 def test_a_short_run_finds_nothing(python: Python) -> None:
     done = python("-m", "benchmarks.fuzz", "--trials", "20", "--seed", "suite")
     assert done.returncode == 0, done.stdout + done.stderr

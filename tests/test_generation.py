@@ -112,6 +112,7 @@ CASES = {
 LONG = ("window filled while decoding", "encoder-decoder, masks padded to 8")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in CASES]
 )
@@ -150,6 +151,7 @@ def test_derived_steps_equal_traced_ones_of_long_generations(
         assert derived.trace.storages == every.trace.storages
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("entries", "options", "laws"),
     [

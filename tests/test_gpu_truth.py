@@ -509,6 +509,7 @@ def test_the_truth_is_the_projects() -> None:
     assert predict(SUITE[CHEAP[1]].case.trace(stack), stack).least.requested > 0
 
 
+@pytest.mark.thorough
 def test_measuring_needs_torch_and_little_else(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """A machine with a GPU often has no more: nothing that only reports need is imported."""
     absent = ("torchinfo", "torchao", "transformers", "pandas", "tabulate", "click", "jinja2", "tqdm")

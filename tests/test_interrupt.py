@@ -77,6 +77,7 @@ def started(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(arguments, cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_silence_and_130(write: Write, moment: str) -> None:
     folder = write("model.py", MOMENTS[moment]).parent
@@ -88,6 +89,7 @@ def test_silence_and_130(write: Write, moment: str) -> None:
             gone((folder / "child").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_a_script_that_is_interrupted_reports_what_ran(write: Write, on_gpu: bool) -> None:
     text = f"""

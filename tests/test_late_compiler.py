@@ -7,6 +7,7 @@ import pytest
 from tests.conftest import Python, Write
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("target", "library"), [("timm:resnet50", "timm"), ("torchvision:resnet18", "torchvision")])
 def test_a_library_of_models_does_not_import_it(target: str, library: str, python: Python) -> None:
     pytest.importorskip(library)
@@ -22,6 +23,7 @@ print(*(finder for finder in sys.meta_path if type(finder).__module__.startswith
     assert done.stdout == "\n\n", done.stderr
 
 
+@pytest.mark.thorough
 def test_transformers_does_not_import_it_and_its_marks_reach_it(python: Python) -> None:
     pytest.importorskip("transformers")
     done = python(
@@ -41,6 +43,7 @@ with TransformGetItemToIndex():
     assert done.stdout == "\n\n", done.stderr
 
 
+@pytest.mark.thorough
 def test_a_mark_without_the_compiler_is_the_compilers_own(python: Python) -> None:
     done = python(
         "-c",
@@ -67,6 +70,7 @@ print(vars(constant) == vars(other), torch._dynamo.assume_constant_result is ass
     assert done.stdout == "True True\nTrue True\n", done.stderr
 
 
+@pytest.mark.thorough
 def test_a_stand_in_makes_way_for_whoever_wants_more(python: Python) -> None:
     done = python(
         "-c",
@@ -88,6 +92,7 @@ print("same")
     assert done.stdout == "same\n", done.stderr
 
 
+@pytest.mark.thorough
 def test_the_question_is_answered_once_it_is_asked(python: Python) -> None:
     done = python(
         "-c",
@@ -107,6 +112,7 @@ print(answers == [is_compile_supported("meta")] * 2, early is is_compile_support
     assert done.stdout == "True False\n", done.stderr
 
 
+@pytest.mark.thorough
 def test_a_function_that_is_not_to_be_compiled_is_marked_when_it_is_called(write: Write, python: Python) -> None:
     write(
         "model.py",

@@ -3,7 +3,7 @@
 The cells of each are run in order by a plain interpreter of its own, with warnings as errors: standard output, then the
 value of a last expression as its text and as its HTML. That is what a Jupyter kernel shows of such cells, without a
 kernel, its dozen packages and its sockets in the tests. So notebooks must do without magics and rich display calls. The
-first one runs with every test run, the others with ``-m slow``.
+first one runs with the thorough tests, the others with ``-m slow``.
 
 `MEMSIZE_GOLDEN=write pytest tests/test_notebook.py -m ""` writes the outputs into the notebooks; review the difference.
 """
@@ -70,6 +70,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=() if path == FIRST else pytest.mark.slow, id=path.stem) for path in NOTEBOOKS],

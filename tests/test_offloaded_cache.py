@@ -33,6 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"hf:{path}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache", ["offloaded", pytest.param("offloaded_static", marks=pytest.mark.slow)])
 def test_derived_steps_equal_traced_ones(cache: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generators, "_lasting", lambda piece: None)

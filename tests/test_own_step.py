@@ -190,6 +190,7 @@ def test_a_function_may_return_the_trainer(trainer: Callable[..., str]) -> None:
     assert memsize.trace("hf.py:make", optimizer="own").trace.events == given.events
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -424,6 +424,7 @@ def test_the_page_is_copied_as_markdown(chromium: Any, tmp_path: Path) -> None:
     assert "| conv.0 | Conv2d | float32\\[1,300,62,62\\] | 8,400 | 0.03 | 4.40 | 0.05 |" in table
 
 
+@pytest.mark.thorough
 def test_names_cannot_leave_their_place(chromium: Any, tmp_path: Path) -> None:
     bad = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
     report = wide_report(3, f"a.{bad.replace('.', '_')}" + ".{}\x1b[2J")

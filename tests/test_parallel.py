@@ -237,6 +237,7 @@ def test_offloaded_shards_are_on_the_host_and_layers_are_gathered_from_there() -
     assert f"at most {format_bytes(2 * shards)} are in pinned memory" in told[1]  # shards and their gradients
 
 
+@pytest.mark.thorough
 def test_the_scale_of_offloaded_gradients_leaves_nothing_to_wait_for(write: Write) -> None:
     """PyTorch's C++ code tells of such collectives when the process ends."""
     command = ["timeline", f"{write('net.py', NET)}:build", "--input", "64", "--train", "sgd", "--steps", "1"]

@@ -78,6 +78,7 @@ def tables(project: pytest.Pytester) -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*"))}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_limits_and_tables(project: pytest.Pytester, workers: tuple[str, ...]) -> None:
     result = run(project, *workers, "--memsize-update")

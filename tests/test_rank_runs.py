@@ -253,6 +253,7 @@ def test_a_rank_that_copies_to_the_host_holds_the_same_on_its_gpu(tmp_path: Path
     assert [(group.ran, group.between) for group in found.groups] == [((0, 7), tuple(range(1, 7)))]
 
 
+@pytest.mark.thorough
 def test_the_command_runs_one_rank(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["run", "--gpu", "t4", "--gpus", "4", "--nodes", "2", "--rank", "3", str(sharded), "10"]) == 0
     out = capsys.readouterr().out

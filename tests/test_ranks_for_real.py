@@ -31,6 +31,7 @@ OF_FOUR = ("hsdp", "fsdp, tp", "1f1b", "ddp", "fsdp, 1f1b", "ddp, 1f1b")
 ONLY_OF_FOUR = {"hsdp", "fsdp, tp", "fsdp, 1f1b", "ddp, 1f1b"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("size", "kinds"),
     [

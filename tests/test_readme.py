@@ -7,7 +7,7 @@ blocks, in their order, in one interpreter. A ``text`` block shows what the ``py
 for any number of lines. ``sh`` and ``py`` blocks are not run, because they need a network, a GPU or a model of the
 reader's, but every `memsize` command in them is parsed.
 
-The README runs with every test run, the other pages with ``-m slow``.
+The README runs with the thorough tests, the other pages with ``-m slow``.
 `MEMSIZE_GOLDEN=write pytest tests/test_readme.py -m ""` writes the output into the pages; review the difference.
 """
 
@@ -169,6 +169,7 @@ RUN = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", RUN)
 def test_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
     outputs = printed(page, tmp_path)

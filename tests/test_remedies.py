@@ -377,6 +377,7 @@ def test_the_fewest_parts_that_fit() -> None:
     assert not by_itself(batch=BATCH // (parts // 2), accumulate=parts // 2).fits(100 * MiB)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mebibytes", [40, 60])
 def test_a_combination_where_no_remedy_is_enough(mebibytes: int) -> None:
     # Freezing alone fits into 60 MiB, but only the head would learn: what keeps the training is sought as well.
@@ -438,6 +439,7 @@ def test_nothing_helps_where_nothing_can() -> None:
     assert any(finding.code == "remedy-none" for finding in fit.findings)
 
 
+@pytest.mark.thorough
 def test_a_language_model_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=9000)

@@ -38,6 +38,7 @@ def _recipe(arguments: str) -> Recipe:
     return Recipe("project", "owner/project", "examples", f"train.py {arguments}", (data.text("words.txt", lines=1),))
 
 
+@pytest.mark.thorough
 def test_a_script_is_run_in_a_copy_with_its_data(sources: Path, tmp_path: Path) -> None:
     """A weight and a bias of 513 floats: blocks of 2,560 bytes in a segment of 2 MiB, as everything else here."""
     found = outcome(_recipe("512"), sources, tmp_path / "scratch", 300)

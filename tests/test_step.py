@@ -278,6 +278,7 @@ def test_planned_and_real_inferences_write_the_same_events(name: str) -> None:
     assert lifetimes(Inference().run(planned)) == lifetimes(Inference().run(real))
 
 
+@pytest.mark.thorough
 def test_the_first_checkpoint_of_a_process_keeps_nothing_alive(python: Python) -> None:
     """It imports PyTorch's compiler, which leaves a cycle with every frame below it, the forward's among them."""
     source = """

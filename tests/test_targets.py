@@ -317,6 +317,7 @@ def test_architectures_and_their_inputs(
     assert shapes(loaded.inputs.make(Request())) == expected
 
 
+@pytest.mark.thorough
 def test_an_image_stands_among_the_ids(transformers: Any) -> None:
     found = made("hf:llava", Request(2, 10))
     # 576 patches of a 336-pixel image, then the text.
@@ -640,6 +641,7 @@ def test_a_detector_is_given_objects_in_training(real_torchvision: Any) -> None:
     assert tuple(ssd.make(Request())[0][0].shape) == (3, 300, 300)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scenario", ["fp32", "fp16", "amp-bf16"])
 def test_a_detector_finds_and_learns_in_any_precision(real_torchvision: Any, scenario: str) -> None:
     found = api.trace("torchvision:maskrcnn_resnet50_fpn", optimizer=None, mode="eval", scenario=scenario)

@@ -63,6 +63,7 @@ def test_the_installed_torchvision_requires_that_torch() -> None:
     assert matching_release(needs.partition("==")[2].strip(")")) == version("torchvision")
 
 
+@pytest.mark.thorough
 def test_library_models_run_beside_a_torchvision_that_does_not_fit(write: Write, python: Python) -> None:
     pytest.importorskip("timm")
     pytest.importorskip("transformers")

@@ -107,6 +107,7 @@ SGD = Training("sgd-momentum:foreach", "mean")
 # -- the whole way, on the CPU -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scenario", ["fp32", "bf16", "fp16", "amp-bf16", "apex-O2", "apex-O3"])
 def test_a_training_step_is_as_predicted(scenario: str) -> None:
     """Every allocation of the last step; the peaks differ by the two workspaces that a CPU does not have."""
@@ -172,6 +173,7 @@ def _frozen(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_each_way_to_train_runs_for_real(name: str) -> None:
     build, size, training = MODELS[name]

@@ -1618,6 +1618,7 @@ def _state() -> tuple[Any, ...]:
     return *held, list(sys.argv), list(sys.path), torch.version.cuda
 
 
+@pytest.mark.thorough
 def test_a_plain_script_imports_nothing_of_sharding(tmp_path: Path) -> None:
     """Which takes a second; a script that imports it gets what is replaced in it."""
     (tmp_path / "plain.py").write_text("import torch\nx = torch.ones(3).cuda()", encoding="utf-8")

@@ -37,6 +37,7 @@ SAMPLE = (
 _PACKAGES = {"hf": "transformers"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.target)
 def test_a_sample_of_the_zoo(case: Case) -> None:
     package = _PACKAGES.get(case.library, case.library)
