@@ -85,6 +85,25 @@ def tensor_parallel(model: Any) -> Callable[[torch.Tensor], None]:
     return loop(model, torch.optim.AdamW(model.parameters(), foreach=False))
 
 
+def loss_parallel(model: Any) -> Callable[[torch.Tensor], None]:
+    """The head and its loss divided over all processes: none has all of the logits."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+
+    mesh = mesh_of(model, tp=distributed.get_world_size())
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model.head, mesh, head)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def body(ids: torch.Tensor) -> None:
+        with loss_parallel():
+            nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return body
+
+
 def mesh_of(model: nn.Module, **sizes: int) -> Any:
     """A mesh of all processes by the names of its axes, where the model is to be."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -220,6 +239,7 @@ LOOPS: dict[str, tuple[Step, int]] = {
     "zero": (ddp(zero=True), WIDTH),
     "tp": (tensor_parallel, WIDTH),
     "fsdp, tp": (sharded_tensor_parallel, WIDTH),
+    "loss parallel": (loss_parallel, WIDTH),
     "1f1b": (pipeline("Schedule1F1B"), WIDTH),
     "gpipe": (pipeline("ScheduleGPipe"), WIDTH),
     "fsdp, 1f1b": (pipeline("Schedule1F1B", data=2, spread=sharded_stage()), WIDTH),

@@ -32,7 +32,7 @@ from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
 from memsize.tracing.places import gpu_place, host_place, means_stand_ins, named_gpu, place_of, place_on
 
-_THERE = torch.device("meta")
+_device: Any = vars(torch._C.TensorBase)["device"]
 _FACTORIES = """
     arange empty empty_like empty_strided eye full full_like linspace logspace normal ones ones_like rand rand_like
     randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
@@ -295,10 +295,20 @@ def _towards(tensor: Tensor, gpu: torch.device) -> tuple[Tensor, torch.device]:
     if not is_meta(tensor):
         return tensor, gpu
     if place_of(tensor) == gpu:
-        return tensor, _THERE
+        return tensor, _own_device(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _ToOther.apply(tensor, gpu), _THERE  # type: ignore[no-untyped-call]
+        moved: Tensor = _ToOther.apply(tensor, gpu)  # type: ignore[no-untyped-call]
+        return moved, _own_device(moved)
     return tensor, gpu
+
+
+def _own_device(tensor: Tensor) -> torch.device:
+    """The device that PyTorch compares with: a stand-in's has no number, that of a `FakeTensor` keeps the one it was
+    made with.
+    """
+    with torch._C.DisableTorchFunction():
+        device: torch.device = _device.__get__(tensor)
+    return device
 
 
 class _ToOther(torch.autograd.Function):
