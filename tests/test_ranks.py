@@ -25,7 +25,20 @@ from memsize.records.trace import Trace
 from memsize.records.world import Traffic, World
 from memsize.units import MiB, format_bytes
 from memsize.virtual.host_memory import HostMemory
-from tests.ranks import BLOCK, LAYERS, PARAMETERS, WIDTH, Block, Model, Step, ddp, fsdp, pipeline, tensor_parallel
+from tests.ranks import (
+    BLOCK,
+    LAYERS,
+    PARAMETERS,
+    WIDTH,
+    Block,
+    Model,
+    Step,
+    ddp,
+    fsdp,
+    loss_parallel,
+    pipeline,
+    tensor_parallel,
+)
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available():
@@ -81,7 +94,7 @@ def test_shards_of_a_model_without_memory_are_there_once_it_has_some(tmp_path: P
         "with torch.device('meta'):\n    model = Model()\n"
         "body = fsdp()(model)\n"
         "model.to_empty(device='cuda')\n"
-        "for each in model.parameters():\n    torch.nn.init.trunc_normal_(each)\n"
+        "for each in model.parameters():\n    torch.nn.init.trunc_normal_(each)\n    torch.nn.init.normal_(each)\n"
         "for _ in range(2):\n    body(torch.zeros(2, 8, dtype=torch.long, device='cuda'))\n"
     )
     run = memsize.run(script, gpu="t4", gpus=8, rank=3)
@@ -268,6 +281,13 @@ def test_tensor_parallel_weights_are_split_and_their_sums_reduced() -> None:
     assert kinds == {"all-reduce": LAYERS}
     # 2 x 8 positions of 64 numbers
     assert {each.bytes for each in trace.collectives if each.kind == "all-reduce"} == {2 * 8 * WIDTH * 4}
+
+
+def test_no_rank_has_all_of_the_logits_where_the_loss_is_divided() -> None:
+    trace = traced(loss_parallel, World(4, rank=1)).trace
+    # 2 x 8 positions of 96 / 4 tokens, whose largest, sums and picked ones are reduced
+    assert {each.bytes for each in trace.collectives if each.bytes < 2 * 8 * WIDTH * 4} == {2 * 8 * 4}
+    assert not any(each.shape[-1:] == (96,) for each in trace.storages if each.role == "activation")
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------

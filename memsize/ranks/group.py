@@ -99,12 +99,13 @@ def started(world: World | None) -> Iterator[None]:
 
 def _forget_meshes() -> None:
     """Let DTensor find anew what ops on a mesh return: what it remembers names the subgroups of one rank, and to it the
-    meshes of all ranks are the same.
+    meshes of all ranks are the same. Ranks share their random numbers anew too, as each does first.
     """
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
+        from torch.distributed.tensor import _random, debug
 
         debug._clear_sharding_prop_cache()
+        _random._rng_tracker = None
 
 
 def replacements(world: World) -> Iterator[Replacement]:

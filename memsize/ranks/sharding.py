@@ -49,7 +49,9 @@ def later(ledger: Ledger, aside: Region) -> dict[str, Callable[[Any], Iterator[R
 
     def random_numbers(module: Any) -> Iterator[Replacement]:
         # Each rank would be given its part of one sequence of random numbers; none are drawn here.
-        yield module.OffsetBasedRNGTracker, "distribute_region_enabled", property(lambda _: False, lambda *_: None)
+        tracker = module.OffsetBasedRNGTracker
+        yield tracker, "distribute_region_enabled", property(lambda _: False, lambda *_: None)
+        yield tracker, "_set_device_state", lambda *_: None
 
     def parameters(module: Any) -> Iterator[Replacement]:
         # All ranks' parts of each parameter, of which this one keeps its own.
