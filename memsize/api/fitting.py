@@ -94,12 +94,8 @@ def fit(
     trained, say = training_of(train), progress or (lambda _: None)
     spread = [spread_of(each, trained) for each in on_each(parallel, gpus)]
     capacities = spread_over(capacities, spread)
-    if spread[0] is not None:
-        if remedies:
-            raise InputError("remedies are tried on one GPU: leave out --parallel, or --remedies")
-        remedies = False
-        if scenarios is None:
-            asked = tuple(each for each in asked if any(way is None or not way.refuses(each) for way in spread))
+    if spread[0] is not None and scenarios is None:
+        asked = tuple(each for each in asked if any(way is None or not way.refuses(each) for way in spread))
     run_as = replace(subject, mode=subject.mode or ("train" if trained else "eval"))
     one = subject.batch_size if varied.batch else None
     request = FitRequest(asked, capacities, trained, settings, one, remedies, crossovers, scenarios is None, generation)

@@ -354,7 +354,7 @@ def crossings(evidence: FitEvidence) -> Iterator[Finding]:
 def budgets(evidence: FitEvidence) -> Iterator[Finding]:
     """How much memory the budgets have."""
     of_one: dict[tuple[object, ...], Budget] = {}
-    before = " before NCCL's buffers" if any(map(_takes_nccl, evidence.budgets)) else ""
+    before = " before NCCL's buffers (--margin leaves room for them)" if any(map(_takes_nccl, evidence.budgets)) else ""
     for budget in evidence.budgets:  # several numbers of one card have one budget each, the same
         of_one.setdefault((budget.card, budget.device) if budget.parallel else (budget.name,), budget)
     for budget in of_one.values():

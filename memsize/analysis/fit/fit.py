@@ -11,10 +11,10 @@ from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.findings.interruption import interrupted
 from memsize.analysis.fit.crossovers import crossings
 from memsize.analysis.fit.generations import MOST_SEQUENCES
-from memsize.analysis.fit.optimizations import optimizations_of
 from memsize.analysis.fit.remedies import Attempts, try_optimizations
 from memsize.analysis.fit.rows import asked_row, growing_row
 from memsize.analysis.fit.search import Search
+from memsize.analysis.fit.strategies import optimizations_of
 from memsize.analysis.fit.trials import Made, RunVariant, Trials
 from memsize.analysis.runner import is_float32
 from memsize.device.budget import larger_budgets
@@ -303,11 +303,8 @@ def _width(scenario: Scenario) -> object:
 
 
 def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow], workers: Workers) -> Remedied | None:
-    """Optimizations of the first row that does not fit what was asked, or of the first where they were asked for."""
-    if request.remedies is False:
-        return None
-    short = next((row for row in rows if row.status == "exceeds"), None)
-    row = short or next((row for row in rows if request.remedies and row.status != "unavailable"), None)
+    """Optimizations of the row that does not fit what was asked, or of the first where they were asked for."""
+    row = None if request.remedies is False else _short(request, rows)
     if row is None:
         return None
     scenario = next(scenario for scenario in request.scenarios if scenario.name == row.scenario)
@@ -322,6 +319,21 @@ def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow], work
     larger = larger_budgets(budget, trials.stack) if trials.generates else ()
     attempts = Attempts(lambda variant: trials.run(variant, size), base, budget.allocator, larger)
     return try_optimizations(attempts, size, row.gpu, parts=trials.vary.batch, alone=alone)
+
+
+def _short(request: FitRequest, rows: Sequence[FitRow]) -> FitRow | None:
+    """The row that is to be helped: the first that doesn't fit, or of strategies the one that needs least. None where
+    nobody asks for help, and another strategy or number of GPUs is enough.
+    """
+    short = [row for row in rows if row.status == "exceeds"]
+    if not short:
+        return next((row for row in rows if request.remedies and row.status != "unavailable"), None)
+    if not request.budgets[0].parallel:
+        return short[0]
+    alike = [row for row in rows if row.scenario == short[0].scenario]
+    if not request.remedies and any(row.status == "fits" for row in alike):
+        return None
+    return min((row for row in alike if row in short), key=lambda row: row.peak or 0)
 
 
 def _notes(

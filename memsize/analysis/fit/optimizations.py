@@ -61,11 +61,6 @@ OF_GENERATIONS: Final[list[Optimization]] = []
 """All optimizations of a generation, in that order."""
 
 
-def optimizations_of(variant: RunVariant) -> list[Optimization]:
-    """The optimizations that are tried on such a variant."""
-    return OF_GENERATIONS if variant.generation else OPTIMIZATIONS
-
-
 def _optimization(
     name: str, title: str, cost: str, changes: Changes, groups: str = "", *, of: Sequence[list[Optimization]] = ()
 ) -> Callable[[Apply], Apply]:
@@ -97,6 +92,11 @@ def _optimizer_name(training: Training) -> str:
 def _check_full_precision(variant: RunVariant) -> None:
     if variant.scenario.name not in ("as-given", "fp32"):
         raise NotApplicable(f"the scenario is {variant.scenario.name} already")
+
+
+def _check_undivided(variant: RunVariant) -> None:
+    if variant.parallel and variant.parallel.tensor > 1:
+        raise NotApplicable("the model's own plan divides its layers as they are")
 
 
 def _quantized(variant: RunVariant, name: str) -> RunVariant:
@@ -178,6 +178,8 @@ def _with_option(variant: RunVariant, option: str, known: tuple[str, ...] | None
 )
 def eight_bit_state(variant: RunVariant) -> RunVariant:
     training = _trained(variant)
+    if variant.parallel and (variant.parallel.shards_parameters or variant.parallel.tensor > 1):
+        raise NotApplicable("bitsandbytes' optimizers cannot update DTensors (bitsandbytes#1633)")
     if parse_optimizer(_optimizer_name(training)).name not in _ADAMS:
         raise NotApplicable("it is Adam's state that is stored in 8 bits")
     return replace(variant, training=replace(training, optimizer=Adam8bit))
@@ -215,6 +217,7 @@ def chunked_cross_entropy(variant: RunVariant) -> RunVariant:
     training = _trained(variant)
     if training.loss not in (None, "cross_entropy"):
         raise NotApplicable("the loss is not cross-entropy")
+    _check_undivided(variant)
     return replace(variant, training=replace(training, loss=loss_of_the_head)).edited(chunk_the_head)
 
 
@@ -256,6 +259,7 @@ def freezing(variant: RunVariant) -> RunVariant:
 )
 def lora(variant: RunVariant) -> RunVariant:
     _trained(variant)
+    _check_undivided(variant)
     return variant.edited(LowRank(RANK))
 
 

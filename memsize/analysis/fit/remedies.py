@@ -9,7 +9,8 @@ from itertools import combinations
 from typing import Final
 
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimizations import Optimization, in_parts, on, optimizations_of
+from memsize.analysis.fit.optimizations import Optimization, in_parts, on
+from memsize.analysis.fit.strategies import more_gpus, optimizations_of
 from memsize.analysis.fit.trials import NotApplicable, RunVariant
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Budget, Remedied, RemedyRow
@@ -43,6 +44,7 @@ def try_optimizations(
         tried.append(attempts.split(size))
     if attempts.larger and attempts.peak > capacity:
         tried += filter(None, [attempts.moved()])
+    tried += filter(None, [attempts.on_more_gpus()])
     tried.sort(key=lambda pair: -(pair[1].saved or 0))
     together: tuple[tuple[str, ...], int | None] = (), None
     enough = any(row.outcome == "fits" and row.changes not in _LAST for _, row in tried)
@@ -96,6 +98,18 @@ class Attempts:
             if tried.outcome == "fits" or self.peak <= self.capacity or 2 * parts > min(size, _MOST_PARTS):
                 return split, tried
             parts *= 2
+
+    def on_more_gpus(self) -> Tried | None:
+        """The fewest GPUs, in powers of two times as many, on which it fits; the last that helped where it doesn't."""
+        last: Tried | None = None
+        for each in more_gpus(self.base):
+            tried = self.alone(each)
+            if tried.peak is None or (last and tried.peak > (last[1].peak or 0) - _GRAIN):
+                break
+            last = each, tried
+            if tried.outcome == "fits" or self.peak <= self.capacity:
+                break
+        return last
 
     def moved(self) -> Tried | None:
         """The smallest larger card on which it fits; None where none is large enough."""

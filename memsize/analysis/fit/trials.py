@@ -279,10 +279,11 @@ class Trials:
 
     def _trace(self, variant: RunVariant, size: int) -> Run:
         setup = self.prepared(variant, size)
-        # The first step creates the optimizer's state: the second is like all that follow.
-        training = variant.training and replace(
-            variant.training, steps=2, accumulate=variant.training.accumulate * variant.split
-        )
+        training = variant.training
+        if training:
+            backwards = variant.parallel.microbatches(training) if variant.parallel else training.accumulate
+            # The first step creates the optimizer's state: the second is like all that follow.
+            training = replace(training, steps=2, accumulate=backwards * variant.split)
         return Traced(steps_on(training, variant.parallel, variant.card).run(setup))
 
     def _runner(self, variant: RunVariant) -> Runner:
