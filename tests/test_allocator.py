@@ -599,6 +599,22 @@ def test_expandable_segments_waste_less_than_fixed_ones():
     assert replay(events, EXPANDABLE).reserved.bytes == 60 * MiB  # 52 MiB in steps of 20
 
 
+def test_expandable_segments_merge_the_rests_of_one_stream_alone():
+    # Three outputs of 448 MiB are freed; what is kept of the layers has 128 MiB, and so has a buffer of stream 1.
+    kept = [(number, 128 * MiB) for number in range(3, 12)]
+    events = [*allocated(*[448 * MiB] * 3), *((number, -448 * MiB) for number in range(3)), *kept]
+    events += [(12, 128 * MiB), (12, -128 * MiB), (13, 192 * MiB)]
+    placed = {12: 1}
+    # Three fit into each segment of 448, and leave 64: 192 MiB need one more, which stream 1 doesn't give
+    fixed = replay(events, streams=placed)
+    assert mebibytes(fixed)[:3] == [(448, [(128, n), (128, n + 1), (128, n + 2), (64, None)]) for n in (3, 6, 9)]
+    assert fixed.reserved.bytes == (3 * 448 + 128 + 192) * MiB
+    # In one stretch 3 x 448 are 1,344 MiB, in steps of 20 1,360: 9 x 128 of them are kept, and 208 are left for 192
+    merged = replay(events, EXPANDABLE, streams=placed)
+    assert mebibytes(merged)[0] == (1360, [*((128, n) for n in range(3, 12)), (192, 13), (16, None)])
+    assert merged.reserved.bytes == (1360 + 140) * MiB  # 128 MiB of stream 1, in 7 steps
+
+
 def test_max_split_size_keeps_large_expandable_blocks_from_small_requests():
     config = AllocatorConfig(expandable_segments=True, max_split_size=40 * MiB)
     events = [(0, 40 * MiB), (1, 2 * MiB), (0, -40 * MiB), (2, 30 * MiB)]
