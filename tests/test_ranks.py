@@ -514,6 +514,29 @@ def test_what_is_read_of_collectives_is_assumed_and_said() -> None:
     assert all(any(words in each for each in told) for words in said)
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("number /= 2", REDUCED_IS_ONE),
+        ("number = 1 - number.float() / torch.full((1,), 2.0, device='cuda')", REDUCED_IS_ONE),
+        ("number = torch.zeros(1, device='cuda').add_(number)", REDUCED_IS_ONE),
+        ("number = torch.empty(1, device='cuda').copy_(number).sqrt()", REDUCED_IS_ONE),
+        ("number *= data", ITEM_IS_ONE),
+        ("number.copy_(data)", ITEM_IS_ONE),
+    ],
+)
+def test_what_is_computed_of_a_reduced_number_is_named_after_it(line: str, words: str) -> None:
+    def step(model: nn.Module) -> Any:
+        found = {"number": torch.full((1,), 3.0, device="cuda"), "torch": torch}
+        found["data"] = next(model.parameters()).detach().flatten()[:1].to("cuda")
+        torch.distributed.all_reduce(found["number"])
+        exec(line, found)
+        found["number"].item()
+        return lambda ids: None
+
+    assert traced(step, World(2)).assumptions == (words,)
+
+
 def test_what_is_written_after_a_collective_is_no_result_of_it() -> None:
     def step(model: nn.Module) -> Any:
         number = torch.full((1,), 3.0, device="cuda")

@@ -37,6 +37,7 @@ from memsize.constants.values import (
     set_constant,
     set_filled,
     set_uniform,
+    set_unknown,
     state_of,
     true_share_of,
 )
@@ -45,6 +46,7 @@ from memsize.internals.pytree import map_tensors, tensors_in
 from memsize.internals.sparse import PARTS
 
 _aten = torch.ops.aten
+_COPY = _aten.copy_.default
 _DRAW = _aten.rand.default
 _SCATTER = _aten.scatter_.value
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -69,7 +71,7 @@ def propagate(op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         state = None if diagonals_of(lead) is None else _state_for(op, func, args, kwargs)
         if state is not None and follow(op, func, args, kwargs, result, state):
             return
-        if not op.passive:
+        if op.pointwise or not op.passive:
             _propagate_data(op, args, kwargs, result)
     else:
         _propagate_constants(op, func, args, kwargs, result)
@@ -246,6 +248,20 @@ def _propagate_data(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
             _pass_share_on(op, args, result, share)
         elif op.informative:
             _inform(op, args, kwargs, result)
+    if (op.pointwise or op.preserving) and (words := _read_as(args)) and isinstance(result, torch.Tensor):
+        set_unknown(result, words)
+
+
+def _read_as(args: Any) -> str | None:
+    """What is assumed of a number that is computed from `args`, where none of them is data."""
+    found = None
+    for tensor in args:
+        if isinstance(tensor, torch.Tensor) and constant_of(tensor) is None:
+            state = state_of(tensor)
+            if state is None or state.read_as is None:
+                return None
+            found = state.read_as
+    return found
 
 
 def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
@@ -319,8 +335,10 @@ def _propagate_write(op: OpTraits, func: Any, args: Any, kwargs: Any) -> None:
             return
     if states and targets[0] is args[0] and write(op, func, args, kwargs, states[0]):
         return
+    words = _read_as(args[1:]) if func is _COPY else _read_as(args) if op.pointwise and op.fill is None else None
     for state in states:
         state.invalidate()
+        state.read_as = words
 
 
 def _propagate_scatter(target: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> bool:
