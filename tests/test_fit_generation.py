@@ -180,6 +180,7 @@ def test_the_command_line(target: str, capsys: pytest.CaptureFixture[str]) -> No
         "begun": 0,
         "chunk": None,
         "uneven": False,
+        "draft": None,
     }
 
 

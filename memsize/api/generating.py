@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
-from memsize.api.opened import model_of, prompts_of
+from memsize.api.opened import assisted, model_of, prompts_of
 from memsize.api.question import asks_about_a_model
 from memsize.errors import InputError
 from memsize.spec.scenario import select
@@ -35,6 +35,8 @@ def generate(
     beams: int = 1,
     chunk: int | None = None,
     uneven: bool = False,
+    assistant: nn.Module | str | None = None,
+    lookup: int | None = None,
     step: Callable[..., Any] | str | None = None,
     scenarios: str | Iterable[str] | None = None,
     gpu: str | None = None,
@@ -50,7 +52,9 @@ def generate(
     each of `batches` sequences. `cache` is ``"dynamic"``, ``"static"``, ``"quantized"``, ``"offloaded"`` or
     ``"offloaded_static"`` (None: the model's own), `kv_dtype` that of a quantized one: ``"fp8"``, ``"int4"``,
     ``"int2"``. `beams` is the width of a beam search; the prompt is read `chunk` tokens at a time (None: all at once).
-    With `uneven`, the prompts of a batch are of unequal lengths and padded to the longest. `step` is a loop that takes
+    With `uneven`, the prompts of a batch are of unequal lengths and padded to the longest. Before each step the
+    `assistant`, a smaller model or its target, proposes tokens, or `lookup` of them are looked up in the prompt; none
+    turns out to be right, which takes the most. `step` is a loop that takes
     the place of ``generate``, or its name, such as ``"loop.py:generate"``: a function of the model, those of its inputs
     that it has parameters for, and ``max_new_tokens``. `scenarios` are as for `report` (None: as given, and its weights
     in int8 and int4), `gpu`, `stack` and `config` as for `trace`. Where a row of the first scenario does not fit, what
@@ -61,17 +65,21 @@ def generate(
     from memsize.device.cards import card
     from memsize.device.config import AllocatorConfig
     from memsize.records.gpu import DEFAULT_GPU
-    from memsize.spec.generation import GENERATED, Generation
+    from memsize.spec.generation import GENERATED, Draft, Generation
 
     subject = replace(Subject.of(model_or_target, input_size, **given), mode="eval")
     where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
     asked = select(GENERATED if scenarios is None else scenarios)
     lengths, sizes = ((each,) if isinstance(each, int) else tuple(each) for each in (prompt, batches))
-    generations = [Generation(length, new, cache, kv_dtype, beams, 0, chunk, uneven) for length in lengths]
-    if step is not None and (cache or kv_dtype or chunk or beams > 1):
-        raise InputError("cache, kv_dtype, beams and chunk are for the model's own generate, not for a step of yours")
+    draft = Draft.of(assistant, lookup)
+    generations = [Generation(length, new, cache, kv_dtype, beams, 0, chunk, uneven, draft) for length in lengths]
+    if step is not None and (cache or kv_dtype or chunk or beams > 1 or draft):
+        own = "cache, kv_dtype, beams, chunk, assistant and lookup"
+        raise InputError(f"{own} are for the model's own generate, not for a step of yours")
+    if draft and max(sizes) > 1:
+        raise InputError("assisted generation is for one sequence: transformers refuses more (batch)")
     settings = AllocatorConfig.of(config, software.release)
-    with model_of(subject, say, where.name) as loaded:
+    with model_of(subject, say, where.name) as loaded, assisted(loaded, draft, assistant, say) as draft:
         from memsize.analysis.fit.generation_remedies import generation_remedies
         from memsize.analysis.generation.report import GenerationRequest, report_generation
         from memsize.analysis.runner import Runner
@@ -83,6 +91,7 @@ def generate(
         prompts = prompts_of(subject, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), False, gpu=where, stack=software)
         loop = load_loop(step, loaded.machine) if isinstance(step, str) else step
+        generations = [replace(each, draft=draft) for each in generations]
         request = GenerationRequest(generations, sizes, asked, settings, loop)
         remedies = partial(generation_remedies, runner, prompts, request, say)
         return report_generation(runner, prompts, request, loaded.notes, say, remedies)

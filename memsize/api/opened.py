@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memsize.analysis.generation.prompts import Prompts
     from memsize.loading import Machine
     from memsize.model.inputs import ModelInputs
+    from memsize.spec.generation import Draft
     from memsize.spec.request import InputMaker
 
 
@@ -63,6 +64,27 @@ def prompts_of(subject: Subject, loaded: Loaded) -> Prompts:
     maker = loaded.maker
     goes_on = maker and replace(maker, make=lambda request: maker.make(replace(request, goes_on=True)))
     return prompts_of(subject, lambda prompted: with_inputs(prompted, loaded._replace(maker=goes_on)).run[2])
+
+
+@contextmanager
+def assisted(
+    loaded: Loaded, draft: Draft | None, assistant: nn.Module | str | None, say: Callable[[str], None]
+) -> Iterator[Draft | None]:
+    """The `draft` of a generation with the number of tokens that the `assistant` proposes, which the model has as a
+    module of its own while this is open. Raises `InputError` where transformers wouldn't have that assistant.
+    """
+    from memsize.workloads import drafts
+    from memsize.workloads.generation import generate_of
+
+    if draft is not None:
+        drafts.refuse_own_generation(loaded.model)
+    if draft is None or assistant is None:
+        yield draft
+        return
+    with model_of(Subject.of(assistant, mode="eval"), say) as found:
+        generate_of(found.model, found.name)
+        with drafts.assisted(loaded.model, found.model):
+            yield replace(draft, assistant=found.name, tokens=drafts.proposed(found.model) or draft.tokens)
 
 
 @contextmanager

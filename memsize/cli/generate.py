@@ -25,7 +25,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.internals.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
-from memsize.spec.generation import CACHES, KV_DTYPES, Generation
+from memsize.spec.generation import CACHES, KV_DTYPES, Draft, Generation
 from memsize.spec.scenario import select
 from memsize.spec.stack import Stack
 from memsize.spec.subject import Subject
@@ -40,12 +40,17 @@ def counts(text: str, what: str) -> tuple[int, ...]:
     return found
 
 
-def _generations(prompt: str, **held: Any) -> tuple[Generation, ...]:
-    return tuple(Generation(length, **held) for length in sorted(set(counts(prompt, "prompts"))))
+def _generations(prompt: str, assistant: str | None, lookup: int | None, **held: Any) -> tuple[Generation, ...]:
+    draft = Draft.of(assistant, lookup)
+    return tuple(Generation(length, draft=draft, **held) for length in sorted(set(counts(prompt, "prompts"))))
 
 
 _COUNT = click.IntRange(min=1)
 _UNEVEN = click.option("--uneven", is_flag=True, help="Prompts are of unequal lengths, padded to the longest.")
+_DRAFTS = (
+    click.option("--assistant", metavar="TARGET", help="A smaller model, which proposes tokens before each step."),
+    click.option("--lookup", type=_COUNT, metavar="N", help="N tokens before each step, looked up in the prompt."),
+)
 
 generation_options: Callable[..., Any] = grouped(
     "generations",
@@ -61,6 +66,7 @@ generation_options: Callable[..., Any] = grouped(
         click.option("--beams", default=1, type=_COUNT, metavar="N", help="Beams of a beam search."),
         click.option("--chunk", type=_COUNT, metavar="N", help="Read the prompt N tokens at a time."),
         _UNEVEN,
+        *_DRAFTS,
     ),
     _generations,
 )
@@ -119,7 +125,7 @@ def generate(
     """
     # Everything that can be wrong with the command itself shows before torch is loaded.
     where, software, batches = card(gpu or DEFAULT_GPU), Stack.of(stack), counts(batch, "batches")
-    config = AllocatorConfig.of(allocator, software.release)
+    config, draft = AllocatorConfig.of(allocator, software.release), generations[0].draft
     if scenarios is not None:
         select(scenarios)
 
@@ -140,6 +146,8 @@ def generate(
                 beams=generations[0].beams,
                 chunk=generations[0].chunk,
                 uneven=generations[0].uneven,
+                assistant=draft.assistant if draft else None,
+                lookup=draft.tokens if draft and draft.assistant is None else None,
                 step=step,
                 batches=batches,
                 scenarios=scenarios,

@@ -87,6 +87,7 @@ def _row_data(row: GenerationRow) -> dict[str, Any]:
         "prompt": row.prompt,
         "new": row.new,
         "weights": row.weights,
+        "assistant_weights": row.assistant,
         "prefill": row.prefill._asdict(),
         "decode": row.decode._asdict(),
         "kv_cache": row.cache,

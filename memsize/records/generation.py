@@ -41,11 +41,12 @@ _NOTHING = Phase()
 class GenerationRow:
     """One scenario at one batch and prompt.
 
-    `weights` is what the model stores. `prefill` reads the prompt, `decode` makes all further tokens. `cache` is the KV
-    cache at the end, of all `batch` sequences, `per_token` what one more token of each of them adds. Of an offloaded
-    cache `hosted` is on the host then, for which PyTorch keeps `pinned` bytes there. `transient` is the most that is
-    alive at once during a decode step beside the weights, the workspaces and the cache at its end. `estimate` is what
-    the GPU would show; None, with the `reason`, where the scenario could not be run.
+    `weights` is what the model stores, `assistant` what of it is its assistant's. `prefill` reads the prompt, `decode`
+    makes all further tokens. `cache` is the KV cache at the end, of all `batch` sequences, `per_token` what one more
+    token of each of them adds. Of an offloaded cache `hosted` is on the host then, for which PyTorch keeps `pinned`
+    bytes there. `transient` is the most that is alive at once during a decode step beside the weights, the workspaces
+    and the cache at its end. `estimate` is what the GPU would show; None, with the `reason`, where the scenario could
+    not be run.
     """
 
     scenario: str
@@ -54,6 +55,7 @@ class GenerationRow:
     prompt: int
     new: int
     weights: int = 0
+    assistant: int = 0
     prefill: Phase = _NOTHING
     decode: Phase = _NOTHING
     cache: int = 0
@@ -134,8 +136,8 @@ class GenerationReport(Answer):
 
 
 _SIZES: Final = (
-    *("weights", "prefill_peak", "after_prefill", "decode_peak", "after_decode", "kv_cache", "kv_per_token"),
-    *("kv_per_sequence", "kv_on_host", "pinned", "transient"),
+    *("weights", "assistant_weights", "prefill_peak", "after_prefill", "decode_peak", "after_decode"),
+    *("kv_cache", "kv_per_token", "kv_per_sequence", "kv_on_host", "pinned", "transient"),
     *("requested", "allocated", "reserved", "device_from", "device_to"),
 )
 
@@ -148,6 +150,7 @@ def _record(row: GenerationRow) -> dict[str, object]:
         "prompt": row.prompt,
         "new": row.new,
         "weights": row.weights,
+        "assistant_weights": row.assistant,
         "prefill_peak": row.prefill.peak,
         "after_prefill": row.prefill.end,
         "decode_peak": row.decode.peak,

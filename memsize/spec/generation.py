@@ -20,6 +20,33 @@ PROMPT: Final = 512
 """Tokens of a prompt where nothing is said of it."""
 
 
+DRAFTED: Final = 20
+"""Tokens that transformers proposes before each step unless it is told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What proposes `tokens` tokens before each step of a model, which checks them all at once: the model named
+    `assistant`; None where they are looked up in the prompt.
+    """
+
+    assistant: str | None = None
+    tokens: int = DRAFTED
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise InputError(f"a number of proposed tokens of {self.tokens}: it must be at least 1")
+
+    @classmethod
+    def of(cls, assistant: object, lookup: int | None) -> Draft | None:
+        """What an `assistant`, or a `lookup` of so many tokens, proposes; None where there is neither."""
+        if assistant is None:
+            return None if lookup is None else cls(tokens=lookup)
+        if lookup is not None:
+            raise InputError("an assistant proposes tokens or they are looked up in the prompt, not both")
+        return cls(assistant if isinstance(assistant, str) else type(assistant).__name__)
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """`new` tokens after a prompt of `prompt` tokens, for each of the sequences of a batch.
@@ -28,7 +55,8 @@ class Generation:
     quantized cache. `beams` is the width of a beam search, 1 for none. `begun` counts the tokens that the decoder of an
     encoder-decoder starts with, of which all but the first are given; 0 for a model that continues its prompt. The
     prompt is read `chunk` tokens at a time, all at once with None. Where prompts are `uneven`, the shorter ones are
-    padded, so that attention gets a mask.
+    padded, so that attention gets a mask. With a `draft`, tokens are proposed before each step, of which none turns out
+    to be right: whichever are, no step needs more than those that are taken then.
     """
 
     prompt: int
@@ -39,6 +67,7 @@ class Generation:
     begun: int = 0
     chunk: int | None = None
     uneven: bool = False
+    draft: Draft | None = None
 
     def __post_init__(self) -> None:
         for what, count in (
@@ -55,6 +84,18 @@ class Generation:
             raise UnknownInputError("dtype of a KV cache", self.kv_dtype, KV_DTYPES)
         if self.kv_dtype is not None and self.cache not in (None, "quantized"):
             raise InputError(f"a {self.cache} cache keeps the dtype of the model: a KV dtype is for a quantized one")
+        if self.draft is not None:
+            self._check_drafted()
+
+    def _check_drafted(self) -> None:
+        """Raise `InputError` for what transformers does not do where tokens are proposed."""
+        if self.beams > 1:
+            raise InputError("assisted generation is for one beam: leave out --beams")
+        if self.chunk is not None:
+            raise InputError("assisted generation reads the prompt at once: leave out --chunk")
+        if self.cache not in (None, "dynamic", "offloaded") or self.kv_dtype is not None:
+            kept = self.cache or "quantized"
+            raise InputError(f"assisted generation takes tokens back, which a {kept} cache cannot: use --cache dynamic")
 
     @property
     def start(self) -> int:
@@ -67,9 +108,16 @@ class Generation:
         return 1 if self.chunk is None else -(-self.start // self.chunk)
 
     @property
+    def steps(self) -> int:
+        """The decode steps that count. Where tokens are proposed, those at the end are left out, before which fewer
+        are: they read no further.
+        """
+        return max(self.new - 1 - self.draft.tokens, min(self.new - 1, 1)) if self.draft else self.new - 1
+
+    @property
     def last(self) -> int:
         """The tokens that the decoder has read at the end: the last new one never is."""
-        return self.start + self.new - 1
+        return self.start + self.steps
 
     @property
     def is_periodic(self) -> bool:
@@ -98,6 +146,8 @@ class Generation:
             asked["prefill_chunk_size"] = self.chunk
         if cache == "quantized":
             asked["cache_config"] = KV_DTYPES[self.kv_dtype or "int4"]
+        if self.draft and self.draft.assistant is None:
+            asked["prompt_lookup_num_tokens"] = self.draft.tokens
         return asked
 
 

@@ -6,7 +6,6 @@ steps as are asked for the run is cut off, since all that follow are alike.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.tracing.run import Run, Setup
 from memsize.workloads.caches import CachedLayer, cache_of, cached_layers, offloading_watched
+from memsize.workloads.drafts import assistant_of, assistants, assisting, endless, never_right
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -73,10 +73,11 @@ class GenerationSteps:
         if self.loop:
             kwargs, arguments = _taken(self.loop, kwargs | {"max_new_tokens": self.generation.new + 1}), {}
         with run.recording(), torch.no_grad(), setup.autocast(), run.ledger.clock.during(PREFILL):
-            steps = self.generation.new - 1 if self.steps is None else self.steps
+            left = self.generation.steps if self.steps is None else self.steps
+            steps = _Steps(run, self.generation, left, self.observer)
             with (
-                _steps(run, self.generation.prefills, steps, self.observer),
-                _without_end(setup.model),
+                steps.counted(),
+                _without_end(setup.model, partial(never_right, self.generation.draft, steps.propose)),
                 offloading_watched(run.ledger) if self.generation.is_offloaded else nullcontext(),
             ):
                 run.result = generate(*args, **kwargs, **arguments)
@@ -123,13 +124,9 @@ def _arguments(model: nn.Module, generation: Generation) -> dict[str, object]:
     config = getattr(model, "generation_config", None)
     if config is None:
         return generation.arguments
-    config = copy.deepcopy(config)
+    config = endless(config)
     config.update(**generation.arguments)
-    config.eos_token_id, config.max_length = None, None
-    for token in ("pad_token_id", "bos_token_id", "decoder_start_token_id"):
-        if not isinstance(getattr(config, token, None), int):  # which one it is makes no difference
-            setattr(config, token, 0)
-    return {"generation_config": config}
+    return {"generation_config": config} | assisting(model)
 
 
 def _begun(model: nn.Module, tokens: int, batch: int) -> torch.Tensor:
@@ -141,9 +138,9 @@ def _begun(model: nn.Module, tokens: int, batch: int) -> torch.Tensor:
 
 
 @contextmanager
-def _without_end(model: nn.Module) -> Iterator[None]:
-    """While open, `generate` makes static caches for a token less, since it is asked for one more than are wanted; and
-    a beam search goes on, whose end is a value.
+def _without_end(model: nn.Module, drafted: Callable[[Any], Any]) -> Iterator[None]:
+    """While open, `generate` makes static caches for a token less, since it is asked for one more than are wanted; a
+    beam search goes on, whose end is a value; and what proposes tokens is `drafted`.
     """
     own: dict[str, Callable[..., Any]] = {}
     if prepare := getattr(model, "_prepare_static_cache", None):
@@ -152,6 +149,8 @@ def _without_end(model: nn.Module) -> Iterator[None]:
         )
     if looks := getattr(model, "_beam_search_has_unfinished_sequences", None):
         own["_beam_search_has_unfinished_sequences"] = lambda *args, **kwargs: looks(*args, **kwargs) is not None
+    if proposing := getattr(model, "_get_candidate_generator", None):
+        own["_get_candidate_generator"] = lambda *args, **kwargs: drafted(proposing(*args, **kwargs))
     vars(model).update(own)
     try:
         yield
@@ -160,36 +159,72 @@ def _without_end(model: nn.Module) -> Iterator[None]:
             del vars(model)[name]
 
 
-@contextmanager
-def _steps(run: Run, prefills: int, steps: int, observer: Observer) -> Iterator[None]:
-    """While open, each forward of the model after the first `prefills`, which are one, is a step; the run is cut off at
-    the start of the one after `steps`.
+class _Steps:
+    """The steps of a run: each forward of the model after those of its prefill, which are one, with the proposals that
+    it checks. The run is cut off at the start of the one after so many `steps`.
     """
-    clock, begun = run.ledger.clock, 1 - prefills
 
-    def start() -> str:
-        nonlocal begun
-        if begun > steps:
-            clock.phase = clock.index(END)
+    def __init__(self, run: Run, generation: Generation, steps: int, observer: Observer) -> None:
+        self.run = run
+        self.clock = run.ledger.clock
+        self.prefills = generation.prefills
+        self.steps = steps
+        self.observer = observer
+        self.begun = 0
+        """How many forwards have begun, or the proposals for them."""
+        self.proposed = False
+        """Whether the next forward checks what was proposed, and has begun so."""
+        self.drafted: tuple[CachedLayer, ...] = ()
+        """What the assistant's cache holds."""
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """While open, they are counted."""
+        model, assistant = self.run.setup.model, assistant_of(self.run.setup.model)
+        self.run.calls.forward = self.forward
+        handles = [model.register_forward_hook(self.forwarded, with_kwargs=True)]
+        if assistant is not None:
+            handles.append(assistant.register_forward_hook(self.assisted, with_kwargs=True))
+        try:
+            yield
+            self.clock.phase = self.clock.index(END)
+        except _Enough:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.run.calls.forward = lambda: "forward"
+
+    def propose(self) -> None:
+        """Proposals begin, and so does the step."""
+        self._begin()
+        self.proposed = True
+
+    def forward(self) -> str:
+        """The model's forward begins; returns its phase."""
+        if not self.proposed:
+            self._begin()
+        self.proposed = False
+        return self._phase
+
+    def forwarded(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """The model's forward has ended."""
+        if self.begun and not self.clock.backward:
+            layers = cached_layers(self.run, cache_of(kwargs, output))
+            self.observer(self.clock.step, (*layers, *self.drafted))
+
+    def assisted(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """The assistant's forward has ended."""
+        self.drafted = tuple(assistants(cached_layers(self.run, cache_of(kwargs, output))))
+
+    def _begin(self) -> None:
+        if self.begun >= self.prefills + self.steps:
+            self.clock.phase = self.clock.index(END)
             raise _Enough
-        clock.step, begun = max(begun, 0), begun + 1
-        name = PREFILL if clock.step == 0 else DECODE
-        clock.phase = clock.index(name)
-        return name
+        self.begun += 1
+        self.clock.step = max(self.begun - self.prefills, 0)
+        self.clock.phase = self.clock.index(self._phase)
 
-    def forwarded(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if clock.backward or begun == 1 - prefills:
-            return
-        layers = tuple(cached_layers(run, cache_of(kwargs, output)))
-        observer(clock.step, layers)
-
-    run.calls.forward = start
-    handle = run.setup.model.register_forward_hook(forwarded, with_kwargs=True)
-    try:
-        yield
-        clock.phase = clock.index(END)
-    except _Enough:
-        pass
-    finally:
-        handle.remove()
-        run.calls.forward = lambda: "forward"
+    @property
+    def _phase(self) -> str:
+        return DECODE if self.clock.step else PREFILL

@@ -10,13 +10,16 @@ from memsize.records.finding import Finding, Rules
 from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationRow
 from memsize.records.gpu import GpuEstimate
+from memsize.spec.generation import Draft
 from memsize.units import Bytes
+from memsize.workloads.drafts import OF_ASSISTANT
 
 
 class Evidence(NamedTuple):
     """The rows of a generation, and what would make one fit that does not."""
 
     rows: tuple[GenerationRow, ...]
+    draft: Draft | None = None
     remedied: Remedied | None = None
 
 
@@ -87,6 +90,29 @@ def what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
     yield Finding("kv-cache", row.cache, (), text, values, brief=brief)
 
 
+@RULES.rule("proposed-tokens")
+def what_proposes(evidence: Evidence) -> Iterator[Finding]:
+    """What proposes tokens before each step, and what it holds."""
+    if evidence.draft is None:
+        return
+    row = max(_ran(evidence.rows), key=lambda each: each.assistant)
+    cache = sum(kind.bytes for kind in row.layers if kind.kind.endswith(OF_ASSISTANT))
+    values = {
+        "assistant": evidence.draft.assistant,
+        "tokens": evidence.draft.tokens,
+        "weights": Bytes(row.assistant),
+        "cache": Bytes(cache),
+        "scenario": row.scenario,
+    }
+    text = "{tokens} tokens are looked up before each step, none of which turns out to be right: the most it may need."
+    if evidence.draft.assistant:
+        text = (
+            "The assistant {assistant} holds {weights} of the weights under {scenario} and {cache} of the KV cache. It "
+            "proposes {tokens} tokens before each step, none of which turns out to be right: the most it may need."
+        )
+    yield Finding("proposed-tokens", row.assistant + cache, (), text, values)
+
+
 @RULES.rule("decode-transient")
 def what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
     """What a decode step needs for a moment."""
@@ -106,9 +132,10 @@ def what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
     if beyond * 20 < row.prefill.peak:
         return
     text = (
-        "The prefill of {prompt} tokens is what decides at batch {batch}: it needs {beyond} more than any step after "
-        "it. Reading the prompt in chunks (--chunk) may lower that."
+        "The prefill of {prompt} tokens is what decides at batch {batch}: it needs {beyond} more than any later step."
     )
+    if evidence.draft is None:
+        text += " Reading the prompt in chunks (--chunk) may lower that."
     values = {"prompt": row.prompt, "batch": row.batch, "beyond": Bytes(beyond)}
     brief = "The prefill decides at batch {batch}: it needs {beyond} more than any step after it."
     yield Finding("prefill-transient", beyond, (), text, values, brief=brief)

@@ -24,11 +24,12 @@ def generation_remedies(
     rows: Sequence[GenerationRow],
 ) -> Remedied | None:
     """Remedies for the first row that does not fit, of the first scenario that ran; None where all of them do, and for
-    a loop of one's own, which knows no other cache and no chunks.
+    a loop of one's own, which knows no other cache and no chunks, and where tokens are proposed: each try would take as
+    long as the row itself.
     """
     ran = [row for row in rows if row.estimate is not None]
     short = next((row for row in ran if row.scenario == ran[0].scenario and not row.fits), None)
-    if short is None or request.loop:
+    if short is None or request.loop or request.generations[0].draft:
         return None
     generation = next(each for each in request.generations if each.prompt == short.prompt)
     scenario = next(each for each in request.scenarios if each.name == short.scenario)

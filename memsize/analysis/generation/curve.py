@@ -53,6 +53,10 @@ class Piece:
             return self.nodes[self.high]
         return Step(self.nodes[self.low].structure, self._sizes(length))
 
+    def agrees(self, length: int, step: Step) -> bool:
+        """Whether a step that was traced is what the piece has at its length, to the byte."""
+        return _agree(self.nodes, length, step)
+
     def _sizes(self, length: int) -> Sizes:
         if len(self.nodes) == 2:
             return self.nodes[self.low].sizes + self._slope * (length - self.low)

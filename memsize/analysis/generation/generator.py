@@ -32,9 +32,11 @@ from memsize.workloads.generation import GenerationSteps
 LOOKED = 4
 """The decode steps that are traced after the prompt that was asked for, all of which count."""
 _ALL = 16
-"""New tokens up to which every step is traced."""
+"""Decode steps below which each of them is traced."""
 _BEGIN = 2
 """The decode step that all later ones are alike, in most models, but for their sizes."""
+_STEADY = 3
+"""The decode step from which on those that repeat are: none is about storages of a prefill."""
 
 _NOT_OFFLOADED = (
     "transformers offloads the cross-attention of an encoder-decoder without bringing it back to the GPU: use --cache "
@@ -123,8 +125,10 @@ class Generator:
         """A generation for `batch` sequences. Raises what running the model raises."""
         if self._is_encoder_decoder:
             generation = replace(generation, begun=1)
-        if generation.new <= _ALL or generation.is_periodic:
+        if generation.steps < _ALL or generation.is_periodic:
             return _generated(self.sample((generation, batch, None)), generation)
+        if generation.draft and (repeating := self._repeating(generation, batch)):
+            return repeating
         sample = self.sample((generation, batch, LOOKED))
         steady = _steady(sample.steps)
         if steady is None:
@@ -163,15 +167,17 @@ class Generator:
 
         With `between`, they are to be of all prompts between these too.
         """
-        if asked.new <= _ALL or asked.beams > 1 or asked.is_periodic or asked.chunk or self._is_encoder_decoder:
-            return  # the prompt of an encoder is not what the decoder reads
+        if asked.steps < _ALL or asked.beams > 1 or asked.is_periodic or asked.chunk or asked.draft:
+            return
+        if self._is_encoder_decoder:  # whose prompt is not what the decoder reads
+            return
         if batches[0] == 1 < len(batches):
             self.cover(asked, batches[:1], prompts, between=between, splits=splits)
             batches = batches[1:]
         if len(batches) * len(prompts) < 2:  # nothing is shared
             return
         apart = 1 if between or len({prompt % ALIGNED for prompt in prompts}) > 1 else ALIGNED
-        box = Box((batches[0], batches[-1]), (prompts[0], prompts[-1]), asked.new, _BEGIN, apart)
+        box = Box((batches[0], batches[-1]), (prompts[0], prompts[-1]), asked.steps + 1, _BEGIN, apart)
         if law := law_of(box, lambda places: self._beginnings(asked, box, places)):
             if (_steady(self._largest(law, asked).steps) or LOOKED) <= _BEGIN:
                 self._laws.append((replace(asked, prompt=1), law))
@@ -203,6 +209,35 @@ class Generator:
             self.samples[traced] = Sample(tuple(steps_of(trace, cached)), rest)
         return self.samples[traced]
 
+    def _repeating(self, generation: Generation, batch: int) -> Generated | None:
+        """A generation whose steps differ from one to the next and are alike after 8 of them: rows of masks are padded
+        to a multiple of 8. None where they aren't.
+
+        Traced are those at its beginning and at its end, and two in the middle that have to agree.
+        """
+        most = _STEADY + ALIGNED - 1
+        first = most + (generation.steps - most) % ALIGNED
+        if generation.steps < first + 2 * ALIGNED:
+            return None
+        middle, high = (first + generation.steps) // 2, generation.steps - ALIGNED + 1
+
+        def sample(number: int, steps: int) -> Sample:
+            return self.sample((generation.after(generation.start + number - _STEADY), batch, _STEADY + steps - 1))
+
+        begun, end = self.sample((generation, batch, first)), sample(high, ALIGNED)
+        pairs = list(zip(begun.steps[-ALIGNED:], end.steps[-ALIGNED:], strict=True))
+        lengths = range(generation.start + first - ALIGNED + 1, generation.last + 1)
+        pieces = [
+            Piece(lengths[place::ALIGNED], {lengths[place]: low, lengths[place - ALIGNED]: last})
+            for place, (low, last) in enumerate(pairs)
+        ]
+        held = dict(enumerate(sample(middle, 2).steps[-2:], generation.start + middle))
+        agreed = (pieces[(each - lengths[0]) % ALIGNED].agrees(each, step) for each, step in held.items())
+        before = zip(end.steps[-ALIGNED - _BEGIN : -ALIGNED], begun.steps[-_BEGIN:], strict=True)
+        if not all(agreed) or any(one.structure.storages != other.structure.storages for one, other in before):
+            return None
+        return _generated(begun, generation, pieces, {*held, lengths[0], lengths[-1]})
+
     def _beginnings(self, asked: Generation, box: Box, places: Sequence[Place]) -> list[Steps]:
         wanted = [_traced(asked, box, place) for place in places]
         self.ahead([each for each in wanted if each not in self.samples])
@@ -223,7 +258,8 @@ class Generator:
 
 def _traced(asked: Generation, box: Box, place: Place) -> Traced:
     """What is traced at a place: more steps of the largest, which tell from which on they are alike."""
-    generation = replace(asked, prompt=place.start, new=place.last - place.start + 1)
+    proposed = asked.draft.tokens if asked.draft else 0
+    generation = replace(asked, prompt=place.start, new=place.last - place.start + 1 + proposed)
     return generation, place.batch, LOOKED if place == box.largest else box.begin
 
 
@@ -274,7 +310,7 @@ def _steady(steps: Sequence[Step]) -> int | None:
 def _generated(
     sample: Sample, generation: Generation, pieces: Sequence[Piece] = (), lengths: Set[int] = frozenset()
 ) -> Generated:
-    traced = sample.steps[: generation.new + 1]
+    traced = sample.steps[: generation.steps + 2]
     steps = list(_run(traced, pieces, generation))
     last, before = steps[-1][0], steps[-2][0]
     return Generated(

@@ -28,9 +28,11 @@ from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.workloads.caches import CachedLayer
+from memsize.workloads.drafts import is_assistants
 from memsize.workloads.generation import DECODE, PREFILL
 
 _WEIGHTS = ("parameter", "buffer")
+_NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more than those that are taken then"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def report_generation(
 
     Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
     """
-    work = _Work(runner, prompts, request)
+    work, draft = _Work(runner, prompts, request), request.generations[-1].draft
     with collector_paused():
         with work.workers(say) as workers:
             work.cover(workers)
@@ -94,10 +96,10 @@ def report_generation(
         card=runner.gpu,
         inputs=largest.inputs,
         generation_rows=rows,
-        findings=RULES.findings(Evidence(rows, remedied)),
+        findings=RULES.findings(Evidence(rows, draft, remedied)),
         remedied=remedied,
         notes=tuple(dict.fromkeys((*notes, *largest.notes, *_beyond(runner, request.generations)))),
-        assumptions=largest.assumptions,
+        assumptions=(*largest.assumptions, *([_NONE_RIGHT] if draft else [])),
         asked=request.generations[-1].arguments,
         allocator=json.dumps(plain(request.config)),
         trace=largest,
@@ -170,6 +172,7 @@ class _Work:
         return replace(
             row,
             weights=int(numbers(trace.storages, "bytes")[places(trace.storages, "role", _WEIGHTS)].sum()),
+            assistant=_of_assistant(trace),
             prefill=prefill,
             decode=decode,
             cache=sum(layer.bytes for layer in generated.cached),
@@ -193,6 +196,13 @@ def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
     for name in names:
         held = levels[inside[phases] == name] if len(levels) else levels
         yield Phase(int(held.max()), int(held[-1])) if len(held) else Phase(0, 0)
+
+
+def _of_assistant(trace: Trace) -> int:
+    """What of the weights is the assistant's."""
+    its = {index for index, layer in enumerate(trace.layers) if is_assistants(layer.path)}
+    kept = (trace.storages[place] for place in places(trace.storages, "role", _WEIGHTS)) if its else ()
+    return sum(storage.bytes for storage in kept if storage.layer in its)
 
 
 def _kinds(generated: Generated, batch: int) -> Iterable[CachedLayers]:
