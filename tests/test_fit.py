@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import memsize
 from memsize import api
 from memsize.analysis.crossover import first_size
-from memsize.analysis.findings.fit import FitEvidence, what_fits_on_the_others
+from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
 from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, peak_has_left_the_optimizer
 from memsize.analysis.fit.footprint import Footprint, bind
 from memsize.analysis.fit.search import MOST_RUNS, Forecast, Search, largest
@@ -781,6 +781,19 @@ def test_what_binds_a_language_model_are_its_logits() -> None:
     assert row.bind.layer or row.bind.op in str(fit)
     plain = row_of(fit_of(Narrow(), "4000,64", gpu="t4"))
     assert plain.bind is not None and plain.bind.largest is not None and not plain.bind.largest.logits
+
+
+@pytest.mark.parametrize(("alive", "in_pieces"), [(8_500, True), (9_950, False), (10_100, False), (12_000, False)])
+def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pieces: bool) -> None:
+    """Of 10,000 MiB so many are alive, the 500 that are asked for included: what others leave is free in pieces where
+    those would fit into all of it together, and it is worth a word.
+    """
+    held = Bind("backward", "head", "mm", "activation", 500 * MiB, {"activation": alive * MiB})
+    row = FitRow("fp32", "fp32", "T4", 10_000 * MiB, "found", size=1, next_size=2, next_peak=99_000 * MiB, bind=held)
+    (finding,) = what_binds(FitEvidence((row,), budgets("t4"), "batch"))
+    text = f" {10_500 - alive:,}.00 MiB are free, in pieces too small for the 500.00 MiB asked for: expandable segments"
+    assert (text in finding.text()) == in_pieces
+    assert ("in pieces" in finding.text()) == in_pieces
 
 
 def test_inference_keeps_nothing() -> None:

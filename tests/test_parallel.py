@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from memsize.analysis.findings.fit import FitEvidence, gpus_needed
 from memsize.cli import run
 from memsize.device.budget import budget_of, spread_over
 from memsize.device.cards import card
+from memsize.documents.fit import overview_table, size_bars
 from memsize.errors import InputError, ScenarioError
 from memsize.ranks.blocks import blocks_of
 from memsize.records.fit import FitRow
@@ -27,6 +29,7 @@ from tests.conftest import Write
 from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most
 
 ROOT = Path(__file__).parent.parent
+TWO = Parallel("fsdp", shards=2)
 
 # -- how they are read ------------------------------------------------------------------------------------------------
 
@@ -365,10 +368,10 @@ def test_the_fewest_gpus_are_found(fitted: Any) -> None:
     assert [row.gpu for row in fitted.fit_rows] == [f"{number} x GPU of 850.00 MiB" for number in (1, 2, 4)]
     (fewest,) = [finding for finding in fitted.findings if finding.code == "fit-gpus"]
     assert fewest.text() == "Under fp32, it fits from 2 x GPU of 850.00 MiB on: batch 1 on each GPU."
-    assert fitted.findings[0].code == "fit-fits"
+    assert [finding.code for finding in fitted.findings[:2]] == ["fit-gpus", "fit-fits"]
     (budget,) = [finding for finding in fitted.findings if finding.code == "budget"]
     assert budget.text().startswith(
-        "The allocator gets 200.00 MiB before NCCL's buffers (--margin leaves room for them): each of 1 x GPU"
+        "The allocator gets 200.00 MiB before NCCL's buffers (--margin leaves room for them): each GPU of 850.00 MiB"
     )
     assert [note for note in fitted.notes if "NCCL's buffers may take up to 1,640.00 MiB" in note]
 
@@ -390,8 +393,9 @@ def test_strategies_are_compared() -> None:
     fitting = "4 x GPU of 850.00 MiB (fsdp=4) and 4 x GPU of 850.00 MiB (fsdp=4,offload)"
     assert others == f"It fits on {fitting}."
     (budget,) = [finding.text() for finding in fit.findings if finding.code == "budget"]
-    assert "each of 4 x GPU of 850.00 MiB has 850.00 MiB" in budget
-    assert "training with adamw and ddp, fsdp and fsdp,offload" in str(fit).splitlines()[0]
+    assert "each GPU of 850.00 MiB has 850.00 MiB" in budget
+    title = "training with adamw and ddp, fsdp and fsdp,offload   on 4 x GPU of 850.00 MiB"
+    assert str(fit).splitlines()[0].endswith(title)
 
 
 def test_of_strategies_on_as_many_gpus_the_one_that_leaves_most_is_told() -> None:
@@ -403,6 +407,42 @@ def test_of_strategies_on_as_many_gpus_the_one_that_leaves_most_is_told() -> Non
     rows = tuple(FitRow("fp32", "fp32", name, 1, "found", size=size) for name, size in sizes)
     (told,) = gpus_needed(FitEvidence(rows, spread, "batch"))
     assert told.text() == "Under fp32, it fits from 2 x Tesla T4 (fsdp=2) on: batch 5 on each GPU."
+
+
+def test_numbers_of_gpus_are_down_and_cards_across() -> None:
+    model = nn.Sequential(*(Block(512) for _ in range(4)))
+    options: dict[str, Any] = {"scenarios": "fp32", "gpu": "t4,h100", "train": "adamw", "batch_size": 1}
+    fit = memsize.fit(model, (512,), parallel=["fsdp", "ddp"], gpus="1..4", **options)
+    table = overview_table(fit)
+    assert [column.title for column in table.columns] == ["scenario", "strategy", "GPUs", "Tesla T4", "H100 80GB"]
+    assert [row[1:] for row in table.rows] == [
+        (strategy, number, "fits", "fits") for strategy in ("fsdp", "ddp") for number in (1, 2, 4)
+    ]
+    assert str(fit).splitlines()[0].endswith("on 1 to 4 x Tesla T4 and 1 to 4 x H100 80GB")
+    fewest = [finding.text() for finding in fit.findings if finding.code == "fit-gpus"]
+    assert fewest == [
+        "Under fp32, it fits from 1 x Tesla T4 (fsdp=1) on: batch 1 on each GPU.",
+        "Under fp32, it fits from 1 x H100 80GB (fsdp=1) on: batch 1 on each GPU.",
+    ]
+
+
+def test_cards_on_which_nothing_fits_are_told() -> None:
+    budgets = spread_over([budget_of(card(name)) for name in ("t4", "h100")], [parse_parallel("fsdp=1"), TWO])
+    kept = {"1 x Tesla T4": None, "2 x Tesla T4": None, "1 x H100 80GB": None, "2 x H100 80GB": 3}
+    rows = tuple(FitRow("fp32", "fp32", name, 1, "found" if size else "none", size=size) for name, size in kept.items())
+    assert [finding.text() for finding in gpus_needed(FitEvidence(rows, budgets, "batch"))] == [
+        "Under fp32, nothing fits on 1 to 2 x Tesla T4.",
+        "Under fp32, it fits from 2 x H100 80GB on: batch 3 on each GPU.",
+    ]
+
+
+def test_rows_of_numbers_that_follow_each_other_share_a_bar(fitted: Any) -> None:
+    rows = tuple(replace(row, status="found", size=size) for row, size in zip(fitted.fit_rows, (3, 7, 7), strict=True))
+    bars = size_bars(replace(fitted, fit_rows=rows, asked=None)).bars
+    assert [[label.text for label in bar.labels] for bar in bars] == [
+        ["fp32 on 1 x GPU of 850.00 MiB"],
+        ["fp32 on 2 to 4 x GPU of 850.00 MiB"],
+    ]
 
 
 def test_each_gpu_holds_its_share_whatever_the_number(fitted: Any) -> None:

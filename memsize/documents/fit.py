@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ from memsize.documents.versions import versions
 from memsize.errors import first_line
 from memsize.records.aggregates import traffic
 from memsize.records.finding import join_names, optimizer_in_words
-from memsize.records.fit import Bind, Budget, Fit, FitRow, Remedied, RemedyRow
+from memsize.records.fit import Bind, Budget, Fit, FitRow, Remedied, RemedyRow, gpus_in_words
 from memsize.records.roles import noun
 from memsize.records.world import Traffic
 from memsize.spec.vary import CONTEXT, UNITS
@@ -152,16 +152,11 @@ def fit_title(fit: Fit) -> Title:
     """The model, what is asked of it, how it is run and where."""
     asked = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
     how = f"training with {optimizer_in_words(fit.optimizer)}" if fit.optimizer else _generating(fit) or "inference"
-    kinds = tuple(dict.fromkeys(_without_numbers(budget.parallel) for budget in fit.budgets if budget.parallel))
+    kinds = tuple(dict.fromkeys(budget.strategy for budget in fit.budgets if budget.parallel))
     how += f" and {join_names(kinds)}" if kinds else ""
-    where = join_names(tuple(budget.name for budget in fit.budgets))
+    where = join_names(gpus_in_words(fit.budgets))
     stack = f" with {fit.stack}" if fit.stack else ""
     return Title(fit.model, ((asked,), (how,), (f"on {where}{stack}",)))
-
-
-def _without_numbers(parallel: str) -> str:
-    """A strategy without its numbers of GPUs: ``fsdp,offload`` of ``fsdp=8,offload``."""
-    return ",".join(part.partition("=")[0] for part in parallel.split(","))
 
 
 def _generating(fit: Fit) -> str:
@@ -173,7 +168,11 @@ def _generating(fit: Fit) -> str:
 
 
 def overview_table(fit: Fit) -> Table:
-    """Scenarios down, GPUs across: the largest size, or whether the one that was asked about fits."""
+    """Scenarios down, GPUs across: the largest size, or whether the one that was asked about fits. Of several numbers
+    of GPUs, those down.
+    """
+    if len({budget.gpus for budget in fit.budgets}) > 1:
+        return _by_number(fit)
     scenarios = dict.fromkeys(row.scenario for row in fit.fit_rows)
     cells = {(row.scenario, row.gpu): _answer(fit, row) for row in fit.fit_rows}
     titles = {row.scenario: row.title for row in fit.fit_rows}
@@ -186,18 +185,68 @@ def overview_table(fit: Fit) -> Table:
         (Label(name, hint=titles[name]), *(cells.get((name, budget.name), unknown) for budget in fit.budgets))
         for name in scenarios
     )
-    caption = f"Largest {fit.vary}" if fit.asked is None else f"Whether {fit.vary} {fit.asked:,} fits"
-    return Table("overview", "Overview", columns, rows, caption=caption)
+    return Table("overview", "Overview", columns, rows, caption=_overview_caption(fit))
+
+
+def _overview_caption(fit: Fit) -> str:
+    return f"Largest {fit.vary}" if fit.asked is None else f"Whether {fit.vary} {fit.asked:,} fits"
+
+
+def _by_number(fit: Fit) -> Table:
+    """Scenarios, strategies and numbers of GPUs down, cards across."""
+    cells = {(row.scenario, row.gpu): _answer(fit, row) for row in fit.fit_rows}
+    titles = {row.scenario: row.title for row in fit.fit_rows}
+    cards = tuple(dict.fromkeys(budget.one for budget in fit.budgets))
+    columns = (
+        Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
+        Column("strategy", "strategy", "text", 99, "how its training is spread"),
+        Column("gpus", "GPUs", "count", 98, "on how many"),
+        *(Column(card, card, "count", 90, f"on so many {card}") for card in cards),
+    )
+    named = {(budget.strategy, budget.gpus, budget.one): budget.name for budget in fit.budgets}
+    spread = dict.fromkeys((budget.strategy, budget.gpus) for budget in fit.budgets)
+    unknown = Missing("not run before it was interrupted")
+    rows = tuple(
+        (Label(name, hint=title), *each, *(cells.get((name, named[(*each, card)]), unknown) for card in cards))
+        for name, title in titles.items()
+        for each in spread
+    )
+    table = Table("overview", "Overview", columns, rows, caption=_overview_caption(fit))
+    return table if len({strategy for strategy, _ in spread}) > 1 else table.without("strategy")
 
 
 def size_bars(fit: Fit) -> Bars:
     """The largest size of each scenario on each GPU, where memory sets it."""
     part = Part("size", f"largest {fit.vary}", "parameter")
-    labels: dict[int, tuple[Label, ...]] = {}
+    alike: dict[int, list[FitRow]] = {}
     for row in fit.fit_rows:
         if row.size and (row.status in ("found", "open", "refused") or row.batch is not None):
-            labels[row.size] = (*labels.get(row.size, ()), _bar_label(fit, row))
-    return Bars(part.title, (part,), tuple(Bar(names, (size,)) for size, names in labels.items()), kind="count")
+            alike.setdefault(row.size, []).append(row)
+    bars = (Bar(tuple(_bar_labels(fit, rows)), (size,)) for size, rows in alike.items())
+    return Bars(part.title, (part,), tuple(bars), kind="count")
+
+
+def _bar_labels(fit: Fit, rows: Sequence[FitRow]) -> Iterator[Label]:
+    """A label for each row; one for numbers of GPUs that follow each other."""
+    place = {budget.name: number for number, budget in enumerate(fit.budgets)}
+    runs: list[list[FitRow]] = []
+    for row in rows:
+        last = runs[-1][-1] if runs else row
+        one, other = (fit.budgets[place[each.gpu]] for each in (last, row))
+        follows = place[row.gpu] == place[last.gpu] + 1 and (one.strategy, one.one) == (other.strategy, other.one)
+        if follows and other.parallel and row.name == last.name:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    for run in runs:
+        yield _bar_label(fit, run[0]) if len(run) == 1 else _label_of_several(fit, run)
+
+
+def _label_of_several(fit: Fit, rows: Sequence[FitRow]) -> Label:
+    budgets = [budget for budget in fit.budgets if budget.name in {row.gpu for row in rows}]
+    several = len({budget.strategy for budget in fit.budgets}) > 1
+    how = f" ({budgets[0].strategy})" if several else ""
+    return Label(f"{rows[0].name} on {gpus_in_words(budgets)[0]}{how}", hint=rows[0].title)
 
 
 def need_bars(fit: Fit) -> Bars:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
@@ -255,9 +255,32 @@ class Budget:
         return (self.card.kernels, self.parallel) == (other.card.kernels, other.parallel)
 
     @property
+    def one(self) -> str:
+        """One of the GPUs: ``Tesla T4`` of ``8 x Tesla T4 (fsdp=8)``."""
+        return self.name.removeprefix(f"{self.gpus} x ").removesuffix(f" ({self.parallel})")
+
+    @property
+    def strategy(self) -> str:
+        """How a training is spread, without numbers of GPUs: ``fsdp,offload`` of ``fsdp=8,offload``."""
+        return ",".join(part.partition("=")[0] for part in self.parallel.split(","))
+
+    @property
     def allocator(self) -> int:
         """The bytes that are left for PyTorch's caching allocator."""
         return min(self.device - self.context, int(self.fraction * self.device)) - self.margin
+
+
+def gpus_in_words(budgets: Iterable[Budget]) -> tuple[str, ...]:
+    """Each kind of GPU, with the numbers of them: ``1 to 128 x H100 80GB``."""
+    numbers: dict[str, list[int]] = {}
+    for budget in budgets:
+        numbers.setdefault(budget.one if budget.parallel else budget.name, []).append(
+            budget.gpus if budget.parallel else 0
+        )
+    return tuple(
+        f"{min(of):,} to {max(of):,} x {one}" if min(of) < max(of) else f"{of[0]:,} x {one}" if of[0] else one
+        for one, of in numbers.items()
+    )
 
 
 class Alike(NamedTuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Final, NamedTuple
 
 from memsize.errors import first_line
 from memsize.records.finding import Finding, Rules, layer_in_words
-from memsize.records.fit import ANSWERED, Alike, Bind, Budget, Crossing, FitRow, Remedied, Status
+from memsize.records.fit import ANSWERED, Alike, Bind, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
 from memsize.records.roles import noun
 from memsize.spec.vary import UNITS
 from memsize.units import Bytes
@@ -37,13 +38,28 @@ class FitEvidence(NamedTuple):
         """For each scenario, the row of the fewest GPUs on which something fits, where numbers of them are compared; of
         several strategies on as many, that with the largest size.
         """
-        gpus = {budget.name: budget.gpus for budget in self.budgets}
         found: dict[str, FitRow] = {}
-        several = len(set(gpus.values())) > 1
-        for row in sorted(self.rows, key=lambda row: (gpus.get(row.gpu, 1), -(row.size or 0))) if several else ():
-            if row.status in ANSWERED:
-                found.setdefault(row.scenario, row)
+        for (scenario, _), row in sorted(self.fewest_of_cards.items(), key=lambda item: self._gpus(item[1])):
+            found.setdefault(scenario, row)
         return [found[name] for name in dict.fromkeys(row.scenario for row in self.rows) if name in found]
+
+    @property
+    def fewest_of_cards(self) -> dict[tuple[str, str], FitRow]:
+        """The same for each scenario and card."""
+        cards = {budget.name: budget.one for budget in self.budgets}
+        found: dict[tuple[str, str], FitRow] = {}
+        for row in sorted(self.rows, key=lambda row: (self._gpus(row), -(row.size or 0))) if self.counts else ():
+            if row.status in ANSWERED:
+                found.setdefault((row.scenario, cards[row.gpu]), row)
+        return found
+
+    @property
+    def counts(self) -> bool:
+        """Whether numbers of GPUs are compared."""
+        return len({budget.gpus for budget in self.budgets}) > 1
+
+    def _gpus(self, row: FitRow) -> int:
+        return next((budget.gpus for budget in self.budgets if budget.name == row.gpu), 1)
 
 
 RULES = Rules[FitEvidence]()
@@ -78,6 +94,26 @@ _CROSSINGS: Final = {
         "Under {scenario}, the peak stays in the optimizer's step",
     ),
 }
+
+
+@RULES.rule("fit-gpus")
+def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
+    """The fewest GPUs on which a training fits, where several numbers of them were compared, for each card."""
+    if not evidence.counts:
+        return
+    fewest = evidence.fewest_of_cards
+    cards = dict.fromkeys(budget.one for budget in evidence.budgets)
+    ran = dict.fromkeys(row.scenario for row in evidence.rows if row.status != "unavailable")
+    for scenario, card in product(ran, cards):
+        row = fewest.get((scenario, card))
+        (gpus,) = gpus_in_words(budget for budget in evidence.budgets if budget.one == card)
+        text = f"Under {{scenario}}, {'it fits from {gpu} on: {vary} {size} on each GPU' if row else _NONE}."
+        values: dict[str, object] = {"scenario": scenario, "vary": evidence.vary, "gpus": gpus}
+        values |= {"gpu": row.gpu, "size": row.size or 0} if row else {}
+        yield Finding("fit-gpus", row.peak if row else None, (), text, values, brief=text)
+
+
+_NONE: Final = "nothing fits on {gpus}"
 
 
 @RULES.rule(*(f"fit-{status}" for status in _ANSWERS))
@@ -163,17 +199,17 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
     where = "It runs out in" if bind.request else "The peak is in"
     most, values = _largest(bind.largest)
     alive = sum(bind.roles.values())
-    apart = (row.next_peak or 0) - alive if bind.request else 0
-    cached = (
-        " Segments that nothing fits into hold {apart} beside: expandable segments may help."
-        if apart * 10 > alive
+    free = row.budget - (alive - bind.request) if bind.request else 0
+    in_pieces = (
+        " {free} are free, in pieces too small for the {request} asked for: expandable segments may help."
+        if bind.request <= free and free * 10 > alive
         else ""
     )
     yield Finding(
         "fit-binds",
         bind.roles[bind.role],
         (bind.layer,) if bind.layer else (),
-        f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{most}{cached}{adds}",
+        f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{most}{in_pieces}{adds}",
         {
             "phase": bind.phase,
             "layer": layer_in_words(bind.layer),
@@ -181,7 +217,8 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
             "role": noun(bind.role),
             "held": Bytes(bind.roles[bind.role]),
             "alive": Bytes(alive),
-            "apart": Bytes(apart),
+            "free": Bytes(free),
+            "request": Bytes(bind.request),
             "per_step": Bytes(row.per_step or 0),
             "grows_in": row.grows_in,
             "unit": UNITS.get(vary, f"step of {vary}"),
@@ -206,15 +243,6 @@ def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
     logits = ": as wide as the logits" if most.logits else ""
     values = {"count": most.tensors, "spec": str(most.spec), "together": Bytes(most.bytes)}
     return f" {many} {{together}}{logits}.", values
-
-
-@RULES.rule("fit-gpus")
-def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
-    """The fewest GPUs on which a training fits, where several numbers of them were compared."""
-    for row in evidence.fewest:
-        text = "Under {scenario}, it fits from {gpu} on: {vary} {size} on each GPU."
-        values = {"scenario": row.scenario, "gpu": row.gpu, "vary": evidence.vary, "size": row.size or 0}
-        yield Finding("fit-gpus", row.peak, (), text, values, brief=text)
 
 
 @RULES.rule("fit-fixed-cost")
@@ -358,7 +386,7 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
     for budget in evidence.budgets:  # several numbers of one card have one budget each, the same
         of_one.setdefault((budget.card, budget.device) if budget.parallel else (budget.name,), budget)
     for budget in of_one.values():
-        each = "each of " if budget.parallel else ""
+        each = "each " if budget.parallel else ""
         taken = ["the CUDA context may take {context}"] if budget.context else []
         taken += ["the allocator may take {fraction}"] if budget.fraction < 1 else []
         taken += ["the margin is {margin}"] if budget.margin else []
@@ -370,7 +398,7 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
             f"The allocator gets {{allocator}}{before}: {each}{{name}} has {{device}}{less}.",
             {
                 "allocator": Bytes(budget.allocator),
-                "name": budget.name.removesuffix(f" ({budget.parallel})"),
+                "name": budget.one,
                 "device": Bytes(budget.device),
                 "context": Bytes(budget.context),
                 "margin": Bytes(budget.margin),
