@@ -212,7 +212,11 @@ NOT_COUNTED: Final = (
         _OPT,
         "the table repeats the figures of 1,024 tokens in the rows of 2,048",
     ),
-    ("LitGPT on several GPUs", _LITGPT, "its script of that release wants FSDP1 and an older PyTorch"),
+    (
+        "LitGPT on several GPUs",
+        _LITGPT,
+        "its loop runs on today's PyTorch instead: see [one rank of many](ranks.md#beside-published-runs)",
+    ),
     (
         "Llama 3 with torchtitan",
         "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
