@@ -67,6 +67,22 @@ def fsdp(**options: Any) -> Step:
     return step
 
 
+def flat(**options: Any) -> Step:
+    """The first FSDP, whose parameters are parts of flat ones."""
+
+    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        device = next(model.parameters()).device
+        sharded = FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device, **options
+        )
+        return loop(sharded, torch.optim.AdamW(sharded.parameters(), foreach=True))
+
+    return step
+
+
 def ddp(zero: bool = False, **options: Any) -> Step:
     def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -233,6 +249,7 @@ LOOPS: dict[str, tuple[Step, int]] = {
     "fsdp": (fsdp(), WIDTH),
     "fsdp, uneven": (fsdp(), WIDTH + 1),
     "fsdp, not resharded": (fsdp(reshard_after_forward=False), WIDTH),
+    "fsdp1": (flat(), WIDTH),
     "hsdp": (hsdp, WIDTH),
     "ddp": (ddp(), WIDTH),
     "ddp, views": (ddp(gradient_as_bucket_view=True), WIDTH),

@@ -34,6 +34,7 @@ from tests.ranks import (
     Model,
     Step,
     ddp,
+    flat,
     fsdp,
     loss_parallel,
     pipeline,
@@ -120,6 +121,15 @@ def test_a_gradient_is_whole_until_it_is_reduced(sharded: Trace) -> None:
     assert most(sharded, "gradient") == PARAMETERS * 4 // 8
     # bfloat16, as its layer computed it: those of one block, or of the root's embedding and head
     assert most(sharded, "unsharded gradient") >= 2 * 2 * BLOCK
+
+
+@pytest.mark.parametrize("options", [{}, {"use_orig_params": True}])
+def test_flat_parameters_are_whole_while_a_layer_runs(options: dict[str, Any]) -> None:
+    trace = traced(flat(**options), World(2), steps=2).trace
+    # The root's, the embedding and the head, and those of two blocks: the next one's are gathered before this ends
+    assert most(trace, "gathered parameter") == 4 * (2 * 96 * WIDTH + 2 * 2 * BLOCK)
+    assert most(trace, "unsharded gradient") == 4 * 2 * BLOCK
+    assert most(trace, "gradient") == 4 * PARAMETERS // 2
 
 
 def test_collectives_are_counted_with_their_bytes(sharded: Trace) -> None:

@@ -1,9 +1,11 @@
 """What PyTorch's own sharding code does beside the run, set aside; and what its tensors are for.
 
 DTensor asks what shape a result has by running each op once more, on tensors of the whole size that are never there.
-FSDP's collectives work on buffers, from which it fills those of the gathered parameters.
+FSDP's collectives work on buffers, from which it fills those of the gathered parameters; those of its first version
+gather parameters in one flat tensor, and reduce a gradient that is as flat.
 
-Source: torch/distributed/tensor/_sharding_prop.py, torch/distributed/fsdp/_fully_shard (2.11 to 2.14).
+Source: torch/distributed/tensor/_sharding_prop.py, torch/distributed/fsdp/_fully_shard, _flat_param.py and
+_runtime_utils.py of torch/distributed/fsdp (2.11 to 2.14).
 """
 
 from __future__ import annotations
@@ -63,6 +65,13 @@ def later(ledger: Ledger, aside: Region) -> dict[str, Callable[[Any], Iterator[R
         name = "post_backward"
         yield module.FSDPParamGroup, name, _reducing(getattr(module.FSDPParamGroup, name), ledger)
 
+    def flat_parameters(module: Any) -> Iterator[Replacement]:
+        handle, name = module.FlatParamHandle, "_alloc_padded_unsharded_flat_param"
+        yield handle, name, _gathering_flat(getattr(handle, name), ledger)
+
+    def flat_gradients(module: Any) -> Iterator[Replacement]:
+        yield module, "_post_backward_hook", _reducing_flat(module._post_backward_hook, ledger)
+
     def stages(module: Any) -> Iterator[Replacement]:
         for name, replaced in (("_warmup_forward_vote", _voting), ("_warmup_backward_result", _voted)):
             if hasattr(module.PipelineStage, name):
@@ -77,6 +86,8 @@ def later(ledger: Ledger, aside: Region) -> dict[str, Callable[[Any], Iterator[R
         "torch.distributed.pipelining.stage": stages,
         "torch.distributed.tensor._sharding_prop": propagation,
         "torch.distributed.tensor._random": random_numbers,
+        "torch.distributed.fsdp._flat_param": flat_parameters,
+        "torch.distributed.fsdp._runtime_utils": flat_gradients,
         "torch.distributed.fsdp._fully_shard._fsdp_param": parameters,
         "torch.distributed.fsdp._fully_shard._fsdp_param_group": groups,
     }
@@ -112,6 +123,27 @@ def _reducing(original: Callable[..., None], ledger: Ledger) -> Callable[..., No
         for each in group.fsdp_params:
             if each.sharded_param.grad is not None:
                 ledger.mark(each.sharded_param.grad, "gradient")
+
+    return post_backward
+
+
+def _gathering_flat(original: Callable[..., torch.Tensor], ledger: Ledger) -> Callable[..., torch.Tensor]:
+    def allocate(handle: Any) -> torch.Tensor:
+        whole = original(handle)
+        ledger.mark(whole, "gathered parameter")
+        return whole
+
+    return allocate
+
+
+def _reducing_flat(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
+    def post_backward(state: Any, handle: Any, *args: Any) -> None:
+        parameter = handle.flat_param
+        if parameter.grad is not None:
+            ledger.mark(parameter.grad, "unsharded gradient" if handle.uses_sharded_strategy else "gradient")
+        original(state, handle, *args)
+        if (shard := getattr(parameter, "_saved_grad_shard", None)) is not None:
+            ledger.mark(shard, "gradient")
 
     return post_backward
 

@@ -116,10 +116,15 @@ def _as_trained(run: Run) -> Iterator[None]:
 @contextmanager
 def gradients_marked(run: Run) -> Iterator[None]:
     """While open, the gradients of the run's model are marked as they are accumulated; those of parameters that are
-    offloaded are left alone, as PyTorch copies them otherwise where somebody watches.
+    offloaded are left alone, as PyTorch copies them otherwise where somebody watches, and those of flat parameters,
+    which are whole until they are reduced.
     """
     index_of = run.ledger.index_of
-    trained = [each for each in _trainable(run.setup.model) if any(index_of(part) >= 0 for part in plain_tensors(each))]
+    trained = [
+        each
+        for each in _trainable(run.setup.model)
+        if any(index_of(part) >= 0 for part in plain_tensors(each)) and not hasattr(each, "_is_flat_param")
+    ]
     handles = [each.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for each in trained]
     try:
         yield
