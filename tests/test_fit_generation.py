@@ -12,6 +12,7 @@ import torch
 import memsize
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
+from memsize.analysis.generation.generator import Generator, Sample, Traced
 from memsize.cli import run
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
@@ -134,9 +135,20 @@ def test_each_of_two_cards_holds_a_half(target: str) -> None:
     assert logits
 
 
-def test_a_generation_that_does_not_fit_is_told_what_would(target: str) -> None:
+def test_a_generation_that_does_not_fit_is_told_what_would(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"prompt": 300, "new": 2, "scenarios": "as-given", "gpu": "t4"}
-    found = memsize.generate(target, batches=[1, 8192], **options)
+    traced: list[object] = []
+
+    def sample(generator: Generator, of: Traced) -> Sample:
+        if of not in generator.samples:
+            traced.append((generator.scenario, generator.edits, generator.runner.gpu.kernels, of))
+        return trace(generator, of)
+
+    trace = Generator.sample
+    with monkeypatch.context() as patched:
+        patched.setattr(Generator, "sample", sample)
+        found = memsize.generate(target, batches=[1, 8192], **options)
+    assert len(traced) > 2 and len(set(traced)) == len(traced)  # what is traced for the rows serves remedies too
     assert [row.fits for row in found.generation_rows] == [True, False]
     assert found.remedied is not None and (found.remedied.size, found.remedied.gpu) == (8192, "Tesla T4")
     # What it needs is what a fit of that batch says, and half of the sequences need what one of theirs does.

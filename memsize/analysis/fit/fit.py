@@ -11,19 +11,17 @@ from memsize.analysis.findings.fit import RULES, FitEvidence
 from memsize.analysis.findings.interruption import interrupted
 from memsize.analysis.fit.crossovers import crossings
 from memsize.analysis.fit.generations import MOST_SEQUENCES
-from memsize.analysis.fit.remedies import Attempts, try_optimizations
+from memsize.analysis.fit.remedies import Tries
 from memsize.analysis.fit.rows import asked_row, growing_row
 from memsize.analysis.fit.search import Search
-from memsize.analysis.fit.strategies import optimizations_of
 from memsize.analysis.fit.trials import Made, RunVariant, Trials
 from memsize.analysis.runner import is_float32
-from memsize.device.budget import larger_budgets
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.ctrl_c import found_kept
 from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
-from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied, RemedyRow
+from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.parallel import parse_parallel
@@ -81,7 +79,7 @@ def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> 
     ):
         trials.say, work.found = workers.say, workers.found
         rows = _rows(trials, request, workers)
-        remedied = _optimized(trials, request, rows, workers)
+        remedied = _optimized(work, rows, workers)
         crossed: tuple[Crossing, ...] = ()
         if request.crossovers:
             base = request.variant(request.scenarios[0], request.budgets[0])
@@ -197,11 +195,11 @@ def _alike(scenarios: Sequence[Scenario]) -> list[tuple[Scenario, ...]]:
     return list(map(tuple, groups.values()))
 
 
-class _Work:
+class _Work(Tries):
     """What a fit consists of, piece by piece; `failures` are what scenarios failed with."""
 
     def __init__(self, trials: Trials, request: FitRequest) -> None:
-        self.trials = trials
+        super().__init__(trials)
         self.request = request
         self.found: Callable[[_Answered], None] = lambda _: None
         self.failures: list[Exception] = []
@@ -238,13 +236,6 @@ class _Work:
                 break
             batch *= 2
         return rows
-
-    def alone(self, base: RunVariant, size: int, capacity: int, name: str) -> tuple[RemedyRow, Made]:
-        """What the optimization `name` does to a size of `base`, and the runs that it took."""
-        before = self.trials.made()
-        optimization = next(each for each in optimizations_of(base) if each.name == name)
-        attempts = Attempts(lambda variant: self.trials.run(variant, size), base, capacity)
-        return attempts.alone(optimization), self.trials.made(before)
 
     def _row(self, variant: RunVariant, budget: Budget, likely: int | None) -> FitRow:
         trials, request, scenario = self.trials, self.request, variant.scenario
@@ -302,8 +293,9 @@ def _width(scenario: Scenario) -> object:
 # -- optimizations and notes ------------------------------------------------------------------------------------------
 
 
-def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow], workers: Workers) -> Remedied | None:
+def _optimized(work: _Work, rows: Sequence[FitRow], workers: Workers) -> Remedied | None:
     """Optimizations of the row that does not fit what was asked, or of the first where they were asked for."""
+    trials, request = work.trials, work.request
     row = None if request.remedies is False else _short(request, rows)
     if row is None:
         return None
@@ -311,14 +303,7 @@ def _optimized(trials: Trials, request: FitRequest, rows: Sequence[FitRow], work
     budget = next(budget for budget in request.budgets if budget.name == row.gpu)
     size = request.asked or (2 * row.size if row.size else row.next_size or trials.asked)
     base = request.variant(scenario, budget)
-    alone: list[RemedyRow] = []
-    names = [each.name for each in optimizations_of(base)]
-    for remedy, made in workers.each([("alone", base, size, budget.allocator, each) for each in names]):
-        alone.append(remedy)
-        trials.adopt(made)
-    larger = larger_budgets(budget, trials.stack) if trials.generates else ()
-    attempts = Attempts(lambda variant: trials.run(variant, size), base, budget.allocator, larger)
-    return try_optimizations(attempts, size, row.gpu, parts=trials.vary.batch, alone=alone)
+    return work.remedied(workers, base, size, budget, parts=trials.vary.batch)
 
 
 def _short(request: FitRequest, rows: Sequence[FitRow]) -> FitRow | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from memsize.analysis.fit.generations import GenerationTrials
-from memsize.analysis.fit.remedies import Attempts, try_optimizations
+from memsize.analysis.fit.remedies import Tries
 from memsize.analysis.fit.trials import RunVariant
+from memsize.analysis.generation.generator import Generator
 from memsize.analysis.generation.prompts import Prompts
 from memsize.analysis.generation.report import GenerationRequest
 from memsize.analysis.runner import Runner
-from memsize.device.budget import budget_of, larger_budgets
+from memsize.device.budget import budget_of
+from memsize.internals.workers import Workers
 from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationRow
 from memsize.spec.vary import Vary
@@ -22,10 +24,11 @@ def generation_remedies(
     request: GenerationRequest,
     say: Callable[[str], None],
     rows: Sequence[GenerationRow],
+    known: Collection[Generator],
 ) -> Remedied | None:
     """Remedies for the first row that does not fit, of the first scenario that ran; None where all of them do, and for
     a loop of one's own, which knows no other cache and no chunks, and where tokens are proposed: each try would take as
-    long as the row itself.
+    long as the row itself. What the `known` generators have traced is not traced again.
     """
     ran = [row for row in rows if row.estimate is not None]
     short = next((row for row in ran if row.scenario == ran[0].scenario and not row.fits), None)
@@ -34,9 +37,13 @@ def generation_remedies(
     generation = next(each for each in request.generations if each.prompt == short.prompt)
     scenario = next(each for each in request.scenarios if each.name == short.scenario)
     batch, config, stack = short.batch, request.config, runner.stack
-    trials = GenerationTrials(runner.name, runner.model, prompts, generation, batch, Vary(), say, stack)
+    trials = GenerationTrials(runner.name, runner.model, prompts, generation, batch, Vary(), say, stack, known)
     budget = budget_of(runner.gpu, stack, config.memory_fraction)
     base = RunVariant(scenario, runner.gpu, config=config, generation=generation)
-    larger = larger_budgets(budget, stack)
-    attempts = Attempts(lambda variant: trials.run(variant, batch), base, budget.allocator, larger)
-    return try_optimizations(attempts, batch, budget.name, parts=True)
+    trials.run(base, batch)  # once, for all workers
+    tries = Tries(trials)
+    with Workers(tries, say) as workers:
+        trials.say = workers.say
+        for each in known:
+            each.say = workers.say
+        return tries.remedied(workers, base, batch, budget, parts=True)

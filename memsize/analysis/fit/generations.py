@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar, Final
@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 from torch import nn
 
 from memsize.analysis.fit.search import LIMIT
-from memsize.analysis.fit.trials import Events, Run, RunVariant, Trials
+from memsize.analysis.fit.trials import Run, RunVariant, Trials
 from memsize.analysis.generation.generator import Generator
 from memsize.analysis.generation.prompts import Prompts
 from memsize.errors import ForwardError, InputError
@@ -33,7 +33,8 @@ class GenerationTrials(Trials):
     """The generations of one model by variant and size: a batch, or the tokens of a context, the new ones included.
 
     `generation` is what is asked for; where the context varies, its prompt is where the search begins. No context
-    is looked at that is longer than the model has positions for.
+    is looked at that is longer than the model has positions for. What the `known` generators have traced is not
+    traced again.
     """
 
     generates: ClassVar = True
@@ -48,12 +49,14 @@ class GenerationTrials(Trials):
         vary: Vary,
         say: Callable[[str], None],
         stack: Stack = INSTALLED,
+        known: Iterable[Generator] = (),
     ) -> None:
         inputs = replace(prompts(generation.prompt), batch_size=batch)
         super().__init__(name, model, inputs, False, vary, say, stack=stack)
         self.generation = generation
         self._prompts = prompts
-        self._generators: dict[Events, Generator] = {}
+        self._generators = {RunVariant(each.scenario, each.runner.gpu).events: each for each in known}
+        self._derives = vary.frontier or bool(self._generators)
         self._covered: set[tuple[Generator, Generation, int]] = set()
 
     @property
@@ -87,7 +90,7 @@ class GenerationTrials(Trials):
             generation = self._of_context(generation, size)
             batch = variant.sequences or self.model_inputs.batch_size
             self._cover(generator, generation, batch, size)
-        made = (generator.derive if self.vary.frontier else generator.run)(generation, batch)
+        made = (generator.derive if self._derives else generator.run)(generation, batch)
         return made if made.exact else made.noted(_INEXACT)
 
     def _of_context(self, generation: Generation, tokens: int) -> Generation:

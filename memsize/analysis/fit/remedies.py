@@ -11,8 +11,10 @@ from typing import Final
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.optimizations import Optimization, in_parts, on
 from memsize.analysis.fit.strategies import more_gpus, optimizations_of
-from memsize.analysis.fit.trials import NotApplicable, RunVariant
+from memsize.analysis.fit.trials import Made, NotApplicable, RunVariant, Trials
+from memsize.device.budget import larger_budgets
 from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.internals.workers import Workers
 from memsize.records.fit import Budget, Remedied, RemedyRow
 
 Run = Callable[[RunVariant], Footprint]
@@ -27,6 +29,33 @@ _PAIRS: Final = 4
 """How many pairs are run where more than two optimizations would be needed otherwise."""
 _GRAIN: Final = 2 << 20
 """An optimization that saves less than one segment saves nothing that shows on the GPU."""
+
+
+class Tries:
+    """Optimizations of the variants of `trials`, each tried in whichever process has time for it."""
+
+    def __init__(self, trials: Trials) -> None:
+        self.trials = trials
+
+    def alone(self, base: RunVariant, size: int, capacity: int, name: str) -> tuple[RemedyRow, Made]:
+        """What the optimization `name` does to a size of `base`, and the runs that it took."""
+        before = self.trials.made()
+        optimization = next(each for each in optimizations_of(base) if each.name == name)
+        attempts = Attempts(lambda variant: self.trials.run(variant, size), base, capacity)
+        return attempts.alone(optimization), self.trials.made(before)
+
+    def remedied(self, workers: Workers, base: RunVariant, size: int, budget: Budget, *, parts: bool) -> Remedied:
+        """What each does to a size of `base`, found by `workers` of these tries; `parts` is as for
+        `try_optimizations`.
+        """
+        trials, alone = self.trials, []
+        names = [each.name for each in optimizations_of(base)]
+        for remedy, made in workers.each([("alone", base, size, budget.allocator, each) for each in names]):
+            alone.append(remedy)
+            trials.adopt(made)
+        larger = larger_budgets(budget, trials.stack) if trials.generates else ()
+        attempts = Attempts(lambda variant: trials.run(variant, size), base, budget.allocator, larger)
+        return try_optimizations(attempts, size, budget.name, parts=parts, alone=alone)
 
 
 def try_optimizations(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,7 +73,7 @@ def report_generation(
     request: GenerationRequest,
     notes: Sequence[str],
     say: Callable[[str], None],
-    remedies: Callable[[Sequence[GenerationRow]], Remedied | None] = lambda _: None,
+    remedies: Callable[[Sequence[GenerationRow], Collection[Generator]], Remedied | None] = lambda *_: None,
 ) -> GenerationReport:
     """The answer to `request`. A scenario that fails is reported in its own rows. `remedies` looks for what would make
     rows fit.
@@ -89,7 +89,7 @@ def report_generation(
         rows = tuple(each.row for each in found)
         if all(row.estimate is None for row in rows):
             raise next(each.error for each in found if each.error)
-        remedied = remedies(rows)
+        remedied = remedies(rows, work.generators.values())
         largest = work.trace(max(found, key=lambda each: each.row.estimate.requested if each.row.estimate else 0))
     return GenerationReport(
         model=runner.name,
