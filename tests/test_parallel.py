@@ -373,7 +373,7 @@ def test_the_fewest_gpus_are_found(fitted: Any) -> None:
     assert budget.text().startswith(
         "The allocator gets 200.00 MiB before NCCL's buffers (--margin leaves room for them): each GPU of 850.00 MiB"
     )
-    assert [note for note in fitted.notes if "NCCL's buffers may take up to 1,640.00 MiB" in note]
+    assert [note for note in fitted.notes if "NCCL's buffers may take up to 2,048.00 MiB" in note]
 
 
 def test_strategies_are_compared() -> None:

@@ -200,13 +200,13 @@ def test_hybrid_sharding_shards_within_a_node_and_reduces_between_them() -> None
 
 
 def test_nccl_takes_memory_of_the_gpu_for_each_group() -> None:
-    """Each of the two groups of hybrid sharding 0 to 1,640 MiB, beside the context's 300 to 650 MiB."""
+    """Each of the two groups of hybrid sharding 0 to 2,048 MiB, beside the context's 300 to 650 MiB."""
     step = traced(hybrid, World(8, rank=5, nodes=2))
     peak = step.peak
-    assert peak.nccl == (0, 2 * 1_640 * MiB)
-    assert peak.device == (peak.reserved + 300 * MiB, peak.reserved + (650 + 2 * 1_640) * MiB)
+    assert peak.nccl == (0, 2 * 2_048 * MiB)
+    assert peak.device == (peak.reserved + 300 * MiB, peak.reserved + (650 + 2 * 2_048) * MiB)
     (note,) = (note for note in step.trace.notes if "NCCL" in note)
-    assert "up to 3,280.00 MiB" in note and "2 groups" in note and "NVIDIA/nccl#864" in note
+    assert "up to 4,096.00 MiB" in note and "2 groups" in note and "NVIDIA/nccl#864" in note
 
 
 def test_nccl_takes_more_of_the_gpu_where_a_group_exchanges_all_to_all() -> None:
@@ -217,12 +217,12 @@ def test_nccl_takes_more_of_the_gpu_where_a_group_exchanges_all_to_all() -> None
 
         return body
 
-    assert traced(step, World(8)).peak.nccl == (0, (1_640 + 3_360) * MiB)
+    assert traced(step, World(8)).peak.nccl == (0, (2_048 + 3_360) * MiB)
     assert traced(step, World(1)).peak.nccl is None
 
 
 def test_a_run_may_not_fit_for_what_nccl_takes() -> None:
-    """14,909.44 MiB of a T4, less a context of at most 650 MiB, hold 14,000 MiB; not beside another 1,640 MiB."""
+    """14,909.44 MiB of a T4, less a context of at most 650 MiB, hold 14,000 MiB; not beside another 2,048 MiB."""
 
     def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
         def body(tokens: torch.Tensor) -> None:
@@ -231,10 +231,10 @@ def test_a_run_may_not_fit_for_what_nccl_takes() -> None:
         return body
 
     short = traced(step, World(2)).peak.shortage
-    assert short is not None and not short.certain and short.nccl == 1_640 * MiB
+    assert short is not None and not short.certain and short.nccl == 2_048 * MiB
     said = out_of_memory(short, "the run", "Tesla T4").text()
     assert said.startswith(
-        "The run may not fit on Tesla T4: if the CUDA context and NCCL's buffers take 2,290.00 MiB, "
+        "The run may not fit on Tesla T4: if the CUDA context and NCCL's buffers take 2,698.00 MiB, "
     )
     assert traced(step, World(1)).peak.shortage is None
 
