@@ -120,13 +120,13 @@ def message_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException | str) -> str:
-    """What went wrong, without where and with what: the first line that is not blank, without its full stop.
+    """What went wrong, without where and with what: the first line that is not blank, without its full stop or colon.
 
     The name of the exception's type where it says nothing.
     """
     text = error if isinstance(error, str) else message_of(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else "" if isinstance(error, str) else type(error).__name__
+    return lines[0].rstrip(".:") if lines else "" if isinstance(error, str) else type(error).__name__
 
 
 def in_one_line(error: BaseException) -> str:

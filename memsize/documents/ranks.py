@@ -15,6 +15,7 @@ from memsize.documents.sections import (
     Findings,
     Label,
     Path,
+    Remark,
     Scene,
     Section,
     Table,
@@ -110,12 +111,14 @@ def rank_table(runs: RankRuns) -> Table:
         *role_columns([group.run.peak.roles for group in runs.groups]),
     )
     rows = tuple(_cells(group, roles) for group in runs.groups)
+    below = Remark(runs.named(runs.worst), "shown below", f"no {runs.noun} needs more")
     return Table(
         "ranks",
         _title(f"{runs.noun}s"),
         columns,
         rows,
         caption=f"{_title(runs.noun)}s beside one another, each at its own peak",
+        remarks=(below,) if len(runs.groups) > 1 else (),
     )
 
 
