@@ -36,6 +36,7 @@ from tests.ranks import (
     ddp,
     flat,
     fsdp,
+    loop,
     loss_parallel,
     pipeline,
     tensor_parallel,
@@ -273,6 +274,21 @@ def test_ddp_has_buckets_beside_the_gradients_or_gradients_in_them() -> None:
     assert ends == [(0, PARAMETERS * 4), (PARAMETERS * 4, 0)]
     reduced = [each for each in beside.collectives if each.kind == "all-reduce"]
     assert sum(each.bytes for each in reduced) == 3 * PARAMETERS * 4
+
+
+def test_buckets_are_those_of_communication_where_a_hook_sends_something_else() -> None:
+    """bfloat16 copies are sent of what the buckets hold in float32."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    def step(model: nn.Module) -> Any:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+        return loop(wrapped, torch.optim.SGD(model.parameters()))
+
+    trace = traced(step, World(4)).trace
+    assert at_the_end(trace)["communication"] == PARAMETERS * 4
+    reduced = [each for each in trace.collectives if each.kind == "all-reduce"]
+    assert sum(each.bytes for each in reduced) == 3 * PARAMETERS * 2
 
 
 def test_zero_gives_whole_parameters_to_the_rank_that_has_least() -> None:

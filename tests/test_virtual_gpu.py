@@ -1039,6 +1039,22 @@ def test_a_list_of_losses_is_named_as_what_grows(tmp_path: Path) -> None:
     assert leaks.growth.holder == Holder("losses", "train.py:13", 4, True)
 
 
+def test_what_the_last_optimizer_step_works_with_is_not_left_behind(tmp_path: Path) -> None:
+    """Two of three steps keep a tensor, at the line of the optimizer, whose last step is where the events end."""
+    text = """
+        import torch
+        from torch import nn
+        model, kept = nn.Linear(512, 512).cuda(), []
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for step in range(3):
+            model(torch.ones(256, 512, device="cuda")).sum().backward()
+            kept += [torch.ones(512, 512, device="cuda")] * (step < 2); optimizer.step()
+            optimizer.zero_grad()
+        """
+    found, _ = ran(tmp_path, text)
+    assert found.steps == 3 and found.growth is None
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installed package whose `training.fit` does everything."""

@@ -219,10 +219,14 @@ def _growth(program: Program, trace: Trace) -> Growth | None:
 
 
 def _by_line(trace: Trace, place: int) -> defaultdict[str, set[int]]:
-    """The storages alive after event `place` that have no reason to stay, by the line that made them."""
+    """The storages alive after event `place` that have no reason to stay, by the line that made them.
+
+    What an optimizer works with is let go of when its step is over, of which the last step's events may end short.
+    """
     found = defaultdict[str, set[int]](set)
+    phases = {event.storage: trace.phases[event.phase] for event in trace.events[: place + 1] if event.delta > 0}
     for index in alive(trace, place):
-        if trace.storages[index].role not in _OWN:
+        if trace.storages[index].role not in _OWN and split_phase(phases[index])[0] != "optimizer":
             found[trace.line_of(index) or ""].add(index)
     return found
 

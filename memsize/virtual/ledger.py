@@ -274,6 +274,8 @@ class VirtualLedger(Ledger):
             _thread.clock = None
 
     def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        if self._in_pytorch and role == "temporary":
+            role = "communication"  # the buckets of DistributedDataParallel, whose hooks may send something else
         index = super()._open(role, size, op, dtype, shape)
         if stream := self.current_stream():
             self.streams[index] = stream
