@@ -36,6 +36,7 @@ from memsize.records.aggregates import split_phase
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import scenario_named
 from memsize.spec.subject import Subject
+from memsize.workloads import cache_limits
 from memsize.workloads.generation import GenerationSteps
 
 transformers = pytest.importorskip("transformers")
@@ -278,6 +279,8 @@ def test_a_model_of_ones_own_generates(tmp_path: Path) -> None:
         ({"prompt": 0}, "a prompt of 0: it must be at least 1"),
         ({"new": 0}, "a number of new tokens of 0"),
         ({"beams": 0}, "a number of beams of 0"),
+        ({"batches": [4, 0]}, "a batch of 0: it must be at least 1"),
+        ({"batches": []}, "a batch of 0: it must be at least 1"),
         ({"cache": "stat"}, "no cache 'stat'"),
         ({"kv_dtype": "int5"}, "no dtype of a KV cache 'int5'"),
         ({"cache": "static", "kv_dtype": "fp8"}, "a static cache keeps the dtype of the model"),
@@ -304,6 +307,41 @@ def test_a_model_of_images_that_does_not_generate() -> None:
 def test_more_tokens_than_positions_are_noted(config: Callable[..., str]) -> None:
     report = memsize.generate(config(**SMALL | {"max_position_embeddings": 16}), prompt=10, new=8, scenarios="as-given")
     assert "the model has positions for 16 tokens: its answers to 18 have no meaning" in report.notes
+
+
+def test_more_tokens_than_a_table_has_positions_are_refused() -> None:
+    entries = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+    said = "hf:gpt2 .GPT2LMHeadModel. has a table of 16 positions, and 18 tokens are asked for: take fewer"
+    with pytest.raises(InputError, match=said):
+        memsize.generate("hf:gpt2", arguments=entries, prompt=10, new=8, scenarios="as-given")
+
+
+def test_no_positions_are_no_limit() -> None:
+    """XLNet's config has -1 of them."""
+    entries = {"n_layer": 1, "d_model": 16, "n_head": 2, "d_inner": 32, "vocab_size": 50}
+    found = memsize.generate("hf:xlnet", arguments=entries, prompt=6, new=2, scenarios="as-given")
+    assert not any("positions" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "message"),
+    [
+        (T5, {"kv_dtype": "fp8"}, "quantizes no cache of an encoder-decoder: use --cache dynamic or static"),
+        (SMALL | WINDOW, {"kv_dtype": "fp8"}, "of full attention alone, and this model has sliding_attention layers"),
+        (SMALL, {"cache": "quantized"}, "a KV cache in int4 needs optimum-quanto: pip install optimum-quanto"),
+        (SMALL, {"kv_dtype": "int2"}, "a KV cache in int2 needs optimum-quanto: pip install optimum-quanto"),
+    ],
+)
+def test_caches_that_transformers_lacks_are_told_before(
+    entries: dict[str, Any],
+    options: dict[str, Any],
+    message: str,
+    config: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_limits, "_is_installed", lambda package: False)
+    with pytest.raises(InputError, match=message):
+        memsize.generate(config(**entries), prompt=8, new=4, scenarios="as-given", **options)
 
 
 def test_one_sequence_is_told_as_one(config: Callable[..., str]) -> None:

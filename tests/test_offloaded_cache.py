@@ -119,7 +119,7 @@ def test_a_host_beside_the_gpu_changes_nothing_else(cache: str | None, target: s
 def test_what_transformers_cannot_offload_is_said(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL | WINDOW))
-    with pytest.raises(memsize.ForwardError, match="True is not in list"):  # it looks for a layer without a window
+    with pytest.raises(InputError, match="no static layers with a window or a state: use --cache offloaded"):
         memsize.generate(f"hf:{path}", prompt=8, new=4, cache="offloaded_static", scenarios="as-given")
 
 

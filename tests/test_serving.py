@@ -273,6 +273,17 @@ def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
     assert memsize.serve(target, context=100, **options).remedied is None
 
 
+def test_a_step_is_run_once_for_one_model(config: Callable[..., str]) -> None:
+    """The cache's dtype and the part of the card change nothing of it."""
+    said: list[str] = []
+    options: dict[str, Any] = {"batched_tokens": 64, "seqs": 4, "scenarios": "as-given", "gpu": "t4"}
+    found = memsize.serve(config(**SMALL), context=10**8, progress=said.append, **options)
+    assert found.remedied is not None
+    assert said.count("as-given: a step of 64 tokens") == 3  # as asked, by 2 cards, on a larger card
+    most = SMALL.get("max_position_embeddings", 2048)
+    assert f"the model has positions for {most:,} tokens: vLLM takes no longer context on its own" in found.notes[0]
+
+
 def test_requests_are_told_as_exactly_as_they_are_known() -> None:
     assert Concurrency(1.0, 11.719).texts() == ("1.00", "11.71")
     assert Concurrency(0.999, 99.999).texts() == ("0.99", "99.99")
@@ -299,7 +310,7 @@ def test_a_request_that_is_longer_than_the_cache(config: Callable[..., str]) -> 
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "has an encoder"),
         (
             {"architectures": ["BertModel"], "model_type": "bert", "num_attention_heads": 4},
-            "it takes a body and a head",
+            "has no generate method: it generates no tokens",
         ),
     ],
 )

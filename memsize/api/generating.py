@@ -71,6 +71,8 @@ def generate(
     where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
     asked = select(GENERATED if scenarios is None else scenarios)
     lengths, sizes = ((each,) if isinstance(each, int) else tuple(each) for each in (prompt, batches))
+    if min(sizes, default=0) < 1:
+        raise InputError(f"a batch of {min(sizes, default=0)}: it must be at least 1")
     draft = Draft.of(assistant, lookup)
     generations = [Generation(length, new, cache, kv_dtype, beams, 0, chunk, uneven, draft) for length in lengths]
     if step is not None and (cache or kv_dtype or chunk or beams > 1 or draft):
@@ -139,7 +141,9 @@ def serve(
     with model_of(subject, say, where.name) as loaded:
         from memsize.analysis.runner import Runner
         from memsize.analysis.serving.report import Server
+        from memsize.workloads.generation import generate_of
 
+        generate_of(loaded.model, loaded.name)  # before a prompt is made, as for a generation
         prompts = prompts_of(subject, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(1), False, gpu=where, stack=software)
         return Server(runner, prompts, serving, say).report(asked, loaded.notes)

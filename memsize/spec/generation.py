@@ -125,6 +125,11 @@ class Generation:
         return self.kv_dtype in ("int4", "int2") or (self.cache == "quantized" and self.kv_dtype is None)
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether keys and values are rounded."""
+        return self.cache == "quantized" or self.kv_dtype is not None
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether the cache is on the host, but for the layers that are next."""
         return self.cache in ("offloaded", "offloaded_static")

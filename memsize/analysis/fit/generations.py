@@ -12,7 +12,7 @@ from torch import nn
 from memsize.analysis.fit.search import LIMIT
 from memsize.analysis.fit.trials import Run, RunVariant, Trials
 from memsize.analysis.generation.generator import Generator
-from memsize.analysis.generation.prompts import Prompts
+from memsize.analysis.generation.prompts import Prompts, positions
 from memsize.errors import ForwardError, InputError
 from memsize.spec.generation import Generation
 from memsize.spec.stack import INSTALLED, Stack
@@ -73,8 +73,7 @@ class GenerationTrials(Trials):
     @property
     def most(self) -> int:
         """The largest size that is looked at: of a context as many tokens as the model has positions for."""
-        positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
-        return positions if self.vary.context and isinstance(positions, int) else LIMIT
+        return (self.vary.context and positions(self.model)) or LIMIT
 
     @property
     def notes(self) -> tuple[str, ...]:

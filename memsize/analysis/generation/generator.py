@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from memsize.analysis.generation.curve import Curve, Piece
 from memsize.analysis.generation.law import ALIGNED, Box, Law, Place, Steps, law_of
-from memsize.analysis.generation.prompts import Prompts
+from memsize.analysis.generation.prompts import Prompts, positions
 from memsize.analysis.generation.steps import Step, put_together, steps_of
 from memsize.analysis.runner import Runner
 from memsize.device.config import SMALL
@@ -26,6 +26,7 @@ from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.tracing.run import Setup
 from memsize.virtual.host_memory import pinned_block
+from memsize.workloads.cache_limits import refuse_missing_cache
 from memsize.workloads.caches import CachedLayer, on_gpu_with_host
 from memsize.workloads.generation import GenerationSteps
 
@@ -38,10 +39,8 @@ _BEGIN = 2
 _STEADY = 3
 """The decode step from which on those that repeat are: none is about storages of a prefill."""
 
-_NOT_OFFLOADED = (
-    "transformers offloads the cross-attention of an encoder-decoder without bringing it back to the GPU: use --cache "
-    "dynamic or static"
-)
+_OUT_OF_RANGE = "is out of range"
+_TOO_LONG = "{} has a table of {:,} positions, and {:,} tokens are asked for: take fewer with --prompt or --new"
 
 
 class Sample(NamedTuple):
@@ -193,6 +192,7 @@ class Generator:
         """The beginning of a generation."""
         if traced not in self.samples:
             generation, batch, steps = traced
+            refuse_missing_cache(self.runner.model, generation)
             self.say(f"{self.scenario.name}, batch {batch:,}, a prompt of {generation.prompt:,}")
             cached: list[tuple[CachedLayer, ...]] = []
             edits = self.edits
@@ -202,8 +202,9 @@ class Generator:
             try:
                 trace = self.runner.given(self.prompts(generation.prompt), batch).run(workload, self.scenario)
             except ForwardError as error:
-                if generation.is_offloaded and self._is_encoder_decoder:
-                    raise InputError(_NOT_OFFLOADED) from error
+                most, tokens = positions(self.runner.model), generation.prompt + generation.new
+                if most and most < tokens and _OUT_OF_RANGE in str(error):
+                    raise InputError(_TOO_LONG.format(self.runner.name, most, tokens)) from error
                 raise
             rest = replace(trace, phases=(), storages=(), events=())
             self.samples[traced] = Sample(tuple(steps_of(trace, cached)), rest)

@@ -6,12 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+from torch import nn
+
 from memsize.model.inputs import ModelInputs, input_tensors, resized_call
 from memsize.spec.subject import Subject
 from memsize.spec.vary import parse_vary
 
 Prompts = Callable[[int], ModelInputs]
 """The inputs of a prompt of so many tokens."""
+
+
+def positions(model: nn.Module) -> int | None:
+    """How many tokens a model of transformers has positions for; None where its config does not say."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def prompts_of(subject: Subject, inputs: Callable[[Subject], ModelInputs]) -> Prompts:

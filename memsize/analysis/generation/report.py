@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from memsize.analysis.findings.generation import RULES, Evidence
 from memsize.analysis.generation.generator import Generated, Generator, Sample, Traced
-from memsize.analysis.generation.prompts import Prompts
+from memsize.analysis.generation.prompts import Prompts, positions
 from memsize.analysis.runner import Runner
 from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
@@ -108,11 +108,10 @@ def report_generation(
 
 def _beyond(runner: Runner, generations: Sequence[Generation]) -> Iterable[str]:
     """A note where the model is asked for more tokens than it has positions for."""
-    config = getattr(runner.model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None)
+    config, most = getattr(runner.model, "config", None), positions(runner.model)
     tokens = max(generation.prompt + generation.new for generation in generations)
-    if isinstance(positions, int) and tokens > positions and not getattr(config, "is_encoder_decoder", False):
-        yield f"the model has positions for {positions:,} tokens: its answers to {tokens:,} have no meaning"
+    if most and tokens > most and not getattr(config, "is_encoder_decoder", False):
+        yield f"the model has positions for {most:,} tokens: its answers to {tokens:,} have no meaning"
 
 
 class _Work:

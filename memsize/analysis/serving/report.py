@@ -6,14 +6,14 @@ It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/wor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import torch
 
 from memsize.analysis.findings.serving import RULES
-from memsize.analysis.generation.prompts import Prompts
+from memsize.analysis.generation.prompts import Prompts, positions
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.blocks import STATE, BlockLayout, block_layout, state_bytes
 from memsize.analysis.serving.remedies import Served, try_remedies
@@ -45,6 +45,7 @@ _ASSUMED = (
     "the largest step runs transformers' own forward: the fused kernels of a server need less between its layers",
     "CUDA graphs come on top of what the server may take, and so do adapters and the models of speculative decoding",
 )
+_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it"
 _STATEFUL = ("linear", "mamba", "recurrent", "conv")
 """Words in the names of layers that keep a state."""
 _PLAIN = (
@@ -61,13 +62,15 @@ class Server:
     prompts: Prompts
     serving: Serving
     say: Callable[[str], None] = lambda _: None
+    _profiles: dict[tuple[object, ...], tuple[int, int]] = field(default_factory=dict)
+    """The weights of each model that was looked at, and what its largest step needs beyond them."""
 
     def report(self, scenarios: Sequence[Scenario], notes: Sequence[str]) -> ServingReport:
         """One row for each scenario. Raises `InputError` where the model's cache is not covered, and what running the
         model raises where it runs under no scenario.
         """
         config = _text_config(self.runner)
-        context = self._context(config)
+        context = self._context()
         rows: list[ServingRow] = []
         layouts: list[BlockLayout] = []
         errors: list[Exception] = []
@@ -94,7 +97,7 @@ class Server:
             serving_rows=tuple(rows),
             remedied=remedied,
             findings=RULES.findings((tuple(rows), asked, self.runner.gpu, self._budget, remedied)),
-            notes=tuple(dict.fromkeys((*notes, *layouts[0].notes(self.serving.block)))),
+            notes=tuple(dict.fromkeys((*notes, *self._beyond(context), *layouts[0].notes(self.serving.block)))),
             assumptions=(*_ASSUMED, *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else [])),
         )
 
@@ -114,11 +117,17 @@ class Server:
 
         return try_remedies(Served(self.runner, self.serving, scenario), context, needs)
 
-    def _context(self, config: Any) -> int:
-        context = self.serving.context or getattr(config, "max_position_embeddings", None)
-        if not isinstance(context, int):
+    def _context(self) -> int:
+        context = self.serving.context or positions(self.runner.model)
+        if context is None:
             raise InputError(f"{self.runner.name} does not say how long a request may be: give --context")
         return context
+
+    def _beyond(self, context: int) -> Iterator[str]:
+        """A note where a request is longer than the model has positions for."""
+        most = positions(self.runner.model)
+        if most and context > most:
+            yield f"the model has positions for {most:,} tokens: vLLM takes no longer context on its own ({_ALLOWED})"
 
     def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
         """The blocks of the cache, from one more token in the model's own."""
@@ -141,14 +150,9 @@ class Server:
         return block_layout(layers, window, self.serving.block, self.runner.name)
 
     def _row(self, row: ServingRow, scenario: Scenario, layout: BlockLayout, context: int) -> ServingRow:
-        self.say(f"{scenario.name}: a step of {self.serving.batched_tokens:,} tokens")
-        serving = self.serving
-        length = serving.batched_tokens // serving.rows
-        texts = -(-serving.batched_tokens // length)
-        runner = self.runner.given(self.prompts(length), texts)
-        trace = runner.run(ProfileRun(serving.rows, serving.tp), scenario)
-        weights = sum(storage.bytes for storage in trace.storages if storage.role in _WEIGHTS)
-        profile = estimate_gpu(trace, runner.gpu).allocated - weights
+        serving, runner = self.serving, self.runner
+        run = runner, scenario, serving.batched_tokens, serving.rows, serving.tp
+        weights, profile = self._profiles.get(run) or self._profiles.setdefault(run, self._profiled(scenario))
         outside = Interval(LEAST_OUTSIDE, context_on(runner.gpu, runner.stack.cuda).high)
         left = [self._budget - weights - profile - taken for taken in reversed(outside)]
         row = replace(row, weights=weights, profile=profile, non_torch=outside)
@@ -156,6 +160,17 @@ class Server:
             return replace(row, shortage=layout.block_bytes - left[1])
         available = Interval(max(left[0], 0), left[1])
         return replace(row, paged=layout.paged(available, serving, context))
+
+    def _profiled(self, scenario: Scenario) -> tuple[int, int]:
+        """The bytes of the weights, and what the largest step needs beyond them."""
+        self.say(f"{scenario.name}: a step of {self.serving.batched_tokens:,} tokens")
+        serving = self.serving
+        length = serving.batched_tokens // serving.rows
+        texts = -(-serving.batched_tokens // length)
+        runner = self.runner.given(self.prompts(length), texts)
+        trace = runner.run(ProfileRun(serving.rows, serving.tp), scenario)
+        weights = sum(storage.bytes for storage in trace.storages if storage.role in _WEIGHTS)
+        return weights, estimate_gpu(trace, runner.gpu).allocated - weights
 
 
 def _starts(row: ServingRow) -> bool:
