@@ -79,8 +79,10 @@ def asked(sizes: Sequence[int], *collectives: Collective) -> tuple[list[int], Ra
         ([3, 2], [0, 1], [range(1), range(1, 2)]),
         # Ten rows on four ranks: 3, 3, 3 and 1.
         ([3, 3, 3, 1], [0, 1, 2, 3], [range(3), range(3, 4)]),
-        # 0 to 7 and 8 to 15 are the same each, which takes their ends to know, and whether just rank 0 is another.
-        ([3] * 8 + [2] * 8, [0, 1, 7, 8, 15], [range(8), range(8, 16)]),
+        # Whether just rank 0 is another; then the middle of 1 to 15, of 1 to 8, and of 5 to 8.
+        ([3] * 8 + [2] * 8, [0, 1, 5, 7, 8, 15], [range(8), range(8, 16)]),
+        # The last alone is another: halves of 1 to 63 towards it.
+        ([3] * 63 + [2], [0, 1, 32, 48, 56, 60, 62, 63], [range(63), range(63, 64)]),
         ([4] + [3] * 15, [0, 1, 15], [range(1), range(1, 16)]),
     ],
 )

@@ -22,8 +22,6 @@ from memsize.records.trace import Trace
 from memsize.records.world import ALONE, World
 
 _MESSAGES: Final = frozenset(("send", "receive"))
-_MOST: Final = 2
-"""How many ranks are run before it is known whether others have to be."""
 
 
 class RankProcesses:
@@ -90,20 +88,21 @@ def run_ranks(
 def distinct(processes: RankProcesses) -> dict[int, int]:
     """Run the ranks by which the others are known: for each of these, one that was run and is the same."""
     known: dict[int, int] = {}
-    parts = [range(processes.size)]
+    made, parts = processes.made, [(0, processes.size - 1)]
+    processes.run(parts[0])
     while parts:
-        processes.run([rank for part in parts for rank in (part[0], part[-1])])
-        if any(_is_stage(run) for run in processes.made.values()):
+        if any(_is_stage(run) for run in made.values()):
             processes.run(range(processes.size))
             return {}
-        again: list[range] = []
-        for part in parts:
-            if _same(processes.made[part[0]], processes.made[part[-1]]):
-                known |= dict.fromkeys(part[1:-1], part[0])
-            elif len(part) > _MOST:
-                middle = len(part) // 2 if part[0] else 1
-                again += [part[:middle], part[middle:]]
-        parts = again
+        cut: list[tuple[int, int]] = []
+        for low, high in parts:
+            if _same(made[low], made[high]):
+                known |= dict.fromkeys(range(low + 1, high), low)
+            elif high - low > 1:
+                middle = (low + high + 1) // 2 if low else 1
+                cut += [(low, middle), (middle, high)]
+        processes.run([rank for part in cut for rank in part])
+        parts = cut
     return known
 
 
