@@ -41,11 +41,11 @@ EAGER: Final = ModuleLoading(
 _LAZY_SINCE: Final = (11, 7)
 
 COMMUNICATOR: Final = Interval(0, 2_048 * MiB)
-"""What NCCL takes for each group of processes that communicate. Nothing where GPUs can only exchange through the memory
-of the host, where the buffers are then. With NVLink, 544 and 688 MB were measured on A100s (NVIDIA/nccl#964), about 1.6
-GB for one group and 6 GB for "three or more" (#864), which is 2 GB each, 1.79 GiB for all groups of a server on two GPUs
-(vllm-project/vllm#10511), and 958 MiB for those of one on eight (#46234). By NCCL's defaults each channel has 9.19 MiB
-for each peer that it receives from: 4 MiB, 0.5 and 4.69 MiB for its three protocols.
+"""What NCCL takes for each group of processes that communicate. Nothing where GPUs can only exchange through the
+memory of the host, where the buffers are then. With NVLink, 544 and 688 MB were measured on A100s (NVIDIA/nccl#964),
+about 1.6 GB for one group and 6 GB for "three or more" (#864), which is 2 GB each, 1.79 GiB for all groups of a server
+on two GPUs (vllm-project/vllm#10511), and 958 MiB for those of one on eight (#46234). By NCCL's defaults each channel
+has 9.19 MiB for each peer that it receives from: 4 MiB, 0.5 and 4.69 MiB for its three protocols.
 """
 ALL_TO_ALL: Final = Interval(0, 3_360 * MiB)
 """What is added where such a group exchanges all to all, with channels to every peer: on eight H100s, what is taken
