@@ -436,6 +436,19 @@ def test_no_card_for_all() -> None:
     assert "sweep-no-card" in {finding.code for finding in RULES.findings([*rows, *more])}
 
 
+def test_only_what_was_asked_for_all_cells_may_be_the_smallest() -> None:
+    """A training is spread over two and four GPUs, another model is on one: no number of them was asked for both."""
+    options: dict[str, Any] = {"gpu_bytes": 16 * GiB, "roles": {"parameter": 1}}
+    spread = [
+        SweepRow({"target": "a:A", "parallel": f"fsdp={n}", "gpu": "T4"}, "fits", gpus=n, **options) for n in (2, 4)
+    ]
+    alone = SweepRow({"target": "b:B", "gpu": "T4"}, "fits", **options)
+    codes = {finding.code for finding in RULES.findings([*spread, alone])}
+    assert not codes & {"sweep-smallest-card", "sweep-no-card"}
+    (found,) = (each for each in RULES.findings(spread) if each.code == "sweep-smallest-card")
+    assert found.text() == "The fewest GPUs that fit all are 2 x T4."
+
+
 def test_parquet(folder: Path) -> None:
     pandas, sweep = pytest.importorskip("pandas"), made_by_hand()
     pytest.importorskip("pyarrow")

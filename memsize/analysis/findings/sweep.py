@@ -31,9 +31,11 @@ def what_fits(rows: Rows) -> Iterator[Finding]:
 
 @RULES.rule("sweep-smallest-card", "sweep-no-card")
 def the_smallest_card(rows: Rows) -> Iterator[Finding]:
-    """Where several cards, or numbers of them, were asked about: the least on which all fits."""
-    cards = _by_card(_ran(rows))
-    if len(cards) < 2:
+    """Where several cards, or numbers of them, were asked about the same: the least on which all fits."""
+    asked = {_question(row) for row in _ran(rows)}
+    every = _by_card(_ran(rows))
+    cards = {name: found for name, found in every.items() if {_question(row) for row in found} == asked}
+    if len(every) < 2 or not cards:
         return
     enough = next((name for name, found in cards.items() if all(row.outcome == "fits" for row in found)), None)
     if enough is None:
@@ -84,6 +86,13 @@ def what_failed(rows: Rows) -> Iterator[Finding]:
         text = "{failed} could not be run ({targets}): {reason}."
         values = {"failed": failed, "targets": targets, "reason": reason}
         yield Finding("sweep-failed", None, (), text, values, brief=text if number == 0 else "")
+
+
+def _question(row: SweepRow) -> frozenset[tuple[str, str]]:
+    """What a cell asks of a card, or of a number of them: its settings beside those."""
+    asked = {key: str(value) for key, value in row.settings.items() if key != "gpu"}
+    strategy = ",".join(part.partition("=")[0] for part in asked.get("parallel", "").split(","))
+    return frozenset((asked | {"parallel": strategy}).items())
 
 
 def _ran(rows: Rows) -> list[SweepRow]:
