@@ -90,6 +90,16 @@ def test_many_names_are_counted() -> None:
     assert row.startswith("scenario-0 +4")
 
 
+def test_names_are_whole_where_nothing_else_needs_the_room() -> None:
+    name = "bf16 on 1 x H100 80GB (fsdp=1)"
+    plain = Bars("largest batch", (Part("batch", "batch", "parameter"),), (Bar((Label(name),), (418,)),), kind="count")
+    # Two fifths of 75 columns are its 30 letters; with figures beside it a name has 22.
+    assert next(line for line in lines(plain, "MiB", 75) if "█" in line).startswith(f"{name}  █")
+    assert next(line for line in lines(plain, "MiB", 74) if "█" in line).startswith("bf16 on 1 x H100 80G…(fsdp=1)  █")
+    parted = replace(TWO, bars=(replace(TWO.bars[0], labels=(Label(name),)), TWO.bars[1]))
+    assert any(line.startswith("bf16 on 1 x H…(fsdp=1)  ") for line in lines(parted, "MiB", 100))
+
+
 SIZES = st.lists(st.integers(0, 2**40), min_size=len(ROLES), max_size=len(ROLES))
 
 

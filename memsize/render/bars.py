@@ -19,7 +19,7 @@ LEAST: Final = 10
 """How long the longest bar is at least, before a part loses its figures to the column of the others."""
 MOST: Final = 60
 LABEL: Final = 22
-"""How wide the names of what a bar stands for may be."""
+"""How wide the names of what a bar stands for may be, beside the figures of its parts."""
 _END: Final = 8
 """How many letters of a longer name's end are kept."""
 _TITLE: Final = 10
@@ -51,7 +51,8 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
 
     Parts are told apart by their marks, or in `colour` by their roles.
     """
-    names = _Column(_names_title(bars, unit), tuple(_names(bar) for bar in bars.bars))
+    label = max(LABEL, (width or WIDTH) * 2 // 5) if _plain(bars) else LABEL
+    names = _Column(_names_title(bars, unit, label), tuple(_names(bar, label) for bar in bars.bars))
     totals = _Column((), tuple(_draw(bars, bar.total, unit) for bar in bars.bars))
     shown = _shown(bars, unit, (width or WIDTH) - names.width - totals.width - 2 * len(_GAP) - LEAST)
     marks = _marks(bars, shown)
@@ -99,22 +100,22 @@ def _inked(line: str, bars: Bars, marks: dict[int, str], colour: bool) -> str:
     return line
 
 
-def _names(bar: Bar) -> str:
-    """All that a bar stands for, or as many as there is room for, and how many more."""
+def _names(bar: Bar, width: int) -> str:
+    """All that a bar stands for in at most `width` characters, or as many as there is room for, and how many more."""
     names = [draw_cell(label, "") for label in bar.labels]
     for count in range(len(names), 0, -1):
         more = f" +{len(names) - count}" if count < len(names) else ""
         text = f"{', '.join(names[:count])}{more}"
-        if len(text) <= LABEL:
+        if len(text) <= width:
             return text
     # Bars of one model differ in how their names end.
     end = names[0][-_END:]
-    return names[0] if columns_of(names[0]) <= LABEL else shorten(names[0], LABEL - columns_of(end)) + end
+    return names[0] if columns_of(names[0]) <= width else shorten(names[0], width - columns_of(end)) + end
 
 
-def _names_title(bars: Bars, unit: str) -> tuple[str, ...]:
+def _names_title(bars: Bars, unit: str, width: int) -> tuple[str, ...]:
     title = f"{bars.title}, {unit}" if bars.kind == "bytes" else bars.title
-    return tuple(textwrap.wrap(printable(title), LABEL))
+    return tuple(textwrap.wrap(printable(title), width))
 
 
 def _draw(bars: Bars, size: int, unit: str) -> str:
