@@ -19,6 +19,7 @@ from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps
 from memsize.errors import InputError
 from memsize.records.trace import Trace
 from memsize.spec.stack import INSTALLED, NEWEST, OLDEST, Stack
+from tests.test_ranks import most
 
 MiB = 1 << 20
 CUBLAS = 8_519_680
@@ -255,3 +256,42 @@ def test_flash_attention_lays_its_result_out_as_in_the_release() -> None:
     }
     assert kept["torch=2.1"] == kept["torch=2.2"] + 2 * 8 * 64 * 2
     assert kept["torch=2.2"] == kept[None]
+
+
+TRAINING = """
+import torch
+from torch import nn
+from tests.test_stack import SelfAttention
+
+model = SelfAttention().half().cuda()
+optimizer = torch.optim.SGD(model.parameters())
+model(torch.randn(2, 8, 64, device="cuda").half()).sum().backward()
+optimizer.step()
+"""
+
+
+def test_a_script_runs_with_a_stack(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    old, new = (memsize.run(script, gpu="a100", stack=stack) for stack in ("torch=2.1,cuda=11.6", None))
+    assert most(old.trace, "activation") == most(new.trace, "activation") + 2 * 8 * 64 * 2
+    outside = [run.peak.device.low - run.peak.reserved for run in (old, new)]
+    assert outside == [EAGER.context.low, LAZY.context.low]
+    assert (old.trace.stack, new.trace.stack) == ("torch=2.1,cuda=11.6", "")
+    assert "on A100 40GB with torch=2.1,cuda=11.6" in str(old).splitlines()[0]
+    assert run(["run", "--stack", "torch=2.6", "-f", "json", str(script)]) == 0
+    assert json.loads(capsys.readouterr().out)["stack"] == "torch=2.6"
+    for refused in (["--stack", "torch=3.0"], ["--stack", "torch=2.0", "--allocator", "expandable_segments:True"]):
+        assert run(["run", *refused, str(script)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_rank_has_the_kernels_of_its_stack():
+    model, x = SelfAttention().half(), torch.randn(2, 8, 64).half()
+    saved = {
+        stack: memsize.trace(
+            model, input_data=x, optimizer="sgd", parallel="ddp=2", gpu="a100", stack=stack
+        ).peak.roles["activation"]
+        for stack in ("torch=2.1", None)
+    }
+    assert saved["torch=2.1"] == saved[None] + 2 * 8 * 64 * 2

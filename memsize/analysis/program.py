@@ -30,6 +30,7 @@ from memsize.records.gpu import Card
 from memsize.records.program import Growth, Holder, KeptGradients, LiveTensor, ProgramRun, WentOn
 from memsize.records.trace import Trace
 from memsize.records.world import World
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.virtual.files import Files
 from memsize.virtual.holders import Held
 from memsize.virtual.kept import Kept
@@ -56,15 +57,17 @@ def run_program(
     allow_writes: bool = False,
     world: World | None = None,
     bounded: bool = True,
+    stack: Stack = INSTALLED,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[ProgramRun, BaseException | None]:
     """Run a script (or a module) with its own arguments, as one process of `world` if it is named; `say` is called with
-    what it is doing. Where it is not `bounded`, nothing is too large for the card.
+    what it is doing. Where it is not `bounded`, nothing is too large for the card, whose software is `stack`.
 
     The error that it ended with, if any, comes with the run.
     """
     files = Files(allow_writes)
-    program = Program(path, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world, bounded)
+    taken = workspaces(card, plans_of(card), stack)
+    program = Program(path, card, taken, config, steps, files, snapshot, world, bounded, stack)
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     name = Path(path).name

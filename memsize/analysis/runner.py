@@ -41,12 +41,6 @@ _LATE = "the forward registers {}: the model is shown as it is after a first for
 _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
-_STACK = (
-    "cuBLAS's workspaces, the layout of flash attention's result, the caching allocator's settings and the CUDA "
-    "context are those of {}; the other kernels, autocast's policy, the optimizers and cuDNN are those of the "
-    "PyTorch {} that is installed here"
-)
-
 _HeldAs = tuple[str | None, bool]
 """How a scenario holds the parameters, unless it quantizes them: their dtype, and whether norms stay as they are."""
 
@@ -187,7 +181,7 @@ class Runner:
         cast = (_CAST.format(dtype_name(floating)),) if floating is not None else ()
         hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
         late = (_LATE.format(join_names(self.late)),) if self.late else ()
-        stack = _STACK.format(self.stack, torch.__version__) if str(self.stack) else None
+        stack = self.stack.note(str(torch.__version__))
         return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note, stack)))
 
     @cached_property

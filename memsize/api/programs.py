@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memsize.records.program import ProgramRun
     from memsize.records.ranks import RankRuns, Which
     from memsize.records.world import World
+    from memsize.spec.stack import Stack
 
 
 @overload
@@ -26,6 +27,7 @@ def run(
     steps: int = ...,
     module: bool = ...,
     config: AllocatorConfig | str | None = ...,
+    stack: Stack | str | None = ...,
     allow_writes: bool = ...,
     gpus: int | None = ...,
     nodes: int = ...,
@@ -44,6 +46,7 @@ def run(
     steps: int = ...,
     module: bool = ...,
     config: AllocatorConfig | str | None = ...,
+    stack: Stack | str | None = ...,
     allow_writes: bool = ...,
     gpus: int,
     nodes: int = ...,
@@ -62,6 +65,7 @@ def run(
     steps: int = 3,
     module: bool = False,
     config: AllocatorConfig | str | None = None,
+    stack: Stack | str | None = None,
     allow_writes: bool = False,
     gpus: int | None = None,
     nodes: int = 1,
@@ -76,7 +80,8 @@ def run(
     ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the
     GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone
     unless `allow_writes` is set. `gpu` and `config` are as for `trace`; without a `config`, the allocator's settings
-    are those that ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF`` holds when the script first uses it.
+    are those that ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF`` holds when the script first uses it. `stack` is
+    its PyTorch and CUDA, as for `trace`.
 
     `gpus` is for a script that ``torchrun`` starts once for each GPU: how many there are on all `nodes` together. It
     is run as process `rank` of them. With ``"all"`` each rank is run, in a process of its own where the platform forks,
@@ -95,8 +100,10 @@ def run(
     from memsize.errors import ForwardError
     from memsize.records.gpu import DEFAULT_GPU
     from memsize.spec.ranks import asked_world
+    from memsize.spec.stack import Stack
 
-    where, settings = card(gpu or DEFAULT_GPU), AllocatorConfig.given(config)
+    where, software = card(gpu or DEFAULT_GPU), Stack.of(stack)
+    settings = AllocatorConfig.given(config, software.release)
     world = asked_world(gpus, nodes, rank, one_process)
     path = os.fspath(script)
     run_rank = partial(
@@ -108,6 +115,7 @@ def run(
         steps=steps,
         module=module,
         allow_writes=allow_writes,
+        stack=software,
     )
     if world is not None and not isinstance(rank, int):
         if not module:

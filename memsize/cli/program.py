@@ -13,7 +13,14 @@ from typing import Any
 import click
 
 from memsize.cli.messages import say
-from memsize.cli.options import WITH_SNAPSHOT, allocator_option, gpu_option, jobs_option, output_options_for
+from memsize.cli.options import (
+    WITH_SNAPSHOT,
+    allocator_option,
+    gpu_option,
+    jobs_option,
+    output_options_for,
+    stack_option,
+)
 from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
@@ -26,6 +33,7 @@ from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankRuns
 from memsize.spec.ranks import asked_world, parse_rank
+from memsize.spec.stack import Stack
 
 _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
 _LAUNCHERS = frozenset(("torchrun", "accelerate", "deepspeed", "mpirun"))
@@ -64,6 +72,7 @@ writes_option = click.option(
     """,
 )
 @gpu_option
+@stack_option
 @allocator_option
 @steps_option
 @click.option("-m", "module", is_flag=True, help="PROGRAM is a module, as for python -m.")
@@ -84,6 +93,7 @@ writes_option = click.option(
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
     gpu: str | None,
+    stack: str | None,
     allocator: str | None,
     steps: int,
     module: bool,
@@ -102,7 +112,8 @@ def run(
     Its tensors on the GPU take their place in a simulated memory and hold no values; everything else is the program's
     own. It is stopped after a few optimizer steps. PROGRAM may also be a saved run.
     """
-    where, config, which = card(gpu or DEFAULT_GPU), AllocatorConfig.given(allocator), parse_rank(rank)
+    where, software, which = card(gpu or DEFAULT_GPU), Stack.of(stack), parse_rank(rank)
+    config = AllocatorConfig.given(allocator, software.release)
     world = asked_world(gpus, nodes, which, one_process)
     if not module and is_saved(program):
         if arguments:
@@ -112,7 +123,7 @@ def run(
         _answer(load_kind(program, ProgramRun.kind, RankRuns.kind), output)
         return 0
     _check_started(program, module)
-    options: dict[str, Any] = {"steps": steps, "module": module, "allow_writes": allow_writes}
+    options: dict[str, Any] = {"steps": steps, "module": module, "allow_writes": allow_writes, "stack": software}
     if isinstance(which, int):
         return _run_one(program, arguments, where, config, options | {"world": world}, output)
     from memsize import api

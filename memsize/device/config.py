@@ -103,10 +103,10 @@ class AllocatorConfig:
         return None if settings is None else cls.of(settings, release)
 
     @classmethod
-    def of_environment(cls, environment: Mapping[str, str]) -> AllocatorConfig:
+    def of_environment(cls, environment: Mapping[str, str], release: Release | None = None) -> AllocatorConfig:
         """The settings that a PyTorch process started in `environment` would use."""
         try:
-            return cls.parse(settings_in(environment))
+            return cls.parse(settings_in(environment), release)
         except InputError as error:
             raise InputError(f"the environment's {' or '.join(_VARIABLES)}: {error}") from None
 

@@ -101,6 +101,7 @@ class ProgramDocument(Document[ProgramRun]):
             "program": run.program,
             "gpu": run.card.name,
             "gpu_bytes": run.card.bytes,
+            "stack": run.trace.stack or None,
             "capacity": run.capacity,
             "steps": run.steps,
             "stopped": run.stopped,
@@ -141,7 +142,8 @@ def program_title(run: ProgramRun) -> Title:
     """The program's command line, how far it ran, and where."""
     steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
     ranks = ((str(run.trace.world),),) if run.trace.world.size > 1 else ()
-    return Title(run.program, (*ranks, (steps,), (f"on {run.card.name}",)))
+    stack = f" with {run.trace.stack}" if run.trace.stack else ""
+    return Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",)))
 
 
 def module_table(run: ProgramRun) -> Table:

@@ -17,6 +17,12 @@ NEWEST: Final[Release] = (2, 14)
 _CUDA: Final = (11, 13)
 """The first and the last major release of CUDA that those were built with."""
 
+_NOTE: Final = (
+    "cuBLAS's workspaces, the layout of flash attention's result, the caching allocator's settings and the CUDA "
+    "context are those of {}; the other kernels, autocast's policy, the optimizers and cuDNN are those of the "
+    "PyTorch {} that is installed here"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:
@@ -54,6 +60,10 @@ class Stack:
     def __str__(self) -> str:
         versions = {"torch": self.torch, "cuda": self.cuda}
         return ",".join(f"{name}={version}" for name, version in versions.items() if version)
+
+    def note(self, installed: str) -> str | None:
+        """What follows it, and what stays that of the `installed` PyTorch; None for the installed one itself."""
+        return _NOTE.format(self, installed) if str(self) else None
 
     @property
     def release(self) -> Release | None:

@@ -22,6 +22,7 @@ import torch
 
 from memsize.device.config import AllocatorConfig
 from memsize.records.gpu import Card
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.virtual.memory import DeviceMemory
 from memsize.virtual.seat import SEAT, check_index
 
@@ -174,7 +175,7 @@ class _Current(threading.local):
 
 @dataclass
 class Driver:
-    """The GPU `card` with its `memory`, as PyTorch's functions in C++ would answer for it.
+    """The GPU `card` with its `memory` and software `stack`, as PyTorch's functions in C++ would answer for it.
 
     `snapshot` makes what `torch.cuda.memory._snapshot` returns.
     """
@@ -182,6 +183,7 @@ class Driver:
     card: Card
     memory: DeviceMemory
     snapshot: Callable[[], dict[str, Any]] = lambda: {"segments": [], "device_traces": [[]]}
+    stack: Stack = INSTALLED
     seed: torch.Generator = field(default_factory=torch.Generator)
     _current: _Current = field(default_factory=_Current)
 

@@ -13,6 +13,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.device.context import context
 from memsize.records.gpu import Card
 from memsize.records.world import World
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run import Machine, Setup
 from memsize.virtual.driver import Driver
@@ -35,13 +36,13 @@ class VirtualMachine(Machine):
 
     def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
         assert isinstance(ledger, VirtualLedger)
-        return (self._gpu(ledger),)
+        return (self._gpu(ledger, setup.stack),)
 
-    def _gpu(self, ledger: VirtualLedger) -> AbstractContextManager[None]:
+    def _gpu(self, ledger: VirtualLedger, stack: Stack = INSTALLED) -> AbstractContextManager[None]:
         memory = DeviceMemory(
             self.card.bytes, context().low, AllocatorConfig, ledger.events, ledger.streams, bounded=False
         )
-        return virtual_gpu(Driver(self.card, memory), ledger, world=self.world)
+        return virtual_gpu(Driver(self.card, memory, stack=stack), ledger, world=self.world)
 
 
 @contextmanager

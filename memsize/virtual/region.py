@@ -88,7 +88,8 @@ def virtual_gpu(
         regions.enter_context(there(SEAT))
         for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
             regions.enter_context(region)
-        semantics = regions.enter_context(gpu_semantics(ledger, capability=driver.card.capability))
+        kernels = gpu_semantics(ledger, capability=driver.card.capability, release=driver.stack.release)
+        semantics = regions.enter_context(kernels)
         ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World()), *more)

@@ -22,6 +22,7 @@ from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
 from memsize.records.trace import Failure, Layer, StoredTensor, Trace
 from memsize.records.world import World
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import Seen
 from memsize.tracing.run import layer_rows
@@ -55,7 +56,7 @@ class Program:
 
     `config` holds the settings of the caching allocator; None: those that the environment has when it is first used.
     `world` is the job of which it is one process (None: it was started alone). Where it is not `bounded`, nothing is
-    too large for the card.
+    too large for the card. `stack` is the software on the GPU.
 
     `snapshot` makes of what has run what `torch.cuda.memory._snapshot` returns.
     """
@@ -71,11 +72,13 @@ class Program:
         snapshot: Callable[[Trace, AllocatorConfig], dict[str, Any]] = lambda trace, config: {},
         world: World | None = None,
         bounded: bool = True,
+        stack: Stack = INSTALLED,
     ) -> None:
         self.name = name
         self.card = card
         self._config = config
         self.world = world
+        self.stack = stack
         self.stopped = False
         self.waits = Waits()
         self.held: tuple[Held, ...] = ()
@@ -84,7 +87,7 @@ class Program:
         self.ledger = VirtualLedger(workspaces, self._after_op)
         self.ledger.evaluator.observer = self._relied
         self.memory = DeviceMemory(
-            card.bytes, context().low, self._settings, self.ledger.events, self.ledger.streams, bounded
+            card.bytes, context(stack.cuda).low, self._settings, self.ledger.events, self.ledger.streams, bounded
         )
         self.steps = ProgramSteps(self.ledger, steps, self._stop_after_steps, lambda: shown(self._lines()))
         self.calls = ProgramCalls(self.ledger, self._before_forward)
@@ -117,7 +120,9 @@ class Program:
     @contextmanager
     def open(self, more: Iterable[Replacement] = ()) -> Iterator[None]:
         """The region in which this process has the GPU; `more` is replaced besides."""
-        driver = Driver(self.card, self.memory, lambda: self._snapshot(self._trace(None), self.memory.config))
+        driver = Driver(
+            self.card, self.memory, lambda: self._snapshot(self._trace(None), self.memory.config), self.stack
+        )
         quiet = threading, "excepthook", _unless_stopped(threading.excepthook)
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *self.files.replacements())
         with (
@@ -135,7 +140,7 @@ class Program:
         text = settings_in(os.environ)
         if text:
             self.ledger.evaluator.notes[_SET.format(text)] = None
-        return AllocatorConfig.of_environment(os.environ)
+        return AllocatorConfig.of_environment(os.environ, self.stack.release)
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 
@@ -252,7 +257,9 @@ class Program:
                 *(convolutions.notes if convolutions else ()),
                 *ledger.host_memory.notes(),
                 *nccl_notes(ledger.collectives),
+                *filter(None, (self.stack.note(str(torch.__version__)),)),
             ),
+            stack=str(self.stack),
             cudnn=convolutions.source if convolutions else None,
             failure=_failure(error, ledger, seen),
             roots=tuple(names),
