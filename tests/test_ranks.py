@@ -133,6 +133,19 @@ def test_flat_parameters_are_whole_while_a_layer_runs(options: dict[str, Any]) -
     assert most(trace, "gradient") == 4 * PARAMETERS // 2
 
 
+def test_flat_gradients_that_are_set_to_none_are_not_kept(tmp_path: Path) -> None:
+    """FSDP1 lets go of them as the next forward begins."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom tests.ranks import Model, flat\n"
+        "torch.distributed.init_process_group()\n"
+        "body = flat(use_orig_params=True)(Model().cuda())\n"
+        "for _ in range(3):\n    body(torch.zeros(2, 8, dtype=torch.long, device='cuda'))\n"
+    )
+    run = memsize.run(script, gpu="t4", gpus=2)
+    assert isinstance(run, ProgramRun) and run.steps == 3 and run.kept_gradients is None
+
+
 def test_collectives_are_counted_with_their_bytes(sharded: Trace) -> None:
     step = Counter(
         (each.kind, each.bytes, each.ranks) for each in sharded.collectives if sharded.phases[each.phase][-1] == "3"

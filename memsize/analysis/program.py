@@ -245,9 +245,14 @@ def _holder(held: Iterable[Held], storages: frozenset[int], trace: Trace) -> Hol
 
 
 def _kept_gradients(trace: Trace, zeroed: Sequence[Zeroed]) -> KeptGradients | None:
-    """The gradients that are alive when the first forward after the first step begins, and why."""
-    places = {phase: place for place, phase in reversed([*enumerate(_phases(trace))])}
-    start = places.get(("forward", 2))
+    """The gradients that are alive when the first forward after the first step begins, and why.
+
+    It begins with the first storage that it makes: FSDP1 lets go of gradients that were set to None at its beginning.
+    """
+    phases = [*_phases(trace)]
+    places = {phase: place for place, phase in reversed([*enumerate(phases)])}
+    made = (place for place, event in enumerate(trace.events) if event.delta > 0 and phases[place] == ("forward", 2))
+    start = next(made, None)
     if start is None:
         return None
     live = alive(trace, start)
