@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from memsize.analysis.generation.curve import Curve, Piece
 from memsize.analysis.generation.law import ALIGNED, Box, Law, Place, Steps, law_of
 from memsize.analysis.generation.prompts import Prompts, positions
-from memsize.analysis.generation.steps import Step, put_together, steps_of
+from memsize.analysis.generation.record import put_together
+from memsize.analysis.generation.steps import Step, steps_of
 from memsize.analysis.runner import Runner
 from memsize.device.config import SMALL
 from memsize.device.flow import Flow, flow_of

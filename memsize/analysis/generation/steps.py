@@ -1,4 +1,4 @@
-"""A traced generation cut into steps that can be compared, and put together again at another length.
+"""A traced generation cut into steps that can be compared.
 
 A step names the storages that its events are about by where they were made: so many steps ago, as the so-manyth of that
 step. Two steps of one `structure` differ in nothing but their `sizes`.
@@ -6,14 +6,13 @@ step. Two steps of one `structure` differ in nothing but their `sizes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memsize.records.aggregates import split_phase
-from memsize.records.columns import Coded, Columns, Shapes
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage, Trace
 from memsize.workloads.caches import CachedLayer
@@ -21,8 +20,6 @@ from memsize.workloads.generation import DECODE, PREFILL
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from memsize.records.columns import Integers
 
     Sizes = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -154,117 +151,3 @@ def _number(phase: str) -> int | None:
     """Which step a phase belongs to: `SETUP`, 0 for the prefill, then the decode steps; None for what came after."""
     name, step = split_phase(phase)
     return {"setup": SETUP, PREFILL: 0, DECODE: step}.get(name)
-
-
-class Put(NamedTuple):
-    """Steps put together: the phases, storages, events and lines of a record."""
-
-    phases: tuple[str, ...]
-    storages: Columns[Storage]
-    events: Columns[Event]
-    lines: tuple[str, ...]
-
-
-def put_together(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> Put:
-    """The run that makes `steps`, the setup first; of some only the events of these numbers (None: all of them).
-
-    An event of a storage that was left out before must be left out too.
-    """
-    import numpy as np
-
-    phases: dict[str, int] = {}
-    tables = _Tables({}, {}, {}, {})
-    plans: dict[tuple[int, int], _Plan] = {}
-    numbered: list[Integers] = []
-    """For each step the numbers of the storages that it made, by their places."""
-    made: list[Sequence[Integers]] = []
-    happened: list[Sequence[Integers]] = []
-    count = 0
-    for number, (step, kept) in enumerate(steps, SETUP):
-        key = id(step.structure), id(kept)
-        plan = plans.get(key) or plans.setdefault(key, _Plan(step.structure, kept, min(number, 0), tables))
-        numbered.append(plan.numbered(count))
-        count += len(plan.made)
-        labels = (f"{stage} {number}" if number > 0 else stage for stage in plan.stages)
-        inside = np.array([phases.setdefault(label, len(phases)) for label in labels], dtype=np.int32)
-        about = np.empty(len(plan.kept), dtype=np.int32)
-        for age, at, places in plan.ages:
-            about[at] = numbered[0 if age == SETUP else number - age + 1][places]
-        happened.append((about, step.deltas[plan.kept], inside[plan.stage], plan.layers, plan.ops))
-        made.append((step.sizes[plan.bytes], step.sizes[plan.sizes], *plan.storages))
-    taken, sizes, role, layer, op, dtype, rank, stream, line = map(np.concatenate, zip(*made, strict=True))
-    about, deltas, phase, within, by = map(np.concatenate, zip(*happened, strict=True))
-    shape, none = Shapes(sizes, np.cumsum(rank) - rank, rank), np.full(count, -1, dtype=np.int32)
-    ops = tuple(tables.ops)
-    stored = Coded(role, tuple(tables.roles)), layer, Coded(op, ops), Coded(dtype, tuple(tables.dtypes)), shape
-    return Put(
-        tuple(phases),
-        Columns(Storage, taken, *stored, none, stream, line, none),
-        Columns(Event, about, deltas, phase, within, Coded(by, ops)),
-        tuple(tables.lines),
-    )
-
-
-class _Tables(NamedTuple):
-    """The numbers of the texts that columns have."""
-
-    roles: dict[str, int]
-    ops: dict[str, int]
-    dtypes: dict[str, int]
-    lines: dict[str, int]
-
-
-class _Plan:
-    """What the steps of one structure put into a record: the numbers of the events that are `kept`, by the `ages` of
-    their storages the positions and places of those, and the places of those that are `made`, which are of age `new`;
-    and what of the columns is the same for all of them.
-    """
-
-    def __init__(self, structure: Structure, kept: Sequence[int] | None, new: int, tables: _Tables) -> None:
-        import numpy as np
-
-        self._places = len(structure.storages)
-        self.kept = np.arange(len(structure.events)) if kept is None else np.array(kept)
-        happenings = [structure.events[index] for index in self.kept.tolist()]
-        self.stages = list(dict.fromkeys(each.stage for each in happenings))
-        self.stage = _column(self.stages.index(each.stage) for each in happenings)
-        self.layers = _column(each.layer for each in happenings)
-        self.ops = _coded((each.op for each in happenings), tables.ops)
-        self.made = _column(dict.fromkeys(each.place for each in happenings if each.age == new))
-        made = [structure.storages[place] for place in self.made.tolist()]
-        self.storages = (
-            _coded((each.role for each in made), tables.roles),
-            _column(each.layer for each in made),
-            _coded((each.op for each in made), tables.ops),
-            _coded((each.dtype for each in made), tables.dtypes),
-            _column(each.dims for each in made),
-            _column(each.stream for each in made),
-            _column(tables.lines.setdefault(each.line, len(tables.lines)) if each.line else -1 for each in made),
-        )
-        self.bytes = len(structure.events) + self.made
-        starts = [len(structure.events) + structure.offsets[place] for place in self.made.tolist()]
-        self.sizes = _column(
-            n for start, each in zip(starts, made, strict=True) for n in range(start, start + each.dims)
-        )
-        of_age: dict[int, list[int]] = {}
-        for position, each in enumerate(happenings):
-            of_age.setdefault(each.age, []).append(position)
-        self.ages = [(age, np.array(at), _column(happenings[n].place for n in at)) for age, at in of_age.items()]
-
-    def numbered(self, first: int) -> Integers:
-        """By their places, the numbers of the storages that a step makes, from `first` on; -1 for others."""
-        import numpy as np
-
-        own = np.full(self._places, -1, dtype=np.int32)
-        own[self.made] = np.arange(first, first + len(self.made))
-        return own
-
-
-def _column(values: Iterable[int]) -> Integers:
-    import numpy as np
-
-    return np.fromiter(values, dtype=np.int32)
-
-
-def _coded(texts: Iterable[str], table: dict[str, int]) -> Integers:
-    return _column(table.setdefault(text, len(table)) for text in texts)
