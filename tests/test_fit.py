@@ -29,6 +29,7 @@ from memsize.analysis.crossover import first_size
 from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
 from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, peak_has_left_the_optimizer
 from memsize.analysis.fit.footprint import Footprint, bind
+from memsize.analysis.fit.generations import GenerationTrials
 from memsize.analysis.fit.search import MOST_RUNS, Forecast, Search, largest
 from memsize.analysis.fit.trials import RunVariant, Trials
 from memsize.cli import run
@@ -113,6 +114,18 @@ SHAPES: dict[str, Callable[[int], int]] = {
     "up to 40": refusing(ceiling=40),
 }
 MOST = 64
+
+
+@pytest.mark.parametrize("fits", [250, 1111, 1790])
+def test_a_loop_over_the_size_is_halved(fits: int) -> None:
+    """No two runs make the same events, so that none can be followed: 4 runs enclose the answer, 11 find it."""
+
+    def measure(size: int) -> Footprint:
+        return footprint(size, MiB, [32 * MiB] * size)
+
+    answer = largest(measure, MiB + 32 * MiB * fits + 20 * MiB, start=128, runs=GenerationTrials.most_runs)
+    assert (answer.size, answer.bound) == (fits, fits + 1)
+    assert len(answer.looked) <= 4 + 11
 
 
 @settings(max_examples=60)

@@ -264,7 +264,7 @@ class _Work(Tries):
         )
         linear = trials.vary.batch
         try:
-            search.run(likely or (trials.asked if trials.asked > 1 else None))
+            search.run(likely or (trials.asked if trials.asked > 1 else None), trials.most_runs)
         except KeyboardInterrupt:
             if search.runs and search.size and variant.sequences is None:
                 self._tell([growing_row(search, row, linear=linear)], complete=False)

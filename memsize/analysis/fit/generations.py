@@ -38,6 +38,8 @@ class GenerationTrials(Trials):
     """
 
     generates: ClassVar = True
+    most_runs: ClassVar = 24
+    """The scan of a state is padded to 256 tokens, or loops over them: forecasts only say about where the answer is."""
 
     def __init__(
         self,

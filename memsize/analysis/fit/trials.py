@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from torch import nn
 
 from memsize.analysis.fit.footprint import Footprint, Replays
-from memsize.analysis.fit.search import LIMIT
+from memsize.analysis.fit.search import LIMIT, MOST_RUNS
 from memsize.analysis.runner import Runner
 from memsize.device.config import AllocatorConfig
 from memsize.device.flow import Flow, flow_of
@@ -120,9 +120,12 @@ class Made(NamedTuple):
 
 
 class Trials:
-    """The runs of one model by variant and size. `generates`: each is a generation, of which few steps are traced."""
+    """The runs of one model by variant and size. `generates`: each is a generation, of which few steps are traced.
+    `most_runs` are made for an answer.
+    """
 
     generates: ClassVar = False
+    most_runs: ClassVar = MOST_RUNS
 
     def __init__(
         self,
