@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import memsize
 from memsize.analysis.findings.ranks import RULES
@@ -367,6 +368,51 @@ def test_sharded_checkpoints_are_counted_and_not_written(
     assert found.unwritten == ("2.00 KiB to first", "1.00 KiB to second", "8 B to third")
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
     assert "CheckpointException" in capsys.readouterr().out
+
+
+# -- backends ---------------------------------------------------------------------------------------------------------
+
+
+def test_groups_have_the_backends_that_the_program_asks_for() -> None:
+    """As PyTorch answers: subgroups inherit, and a program that names none has "undefined" unless it names a GPU."""
+    with memsize.virtual_gpu("t4", world=World(4, 2)):
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("copies", "shards"))
+        inherited, gloo = dist.new_group([2, 3]), dist.new_group([2, 3], backend="gloo")
+        positional = dist.new_group([0, 2], None, "cpu:gloo,cuda:nccl")
+        assert dist.get_backend() is dist.Backend.NCCL
+        assert dist.get_backend(mesh["shards"].get_group()) == dist.get_backend(inherited) == "nccl"
+        assert (dist.get_backend(gloo), dist.get_backend(positional)) == ("gloo", "cpu:gloo,cuda:nccl")
+        with pytest.raises(ValueError, match="Invalid process group"):
+            dist.get_backend(dist.new_group([0, 1]))
+        for options, backend in (({}, "undefined"), ({"device_id": torch.device("cuda:0")}, "nccl")):
+            dist.destroy_process_group()
+            dist.init_process_group(**options)
+            assert dist.get_backend() == backend
+
+
+CONTRASTIVE = """
+import torch
+import torch.distributed as dist
+from torch.distributed.nn.functional import all_gather
+
+dist.init_process_group("{backend}")
+model = torch.nn.Linear(64, 32, bias=False, device="cuda")
+for number in range(3):
+    torch.cat(all_gather(model(torch.ones(16, 64, device="cuda")))).sum().backward()
+    model.zero_grad()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional")
+@pytest.mark.parametrize(("backend", "kind"), [("nccl", "reduce-scatter"), ("mpi", "all-to-all")])
+def test_code_that_asks_for_the_backend_sends_what_it_would(tmp_path: Path, backend: str, kind: str) -> None:
+    """The gradient of gathered features, 4 ranks x 16 rows of 32, is reduced by NCCL and exchanged by others."""
+    (tmp_path / "train.py").write_text(CONTRASTIVE.format(backend=backend), encoding="utf-8")
+    found = memsize.run(tmp_path / "train.py", gpus=4, gpu="t4")
+    assert found.failure is None
+    whole = 4 * 16 * 32 * 4
+    assert [(each.kind, each.bytes) for each in found.trace.collectives] == 3 * [("all-gather", whole), (kind, whole)]
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -28,6 +29,9 @@ _STARTS: Final = "_setup_world_group_and_device"
 """What each device mesh of the world begins with."""
 _OPENS: Final = ("new_group", "split_group")
 """What makes subgroups, with a backend of their own."""
+_NCCL: Final = "nccl"
+_UNNAMED: Final = "undefined"
+"""What PyTorch calls the backend of a program that names none."""
 
 
 def environment(world: World) -> dict[str, str]:
@@ -108,25 +112,56 @@ def _forget_meshes() -> None:
         _random._rng_tracker = None
 
 
+class Backends:
+    """The backends that a program asks for, by which it decides what it sends, and on which device."""
+
+    def __init__(self) -> None:
+        self._whole: Any = None
+        self._parts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def joined(self, backend: str) -> None:
+        """Keep the backend of the group of all processes."""
+        self._whole = dist.Backend(backend)
+
+    def opened(self, group: Any, backend: str | None) -> None:
+        """Keep the backend of a subgroup, which has that of all processes where none is named."""
+        if backend and isinstance(group, dist.ProcessGroup):
+            self._parts[group] = dist.Backend(backend)
+
+    def of(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`get_backend`, which answers what was asked for; `original` knows who is in a group."""
+
+        def get_backend(group: Any = None) -> Any:
+            original(group)
+            return self._whole if group is None else self._parts.get(group, self._whole)
+
+        return get_backend
+
+
 def replacements(world: World) -> Iterator[Replacement]:
     """What joins this process to groups."""
     import torch.distributed.device_mesh as meshes
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     group: Any = dist.distributed_c10d
-    original = group.init_process_group
+    original, asked = group.init_process_group, Backends()
+    backend_of = asked.of(group.get_backend)
 
-    def joined(backend: Any = None, method: Any = None, timeout: Any = None, world_size: int = -1, **_: Any) -> None:
+    def joined(
+        backend: Any = None, method: Any = None, timeout: Any = None, world_size: int = -1, *_: Any, **more: Any
+    ) -> None:
         if world_size not in (-1, world.size):
             raise InputError(wanted(world_size, world))
         if not dist.is_initialized():  # a loop of the user's own may begin with it, where the group is there
             original("fake", rank=world.rank, world_size=world.size, store=FakeStore())
+        asked.joined(backend or (_UNNAMED if more.get("device_id") is None else _NCCL))
 
     for owner in (dist, group, meshes):
         yield owner, "init_process_group", joined
+        yield owner, "get_backend", backend_of
         for name in _OPENS:
             if hasattr(owner, name):
-                yield owner, name, _without_backend(getattr(group, name))
+                yield owner, name, _without_backend(getattr(group, name), asked)
     for owner in (dist, group):
         yield owner, "is_nccl_available", lambda: True
     yield meshes.DeviceMesh, _STARTS, _within(world, getattr(meshes.DeviceMesh, _STARTS))
@@ -146,10 +181,13 @@ def _within(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
     return started
 
 
-def _without_backend(original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_backend(original: Callable[..., Any], asked: Backends) -> Callable[..., Any]:
     def opened(*args: Any, **options: Any) -> Any:
-        for name in ("backend", "pg_options", "device_id"):
+        backend = options.pop("backend", next((each for each in args[2:3] if isinstance(each, str)), None))
+        for name in ("pg_options", "device_id"):
             options.pop(name, None)
-        return original(*args[:2], **options)
+        group = original(*args[:2], **options)
+        asked.opened(group, backend)
+        return group
 
     return opened

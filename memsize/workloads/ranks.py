@@ -64,7 +64,7 @@ def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[
                 for tensor in chain(model.parameters(), model.buffers(), tensors_in(setup.call)):
                     SEAT.put(tensor, 0)
             else:
-                torch.distributed.init_process_group()
+                torch.distributed.init_process_group("nccl")
             step = make(run)
         run.tensors, ledger.counts = setup.stored(model), True
         for index, seen in enumerate(run.calls.seen):
