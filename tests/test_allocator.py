@@ -246,6 +246,15 @@ def test_streams_do_not_share_blocks():
     assert [segment.stream for segment in apart.segments] == [0, 7]
 
 
+def test_what_each_stream_has_at_the_peak_adds_up_to_it():
+    # Stream 0 has 40 MiB and then 24 more, stream 7 has 30 MiB and a small segment of 2; the 30 may be given back
+    events = [(0, 40 * MiB), (1, 30 * MiB), (1, -30 * MiB), (2, 24 * MiB), (3, KiB), (2, -24 * MiB)]
+    kept = replay(events, streams={1: 7, 3: 7})
+    assert (kept.reserved, kept.of_streams) == ((96 * MiB, 4), {0: 64 * MiB, 7: 32 * MiB})
+    emptied = replay(events, streams={1: 7, 3: 7}, emptied=(3,))
+    assert (emptied.reserved, emptied.of_streams) == ((70 * MiB, 1), {0: 40 * MiB, 7: 30 * MiB})
+
+
 def test_a_stream_has_a_pool_for_small_and_one_for_large_blocks():
     result = replay(allocated(1, MiB, MiB + 1, 2 * MiB), streams={1: 3, 2: 3})
     found = [(segment.stream, segment.small, [block[2] for block in segment.blocks]) for segment in result.segments]
@@ -951,6 +960,14 @@ def test_streams_and_size_classes_are_allocators_of_their_own(events, placed):
     assert whole.final.reserved == apart
     for segment in whole.segments:
         assert {placed.get(owner, 0) for *_, owner in segment.blocks if owner is not None} <= {segment.stream}
+
+
+@settings(deadline=None)
+@given(streams(), configs, capacities, st.dictionaries(st.integers(0, 9), st.integers(0, 2)))
+def test_streams_add_up_to_the_reserved_peak(events, config, capacity, placed):
+    result = replay(events, config, capacity=capacity, streams=placed)
+    assert sum(result.of_streams.values()) == result.reserved.bytes
+    assert all(size >= 0 for size in result.of_streams.values())
 
 
 @settings(deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -16,13 +17,17 @@ from torch import nn
 
 import memsize
 from memsize.analysis.findings.memory import out_of_memory
+from memsize.analysis.timeline import timeline
 from memsize.cli import run
 from memsize.constants.assumptions import ITEM_IS_ONE, REDUCED_IS_ONE
+from memsize.device.cards import card
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
+from memsize.records.timeline import from_data
 from memsize.records.trace import Trace
 from memsize.records.world import Traffic, World
+from memsize.render import render
 from memsize.units import MiB, format_bytes
 from memsize.virtual.host_memory import HostMemory
 from tests.ranks import (
@@ -183,6 +188,22 @@ def test_collectives_work_on_streams_of_their_own(sharded: Trace) -> None:
     assert "communication" in {sharded.storages[index].role for index in sharded.streams}
     # What is copied out of the buffers is on the stream that works with it.
     assert not any(each.stream for each in sharded.storages if each.role == "gathered parameter")
+
+
+def test_what_each_stream_takes_adds_up_and_is_named_by_what_it_is_for() -> None:
+    step = traced(fsdp(), World(8, rank=3), steps=2)
+    computing, gathering, reducing = step.peak.streams
+    assert [each.name for each in step.peak.streams] == ["default", "all-gather", "reduce-scatter"]
+    assert computing.reserved + gathering.reserved + reducing.reserved == step.peak.reserved
+    # In bfloat16 the buffers of two blocks, this one's and the next one's, and the shard that fills the second of them
+    block = 2 * 2 * BLOCK
+    assert (gathering.requested, gathering.role) == (2 * block + block // 8, "communication")
+    # What reduce-scatters return are the gradients
+    assert (reducing.requested, reducing.role) == (4 * PARAMETERS // 8, "gradient")
+    assert "streams    default 22.00 MiB, all-gather 2.00 MiB, reduce-scatter 2.00 MiB reserved" in repr(step)
+    found = timeline(step.trace, step.config, card("t4"))
+    assert found.streams == step.peak.streams == from_data(json.loads(render(found, "json"))).streams
+    assert "all-gather" in str(found) and not traced(ddp(), World(8), steps=1).peak.streams
 
 
 def test_without_resharding_every_layer_stays_gathered() -> None:

@@ -30,6 +30,8 @@ from memsize.cli import run as command
 from memsize.device.allocator import replay
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
+from memsize.documents import document
+from memsize.documents.sections import Table
 from memsize.errors import ForwardError, InputError
 from memsize.records.aggregates import split_phase
 from memsize.records.gpu import Interval
@@ -535,6 +537,11 @@ def test_blocks_are_reused_on_their_own_stream_only() -> None:
     found = program_run(program, "test", None)
     assert [storage.stream for storage in found.trace.storages] == [0, 1, 0]
     assert found.peak.reserved == 4 * MiB
+    shares = [(each.name, each.requested, each.reserved) for each in found.peak.streams]
+    assert shares == [("default", MiB // 2, 2 * MiB), ("stream 1", MiB // 2, 2 * MiB)]
+    (table,) = (each for each in document(found).sections() if isinstance(each, Table) and each.name == "streams")
+    assert len(table.rows) == 2
+    assert [each["stream"] for each in document(found).figures("MiB")["peak"]["streams"]] == [0, 1]
 
 
 def test_a_share_of_the_card_is_a_bound() -> None:

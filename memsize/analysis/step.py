@@ -130,6 +130,9 @@ class StepTrace(Savable):
         if peak.collectives:
             kinds = (f"{each.count} × {each.kind} of {format_bytes(each.bytes)}" for each in peak.collectives)
             lines.append(f"  in a step  {', '.join(kinds)} together")
+        if peak.streams:
+            parts = (f"{each.name} {format_bytes(each.reserved)}" for each in peak.streams)
+            lines.append(f"  streams    {', '.join(parts)} reserved")
         if peak.shortage:
             lines.append(out_of_memory(peak.shortage, "the run", self.gpu).text())
         return "\n".join(map(printable, lines))

@@ -13,7 +13,9 @@ from typing import Final
 
 from memsize.analysis.findings.memory import out_of_memory
 from memsize.device.config import AllocatorConfig
+from memsize.device.flow import flow_of
 from memsize.device.gpu_estimate import replay_on
+from memsize.device.streams import stream_shares
 from memsize.records.aggregates import split_phase, traffic
 from memsize.records.gpu import Card
 from memsize.records.roles import Role, in_order
@@ -55,6 +57,7 @@ def timeline(
         lines=trace.lines,
         world=trace.world,
         collectives=traffic(trace),
+        streams=stream_shares(trace, flow_of(trace), replayed),
         storage=tuple(event.storage for event in events),
         address=tuple(levels.address.tolist()),
         storages=storages,

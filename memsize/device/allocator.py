@@ -10,9 +10,9 @@ succeeds as long as the sum fits, as if physical memory never fragmented.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from memsize.device.config import BLOCK, SMALL, SMALL_SEGMENT, AllocatorConfig
@@ -107,6 +107,8 @@ class Replay:
     """The storages that the run did without, as there was no room for them."""
     refused: int | None = None
     """The least that CUDA refused to bring the reserved bytes to; None where it refused nothing."""
+    of_streams: Mapping[int, int] = field(default_factory=dict)
+    """The bytes of each stream's segments when `reserved` peaked first: they add up to it."""
 
     def holds_with(self, capacity: int) -> bool:
         """Whether it is the replay with `capacity` bytes too: with them, CUDA would have granted and refused the same.
@@ -174,7 +176,7 @@ class Allocator:
         """The pool of `stream` for small or for large blocks."""
         pool = self.pools.get((stream, small))
         if pool is None:
-            pool = self.pools[stream, small] = self._new_pool(small)
+            pool = self.pools[stream, small] = self._new_pool(stream, small)
         return pool
 
     def grow(self, pool: Pool, size: int) -> int:
@@ -201,7 +203,7 @@ class Allocator:
                 found.append(Segment(start * BLOCK, (end - start) * BLOCK, stream, small, blocks))
         return tuple(sorted(found, key=lambda segment: segment.address))
 
-    def _new_pool(self, small: bool) -> Pool:
+    def _new_pool(self, stream: int, small: bool) -> Pool:
         config, least = self.config, 1 if small else _SMALL + 1
         most = _UNLIMITED if config.max_split_size is None else config.max_split_size // BLOCK
         rounding = config.max_non_split_rounding or config.large_segment_size
@@ -209,10 +211,10 @@ class Allocator:
             grain = (SMALL_SEGMENT if small else config.large_segment_size) // BLOCK
             capacity = self.memory.capacity
             space = _ADDRESS_SPACE if capacity is None else capacity + capacity // 8
-            return ExpandablePool(self.memory, grain, -(-space // grain) * grain, most, rounding // BLOCK)
+            return ExpandablePool(self.memory, stream, grain, -(-space // grain) * grain, most, rounding // BLOCK)
         if small or (config.max_split_size is None and not self._collects):
-            return Pool(self.memory, least)
-        return LimitedPool(self.memory, least, most, rounding // BLOCK, self._clock)
+            return Pool(self.memory, stream, least)
+        return LimitedPool(self.memory, stream, least, most, rounding // BLOCK, self._clock)
 
     def _obtain(self, pool: Pool, size: int, segment: int) -> int:
         wanted = (self.memory.reserved + segment) * BLOCK
@@ -325,7 +327,7 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
     plain = max(allocator.config.roundup_divisions) < 2
     live: dict[int, _Held] = {}
     rows: list[tuple[int, int, int, int, int]] | None = [] if timeline else None
-    segments: list[tuple[int, int, int]] = []
+    segments: list[tuple[int, int, int, int]] = []
     requested = allocated = reserved = most_requested = most_allocated = most_reserved = idle = 0
     at_requested = at_allocated = at_reserved = event = -1
     failure: OutOfMemory | None = None
@@ -390,7 +392,17 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
         None if rows is None else _timeline(rows, segments, ends),
         frozenset(allocator.skipped),
         allocator.refused,
+        _of_streams(segments, at_reserved),
     )
+
+
+def _of_streams(segments: Iterable[tuple[int, int, int, int]], event: int) -> dict[int, int]:
+    """The bytes that each stream has in segments after an event."""
+    found: Counter[int] = Counter()
+    for at, stream, _, size in segments:
+        if at <= event:
+            found[stream] += size * BLOCK
+    return dict(sorted(found.items()))
 
 
 def _tiles(
@@ -405,7 +417,7 @@ def _tiles(
 
 
 def _timeline(
-    rows: list[tuple[int, int, int, int, int]], segments: list[tuple[int, int, int]], events: int
+    rows: list[tuple[int, int, int, int, int]], segments: list[tuple[int, int, int, int]], events: int
 ) -> Timeline:
     """The levels after each of so many events; after one that has no row they are those of the row before."""
     import numpy as np
@@ -414,5 +426,5 @@ def _timeline(
     table = table[np.searchsorted(table[:, 0], np.arange(events), side="right") - 1]
     table[:, 2:] *= BLOCK
     _, requested, allocated, reserved, address = table.T.copy()
-    stretches = tuple((event, start * BLOCK, size * BLOCK) for event, start, size in segments)
+    stretches = tuple((event, start * BLOCK, size * BLOCK) for event, _, start, size in segments)
     return Timeline(requested, allocated, reserved, address, stretches)

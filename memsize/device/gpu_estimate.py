@@ -9,6 +9,7 @@ from memsize.device.allocator import Limited, Replay, replay, replay_within
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context, context_on, nccl
 from memsize.device.flow import Flow, flow_of
+from memsize.device.streams import stream_shares
 from memsize.device.workspace_bounds import dispensable, factors, requests
 from memsize.records.aggregates import split_phase, traffic
 from memsize.records.columns import places
@@ -79,6 +80,7 @@ def estimate_gpu(
         tensors=_most_of_tensors(trace, flow),
         collectives=traffic(trace),
         nccl=nccl(trace.collectives),
+        streams=stream_shares(trace, flow, replayed),
     )
 
 

@@ -35,13 +35,15 @@ class Memory:
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
         self.reserved = 0
-        self.changes: list[tuple[int, int]] = []
-        """The stretches mapped since `changes_at`: where each starts, its size; below 0 where it was given back."""
+        self.changes: list[tuple[int, int, int]] = []
+        """The stretches mapped since `changes_at`: the stream, the start and the size of each; the size is below 0
+        where it was given back.
+        """
         self._next = GAP
 
-    def changes_at(self, event: int) -> list[tuple[int, int, int]]:
-        """The changes since the last call, which came with `event`: that event, the start and the size of each."""
-        changes = [(event, start, size) for start, size in self.changes]
+    def changes_at(self, event: int) -> list[tuple[int, int, int, int]]:
+        """The changes since the last call, which came with `event`: that event, the stream, start and size of each."""
+        changes = [(event, *change) for change in self.changes]
         self.changes.clear()
         return changes
 
@@ -68,16 +70,17 @@ class Memory:
 
 
 class Pool:
-    """Free blocks that are cut from segments of their own, as `cudaMalloc` gives them.
+    """Free blocks of a stream that are cut from segments of their own, as `cudaMalloc` gives them.
 
     `least` is the smallest rest that is cut off; a smaller one is handed out with the block. `segments` maps where a
     segment starts to its size.
     """
 
-    __slots__ = ("ends", "free", "least", "memory", "segments", "starts")
+    __slots__ = ("ends", "free", "least", "memory", "segments", "starts", "stream")
 
-    def __init__(self, memory: Memory, least: int) -> None:
+    def __init__(self, memory: Memory, stream: int, least: int) -> None:
         self.memory = memory
+        self.stream = stream
         self.least = least
         self.free: list[int] = []
         self.starts: dict[int, int] = {}
@@ -129,7 +132,7 @@ class Pool:
             return 0
         start = self.memory.place(segment)
         self.segments[start] = segment
-        self.memory.changes.append((start, segment))
+        self.memory.changes.append((self.stream, start, segment))
         block = segment << SHIFT | start
         self.starts[start] = self.ends[start + segment] = block
         return self.cut(block, size)
@@ -147,7 +150,7 @@ class Pool:
         """Give back the segment that the free `block` makes up."""
         self.withdraw(block)
         del self.segments[block & ADDRESS]
-        self.memory.changes.append((block & ADDRESS, -(block >> SHIFT)))
+        self.memory.changes.append((self.stream, block & ADDRESS, -(block >> SHIFT)))
         self.memory.give_back(block >> SHIFT)
 
     def withdraw(self, block: int) -> None:
@@ -171,8 +174,8 @@ class LimitedPool(Pool):
 
     __slots__ = ("born", "clock", "most", "tolerance")
 
-    def __init__(self, memory: Memory, least: int, most: int, tolerance: int, clock: list[int]) -> None:
-        super().__init__(memory, least)
+    def __init__(self, memory: Memory, stream: int, least: int, most: int, tolerance: int, clock: list[int]) -> None:
+        super().__init__(memory, stream, least)
         self.most = most
         self.tolerance = tolerance
         self.clock = clock
@@ -221,8 +224,8 @@ class ExpandablePool(Pool):
 
     __slots__ = ("grain", "holes", "most", "space", "tolerance")
 
-    def __init__(self, memory: Memory, grain: int, space: int, most: int, tolerance: int) -> None:
-        super().__init__(memory, least=1)
+    def __init__(self, memory: Memory, stream: int, grain: int, space: int, most: int, tolerance: int) -> None:
+        super().__init__(memory, stream, least=1)
         self.grain = grain
         self.space = space
         self.most = most
@@ -312,7 +315,7 @@ class ExpandablePool(Pool):
         mapped = -(-min(size, end - hole) // self.grain) * self.grain
         if not self.memory.obtain(mapped):
             return False
-        self.memory.changes.append((hole, mapped))
+        self.memory.changes.append((self.stream, hole, mapped))
         del self.holes[hole]
         if hole + mapped < end:
             self.holes[hole + mapped] = end
@@ -320,7 +323,7 @@ class ExpandablePool(Pool):
         return True
 
     def _unmap(self, first: int, last: int) -> None:
-        self.memory.changes.append((first, first - last))
+        self.memory.changes.append((self.stream, first, first - last))
         self.memory.give_back(last - first)
         before = next((start for start, end in self.holes.items() if end == first), first)
         self.holes[before] = self.holes.pop(last, last)

@@ -27,6 +27,7 @@ from memsize.documents.sections import (
     role_columns,
     role_part,
 )
+from memsize.documents.streams import stream_tables
 from memsize.documents.timeline import alive_table, course_table
 from memsize.documents.versions import versions
 from memsize.records.finding import Finding
@@ -62,6 +63,7 @@ class ProgramDocument(Document[ProgramRun]):
         return (
             *tables,
             *collective_tables(run.peak.collectives),
+            *stream_tables(run.peak.streams),
             *((tensor_table(run),) if run.tensors else ()),
             *listed("Assumed", tuple(map(_assumed, run.assumed))),
             *listed("Not written", run.unwritten),
@@ -125,7 +127,12 @@ class ProgramDocument(Document[ProgramRun]):
 def _peak_data(run: ProgramRun) -> dict[str, Any]:
     peak = plain(run.peak)
     peak.pop("storages")
-    return {**peak, "device": run.peak.device._asdict(), "roles": dict(run.peak.roles)}
+    return {
+        **peak,
+        "device": run.peak.device._asdict(),
+        "roles": dict(run.peak.roles),
+        "streams": [each._asdict() for each in run.peak.streams],
+    }
 
 
 def _went_on_data(run: ProgramRun) -> dict[str, Any] | None:

@@ -223,7 +223,9 @@ def _scenario_data(result: ScenarioResult, baseline: Totals | None) -> dict[str,
 def _estimate_data(estimate: GpuEstimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
-    return asdict(estimate) | {"storages": [living._asdict() for living in estimate.storages]}
+    return asdict(estimate) | {
+        name: [each._asdict() for each in getattr(estimate, name)] for name in ("storages", "streams")
+    }
 
 
 def title(report: Report) -> Title:

@@ -20,6 +20,7 @@ from memsize.documents.sections import (
     listed,
     role_columns,
 )
+from memsize.documents.streams import stream_tables
 from memsize.documents.versions import versions
 from memsize.records.finding import Finding, Moment
 from memsize.records.roles import in_order, noun
@@ -44,6 +45,7 @@ class TimelineDocument(Document[Timeline]):
             course_table(courses(found)),
             alive_table(courses(found)),
             *collective_tables(found.collectives),
+            *stream_tables(found.streams),
             *listed("Assumed", found.assumptions),
             *listed("Notes", found.notes),
         )

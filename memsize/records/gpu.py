@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from memsize.records.roles import Role
-from memsize.records.world import Traffic
+from memsize.records.world import CollectiveKind, Traffic
 
 DEFAULT_GPU: Final = "A100 40GB"
 """The GPU that is simulated where none is named."""
@@ -66,6 +66,26 @@ class LiveStorage(NamedTuple):
     line: str | None = None
 
 
+class StreamShare(NamedTuple):
+    """What one of several CUDA streams takes: the caching allocator reuses memory on the stream that it is from alone.
+
+    `requested` is the most that its tensors ask for at one time, most of it as `role`, and `reserved` is what it has of
+    the segments when those of all streams together are at their peak. `collectives` are the kinds that write there.
+    """
+
+    stream: int
+    collectives: tuple[CollectiveKind, ...]
+    role: Role
+    requested: int
+    reserved: int
+
+    @property
+    def name(self) -> str:
+        """What it is for where that can be told: the default stream, or that of some collectives."""
+        named = ", ".join(self.collectives) if self.stream else "default"
+        return named or f"stream {self.stream}"
+
+
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """The request at which a run runs out of memory, and the figures that PyTorch's error would give, in bytes.
@@ -107,7 +127,8 @@ class GpuEstimate:
     Near the limit of the card `reserved` counts what is left after cached segments were given back. Where the run may
     not fit, `shortage` says how it ends; where it certainly doesn't, all other figures are those of the same run with
     enough memory. `collectives` are those of a step, where the run is that of one process of many, and `nccl` is the
-    part of `device` that NCCL takes for them.
+    part of `device` that NCCL takes for them. `streams` are those that the run allocates on, where they are several:
+    their segments add up to `reserved`.
     """
 
     requested: int
@@ -125,3 +146,4 @@ class GpuEstimate:
     tensors: int | None = None
     collectives: tuple[Traffic, ...] = ()
     nccl: Interval | None = None
+    streams: tuple[StreamShare, ...] = ()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.errors import InputError
 from memsize.records.answer import Drawable, FlatTable
-from memsize.records.gpu import Card
+from memsize.records.gpu import Card, StreamShare
 from memsize.records.roles import ROLES, Role
 from memsize.records.trace import Storage
 from memsize.records.world import ALONE, Traffic, World
@@ -99,6 +99,8 @@ class Timeline(Drawable):
     """Which process of a distributed job it is."""
     collectives: tuple[Traffic, ...] = ()
     """Those of a step of that process."""
+    streams: tuple[StreamShare, ...] = ()
+    """What each CUDA stream takes, where the run allocates on several."""
     torch: str = ""
     """The release of PyTorch that ran; empty where the file is from before it was kept."""
     card: Card | None = None
@@ -292,7 +294,7 @@ def to_data(found: Timeline) -> dict[str, Any]:
     """
     columns = {field.name: getattr(found, field.name) for field in fields(found)}
     peak = found.peak._asdict() | {"phase": str(found.phase_at(found.peak.event)) if len(found) else None}
-    parts = {name: [part._asdict() for part in columns[name]] for name in ("phases", "storages", "segments")}
+    parts = {name: [part._asdict() for part in columns[name]] for name in ("phases", "storages", "segments", "streams")}
     card = {"card": asdict(found.card) if found.card else None}
     between = {"world": asdict(found.world), "collectives": [asdict(each) for each in found.collectives]}
     return {"schema": SCHEMA, "peak": peak, **columns, **parts, **between, **card}
@@ -340,10 +342,11 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "lines": tuple,
     "world": lambda fields: World(**fields),
     "collectives": lambda items: tuple(Traffic(**item) for item in items),
+    "streams": lambda items: tuple(StreamShare(**item | {"collectives": tuple(item["collectives"])}) for item in items),
     "torch": str,
     "card": lambda fields: fields and _card(fields),
 }
 _NEW: Final = frozenset(
-    ("storage", "address", "storages", "segments", "lines", "world", "collectives", "torch", "card")
+    ("storage", "address", "storages", "segments", "lines", "world", "collectives", "streams", "torch", "card")
 )
 """What the first files of this version lack."""

@@ -71,7 +71,8 @@ class Collective(NamedTuple):
 
     `bytes` is the larger of what this rank gives and what it gets: the whole of what is gathered, scattered or reduced.
     `ranks` is how many take part. `phase` and `layer` are as in `Event`; `event` is how many events came before.
-    `group` numbers the groups of processes as they are first used; -1 where one process has all of the GPUs.
+    `group` numbers the groups of processes as they are first used; -1 where one process has all of the GPUs. `stream`
+    is the CUDA stream that what it writes is allocated on.
     """
 
     kind: CollectiveKind
@@ -81,6 +82,7 @@ class Collective(NamedTuple):
     layer: int
     event: int
     group: int = -1
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,12 +151,12 @@ def _template() -> Template:
 
 
 def _timeline_json(found: Timeline) -> str:
-    """The JSON of a timeline, without what can be told from the rest of it: there may be many on a page.
+    """The JSON of a timeline, without what the rest tells or no chart shows: there may be many on a page.
 
     Storages are columns; levels and indices are told by how they differ from the event before.
     """
     data = to_data(found)
-    del data["live"]
+    del data["live"], data["streams"]
     data["roles"] = tuple(found.live)
     data["storages"] = dict(zip(Storage._fields, zip(*found.storages, strict=True), strict=True))
     for name in ("storage", "layer", "allocated", "reserved"):

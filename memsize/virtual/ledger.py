@@ -7,7 +7,7 @@ imported with ``from torch import zeros``) is answered here, where its op is dis
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -187,17 +187,25 @@ class VirtualLedger(Ledger):
             if kind is not None and on_gpu(args) and not self.absent:
                 group = group_of(args)
                 number = self._groups.setdefault(group.group_name, len(self._groups))
-                self.sent(kind, bytes_moved(args, None if given else result), group.size(), before, number)
-                for tensor in arguments_in(args if given else (result,)):
+                buffers = list(arguments_in(args if given else (result,)))
+                moved, stream = bytes_moved(args, None if given else result), self._stream_of(buffers)
+                self.sent(kind, moved, group.size(), before, number, stream)
+                for tensor in buffers:
                     self.mark(tensor, "communication")
             elif kind is not None and given:
                 self.evaluator.rely_on(alike(kind, args))
         return result
 
-    def sent(self, kind: CollectiveKind, size: int, ranks: int, before: int | None = None, group: int = -1) -> None:
+    def _stream_of(self, buffers: Sequence[torch.Tensor]) -> int:
+        """The stream of the first of a collective's buffers, which is what it writes."""
+        return self.streams.get(self.index_of(buffers[0]), 0) if buffers else 0
+
+    def sent(
+        self, kind: CollectiveKind, size: int, ranks: int, before: int | None = None, group: int = -1, stream: int = 0
+    ) -> None:
         """A collective of `size` bytes among so many ranks of a group, after so many events: by default now."""
         clock, place = self.clock, len(self.events) if before is None else before
-        self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, place, group))
+        self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, place, group, stream))
 
     @contextmanager
     def absently(self) -> Iterator[None]:
