@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from memsize.device.flow import flow_of
 from memsize.records.aggregates import alive
 from memsize.records.codec import decode, encode
-from memsize.records.columns import Coded, Columns, Shapes, numbers, places
+from memsize.records.columns import Columns, in_columns, numbers, places
 from memsize.records.trace import Event, Storage, Trace
 from tests.records import toy
 
@@ -37,31 +36,10 @@ STORAGES = st.lists(
 )
 
 
-def coded(texts: list[str]) -> Coded:
-    values = tuple(dict.fromkeys(texts))
-    return Coded(np.array([values.index(text) for text in texts], dtype=np.int32), values)
-
-
-def events_in_columns(events: list[Event]) -> Columns[Event]:
-    storage, delta, phase, layer = (np.array([event[n] for event in events], dtype=np.int64) for n in range(4))
-    return Columns(Event, storage, delta, phase, layer, coded([event.op for event in events]))
-
-
-def storages_in_columns(storages: list[Storage]) -> Columns[Storage]:
-    whole = {name: np.array([getattr(each, name) for each in storages], dtype=np.int64) for name in _WHOLE}
-    texts = {name: coded([getattr(each, name) for each in storages]) for name in ("role", "op", "dtype")}
-    ranks = np.array([len(each.shape) for each in storages], dtype=np.int64)
-    sizes = np.array([size for each in storages for size in each.shape], dtype=np.int64)
-    columns = {**whole, **texts, "shape": Shapes(sizes, np.cumsum(ranks) - ranks, ranks)}
-    return Columns(Storage, *(columns[name] for name in Storage._fields))
-
-
-_WHOLE = ("bytes", "layer", "saved_by", "stream", "line", "saved_at")
-
-
 @given(STORAGES, st.slices(8))
 def test_rows_are_those_that_went_in(storages: list[Storage], some: slice) -> None:
-    columns = storages_in_columns(storages)
+    columns = in_columns(tuple(storages))
+    assert isinstance(columns, Columns) or not storages
     assert list(columns) == storages and len(columns) == len(storages)
     assert columns == tuple(storages) and tuple(storages) == columns and hash(columns) == hash(tuple(storages))
     assert [columns[n] for n in range(len(storages))] == storages
@@ -74,14 +52,14 @@ def test_rows_are_those_that_went_in(storages: list[Storage], some: slice) -> No
 
 @given(STORAGES)
 def test_fields_are_the_same_from_columns_and_from_rows(storages: list[Storage]) -> None:
-    columns = storages_in_columns(storages)
+    columns = in_columns(tuple(storages))
     assert numbers(columns, "bytes").tolist() == numbers(storages, "bytes").tolist() == [s.bytes for s in storages]
     among = [n for n, storage in enumerate(storages) if storage.op in ("cat", "mm")]
     assert places(columns, "op", ("cat", "mm")) == places(storages, "op", ("cat", "mm")) == among
 
 
 def test_columns_are_apart_from_others() -> None:
-    some = events_in_columns([Event(0, 8, 0, -1, "cat"), Event(0, -8, 0, -1, "cat")])
+    some = in_columns([Event(0, 8, 0, -1, "cat"), Event(0, -8, 0, -1, "cat")])
     assert some != some[:1] and some != (some[0], some[0]) and some != 3
     assert some == some[:] == [*some]
 
@@ -89,7 +67,7 @@ def test_columns_are_apart_from_others() -> None:
 @given(EVENTS, STORAGES, st.integers(-1, 20))
 def test_the_allocator_is_given_the_same_events(events: list[Event], storages: list[Storage], event: int) -> None:
     plain = replace(toy(), storages=tuple(storages), events=tuple(events))
-    columns = replace(plain, storages=storages_in_columns(storages), events=events_in_columns(events))
+    columns = replace(plain, storages=in_columns(tuple(storages)), events=in_columns(tuple(events)))
     assert columns == plain
     given_, same = flow_of(columns), flow_of(plain)
     assert list(given_) == list(same) == [event[:2] for event in events] and len(same) == len(events)
@@ -102,6 +80,6 @@ def test_the_allocator_is_given_the_same_events(events: list[Event], storages: l
 
 @given(EVENTS, STORAGES)
 def test_a_file_has_rows(events: list[Event], storages: list[Storage]) -> None:
-    trace: Trace = replace(toy(), storages=storages_in_columns(storages), events=events_in_columns(events))
+    trace: Trace = replace(toy(), storages=in_columns(tuple(storages)), events=in_columns(tuple(events)))
     read = decode(encode(trace))
     assert read == trace and type(read.storages) is type(read.events) is tuple

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memsize
 from memsize.internals.settings import settings_kept
@@ -295,3 +296,33 @@ def test_a_trace_computes_on_one_thread_and_leaves_the_number_as_it_was() -> Non
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: memsize.fit(model, (64,), scenarios="fp32,bf16", budget="2GiB", train="adamw"),
+        lambda model: memsize.report(model, (8, 64), scenarios="fp32,fp16,bf16,amp-fp16", train="adamw"),
+    ],
+    ids=["fit", "report"],
+)
+def test_copies_in_circles_do_not_pile_up(ask: Callable[[nn.Module], Any]) -> None:
+    """Python's collector is paused during runs, and a model that holds itself dies by it alone."""
+    alive: WeakSet[nn.Module] = WeakSet()
+    together: list[int] = []
+
+    class Circular(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+            self.__dict__["itself"] = self
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.__dict__["itself"] is self
+            alive.add(self)
+            together.append(len(alive))
+            return self.layer(x)
+
+    ask(Circular())
+    assert len(together) > 8
+    assert max(together) <= 3

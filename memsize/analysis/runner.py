@@ -15,7 +15,7 @@ from memsize.cuda.cudnn.plans import Plans
 from memsize.device.cards import card
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError
-from memsize.internals.isolation import undisturbed
+from memsize.internals.isolation import forget_run, undisturbed
 from memsize.loading.own_step import own_step_of
 from memsize.model.inputs import ModelInputs
 from memsize.model.materialize import executable, executable_call
@@ -88,6 +88,12 @@ class Runner:
         A model that registers parameters or buffers in its forward is run once before, so that they are counted. Raises
         `ScenarioError` or `ForwardError` where no run is possible.
         """
+        try:
+            return self._run(workload, scenario, listener)
+        finally:
+            forget_run()
+
+    def _run(self, workload: Workload, scenario: Scenario, listener: Callable[[Calls], None]) -> Trace:
         setup = replace(self.setup(scenario), listener=listener)
         if scenario.recipe != "quantized" and not self.late:
             setup = replace(setup, stored=partial(self._stored_tensors, _held_as(scenario)))
@@ -100,7 +106,7 @@ class Runner:
         after = _registered(setup.model)
         if not self.late and len(after) > len(before):  # a wrapper inside the model gives them other names
             self.late = tuple(name for name in after if name not in before)
-            return self.run(workload, scenario, listener=listener)
+            return self._run(workload, scenario, listener)
         if failed is not None:
             raise failed
         return trace

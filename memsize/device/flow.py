@@ -14,7 +14,7 @@ from memsize.records.trace import Trace
 if TYPE_CHECKING:
     import numpy as np
 
-    Column = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
+    Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +65,8 @@ def flow_of(trace: Trace) -> Flow:
     streams = numbers(trace.storages, "stream")
     elsewhere = np.flatnonzero(streams)
     return Flow(
-        numbers(trace.events, "storage"),
-        numbers(trace.events, "delta"),
+        numbers(trace.events, "storage").astype(np.int64, copy=False),
+        numbers(trace.events, "delta").astype(np.int64, copy=False),
         dict(zip(elsewhere.tolist(), streams[elsewhere].tolist(), strict=True)),
         trace.emptied,
     )

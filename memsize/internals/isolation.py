@@ -56,6 +56,14 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def forget_run() -> None:
+    """Free what a run left in reference cycles, such as its copy of the model, while the collector is paused.
+
+    Only what is younger than the last call is looked at: records of other runs cost nothing.
+    """
+    gc.collect(0)
+
+
 class CompilerImport:
     """Notices that PyTorch's compiler was imported during a run, and frees what that keeps alive.
 

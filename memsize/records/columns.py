@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -95,6 +96,30 @@ class Columns(Sequence[Row]):
 
 def _listed(column: Integers | Coded | Shapes) -> Any:
     return column if isinstance(column, Coded | Shapes) else column.tolist()
+
+
+def in_columns(rows: Sequence[Row]) -> Sequence[Row]:
+    """`rows` in columns; as they are where there are none, which have no types."""
+    return Columns(type(rows[0]), *map(_column, zip(*rows, strict=True))) if rows else rows
+
+
+def _column(values: tuple[Any, ...]) -> Integers | Coded | Shapes:
+    import numpy as np
+
+    if isinstance(values[0], str):
+        table: dict[str, int] = {}
+        return Coded(np.array([table.setdefault(text, len(table)) for text in values], dtype=np.int32), tuple(table))
+    if isinstance(values[0], tuple):
+        ranks = np.array(list(map(len, values)), dtype=np.int32)
+        return Shapes(_integers(list(chain(*values))), np.cumsum(ranks) - ranks, ranks)
+    return _integers(values)
+
+
+def _integers(values: Sequence[int]) -> Integers:
+    import numpy as np
+
+    column = np.array(values, dtype=np.int64)
+    return column.astype(np.int32) if np.abs(column).max(initial=0) < 2**31 else column
 
 
 def numbers(rows: Sequence[Row], field: str) -> Integers:

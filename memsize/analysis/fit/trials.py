@@ -15,7 +15,9 @@ from memsize.analysis.runner import Runner
 from memsize.device.config import AllocatorConfig
 from memsize.device.flow import Flow, flow_of
 from memsize.errors import ForwardError
+from memsize.internals.isolation import forget_run
 from memsize.model.inputs import ModelInputs, input_tensors, resized_call
+from memsize.records.columns import in_columns
 from memsize.records.fit import FitRun
 from memsize.records.gpu import Card
 from memsize.records.trace import InputTensor, Trace
@@ -203,6 +205,8 @@ class Trials:
             except ForwardError as error:
                 self._refusals[key] = error
                 raise
+            finally:
+                forget_run()
         served = (*key, variant.config)
         if served not in self._footprints:
             made = self._runs[key]
@@ -287,7 +291,8 @@ class Trials:
             backwards = variant.parallel.microbatches(training) if variant.parallel else training.accumulate
             # The first step creates the optimizer's state: the second is like all that follow.
             training = replace(training, steps=2, accumulate=backwards * variant.split)
-        return Traced(steps_on(training, variant.parallel, variant.card).run(setup))
+        trace = steps_on(training, variant.parallel, variant.card).run(setup)
+        return Traced(replace(trace, storages=in_columns(trace.storages), events=in_columns(trace.events)))
 
     def _runner(self, variant: RunVariant) -> Runner:
         if variant.card.kernels not in self._runners:
