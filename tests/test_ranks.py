@@ -138,6 +138,15 @@ def test_flat_parameters_are_whole_while_a_layer_runs(options: dict[str, Any]) -
     assert most(trace, "gradient") == 4 * PARAMETERS // 2
 
 
+def test_flat_parameters_are_gathered_on_a_stream_of_their_own() -> None:
+    """They are made once, emptied, and filled on the stream that gathers: at most two blocks and the root."""
+    step = traced(flat(), World(2), steps=2)
+    assert [each.name for each in step.peak.streams] == ["default", "all-gather", "reduce-scatter"]
+    gathering = step.peak.streams[1]
+    assert (gathering.requested, gathering.role) == (4 * (2 * 96 * WIDTH + 2 * 2 * BLOCK), "gathered parameter")
+    assert sum(each.reserved for each in step.peak.streams) == step.peak.reserved
+
+
 def test_flat_gradients_that_are_set_to_none_are_not_kept(tmp_path: Path) -> None:
     """FSDP1 lets go of them as the next forward begins."""
     script = tmp_path / "train.py"

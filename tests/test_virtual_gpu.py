@@ -544,6 +544,16 @@ def test_blocks_are_reused_on_their_own_stream_only() -> None:
     assert [each["stream"] for each in document(found).figures("MiB")["peak"]["streams"]] == [0, 1]
 
 
+def test_what_was_emptied_gets_memory_of_the_stream_that_fills_it() -> None:
+    with gpu() as program:
+        kept = torch.empty(MiB // 2, dtype=torch.uint8, device="cuda")
+        kept.untyped_storage().resize_(0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            kept.untyped_storage().resize_(MiB // 4)
+            assert torch.cuda.memory_reserved() == 4 * MiB
+    assert [storage.stream for storage in program_run(program, "test", None).trace.storages] == [1]
+
+
 def test_a_share_of_the_card_is_a_bound() -> None:
     with gpu("t4") as program:
         torch.cuda.set_per_process_memory_fraction(0.5)

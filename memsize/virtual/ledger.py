@@ -285,9 +285,22 @@ class VirtualLedger(Ledger):
         if self._in_pytorch and role == "temporary":
             role = "communication"  # the buckets of DistributedDataParallel, whose hooks may send something else
         index = super()._open(role, size, op, dtype, shape)
+        self._allocated(index)
+        return index
+
+    def _allocated(self, index: int) -> None:
+        """A storage gets its memory from the stream that this thread works on."""
         if stream := self.current_stream():
             self.streams[index] = stream
-        return index
+        else:
+            self.streams.pop(index, None)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """As the base class has it; one that was empty gets its memory anew, perhaps from another stream."""
+        reference = self.live.get(storage._cdata)
+        if reference is not None and not self._held[reference.index]:
+            self._allocated(reference.index)
+        super().resized(storage)
 
     def made_at(self, storage: int, lines: Lines) -> None:
         """`lines` of the program made `storage`."""
