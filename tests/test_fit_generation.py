@@ -208,3 +208,26 @@ def test_the_command_line(target: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         memsize.fit("hf:llama", new=NEW, **options)
+
+
+def test_speech_is_no_context_to_vary(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": "whisper",
+                "architectures": ["WhisperForConditionalGeneration"],
+                "d_model": 32,
+                "encoder_layers": 1,
+                "decoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "decoder_attention_heads": 2,
+                "encoder_ffn_dim": 32,
+                "decoder_ffn_dim": 32,
+            }
+        )
+    )
+    with pytest.raises(InputError, match="reads an input of one length, whatever the prompt: its context does not"):
+        fit(f"hf:{path}", vary="context", batch_size=2)
+    (row,) = fit(f"hf:{path}").fit_rows
+    assert row.status == "found"

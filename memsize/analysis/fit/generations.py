@@ -14,6 +14,7 @@ from memsize.analysis.fit.trials import Run, RunVariant, Trials
 from memsize.analysis.generation.generator import Generator
 from memsize.analysis.generation.prompts import Prompts, positions
 from memsize.errors import ForwardError, InputError
+from memsize.model.inputs import input_tensors
 from memsize.spec.generation import Generation
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.vary import Vary
@@ -34,7 +35,7 @@ class GenerationTrials(Trials):
 
     `generation` is what is asked for; where the context varies, its prompt is where the search begins. No context
     is looked at that is longer than the model has positions for. What the `known` generators have traced is not
-    traced again.
+    traced again. Raises `InputError` where the context varies and the prompt has no length, as that of speech.
     """
 
     generates: ClassVar = True
@@ -55,6 +56,8 @@ class GenerationTrials(Trials):
     ) -> None:
         inputs = replace(prompts(generation.prompt), batch_size=batch)
         super().__init__(name, model, inputs, False, vary, say, stack=stack)
+        if vary.context and input_tensors(prompts(generation.prompt + 1).call(batch)) == self.inputs:
+            raise InputError(f"{name} reads an input of one length, whatever the prompt: its context does not vary")
         self.generation = generation
         self._prompts = prompts
         self._generators = {RunVariant(each.scenario, each.runner.gpu).events: each for each in known}
