@@ -17,7 +17,9 @@ from memsize.analysis.findings.fit import FitEvidence, gpus_needed
 from memsize.cli import run
 from memsize.device.budget import budget_of, spread_over
 from memsize.device.cards import card
+from memsize.documents import document
 from memsize.documents.fit import overview_table, size_bars
+from memsize.documents.sections import Table
 from memsize.errors import InputError, ScenarioError
 from memsize.ranks.blocks import blocks_of
 from memsize.records.fit import FitRow
@@ -309,6 +311,15 @@ def test_a_report_tells_what_its_training_sends(write: Write, capsys: pytest.Cap
     assert untrained is None
     report = memsize.report(target, "64", train="sgd", gpu="t4", scenarios="fp32", parallel="ddp=4")
     assert "What a GPU sends and gets in a step" in str(report)
+
+
+def test_a_report_tells_what_each_stream_of_its_training_has(write: Write) -> None:
+    target = f"{write('net.py', NET)}:build"
+    report = memsize.report(target, "64", train="sgd", gpu="t4", scenarios="fp32,int8-weight", parallel="fsdp=4")
+    (table,) = (each for each in document(report).sections() if isinstance(each, Table) and each.name == "streams")
+    (row,) = table.rows
+    assert [column.title for column in table.columns] == ["scenario", "default", "all-gather", "reduce-scatter"]
+    assert sum(map(int, row[1:])) == report.scenario_results[0].training.reserved
 
 
 def test_another_rank_is_shown_where_it_is_asked_for() -> None:

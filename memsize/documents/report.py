@@ -39,6 +39,7 @@ from memsize.documents.sections import (
     role_part,
     said_once,
 )
+from memsize.documents.streams import compared_streams
 from memsize.documents.versions import versions
 from memsize.errors import OutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes
@@ -87,17 +88,18 @@ class ReportDocument(Document[Report]):
             layer_table(report, self.depth, self.columns),
             *([scenario_table(report)] if report.scenario_results else []),
             *([peak_table(report), living_table(report)] if any(estimates) else []),
-            *self._collectives(),
+            *self._between_gpus(),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.remarks),
         )
 
-    def _collectives(self) -> tuple[Table, ...]:
-        """Those of a training that is spread over several GPUs, scenario by scenario."""
-        runs = ((r, r.training.collectives) for r in self.answer.scenario_results if r.training)
+    def _between_gpus(self) -> tuple[Table, ...]:
+        """The collectives and streams of a training that is spread over several GPUs, scenario by scenario."""
         key = Column("scenario", "scenario", "name", 100, "how the model is stored and run")
-        return compared_collectives([key], (((scenario_label(result),), traffic) for result, traffic in runs))
+        runs = [((scenario_label(r),), r.training) for r in self.answer.scenario_results if r.training]
+        traffic = compared_collectives([key], ((label, training.collectives) for label, training in runs))
+        return *traffic, *compared_streams([key], ((label, training.streams) for label, training in runs))
 
     def verdict(self) -> tuple[Finding, ...]:
         """Whether a training that was asked for fits and where it peaks, then what precision does."""
