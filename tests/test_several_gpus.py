@@ -56,6 +56,12 @@ def test_what_the_first_gpu_holds_beyond_the_others_is_said(first: Trace) -> Non
     assert "each other GPU holds" in first.notes[-1] and "beyond theirs" in first.notes[-1]
 
 
+def test_a_copy_of_the_model_is_freed_with_its_step() -> None:
+    """GPU 1 holds the parameters once, however many steps there were: each forward brings a copy of its own."""
+    second = memsize.trace(Model(), IDS, optimizer="adamw", parallel="dp=4,rank=1", gpu="t4").trace
+    assert most(second, "parameter") == PARAMETERS * 4
+
+
 def test_layers_are_listed_once_and_own_their_activations(first: Trace) -> None:
     assert {layer.calls for layer in first.layers if layer.path.startswith("module.blocks.0.")} == {4}
     kept = [each for each in first.storages if each.saved_by >= 0 and each.shape == (2, 8, 4 * WIDTH)]

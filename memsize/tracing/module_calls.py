@@ -8,6 +8,7 @@ makes the ordinary call, and leaves it. Forward hooks would do the same, but a m
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -126,8 +127,15 @@ class Calls:
                 self._returned(index, result, start, given)
             return result
 
-        vars(call)["of"] = partial(self._call, index)  # for a copy of the module, as nn.DataParallel makes them
+        vars(call)["of"] = partial(self._copied, index)
         return self._model_call(call) if index == 0 else call
+
+    def _copied(self, index: int, copy: nn.Module) -> Callable[..., Any]:
+        """The call of a copy of a module, as `nn.DataParallel` makes them for each forward. It doesn't keep the copy,
+        which is freed with its last use.
+        """
+        held: Any = weakref.proxy(copy)
+        return self._call(index, held)
 
     def _model_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call of the model itself is the forward; what is alive when the first one returns is kept for
