@@ -255,6 +255,7 @@ def test_a_cell_that_fails_says_why_and_the_others_are_there(folder: Path) -> No
     assert [row.outcome for row in found.sweep_rows] == ["fits", "fits", *["failed"] * 4]
     reasons = [row.reason or "" for row in found.sweep_rows]
     assert "did you mean Net?" in reasons[2] and reasons[3] == reasons[2]
+    assert "did you mean Net?." not in str(found)
     assert reasons[4].startswith("the model needs an input: its forward takes x")
     assert all(row.reserved is None and row.left is None for row in found.sweep_rows[2:])
     assert found.rows["reserved"].isna().tolist() == [False, False, *[True] * 4]

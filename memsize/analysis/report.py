@@ -338,7 +338,7 @@ class ReportBuilder:
             crossover=crossover,
             amp=amp,
             buckets=bucket_bytes(self.runner.model),
-            spread=self.parallel is not None,
+            spread=self.parallel,
         )
 
     def readings(self) -> tuple[Reading, ...]:

@@ -9,6 +9,7 @@ from memsize.analysis.crossover import Crossover
 from memsize.records.aggregates import Totals, totals
 from memsize.records.gpu import GpuEstimate
 from memsize.records.trace import Reading, StoredTensor, Trace
+from memsize.spec.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Evidence:
     optimizer: str = ""
     amp: str | None = None
     buckets: tuple[int, bool] | None = None
-    spread: bool = False
+    spread: Parallel | None = None
 
     def totals(self, scenario: str) -> Totals | None:
         """The totals of a scenario, where it was run."""

@@ -129,6 +129,8 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
     totals = evidence.totals(amp) if amp else None
     if totals is None or not totals.parameter_bytes:
         return
+    if evidence.spread and evidence.spread.shards_parameters:  # which trains by FSDP's mixed precision, not autocast
+        return
     yield Finding(
         "amp-keeps-fp32-parameters",
         totals.cast_bytes,

@@ -83,7 +83,7 @@ def what_failed(rows: Rows) -> Iterator[Finding]:
     for number, (reason, found) in enumerate(sorted(reasons.items(), key=lambda each: -len(each[1]))):
         targets = tuple(dict.fromkeys(row.settings["target"] for row in found))
         failed = "1 cell" if len(found) == 1 else f"{len(found):,} cells"
-        text = "{failed} could not be run ({targets}): {reason}."
+        text = "{failed} could not be run ({targets}): {reason}" + ("" if reason.endswith("?") else ".")
         values = {"failed": failed, "targets": targets, "reason": reason}
         yield Finding("sweep-failed", None, (), text, values, brief=text if number == 0 else "")
 

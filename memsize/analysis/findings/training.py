@@ -35,13 +35,15 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     peak = evidence.peaks[name]
     best = min(evidence.peaks, key=lambda other: (evidence.peaks[other].requested, other != name))
     largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
+    spread = evidence.spread
+    how, among = (" and {parallel}", " on one of {gpus} GPUs") if spread else ("", "")
     shares = ", ".join(f"{role} {{r{place}}}" for place, (role, _) in enumerate(largest))
     yield Finding(
         "training-peak",
         peak.requested,
         (peak.peak_layer,) if peak.peak_layer else (),
-        f"A training step with {{optimizer}} under {{name}} peaks at {{requested}} in the {{where}}: {shares}. "
-        f"{_advice(peak)}",
+        f"A training step with {{optimizer}}{how} under {{name}} peaks at {{requested}}{among} in the {{where}}: "
+        f"{shares}. {_advice(peak)}",
         {
             "optimizer": optimizer_in_words(evidence.optimizer),
             "name": name,
@@ -58,9 +60,10 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
             "best": best,
             "least": Bytes(evidence.peaks[best].requested),
         }
+        | ({"parallel": str(spread), "gpus": spread.size} if spread else {})
         | {f"r{place}": Bytes(size) for place, (_, size) in enumerate(largest)},
-        brief="A training step with {optimizer} peaks at {requested} in {name}, in the {where}: {gpu} would show {low} "
-        "to {high} of {total}." + (" {best} peaks lowest, at {least}." if best != name else ""),
+        brief=f"A training step with {{optimizer}}{how} peaks at {{requested}}{among} in {{name}}, in the {{where}}: "
+        "{gpu} would show {low} to {high} of {total}." + (" {best} peaks lowest, at {least}." if best != name else ""),
         moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
     )
 
