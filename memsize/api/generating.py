@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memsize.device.config import AllocatorConfig
     from memsize.records.generation import GenerationReport
     from memsize.records.serving import ServingReport
+    from memsize.spec.generation import Generation
 
 
 @asks_about_a_model
@@ -54,11 +55,10 @@ def generate(
     ``"int2"``. `beams` is the width of a beam search; the prompt is read `chunk` tokens at a time (None: all at once).
     With `uneven`, the prompts of a batch are of unequal lengths and padded to the longest. Before each step the
     `assistant`, a smaller model or its target, proposes tokens, or `lookup` of them are looked up in the prompt; none
-    turns out to be right, which takes the most. `step` is a loop that takes
-    the place of ``generate``, or its name, such as ``"loop.py:generate"``: a function of the model, those of its inputs
-    that it has parameters for, and ``max_new_tokens``. `scenarios` are as for `report` (None: as given, and its weights
-    in int8 and int4), `gpu`, `stack` and `config` as for `trace`. Where a row of the first scenario does not fit, what
-    would is tried.
+    turns out to be right, which takes the most. `step` is a loop that takes the place of ``generate``, or its name,
+    such as ``"loop.py:generate"``: a function of the model, those of its inputs that it has parameters for, and
+    ``max_new_tokens``. `scenarios` are as for `report` (None: as given, and its weights in int8 and int4), `gpu`,
+    `stack` and `config` as for `trace`. Where a row of the first scenario does not fit, what would is tried.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
@@ -71,15 +71,9 @@ def generate(
     where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
     asked = select(GENERATED if scenarios is None else scenarios)
     lengths, sizes = ((each,) if isinstance(each, int) else tuple(each) for each in (prompt, batches))
-    if min(sizes, default=0) < 1:
-        raise InputError(f"a batch of {min(sizes, default=0)}: it must be at least 1")
     draft = Draft.of(assistant, lookup)
     generations = [Generation(length, new, cache, kv_dtype, beams, 0, chunk, uneven, draft) for length in lengths]
-    if step is not None and (cache or kv_dtype or chunk or beams > 1 or draft):
-        own = "cache, kv_dtype, beams, chunk, assistant and lookup"
-        raise InputError(f"{own} are for the model's own generate, not for a step of yours")
-    if draft and max(sizes) > 1:
-        raise InputError("assisted generation is for one sequence: transformers refuses more (batch)")
+    _check(generations[0], sizes, own_step=step is not None)
     settings = AllocatorConfig.of(config, software.release)
     with model_of(subject, say, where.name) as loaded, assisted(loaded, draft, assistant, say) as draft:
         from memsize.analysis.fit.generation_remedies import generation_remedies
@@ -97,6 +91,18 @@ def generate(
         request = GenerationRequest(generations, sizes, asked, settings, loop)
         remedies = partial(generation_remedies, runner, prompts, request, say)
         return report_generation(runner, prompts, request, loaded.notes, say, remedies)
+
+
+def _check(generation: Generation, sizes: Sequence[int], *, own_step: bool) -> None:
+    """Raise `InputError` for what cannot be asked together."""
+    if min(sizes, default=0) < 1:
+        raise InputError(f"a batch of {min(sizes, default=0)}: it must be at least 1")
+    asked = generation.cache or generation.kv_dtype or generation.chunk or generation.beams > 1 or generation.draft
+    if own_step and asked:
+        own = "cache, kv_dtype, beams, chunk, assistant and lookup"
+        raise InputError(f"{own} are for the model's own generate, not for a step of yours")
+    if generation.draft and max(sizes) > 1:
+        raise InputError("assisted generation is for one sequence: transformers refuses more (batch)")
 
 
 @asks_about_a_model
