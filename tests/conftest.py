@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.zoo.operators import declare
 from memsize.cuda.cudnn.library import Library, installed
+from memsize.records.trace import Event, Storage, Trace
 from memsize.records.world import World
 
 # The plugin under test, also where the project was not installed anew since it became an entry point.
@@ -31,6 +33,10 @@ settings.register_profile(
 settings.load_profile("memsize")
 # Of any sizes and ranks few are a world.
 st.register_type_strategy(World, st.builds(lambda nodes: World(6 * nodes, 6 * nodes - 1, nodes), st.integers(1, 9)))
+# Storages and events may be any sequences, and come back from a file as tuples.
+_OF_TRACE = {name: st.from_type(of) for name, of in get_type_hints(Trace).items()}
+_OF_TRACE |= {"storages": st.from_type(tuple[Storage, ...]), "events": st.from_type(tuple[Event, ...])}
+st.register_type_strategy(Trace, st.builds(Trace, **_OF_TRACE))
 
 # What is shown must not depend on what else is installed: cuDNN is asked only by the tests that are about it. The
 # library to test with is kept for processes that pytest starts, which import this again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memsize.analysis.step import StepTrace
 from memsize.errors import InputError
 from memsize.records.codec import SCHEMA, decode, encode
-from memsize.records.trace import Event, Storage, StoredPart, StoredTensor, TensorSpec, Trace, World
+from memsize.records.trace import StoredPart, StoredTensor, TensorSpec, Trace, World
 from tests import records
 
 KEPT = Path(__file__).parent / "traces"
@@ -27,13 +27,9 @@ def test_decode_inverts_encode(trace: Trace) -> None:
     assert decode(json.loads(json.dumps(encode(trace)))) == trace
 
 
-ROWS = {"storages": st.from_type(tuple[Storage, ...]), "events": st.from_type(tuple[Event, ...])}
-"""Which may be any sequences, and come back as tuples."""
-
-
 @pytest.mark.thorough
 @settings(max_examples=40)
-@given(st.builds(Trace, **{name: st.from_type(of) for name, of in get_type_hints(Trace).items()} | ROWS))
+@given(st.from_type(Trace))
 def test_decode_inverts_encode_for_any_trace(trace: Trace) -> None:
     assert decode(json.loads(json.dumps(encode(trace)))) == trace
 
