@@ -384,6 +384,32 @@ def test_progress_can_be_switched_off() -> None:
 
 
 @pytest.mark.usefixtures("talking")
+@pytest.mark.parametrize(("stream", "clear"), [(Terminal(), "\r\x1b[2K"), (io.StringIO(), "")])
+def test_parts_of_the_answer_are_shown_once_the_rest_takes_long(
+    stream: io.StringIO, clear: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Progress(stream) as progress:
+        progress.found("batch 3 on 8 GPUs")
+        progress.found("batch 5 on 16 GPUs")
+        assert stream.getvalue() == ""
+        monkeypatch.setattr("memsize.cli.progress._LONG", 0.0)
+        progress.found("batch 6 on 32 GPUs")
+        assert stream.getvalue() == "".join(
+            f"{clear}{part}\n" for part in ("batch 3 on 8 GPUs", "batch 5 on 16 GPUs", "batch 6 on 32 GPUs")
+        )
+
+
+@pytest.mark.usefixtures("talking")
+def test_parts_that_were_found_early_are_shown_as_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.cli.progress._LONG", 0.05)
+    with Progress(stream := io.StringIO(), patience=0.0, tick=0.01) as progress:
+        progress.found("batch 3 on 8 GPUs")
+        while not stream.getvalue():
+            time.sleep(0.001)
+    assert stream.getvalue() == "batch 3 on 8 GPUs\n"
+
+
+@pytest.mark.usefixtures("talking")
 def test_progress_beside_a_program_leaves_its_open_lines_alone() -> None:
     shared = Terminal()
     with Progress(shared, patience=0.0, tick=0.001, beside=(shared, shared)) as progress:

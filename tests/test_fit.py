@@ -619,6 +619,13 @@ def test_where_the_optimizer_is_the_peak_a_sample_adds_its_input_and_all_that_tr
     assert row.fixed >= sum(row.standing.values())
 
 
+def test_of_one_batch_that_peaks_in_the_optimizer_its_temporary_is_fixed_too() -> None:
+    row = row_of(fit_of(TwoRegimes(), "64,2048", batch_size=1, budget=CONTEXT + 60 * MiB, remedies=False))
+    assert row.status == "exceeds" and row.bind is not None and row.bind.phase == "optimizer" and row.per_step is None
+    assert sum(row.standing.values()) == 4 * WEIGHTS + WORKSPACES
+    assert row.fixed is not None and 0 <= row.fixed - 5 * WEIGHTS - WORKSPACES <= 1024
+
+
 def test_where_forward_or_backward_is_the_peak_a_sample_adds_its_activations() -> None:
     # In backward the input, the ReLU's output and gradients of two of such size are alive; the parameter, its states
     # and the workspaces are fixed.

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import memsize
 from memsize.analysis.findings.fit import FitEvidence, gpus_needed
+from memsize.analysis.fit.rows import likely_size
 from memsize.cli import run
 from memsize.device.budget import budget_of, spread_over
 from memsize.device.cards import card
@@ -26,7 +29,7 @@ from memsize.records.fit import FitRow
 from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.spec.parallel import Parallel, on_each, parse_parallel
-from memsize.units import format_bytes
+from memsize.units import MiB, format_bytes
 from tests.conftest import Write
 from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most
 
@@ -395,6 +398,86 @@ def test_the_fewest_gpus_are_found(fitted: Any) -> None:
         "The allocator gets 200.00 MiB before NCCL's buffers (--margin leaves room for them): each GPU of 850.00 MiB"
     )
     assert [note for note in fitted.notes if "NCCL's buffers may take up to 2,048.00 MiB" in note]
+
+
+SAMPLE = 16 * MiB
+"""What one more sample takes in the rows below; on one GPU 960 MiB stand, of which each of N has its share."""
+
+
+def row_of_gpus(gpus: int, room: int) -> FitRow:
+    """The row of so many GPUs of which each has `room` beside the 64 MiB that everybody holds."""
+    stands = 64 * MiB + 960 * MiB // gpus
+    left = room + 64 * MiB - stands
+    size = left // SAMPLE if left >= SAMPLE else None
+    return FitRow(
+        "fp32",
+        "fp32",
+        f"{gpus} x Tesla T4",
+        room + 64 * MiB,
+        "found" if size else "none",
+        size=size,
+        peak=stands + size * SAMPLE if size else None,
+        per_step=SAMPLE if size else None,
+        standing={"parameter": stands},
+    )
+
+
+def likely(rows: list[FitRow], gpus: int) -> int | None:
+    budgets = spread_over([budget_of(card("t4"))], [parse_parallel(f"fsdp={each}") for each in (1, 2, 4, 8, 16)])
+    return likely_size(rows, "fp32", next(each for each in budgets if each.gpus == gpus), budgets)
+
+
+def test_a_search_on_more_gpus_begins_about_where_it_will_end() -> None:
+    rows = [row_of_gpus(gpus, 240 * MiB) for gpus in (1, 2, 4, 8)]
+    assert [row.size for row in rows] == [None, None, None, 7]
+    # No size fits on 2, so that one is all there may be on 4. On 8, 64 + 120 of 304 MiB stand, and 7 x 16 MiB beside;
+    # the 8 left and the 60 that fewer stand on 16 take 4 more of 16 MiB.
+    assert likely(rows[:1], 2) == likely(rows[:2], 4) == 1
+    assert likely(rows, 16) == 7 + (8 + 60) // 16 == row_of_gpus(16, 240 * MiB).size
+    # From one row nothing says what shrinks: its size, and what room it has left.
+    assert likely(rows[3:], 16) == 7 + 8 // 16
+    assert likely([], 16) is None
+    assert likely(rows[3:], 4) is None
+
+
+@given(st.integers(1, 2000), st.sampled_from([(1, 2, 4), (2, 4, 8), (4, 8, 16), (2, 8, 16)]))
+def test_where_memory_grows_by_the_line_the_guess_is_the_answer(room: int, numbers: tuple[int, int, int]) -> None:
+    rows = [row_of_gpus(gpus, room * MiB) for gpus in numbers]
+    guess = likely(rows[:2], numbers[2])
+    assert guess == (rows[2].size if rows[1].size else 1)
+
+
+def test_a_scenario_like_this_one_on_as_many_gpus_says_more() -> None:
+    rows = [replace(row_of_gpus(4, 1000 * MiB), scenario="fp16"), row_of_gpus(2, 1000 * MiB)]
+    assert likely(rows, 4) == rows[0].size
+    assert likely([replace(rows[0], status="none", size=None)], 4) == 1
+
+
+def test_each_row_is_told_as_soon_as_it_is_known() -> None:
+    told: list[str] = []
+    said: list[str] = []
+    model = nn.Sequential(*(Block(512) for _ in range(4)))
+    fit = memsize.fit(
+        model,
+        (512,),
+        train="adamw",
+        scenarios="fp32",
+        parallel="fsdp",
+        gpus="1..4",
+        budget="850MiB",
+        progress=said.append,
+        found=lambda finding: told.append(finding.text()),
+    )
+    assert [text.partition(",")[0] for text in told] == [
+        f"Under fp32 on {number} x GPU of 850.00 MiB" for number in (1, 2, 4)
+    ]
+    assert told[0].endswith(f"{fit.fit_rows[0].next_peak / MiB:,.2f} MiB, and there are 200.00 MiB.")
+    assert [f", batch {row.size:,} needs" in text for row, text in zip(fit.fit_rows[1:], told[1:], strict=True)] == [
+        True,
+        True,
+    ]
+    counts = [text.partition("; ")[2] for text in said if "; " in text]
+    assert counts == sorted(counts) and set(counts) == {f"answer {number} of 3" for number in (1, 2, 3)}
 
 
 def test_strategies_are_compared() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from memsize.analysis.fit.fit import FitRequest
     from memsize.device.config import AllocatorConfig
+    from memsize.records.finding import Finding
     from memsize.records.fit import Fit
     from memsize.spec.vary import Vary
 
@@ -51,6 +52,7 @@ def fit(
     chunk: int | None = None,
     uneven: bool = False,
     progress: Callable[[str], None] | None = None,
+    found: Callable[[Finding], None] | None = None,
     **given: Unpack[InputOptions],
 ) -> Fit:
     """The largest batch that fits a GPU, scenario by scenario; or whether one does, and what would make it fit.
@@ -65,7 +67,8 @@ def fit(
     `gpu` is the name of a GPU, several of them, or ``"local"``; `budget` is a size of its memory instead, in bytes or
     as ``"15109MiB"``. The CUDA context and `margin` (bytes, a size, or ``"5%"``) are subtracted from either. `stack` is
     its PyTorch and CUDA, `config` holds the caching allocator's settings. `remedies` tries them in any case (True) or
-    never (False); `crossovers` looks for the sizes from which on autocast pays or the peak moves.
+    never (False); `crossovers` looks for the sizes from which on autocast pays or the peak moves. `progress` is called
+    with what is being done, `found` with what a row says once it is known.
 
     With `new`, `prompt`, `cache`, `kv_dtype`, `beams`, `chunk` or `uneven`, as for `generate`, the question is about
     generated tokens: how many sequences fit, or, with `vary` ``"context"``, how many tokens of `batch_size` sequences,
@@ -91,7 +94,7 @@ def fit(
     software = Stack.of(stack)
     settings = AllocatorConfig.of(config, software.release)
     capacities = budgets(gpu, budget, margin, software, settings.memory_fraction)
-    trained, say = training_of(train), progress or (lambda _: None)
+    trained, say, tell = training_of(train), progress or (lambda _: None), found or (lambda _: None)
     spread = [spread_of(each, trained) for each in on_each(parallel, gpus)]
     capacities = spread_over(capacities, spread)
     if spread[0] is not None and scenarios is None:
@@ -100,13 +103,18 @@ def fit(
     one = subject.batch_size if varied.batch else None
     request = FitRequest(asked, capacities, trained, settings, one, remedies, crossovers, scenarios is None, generation)
     if generation:
-        return _fit_of_generations(run_as, request, varied, software, say)
-    with opened(run_as, say, capacities[0].card.name, trained is not None and trained.is_own) as found:
-        return find_fit(Trials(*found.run, varied, say, stack=software), request, found.notes)
+        return _fit_of_generations(run_as, request, varied, software, say, tell)
+    with opened(run_as, say, capacities[0].card.name, trained is not None and trained.is_own) as model:
+        return find_fit(Trials(*model.run, varied, say, stack=software), request, model.notes, tell)
 
 
 def _fit_of_generations(
-    subject: Subject, request: FitRequest, varied: Vary, software: Stack, say: Callable[[str], None]
+    subject: Subject,
+    request: FitRequest,
+    varied: Vary,
+    software: Stack,
+    say: Callable[[str], None],
+    tell: Callable[[Finding], None],
 ) -> Fit:
     """The answer to a request about a generation."""
     assert request.generation is not None
@@ -120,4 +128,4 @@ def _fit_of_generations(
         trials = GenerationTrials(
             loaded.name, loaded.model, prompts, request.generation, subject.batch_size or 1, varied, say, software
         )
-        return find_fit(trials, request, loaded.notes)
+        return find_fit(trials, request, loaded.notes, tell)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, overload
 if TYPE_CHECKING:
     from memsize.analysis.program import VirtualGpu
     from memsize.device.config import AllocatorConfig
+    from memsize.records.finding import Finding
     from memsize.records.fit import Fit
     from memsize.records.program import ProgramRun
     from memsize.records.ranks import RankRuns, Which
@@ -138,13 +139,14 @@ def fit_script(
     steps: int = 3,
     config: AllocatorConfig | str | None = None,
     progress: Callable[[str], None] | None = None,
+    found: Callable[[Finding], None] | None = None,
 ) -> Fit:
     """The largest value of a script's own argument that fits a GPU, by running the script with one after another.
 
     `script` runs as by `run`, with `arguments` as its command line, of which `vary` names one with a whole number:
     ``"batch-size"`` for ``--batch-size 8``, ``"train.batch_size"`` for ``train.batch_size=8``. `gpu`, `budget` and
     `margin` are as for `fit`, `config` as for `run`; `steps` training steps are made in each run. Where the platform
-    forks, each run is a process of its own.
+    forks, each run is a process of its own. `progress` and `found` are as for `fit`.
 
     Raises `InputError` where there is no such script or argument, or where it has no effect on the GPU's memory; and
     `ForwardError` where the script fails with the value that it is given.
@@ -160,7 +162,8 @@ def fit_script(
     capacities = budgets(gpu, budget, margin, Stack.of(None), fraction)
     from memsize.analysis.fit.script import fit_script as fitted
 
-    return fitted(varied, capacities, settings, steps=steps, say=progress or (lambda _: None))
+    say, tell = progress or (lambda _: None), found or (lambda _: None)
+    return fitted(varied, capacities, settings, steps=steps, say=say, tell=tell)
 
 
 def virtual_gpu(

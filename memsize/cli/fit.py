@@ -25,6 +25,7 @@ from memsize.device.budget import LOCAL, budgets
 from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.internals.workers import side_by_side
+from memsize.render.unit import USUAL
 from memsize.spec.generation import asked_generation
 from memsize.spec.parallel import on_each, spread_of
 from memsize.spec.scenario import select
@@ -120,7 +121,7 @@ def fit(
         _refuse_model_options()
         asked = {"gpu": gpu, "budget": budget, "margin": margin, "config": allocator}
         script = str(subject.model)
-        _answer(output, lambda api, say: api.fit_script(script, script_arguments, vary=argument, progress=say, **asked))
+        _answer(output, lambda api, show: api.fit_script(script, script_arguments, vary=argument, **show, **asked))
         return
     if script_arguments:
         raise InputError(f"unexpected {' '.join(script_arguments)}: only a script with --vary-argument takes arguments")
@@ -141,7 +142,7 @@ def fit(
     }
     _check(**question)
     with side_by_side(jobs):
-        _answer(output, lambda api, say: _saved(subject) or api.fit(subject, progress=say, **question))
+        _answer(output, lambda api, show: _saved(subject) or api.fit(subject, **show, **question))
 
 
 def _check(
@@ -176,12 +177,13 @@ def _saved(subject: Subject) -> Any:
     return load_kind(str(subject.model), "fit") if is_saved(subject.model) else None
 
 
-def _answer(output: Destination, ask: Callable[[Any, Callable[[str], None]], Any]) -> None:
+def _answer(output: Destination, ask: Callable[[Any, dict[str, Any]], Any]) -> None:
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
     with output.told_if_interrupted(), working() as progress:
         from memsize import api
 
-        found = ask(api, progress)
+        unit = output.unit or USUAL
+        found = ask(api, {"progress": progress, "found": lambda part: progress.found(part.text(unit))})
         progress("writing the answer")
         output.keep(found)
         text = output.drawn(found)

@@ -1,7 +1,8 @@
 """`Progress`: what is being done, on stderr, and about how long that will go on.
 
 A terminal shows it in one line once it takes longer than a second, and wipes the line at the end. A file or a pipe gets
-a line every few seconds, none for quick work, and so does a terminal that a program writes to meanwhile.
+a line every few seconds, none for quick work, and so does a terminal that a program writes to meanwhile. Parts of the
+answer that come before the rest are shown where that takes long, each in a line that stays.
 `MEMSIZE_PROGRESS=never` silences both.
 """
 
@@ -22,6 +23,7 @@ from memsize.printable import printable
 
 _PATIENCE = 1.0
 _FILE_PATIENCE = 3.0
+_LONG = 10.0
 _TICK = 1.0
 _FILE_TICK = 5.0
 _CLEAR = "\r\x1b[2K"
@@ -53,6 +55,7 @@ class Progress:
         self._patience = (_PATIENCE if self._on_terminal else _FILE_PATIENCE) if patience is None else patience
         self._tick = (_TICK if self._on_terminal else _FILE_TICK) if tick is None else tick
         self._text = ""
+        self._parts: list[str] = []
         self._shown = False
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -89,9 +92,24 @@ class Progress:
         if self._on_terminal and time.monotonic() >= self._start + self._patience:
             self._show()
 
+    def found(self, part: str) -> None:
+        """Show a part of the answer, at once or as soon as the rest takes long."""
+        with _writing:
+            self._parts.append(part)
+        self._show_parts()
+
+    def _show_parts(self) -> None:
+        with _writing:
+            if self._thread is None or self._over.is_set() or time.monotonic() < self._start + _LONG:
+                return
+            for part in self._parts:
+                self._write(f"{_CLEAR if self._on_terminal else ''}{printable(part)}\n")
+            self._parts.clear()
+
     def _tell(self) -> None:
         wait = self._patience
         while not self._over.wait(wait):
+            self._show_parts()
             self._show()
             wait = self._tick
 

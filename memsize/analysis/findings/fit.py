@@ -116,12 +116,8 @@ def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
 _NONE: Final = "nothing fits on {gpus}"
 
 
-@RULES.rule(*(f"fit-{status}" for status in _ANSWERS))
-def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
-    """What the first row says."""
-    row, vary = evidence.first, evidence.vary
-    if row is None:
-        return
+def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
+    """What a row that could be run says; with its GPU where it is one of `several`."""
     values: dict[str, object] = {
         "scenario": row.name,
         "gpu": row.gpu,
@@ -138,9 +134,16 @@ def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
         text = "Under {scenario}, {vary} {size} fits and the model refuses {vary} {next}; what lies between was not run"
     elif row.status == "open" and row.next_size is None:
         text = "Under {scenario}, {vary} {size} fits; what lies beyond was not run"
-    if len(evidence.budgets) > 1:
+    if several:
         text = text.replace("Under {scenario}", "Under {scenario} on {gpu}", 1)
-    yield Finding(f"fit-{row.status}", row.peak, (), text + ".", values, brief=text + ".")
+    return Finding(f"fit-{row.status}", row.peak, (), text + ".", values, brief=text + ".")
+
+
+@RULES.rule(*(f"fit-{status}" for status in _ANSWERS))
+def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
+    """What the first row says."""
+    if evidence.first is not None:
+        yield answer_in_words(evidence.first, evidence.vary, several=len(evidence.budgets) > 1)
 
 
 @RULES.rule("fit-cards")

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
-from memsize.analysis.findings.fit import RULES, FitEvidence
+from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
 from memsize.analysis.findings.interruption import interrupted
 from memsize.analysis.fit.crossovers import crossings
 from memsize.analysis.fit.generations import MOST_SEQUENCES
 from memsize.analysis.fit.remedies import Tries
-from memsize.analysis.fit.rows import asked_row, growing_row
+from memsize.analysis.fit.rows import asked_row, growing_row, likely_size
 from memsize.analysis.fit.search import Search
 from memsize.analysis.fit.trials import Made, RunVariant, Trials
 from memsize.analysis.runner import is_float32
@@ -21,6 +21,7 @@ from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.ctrl_c import found_kept
 from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
+from memsize.records.finding import Finding
 from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
@@ -64,18 +65,22 @@ class FitRequest:
         )
 
 
-def find_fit(trials: Trials, request: FitRequest, notes: Sequence[str] = ()) -> Fit:
+def find_fit(
+    trials: Trials, request: FitRequest, notes: Sequence[str] = (), found: Callable[[Finding], None] = lambda _: None
+) -> Fit:
     """The answer to `request`. A scenario that fails is reported in its own row.
+
+    `found` is called with what a row says as soon as it is complete, in whichever order that is.
 
     Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
     """
     if request.default and is_float32(trials.model, stored_only(trials.name, trials.model)):
         request = replace(request, scenarios=[each for each in request.scenarios if each.name != "as-given"])
-    found: dict[tuple[str, str], _Answered] = {}
+    rows_of = _RowsSoFar(request, trials, found)
     with (
-        found_kept(lambda: _so_far(trials, request, found, notes)),
+        found_kept(lambda: _so_far(trials, request, rows_of, notes)),
         collector_paused(),
-        Workers(work := _Work(trials, request), trials.say, lambda part: found.update({part.of: part})) as workers,
+        Workers(work := _Work(trials, request), rows_of.counted(trials.say), rows_of.add) as workers,
     ):
         trials.say, work.found = workers.say, workers.found
         rows = _rows(trials, request, workers)
@@ -95,28 +100,50 @@ class _Answered(NamedTuple):
     complete: bool
 
 
-def _so_far(
-    trials: Trials, request: FitRequest, found: Mapping[tuple[str, str], _Answered], notes: Sequence[str]
-) -> Fit | None:
+class _RowsSoFar:
+    """The rows that there are by now, by scenario and GPU; `found` is told of each that is complete."""
+
+    def __init__(self, request: FitRequest, trials: Trials, found: Callable[[Finding], None]) -> None:
+        self.of: dict[tuple[str, str], _Answered] = {}
+        self.asked = [(each.name, budget.name) for each, budget in product(request.scenarios, request.budgets)]
+        self._several, self._vary, self._found = len(request.budgets) > 1, trials.vary.text, found
+
+    def add(self, part: _Answered) -> None:
+        """What a process found; again, where another does the work of one that ended."""
+        before = self.of.get(part.of)
+        self.of[part.of] = part
+        if part.complete and not (before and before.complete):
+            for row in part.rows:
+                if row.status != "unavailable":
+                    self._found(answer_in_words(row, self._vary, several=self._several))
+
+    def counted(self, say: Callable[[str], None]) -> Callable[[str], None]:
+        """`say`, with which of the rows is looked for where there are several: how much is left follows from it."""
+
+        def said(text: str) -> None:
+            place = 1 + sum(part.complete for part in self.of.values())
+            say(f"{text}; answer {place} of {len(self.asked)}" if 1 < len(self.asked) >= place else text)
+
+        return said
+
+    def __iter__(self) -> Iterator[FitRow]:
+        return (row for key in self.asked if key in self.of for row in self.of[key].rows)
+
+
+def _so_far(trials: Trials, request: FitRequest, found: _RowsSoFar, notes: Sequence[str]) -> Fit | None:
     """The answer from what was found; None where that says nothing."""
-    asked = [(each.name, budget.name) for each, budget in product(request.scenarios, request.budgets)]
-    rows = tuple(row for key in asked if key in found for row in found[key].rows)
+    rows = tuple(found)
     if all(row.status == "unavailable" for row in rows):
         return None
-    return _fit(trials, request, rows, notes, missing=tuple(_missing(request, asked, found, rows)))
+    return _fit(trials, request, rows, notes, missing=tuple(_missing(request, found)))
 
 
-def _missing(
-    request: FitRequest,
-    asked: Sequence[tuple[str, str]],
-    found: Mapping[tuple[str, str], _Answered],
-    rows: Sequence[FitRow],
-) -> Iterator[str]:
-    for key in asked:
-        if key not in found or not found[key].complete:
+def _missing(request: FitRequest, found: _RowsSoFar) -> Iterator[str]:
+    for key in found.asked:
+        if key not in found.of or not found.of[key].complete:
             name = " on ".join(key) if len(request.budgets) > 1 else key[0]
-            yield f"the rest of {name}" if key in found else name
-    if request.remedies or (request.remedies is None and any(row.status == "exceeds" for row in rows)):
+            yield f"the rest of {name}" if key in found.of else name
+    if request.remedies or (request.remedies is None and any(row.status == "exceeds" for row in found)):
         yield "remedies"
     if request.crossovers:
         yield "crossovers"
@@ -213,7 +240,8 @@ class _Work(Tries):
                 if self.trials.vary.frontier:
                     own = self._frontier(scenario, budget)
                 else:
-                    own = [self._row(self.request.variant(scenario, budget), budget, _likely(rows, budget))]
+                    likely = likely_size(rows, scenario.name, budget, self.request.budgets)
+                    own = [self._row(self.request.variant(scenario, budget), budget, likely)]
                 self._tell(own)
                 rows += own
         return rows, self.trials.made(before)
@@ -272,11 +300,6 @@ class _Work(Tries):
         if search.largest is None and variant.sequences is not None and likely is not None:
             return replace(row, status="none")  # a frontier ends here, and tells nothing of it
         return growing_row(search, row, linear=linear)
-
-
-def _likely(rows: Sequence[FitRow], budget: Budget) -> int | None:
-    """The last answer of a scenario like this one."""
-    return next((row.size for row in reversed(rows) if row.gpu == budget.name and row.status == "found"), None)
 
 
 def _width(scenario: Scenario) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from memsize.analysis.fit.crossovers import most_alive
 from memsize.analysis.fit.footprint import Footprint, bind, phase_name
 from memsize.analysis.fit.search import Search
 from memsize.analysis.fit.trials import RunVariant, Trials
-from memsize.records.fit import FitRow, Status
+from memsize.records.fit import Budget, FitRow, Status
 from memsize.records.roles import FIXED, Role
 
 
@@ -22,7 +22,7 @@ def asked_row(trials: Trials, variant: RunVariant, row: FitRow, size: int) -> Fi
         status="fits" if run.fits(row.budget) else "exceeds",
         size=size,
         peak=run.needs(row.budget),
-        fixed=sum(_standing(run).values()),
+        fixed=_fixed(run),
         standing=_standing(run),
         bind=bind(run, None),
         looked=(size,),
@@ -51,6 +51,33 @@ def growing_row(found: Search, row: FitRow, *, linear: bool) -> FitRow:
         refused=found.refused,
         monotone=found.monotone,
     )
+
+
+def likely_size(rows: Sequence[FitRow], scenario: str, budget: Budget, budgets: Sequence[Budget]) -> int | None:
+    """About what the row of a scenario on `budget` will say, from those of scenarios like it before; else from those of
+    fewer GPUs, on which it holds more. None where neither is known.
+    """
+    before = [row for row in rows if row.status in ("found", "none")]
+    if same := next((row for row in reversed(before) if row.gpu == budget.name), None):
+        return same.size or 1
+    numbers = {each.name: each.gpus for each in budgets if (each.strategy, each.one) == (budget.strategy, budget.one)}
+    fewer = [row for row in before if row.scenario == scenario and numbers.get(row.gpu, budget.gpus) < budget.gpus]
+    if not fewer:
+        return None
+    last = fewer[-1]
+    if last.size is None or not last.per_step:
+        return last.size or 1
+    freed = _freed(fewer[-2], last, numbers, budget.gpus) if len(fewer) > 1 else 0
+    return last.size + max((last.headroom or 0) + freed, 0) // last.per_step
+
+
+def _freed(before: FitRow, last: FitRow, numbers: Mapping[str, int], gpus: int) -> int:
+    """How much less than in the `last` row is held on so many `gpus`, by the line through it and the one `before`: what
+    is sharded shrinks as the share of each GPU does, and the rest stays.
+    """
+    held, holds = sum(before.standing.values()), sum(last.standing.values())
+    shares = 1 / numbers[before.gpu], 1 / numbers[last.gpu]
+    return round((held - holds) / (shares[0] - shares[1]) * (shares[1] - 1 / gpus))
 
 
 def _status(found: Search) -> Status:
@@ -91,14 +118,14 @@ def _growth(found: Search, linear: bool) -> _Growth | None:
     run = found.above or found.largest
     if run is None:
         return None
-    event, standing = run.unbounded.requested.event, sum(_standing(run).values())
+    event, least = run.unbounded.requested.event, _fixed(run)
     trace = run.trace
     label = trace.phases[trace.events[event].phase]
     beside = _beside(run, found.runs.values(), event, label)
     per_step = None if beside is None else (run.requested - beside[1]) // (run.size - beside[0])
     if per_step is None or per_step < 0:
-        return _Growth(None, standing, phase_name(label))
-    fixed = max(run.requested - run.size * per_step, standing) if linear else standing
+        return _Growth(None, least, phase_name(label))
+    fixed = max(run.requested - run.size * per_step, least) if linear else least
     return _Growth(per_step, fixed, phase_name(label))
 
 
@@ -117,3 +144,17 @@ def _beside(run: Footprint, others: Iterable[Footprint], event: int, label: str)
 def _standing(run: Footprint) -> dict[Role, int]:
     """What the model and its training hold at the peak, by role."""
     return {role: size for role, size in bind(run, None).roles.items() if role in FIXED}
+
+
+def _fixed(run: Footprint) -> int:
+    """What certainly does not depend on the size at the peak: what stands, and what the optimizer itself made."""
+    trace, flow = run.trace, run.flow
+    event = run.unbounded.requested.event
+    phase = trace.events[event].phase
+    of_optimizer = phase_name(trace.phases[phase]) == "optimizer"
+
+    def stays(storage: int) -> bool:
+        made_here = of_optimizer and trace.events[flow.born(storage)].phase == phase
+        return made_here or trace.storages[storage].role in FIXED
+
+    return sum(size for storage, size in flow.alive(event).items() if stays(storage))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from memsize.analysis.findings.fit import RULES, FitEvidence
+from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
 from memsize.analysis.findings.interruption import interrupted
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.rows import growing_row
@@ -24,6 +24,7 @@ from memsize.errors import ForwardError, InputError, first_line
 from memsize.internals.ctrl_c import found_kept
 from memsize.internals.silence import silent
 from memsize.internals.workers import Workers, can_fork
+from memsize.records.finding import Finding
 from memsize.records.fit import Budget, Fit, FitRow, FitRun
 from memsize.records.gpu import Card
 from memsize.records.trace import Trace
@@ -89,9 +90,10 @@ def fit_script(
     *,
     steps: int = 3,
     say: Callable[[str], None] = lambda _: None,
+    tell: Callable[[Finding], None] = lambda _: None,
 ) -> Fit:
     """The largest value of the script's argument that fits each budget. The allocator has the settings of `config`, or
-    with None those that the environment has in each run.
+    with None those that the environment has in each run. `tell` is called with what each row says.
 
     Raises `ForwardError` where the script fails with the value that it is given, and `InputError` where that value has
     no effect on the memory of the GPU.
@@ -114,6 +116,7 @@ def fit_script(
             searches.append(_search(runs[-1], asked[-1], first, second))
             searches[-1].run(None, MOST_RUNS - 2)
             rows.append(_grown(searches[-1], asked[-1]))
+            tell(answer_in_words(rows[-1], script.name, several=len(budgets) > 1))
     return _answer(runs, rows, asked)
 
 
