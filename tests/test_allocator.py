@@ -13,8 +13,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memsize.device.allocator import Limited, replay, replay_within
+from memsize.device.allocator import replay
 from memsize.device.config import AllocatorConfig
+from memsize.device.limited import Limited, replay_within
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from memsize import files
-from memsize.analysis.findings.memory import out_of_memory
+from memsize.analysis.findings.memory import lagging, out_of_memory
 from memsize.analysis.timeline import timeline
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
@@ -133,6 +133,8 @@ class StepTrace(Savable):
         if peak.streams:
             parts = (f"{each.name} {format_bytes(each.reserved)}" for each in peak.streams)
             lines.append(f"  streams    {', '.join(parts)} reserved")
+        if peak.lag:
+            lines.append(lagging(peak.lag, peak.reserved).text())
         if peak.shortage:
             lines.append(out_of_memory(peak.shortage, "the run", self.gpu).text())
         return "\n".join(map(printable, lines))

@@ -11,10 +11,10 @@ from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import Final
 
-from memsize.analysis.findings.memory import out_of_memory
+from memsize.analysis.findings.memory import lagging, out_of_memory
 from memsize.device.config import AllocatorConfig
 from memsize.device.flow import flow_of
-from memsize.device.gpu_estimate import replay_on
+from memsize.device.gpu_estimate import Replays, lag, replay_on
 from memsize.device.streams import stream_shares
 from memsize.records.aggregates import split_phase, traffic
 from memsize.records.gpu import Card
@@ -36,6 +36,7 @@ def timeline(
     replayed, shortage = replay_on(trace, where, config or AllocatorConfig(), timeline=True)
     levels = replayed.timeline
     assert levels is not None
+    lags = lag(trace, where, Replays(config))
     delta = tuple(0 if event.storage in replayed.skipped else event.delta for event in events)
     role = [storages[event.storage].role for event in events]
     return Timeline(
@@ -50,7 +51,11 @@ def timeline(
         allocated=tuple(levels.allocated.tolist()),
         reserved=tuple(levels.reserved.tolist()),
         assumptions=trace.assumptions,
-        notes=(*trace.notes, *([out_of_memory(shortage, "the run", where.name).text()] if shortage and where else [])),
+        notes=(
+            *trace.notes,
+            *([out_of_memory(shortage, "the run", where.name).text()] if shortage and where else []),
+            *([lagging(lags, replayed.reserved.bytes).text()] if lags else []),
+        ),
         stack=trace.stack,
         torch=trace.torch,
         card=where,

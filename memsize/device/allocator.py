@@ -4,26 +4,28 @@ Small requests (up to 1 MiB) and large ones have pools of their own, per stream.
 best fitting free block serves it, and CUDA is asked for a segment only when there is none. Segments go back when memory
 runs out. Source: PyTorch's c10/cuda/CUDACachingAllocator.cpp (malloc, alloc_block, garbage_collect_cached_blocks).
 
-Known limits: no CUDA graph pools, no `record_stream` (a block is free as soon as its storage dies), and `cudaMalloc`
-succeeds as long as the sum fits, as if physical memory never fragmented.
+A block that other streams may still use when it is freed (`record_stream`) can be reused at once if these are done with
+it, or else once the program has waited for them: both can be replayed (`deferred`).
+
+Known limits: no CUDA graph pools, and `cudaMalloc` succeeds as long as the sum fits, as if physical memory never
+fragmented.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from memsize.device.config import BLOCK, SMALL, SMALL_SEGMENT, AllocatorConfig
 from memsize.device.pools import ADDRESS, SHIFT, ExpandablePool, LimitedPool, Memory, Pool
 from memsize.errors import InputError
-from memsize.records.gpu import Interval
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from memsize.device.flow import Flow
 
 DEFAULT: Final = AllocatorConfig()
 _SMALL: Final = SMALL // BLOCK
@@ -32,6 +34,8 @@ _CACHE: Final = -1, 0
 """Stands among events for all that is cached being given back."""
 NOTHING: Final = -2, 0
 """Stands for an event that is left out, so that those after it keep their numbers."""
+_WAITED: Final = -3, 0
+"""Stands among events for the program having waited for other streams, whose blocks are then free."""
 _ADDRESS_SPACE: Final = (1 << 40) // BLOCK
 """Address space of an expandable segment where the card's size is unknown: 1 TiB."""
 
@@ -134,37 +138,46 @@ class Allocator:
         streams: Mapping[int, int] | None = None,
         optional: Collection[int] = (),
         emptied: Collection[int] = (),
+        deferred: Mapping[int, int] | None = None,
     ) -> None:
         self.config = config
         self.allowed = allowed
         self.streams = streams or {}
         self.optional = optional
         self.emptied = sorted(emptied)
+        self.deferred = deferred or {}
         self.skipped: set[int] = set()
         self.refused: int | None = None
         self.seen = 0
         self.memory = Memory(None if capacity is None else capacity // BLOCK)
         self.pools: dict[tuple[int, bool], Pool] = {}
         self._clock = [0]
+        self._waiting: list[tuple[int, _Held]] = []
 
     def admitted(self, events: Iterable[tuple[int, int]]) -> Iterable[tuple[int, tuple[int, int]]]:
-        """`events` with their numbers, without those of storages that were skipped; `_CACHE` where it is emptied."""
+        """`events` with their numbers, without those of storages that were skipped; `_CACHE` where it is emptied, and
+        `_WAITED` where the program waited for other streams.
+        """
         pairs = self._unskipped(events) if self.optional else enumerate(events)
-        return self._emptying(pairs) if self.emptied else pairs
-
-    def _emptying(self, pairs: Iterable[tuple[int, tuple[int, int]]]) -> Iterator[tuple[int, tuple[int, int]]]:
-        moments = deque(self.emptied)
-        for number, pair in pairs:
-            while moments and moments[0] <= number:
-                moments.popleft()
-                yield number, _CACHE
-            yield number, pair
+        told = [(event, _CACHE) for event in self.emptied]
+        told += [(event, _WAITED) for event in dict.fromkeys(self.deferred.values())]
+        return _between(pairs, deque(sorted(told))) if told else pairs
 
     def _unskipped(self, events: Iterable[tuple[int, int]]) -> Iterator[tuple[int, tuple[int, int]]]:
         for number, pair in enumerate(events):
             self.seen = number + 1
             if pair[0] not in self.skipped:
                 yield number, pair
+
+    def defer(self, event: int, held: _Held) -> None:
+        """Keep the block that `event` frees until the program has waited for the streams that may still use it."""
+        insort(self._waiting, (self.deferred[event], held), key=itemgetter(0))
+
+    def waited(self, event: int) -> None:
+        """Give back the blocks that nobody uses any more before `event`."""
+        while self._waiting and self._waiting[0][0] <= event:
+            _, block, pool = self._waiting.pop(0)[1]
+            pool.give(block)
 
     def skips(self, storage: int) -> bool:
         """Whether the run does without `storage`, for which there is no room."""
@@ -195,7 +208,8 @@ class Allocator:
 
     def segments(self, live: Mapping[int, _Held]) -> tuple[Segment, ...]:
         """All segments by address, with the blocks of `live` storages and the free ones."""
-        owners = {held[1] & ADDRESS: (held[1], storage) for storage, held in live.items()}
+        held = [(block, storage) for storage, (_, block, _) in live.items()]
+        owners = {each[0] & ADDRESS: each for each in (*held, *((block, None) for _, (_, block, _) in self._waiting))}
         found = []
         for (stream, small), pool in self.pools.items():
             for start, end in pool.ranges():
@@ -224,7 +238,8 @@ class Allocator:
         return block
 
     def release(self) -> bool:
-        """Give back every segment that no block uses."""
+        """Wait for other streams, then give back every segment that no block uses."""
+        self.waited(_UNLIMITED)
         for pool in self.pools.values():
             pool.release()
         return True
@@ -266,6 +281,7 @@ def replay(
     streams: Mapping[int, int] | None = None,
     optional: Collection[int] = (),
     emptied: Collection[int] = (),
+    deferred: Mapping[int, int] | None = None,
     timeline: bool = False,
 ) -> Replay:
     """What the allocator holds while `events` happen: (storage, bytes) pairs, positive to allocate, negative to free.
@@ -274,57 +290,20 @@ def replay(
     `capacity` is what CUDA can give this process (the card less its context), None without bound; `total` is the card's
     size, of which `config.memory_fraction` is taken (None: `capacity`). `streams` maps storages to the stream they are
     allocated on (default 0). `optional` are storages that the run does without where there is no room. Before each of
-    the events that `emptied` numbers, all that is cached is given back. Raises `InputError` when an event frees more
-    than a storage holds.
+    the events that `emptied` numbers, all that is cached is given back. `deferred` maps events that free a block to
+    those before which it can be reused, unless memory runs out first. Raises `InputError` when an event frees more than
+    a storage holds.
     """
     whole = total if total is not None else capacity
     allowed = None if whole is None else config.allowed(whole)
-    return _run(events, Allocator(config, capacity, allowed, streams, optional, emptied), timeline)
-
-
-class Limited(NamedTuple):
-    """A replay on a card, and the request that fails there if the CUDA context is as large as it may be.
-
-    `certain`: it fails even with the smallest one. The replay is then one without any bound.
-    """
-
-    replay: Replay
-    failure: OutOfMemory | None = None
-    certain: bool = False
-
-
-def replay_within(
-    events: Collection[tuple[int, int]] | Flow,
-    config: AllocatorConfig,
-    total: int,
-    outside: Interval,
-    *,
-    streams: Mapping[int, int] | None = None,
-    optional: Collection[int] = (),
-    emptied: Collection[int] = (),
-    timeline: bool = False,
-) -> Limited:
-    """The replay on a card of `total` bytes, of which the CUDA context takes between the ends of `outside`.
-
-    It is that with the largest context with which the run completes. The rest is as for `replay`.
-    """
-    failure = None
-    for taken in dict.fromkeys((outside.high, outside.low)):
-        allocator = Allocator(config, max(total - taken, 0), config.allowed(total), streams, optional, emptied)
-        found = _run(events, allocator, timeline)
-        if found.out_of_memory is None:
-            return Limited(found, failure)
-        failure = failure or found.out_of_memory
-    unbounded = replace(config, memory_fraction=1.0)
-    ample = replay(events, unbounded, streams=streams, emptied=emptied, timeline=timeline)
-    return Limited(ample, failure, certain=True)
+    return _run(events, Allocator(config, capacity, allowed, streams, optional, emptied, deferred), timeline)
 
 
 def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool) -> Replay:
     """The loop over `events`. Its state is in local names: an attribute or a call per figure would halve its speed."""
     small, large, streams = allocator.pool(0, True), allocator.pool(0, False), allocator.streams
     memory, block_size = allocator.memory, allocator.config.block_size
-    plain = max(allocator.config.roundup_divisions) < 2
+    plain, deferred = max(allocator.config.roundup_divisions) < 2, allocator.deferred
     live: dict[int, _Held] = {}
     rows: list[tuple[int, int, int, int, int]] | None = [] if timeline else None
     segments: list[tuple[int, int, int, int]] = []
@@ -337,7 +316,10 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
             del live[storage]
             requested += delta
             allocated -= held[1] >> SHIFT
-            held[2].give(held[1])
+            if event in deferred:
+                allocator.defer(event, held)
+            else:
+                held[2].give(held[1])
             if rows is not None:
                 rows.append((event, requested, allocated, reserved, held[1] & ADDRESS))
             continue
@@ -349,6 +331,8 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
                 allocator.release()
                 reserved = memory.reserved
                 segments += memory.changes_at(event)
+            elif storage == _WAITED[0]:
+                allocator.waited(event)
             continue
         size = (request + BLOCK - 1) // BLOCK if plain else block_size(request) // BLOCK
         pool = small if size <= _SMALL else large
@@ -377,7 +361,10 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
         if held is not None:
             requested -= held[0]
             allocated -= held[1] >> SHIFT
-            held[2].give(held[1])
+            if event in deferred:
+                allocator.defer(event, held)
+            else:
+                held[2].give(held[1])
         if rows is not None:
             rows.append((event, requested, allocated, reserved, block & ADDRESS))
     ends = failure.event if failure else max(allocator.seen, len(rows or ()))
@@ -396,6 +383,16 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
     )
 
 
+def _between(
+    pairs: Iterable[tuple[int, tuple[int, int]]], told: deque[tuple[int, tuple[int, int]]]
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The numbered events `pairs`, each after those that are `told` of its number or one before."""
+    for number, pair in pairs:
+        while told and told[0][0] <= number:
+            yield number, told.popleft()[1]
+        yield number, pair
+
+
 def _of_streams(segments: Iterable[tuple[int, int, int, int]], event: int) -> dict[int, int]:
     """The bytes that each stream has in segments after an event."""
     found: Counter[int] = Counter()
@@ -406,7 +403,7 @@ def _of_streams(segments: Iterable[tuple[int, int, int, int]], event: int) -> di
 
 
 def _tiles(
-    start: int, end: int, pool: Pool, owners: Mapping[int, tuple[int, int]]
+    start: int, end: int, pool: Pool, owners: Mapping[int, tuple[int, int | None]]
 ) -> Iterable[tuple[int, int, int | None]]:
     """The blocks from `start` to `end`, in order, in bytes."""
     while start < end:

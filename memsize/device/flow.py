@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class Flow:
     """For each event the storage that it is about and the bytes that this gains or loses; `streams` and `emptied` are
-    those of the run's record.
+    those of the run's record. `deferred` maps each event that frees what other streams may still use to the event
+    before which the program has waited for them.
     """
 
     storages: Column
     deltas: Column
     streams: Mapping[int, int]
     emptied: tuple[int, ...] = ()
+    deferred: Mapping[int, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(self.storages.tolist(), self.deltas.tolist(), strict=True)
@@ -39,7 +41,7 @@ class Flow:
         """What is equal for runs that the allocator serves alike."""
         found = blake2b(self.storages.tobytes())
         found.update(self.deltas.tobytes())
-        return found.digest(), tuple(self.streams.items()), self.emptied
+        return found.digest(), tuple(self.streams.items()), self.emptied, tuple(self.deferred.items())
 
     def alive(self, event: int) -> dict[int, int]:
         """The bytes of each storage that is alive after an event."""
@@ -69,4 +71,5 @@ def flow_of(trace: Trace) -> Flow:
         numbers(trace.events, "delta").astype(np.int64, copy=False),
         dict(zip(elsewhere.tolist(), streams[elsewhere].tolist(), strict=True)),
         trace.emptied,
+        {each.event: len(trace.events) if each.until < 0 else each.until for each in trace.deferred},
     )

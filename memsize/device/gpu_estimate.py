@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from memsize.device.allocator import Limited, Replay, replay, replay_within
+from memsize.device.allocator import Replay, replay
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context, context_on, nccl
 from memsize.device.flow import Flow, flow_of
+from memsize.device.limited import Limited, replay_within
 from memsize.device.streams import stream_shares
 from memsize.device.workspace_bounds import dispensable, factors, requests
 from memsize.records.aggregates import split_phase, traffic
 from memsize.records.columns import places
-from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, Shortage
+from memsize.records.gpu import Card, GpuEstimate, Interval, Lag, LiveStorage, Shortage
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
 from memsize.spec.stack import Stack
@@ -27,16 +28,19 @@ class Replays:
         self._timeline = timeline
         self._made: dict[object, Limited] = {}
 
-    def of(self, trace: Trace, events: Flow, where: Card | None) -> Limited:
-        """`events` of the trace, or of one like it, on a card (None: one whose memory never ends)."""
+    def of(self, trace: Trace, events: Flow, where: Card | None, *, lags: bool = False) -> Limited:
+        """`events` of the trace, or of one like it, on a card (None: one whose memory never ends), whose streams have
+        always done what they were given; with `lags` only when the program has waited for them.
+        """
         optional, card = dispensable(trace), None if where is None else (where.bytes, _outside(trace, where))
-        key = events.digest, optional, card
+        key = events.digest, optional, card, lags
         if key not in self._made:
-            self._made[key] = self._replayed(events, optional, card)
+            self._made[key] = self._replayed(events, optional, card, lags)
         return self._made[key]
 
-    def _replayed(self, events: Flow, optional: Set[int], card: tuple[int, Interval] | None) -> Limited:
+    def _replayed(self, events: Flow, optional: Set[int], card: tuple[int, Interval] | None, lags: bool) -> Limited:
         how: Any = {"streams": events.streams, "emptied": events.emptied, "timeline": self._timeline}
+        how["deferred"] = events.deferred if lags else None
         if card is None:
             return Limited(replay(events, self.config, **how))
         return replay_within(events, self.config, *card, optional=optional, **how)
@@ -81,7 +85,19 @@ def estimate_gpu(
         collectives=traffic(trace),
         nccl=nccl(trace.collectives),
         streams=stream_shares(trace, flow, replayed),
+        lag=lag(trace, where, replays),
     )
+
+
+def lag(trace: Trace, where: Card | None, replays: Replays) -> Lag | None:
+    """How much more is reserved where the GPU lags behind the program; None where that makes no difference."""
+    flow = flow_of(trace)
+    if not flow.deferred:
+        return None
+    prompt, late = (replays.of(trace, flow, where, lags=each) for each in (False, True))
+    reserved, most = prompt.replay.reserved.bytes, late.replay.reserved.bytes
+    runs_out = late.failure is not None and prompt.failure is None
+    return Lag(len(flow.deferred), max(reserved, most), runs_out) if most > reserved or runs_out else None
 
 
 def replay_on(
@@ -118,10 +134,13 @@ def _device(
     trace: Trace, where: Card | None, replays: Replays, replayed: Replay, *, bounded: bool, since: int = 0
 ) -> Interval:
     """Reserved memory plus what is taken outside the allocator, with the smallest and the largest convolution
-    workspaces that are possible, at its peak `since` an event. For one that isn't the first the replays have timelines.
+    workspaces that are possible, and with a GPU that lags behind or doesn't, at its peak `since` an event. For one that
+    isn't the first the replays have timelines.
     """
     outside = _outside(trace, where)
-    others = (replays.of(trace, requests(trace, factor), where).replay for factor in factors(trace)[1:])
+    flows = [requests(trace, factor) for factor in factors(trace)]
+    cases = [*((flow, False) for flow in flows[1:]), *((flow, True) for flow in flows if flow.deferred)]
+    others = (replays.of(trace, flow, where, lags=lags).replay for flow, lags in cases)
     reserved = [
         int(each.timeline.reserved[since:].max()) if since and each.timeline else each.reserved.bytes
         for each in (replayed, *others)

@@ -132,6 +132,7 @@ def _peak_data(run: ProgramRun) -> dict[str, Any]:
         "device": run.peak.device._asdict(),
         "roles": dict(run.peak.roles),
         "streams": [each._asdict() for each in run.peak.streams],
+        "lag": run.peak.lag and run.peak.lag._asdict(),
     }
 
 

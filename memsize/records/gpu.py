@@ -86,6 +86,18 @@ class StreamShare(NamedTuple):
         return named or f"stream {self.stream}"
 
 
+class Lag(NamedTuple):
+    """What it may cost that `record_stream` handed tensors to other streams: freed, `tensors` of them wait for those.
+
+    `reserved` is its peak where the GPU is so far behind the program that each waits until the program does. `runs_out`
+    says whether memory may run out then: PyTorch waits for other streams before it gives up, but asks CUDA alone after.
+    """
+
+    tensors: int
+    reserved: int
+    runs_out: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """The request at which a run runs out of memory, and the figures that PyTorch's error would give, in bytes.
@@ -128,7 +140,8 @@ class GpuEstimate:
     not fit, `shortage` says how it ends; where it certainly doesn't, all other figures are those of the same run with
     enough memory. `collectives` are those of a step, where the run is that of one process of many, and `nccl` is the
     part of `device` that NCCL takes for them. `streams` are those that the run allocates on, where they are several:
-    their segments add up to `reserved`.
+    their segments add up to `reserved`. `lag` says how much more that may be where the GPU lags behind the program;
+    None where that makes no difference.
     """
 
     requested: int
@@ -147,3 +160,4 @@ class GpuEstimate:
     collectives: tuple[Traffic, ...] = ()
     nccl: Interval | None = None
     streams: tuple[StreamShare, ...] = ()
+    lag: Lag | None = None

@@ -177,6 +177,17 @@ class Event(NamedTuple):
     op: str
 
 
+class DeferredFree(NamedTuple):
+    """`Trace.events[event]` frees a block that other streams may still use, since `record_stream` handed it to them.
+
+    Before event `until` at the latest the program has waited for them; it never does where that is -1. In between it
+    depends on how far the GPU is whether the caching allocator can reuse the block.
+    """
+
+    event: int
+    until: int
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What a summary tool says of the same model: its count of parameters, and the bytes that it derives from them."""
@@ -233,6 +244,8 @@ class Trace:
     """The events before which all that the allocator cached was given back: the program emptied its cache, or a request
     failed.
     """
+    deferred: tuple[DeferredFree, ...] = ()
+    """The events that free what other streams may still use."""
     stack: str = ""
     """The PyTorch and CUDA that a GPU was simulated with (``"torch=2.6,cuda=12.4"``); empty for the installed ones."""
 

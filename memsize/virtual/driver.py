@@ -25,6 +25,7 @@ from memsize.records.gpu import Card
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.virtual.memory import DeviceMemory
 from memsize.virtual.seat import SEAT, check_index
+from memsize.virtual.streams import Moment, Queue, StreamOrder
 
 _TYPE: Final = 1
 """The number of the device type in streams (c10/core/DeviceType.h)."""
@@ -94,8 +95,10 @@ class Properties:
 
 
 class Stream:
-    """A CUDA stream: a number to compare by. Work is never queued, so there is nothing to wait for."""
+    """A CUDA stream: a number to compare by. Work is done at once; what would be queued is noted in `order`."""
 
+    order: ClassVar[StreamOrder] = StreamOrder()
+    """Of the run: what streams and the program wait for."""
     numbers: ClassVar[defaultdict[int, Iterator[int]]] = defaultdict(lambda: itertools.cycle(range(1, _STREAMS + 1)))
     """Of new streams: each GPU has a pool of them, handed out in turn."""
 
@@ -121,17 +124,26 @@ class Stream:
         for stream in reversed(self._outer):
             torch.cuda.set_stream(stream)
 
+    @property
+    def queue(self) -> Queue:
+        """What `order` knows it by."""
+        return self.device_index, self.stream_id
+
     def query(self) -> bool:
+        self.synchronize()  # the program takes it for done
         return True
 
     def is_capturing(self) -> bool:
         return False
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self.order.synchronize(self.order.moment(self.queue))
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None:
+        self.order.wait(self.queue, self.order.moment(stream.queue))
 
-    def wait_event(self, event: Any) -> None: ...
+    def wait_event(self, event: Any) -> None:
+        self.order.wait(self.queue, event.moment)
 
     def record_event(self, event: Any = None) -> Any:
         event = event or Event()
@@ -145,25 +157,35 @@ def _number(device: Any) -> int | None:
 
 
 class Event:
-    """A CUDA event: the time on the host when it was recorded."""
+    """A CUDA event: the time on the host when it was recorded, and the `moment` at which it has come."""
 
     def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
         self.device = SEAT.device
         self.cuda_event = self.event_id = 0
         self._time = 0.0
+        self.moment: Moment = {}
 
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
+        self.moment = Stream.order.moment(_or_current(stream).queue)
 
     def elapsed_time(self, end: Event) -> float:
         return (end._time - self._time) * 1000
 
     def query(self) -> bool:
+        self.synchronize()
         return True
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        Stream.order.synchronize(self.moment)
 
-    def wait(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None:
+        _or_current(stream).wait_event(self)
+
+
+def _or_current(stream: Any) -> Any:
+    """A stream, by default the one that this thread works on."""
+    return stream or torch.cuda.current_stream()
 
 
 class _Current(threading.local):
@@ -217,7 +239,7 @@ class Driver:
             "_cuda_maybeExchangeDevice": SEAT.choose,
             "_cuda_isInBadFork": _returning(False),
             "_cuda_init": _returning(None),
-            "_cuda_synchronize": _returning(None),
+            "_cuda_synchronize": lambda *device: Stream.order.synchronize_all(),
             "_cuda_ipc_collect": _returning(None),
             "_cuda_sleep": _returning(None),
             "_cuda_getArchFlags": _returning(arch),
@@ -256,7 +278,7 @@ class Driver:
             "_accelerator_maybeExchangeDevice": SEAT.choose,
             "_accelerator_getStream": lambda device: Stream(device, stream_id=self._stream_on(device)),
             "_accelerator_setStream": lambda stream: self._set_stream(stream.stream_id, stream.device_index),
-            "_accelerator_synchronizeDevice": _returning(None),
+            "_accelerator_synchronizeDevice": lambda device: Stream.order.synchronize_all(),
             "_accelerator_emptyCache": lambda *device: memory.empty_cache(),
             "_accelerator_getDeviceStats": lambda device: self._memory_on(device).stats(),
             "_accelerator_getMemoryInfo": self._memory_info,

@@ -42,6 +42,7 @@ from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
 from memsize.virtual.seat import HOST, SEAT
 from memsize.virtual.several_gpus import gpu_of
+from memsize.virtual.streams import StreamOrder, host_waits
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -104,6 +105,8 @@ class VirtualLedger(Ledger):
         self.current_stream: Callable[[], int] = lambda: 0
         self.streams: dict[int, int] = {}
         """The stream of each storage that is not on the default one."""
+        self.order = StreamOrder(lambda: len(self.events))
+        """What streams and the program wait for."""
         self.collectives: list[Collective] = []
         self._groups: dict[str, int] = {}
         """The groups of processes that collectives on the GPU were among, by name: each with its number."""
@@ -127,6 +130,13 @@ class VirtualLedger(Ledger):
         return self._run(func, types, args, kwargs)
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = self._placed(func, types, args, kwargs)
+        if self.order.waiting and host_waits(func, args, kwargs):
+            self.order.synchronize(self.order.moment((SEAT.index, self.current_stream())))
+        return result
+
+    def _placed(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op where its arguments are."""
         device = kwargs.get("device")
         if not self._is_on_gpu(func, args, device):
             return self._off_gpu(func, args, kwargs, device)
@@ -300,7 +310,25 @@ class VirtualLedger(Ledger):
         reference = self.live.get(storage._cdata)
         if reference is not None and not self._held[reference.index]:
             self._allocated(reference.index)
+        elif reference is not None and self._held[reference.index] != storage.nbytes():
+            self._freed(reference.index)
         super().resized(storage)
+
+    def _leave(self, reference: Any) -> None:
+        if self._held[reference.index]:
+            self._freed(reference.index)
+        super()._leave(reference)
+
+    def _freed(self, index: int) -> None:
+        """The next event frees the block of a storage."""
+        if index in self.order.used:
+            self.order.free(index, (SEAT.index, self.streams.get(index, 0)))
+
+    def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
+        """``tensor.record_stream(stream)``: once it is freed, its memory waits for that stream."""
+        for piece in plain_tensors(tensor):
+            if (index := self.index_of(piece)) >= 0:
+                self.order.use(index, (stream.device_index, stream.stream_id))
 
     def made_at(self, storage: int, lines: Lines) -> None:
         """`lines` of the program made `storage`."""

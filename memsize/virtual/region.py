@@ -90,7 +90,7 @@ def virtual_gpu(
             regions.enter_context(region)
         kernels = gpu_semantics(ledger, capability=driver.card.capability, release=driver.stack.release)
         semantics = regions.enter_context(kernels)
-        ledger.current_stream = lambda: driver.stream
+        ledger.current_stream, Stream.order = lambda: driver.stream, ledger.order
         threads = regions.enter_context(Threads(ledger, semantics))
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World()), *more)
         own = {**processes.later(ledger), **triton_kernels.later(ledger)}
@@ -115,7 +115,7 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World) -> Iterat
     yield from monitoring.replacements(driver)
     yield from processes.replacements(world, ledger)
     yield from several_gpus.replacements(ledger)
-    yield from tensors.replacements(lambda parameter: ledger.mark(parameter, "parameter"), ledger.host_memory)
+    yield from tensors.replacements(ledger)
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
     yield from _of_backends()

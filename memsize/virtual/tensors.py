@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from memsize.constants.values import CONSTANT
 from memsize.internals.meta import is_meta
-from memsize.virtual.host_memory import HostMemory
-from memsize.virtual.ledger import below_autograd
+from memsize.virtual.ledger import VirtualLedger, below_autograd
 from memsize.virtual.own_meta import is_own_meta, is_own_storage
 from memsize.virtual.seat import SEAT, check_index
 
@@ -43,17 +42,16 @@ _is_cpu: Any = vars(_base)["is_cpu"]
 _data: Any = vars(_base)["data"]
 
 
-def replacements(moved: Callable[[Tensor], None], host_memory: HostMemory) -> Iterator[Replacement]:
-    """What `Tensor` has to answer; `moved` is called with each parameter whose data went to the GPU, and `host_memory`
-    knows what is in pinned memory.
-    """
+def replacements(ledger: VirtualLedger) -> Iterator[Replacement]:
+    """What `Tensor` has to answer where a run is recorded in `ledger`."""
+    host_memory = ledger.host_memory
     original_type = Tensor.type
     yield Tensor, "device", property(lambda t: SEAT.device_of(t) if is_stand_in(t) else _device.__get__(t))
     yield Tensor, "is_meta", property(lambda t: is_meta(t) and not is_stand_in(t))
     yield Tensor, "is_cuda", property(lambda t: _is_on_gpu(t) or _is_cuda.__get__(t))
     yield Tensor, "is_cpu", property(lambda t: not _is_on_gpu(t) if is_stand_in(t) else _is_cpu.__get__(t))
     yield Tensor, "numpy", _with_memory(Tensor.numpy)
-    yield Tensor, "data", property(_data.__get__, _setter(moved))
+    yield Tensor, "data", property(_data.__get__, _setter(ledger))
     yield Tensor, "to", _with_data(Tensor.to)
     yield Tensor, "cuda", _with_data(Tensor.cuda, always=True)
     yield Tensor, "data_ptr", _tensor_address
@@ -62,7 +60,7 @@ def replacements(moved: Callable[[Tensor], None], host_memory: HostMemory) -> It
     yield Tensor, "get_device", lambda t: SEAT.number_of(t) if _is_on_gpu(t) else _base.get_device(t)
     yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
     yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
-    yield Tensor, "record_stream", lambda t, stream: None
+    yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, stream)
     yield Tensor, "type_as", lambda t, other: t.to(other)
     yield Tensor, "type", _type(original_type)
     yield Tensor, "_make_wrapper_subclass", staticmethod(_on_meta(Tensor._make_wrapper_subclass))
@@ -160,7 +158,7 @@ def _storage_copy(original: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def _setter(moved: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+def _setter(ledger: VirtualLedger) -> Callable[[Tensor, Tensor], None]:
     """``p.data = p.data.cuda()`` keeps the object on CUDA, and so all that optimizers hold of it. PyTorch takes tensors
     of the CPU and of CUDA for the same type, but not those of `meta`: here the two exchange what they are made of.
     """
@@ -174,7 +172,7 @@ def _setter(moved: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]
         if grad is not None:  # its data is replaced next, as that of a gradient that is still elsewhere
             tensor.grad = torch.empty((), dtype=grad.dtype, device=value.device).expand(grad.shape)
         if is_meta(tensor) and isinstance(tensor, nn.Parameter):
-            moved(tensor)
+            ledger.mark(tensor, "parameter")
 
     return assign
 

@@ -265,6 +265,7 @@ class Program:
             roots=tuple(names),
             lines=ledger.lines,
             emptied=tuple(self.memory.emptied),
+            deferred=ledger.order.deferred(len(events)),
             world=self.world or World(),
             collectives=tuple(ledger.collectives),
         )

@@ -77,4 +77,6 @@ def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[
                     step()
     for note in (*ledger.host_memory.notes(), *nccl_notes(ledger.collectives)):
         run.note(note)
-    return replace(run.trace(), world=world, collectives=tuple(ledger.collectives))
+    found = run.trace()
+    deferred = ledger.order.deferred(len(found.events))
+    return replace(found, world=world, collectives=tuple(ledger.collectives), deferred=deferred)

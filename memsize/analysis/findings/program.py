@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from memsize.analysis.findings.memory import lagging
 from memsize.device.settings_of import config_of
 from memsize.ranks.group import environment
 from memsize.records import aggregates
@@ -164,6 +165,12 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
         template += " (added to at {place})" if holder.line else ""
         template += ". Keep x.item() or x.detach() instead." if holder.graphs else ". Move them to the CPU."
     yield Finding("run-grows", growth.bytes, (), template, values, brief)
+
+
+@RULES.rule("run-lags")
+def _lags(run: ProgramRun) -> Iterator[Finding]:
+    if run.peak.lag is not None:
+        yield lagging(run.peak.lag, run.peak.reserved, "run-lags")
 
 
 @RULES.rule("run-gradients-kept")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memsize.device.allocator import replay_within
 from memsize.device.config import AllocatorConfig
 from memsize.device.context import context
 from memsize.device.flow import Flow
+from memsize.device.limited import replay_within
 from memsize.device.workspace_bounds import CONVOLUTIONS, dispensable, requests, variants
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.gpu import Interval
