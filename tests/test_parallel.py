@@ -54,6 +54,9 @@ def test_a_strategy_is_read_and_written_alike() -> None:
     assert str(parse_parallel("fsdp=8,rank=3,offload")) == "fsdp=8,offload,rank=3"
     for text in ("fsdp=8,offload", "hsdp=2x4,offload", "fsdp=4,tp=2,offload"):
         assert str(parse_parallel(text)) == text and parse_parallel(text).world == World(8)
+    for text in ("ddp=8,views", "ddp=2,pp=4,views", "ddp=2,views,rank=1"):
+        assert str(parse_parallel(text)) == text
+    assert parse_parallel("ddp=8,views") == Parallel("ddp", replicas=8, views=True)
     assert parse_parallel("fsdp=8 , offload") == Parallel("fsdp", shards=8, offload=True)
 
 
@@ -83,6 +86,7 @@ def test_a_strategy_is_read_and_written_alike() -> None:
         ("pp=4,offload", "such as fsdp=8,offload"),
         ("tp=4,offload", "such as fsdp=8,offload"),
         ("fsdp,offload", "on how many GPUs? write it like fsdp=8"),
+        ("fsdp=8,views", "fsdp=8,views: views are those of ddp's gradients into its buckets, such as ddp=8,views"),
         ("offload,fsdp=8", "no strategy 'offload'"),
         ("cp=4", "context parallelism needs the loop's own context_parallel region"),
         ("", "no strategy ''"),
@@ -107,6 +111,7 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
     assert [str(each) for each in on_each("fsdp,pp=4", "8,16")] == ["fsdp=2,pp=4", "fsdp=4,pp=4"]
     assert [str(each) for each in on_each("pp,ddp=2", "8")] == ["ddp=2,pp=4"]
     assert [str(each) for each in on_each("fsdp,offload", "1..2")] == ["fsdp=1,offload", "fsdp=2,offload"]
+    assert [str(each) for each in on_each("ddp,views", "2")] == ["ddp=2,views"]
     assert [str(each) for each in on_each("hsdp=x8,offload", "16")] == ["hsdp=2x8,offload"]
     assert [str(each) for each in on_each("fsdp,tp=4,offload", "8")] == ["fsdp=2,tp=4,offload"]
     assert on_each(None, None) == on_each((), None) == (None,)

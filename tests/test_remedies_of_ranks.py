@@ -53,6 +53,20 @@ def test_shards_are_tried_in_place_of_copies(copied: Fit, hybrid: Fit) -> None:
     assert "GPUs" not in " ".join(row.name for row in copied.remedied.rows)
 
 
+def test_gradients_may_lie_in_their_buckets(copied: Fit, hybrid: Fit) -> None:
+    row = remedy(copied, "bucket views")
+    assert (row.outcome, row.peak) == ("saves", needed("ddp=4,views"))
+    # One copy of the gradients less is asked for: of four blocks of 2 x 512 x 2,048 elements, of 4 bytes each.
+    model = nn.Sequential(*(Block(512) for _ in range(4)))
+    plain, views = (
+        memsize.trace(model, (512,), batch_size=1, optimizer="adamw", parallel=way) for way in ("ddp=4", "ddp=4,views")
+    )
+    assert plain.peak.requested - views.peak.requested == 4 * 2 * 512 * 2048 * 4
+    assert "bucket views" not in {each.name for each in hybrid.remedied.rows}
+    again = remedy(fitted("ddp=4,views"), "bucket views")
+    assert (again.outcome, again.reason) == ("not here", "gradients are views of the buckets already")
+
+
 def test_shards_are_offloaded_and_spread_over_more_gpus(hybrid: Fit) -> None:
     assert remedy(hybrid, "offload").peak == needed("hsdp=2x2,offload")
     more = remedy(hybrid, "16 GPUs")
@@ -119,7 +133,7 @@ def test_there_is_one_table_of_optimizations_and_what_ranks_add_to_it() -> None:
     alone = RunVariant(SCENARIOS["fp32"], card("t4"), Training("adamw"))
     assert optimizations_of(alone) is OPTIMIZATIONS
     names = [each.name for each in OPTIMIZATIONS]
-    assert [each.name for each in optimizations_of(variant("ddp=8"))] == ["fsdp", *names]
+    assert [each.name for each in optimizations_of(variant("ddp=8"))] == ["bucket views", "fsdp", *names]
     sharded = [each.name for each in optimizations_of(variant("fsdp=8"))]
     assert sharded == ["fsdp", "offload", "mixed precision", *(name for name in names if name != "autocast")]
 

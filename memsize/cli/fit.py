@@ -73,7 +73,8 @@ from memsize.spec.vary import parse_vary
     "--parallel",
     metavar="STRATEGY",
     multiple=True,
-    help="Train on several GPUs: ddp=8, fsdp=8[,offload] …, as for memsize timeline. Give several to compare them.",
+    help="Train on several GPUs: ddp=8[,views], fsdp=8[,offload] …, as for memsize timeline. Give several to "
+    "compare them.",
 )
 @listed(
     "--gpus",

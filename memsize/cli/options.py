@@ -103,7 +103,8 @@ allocator_option = click.option(
 parallel_option = click.option(
     "--parallel",
     metavar="STRATEGY",
-    help="Train on several GPUs, and show one: ddp=8, fsdp=8[,offload], hsdp=4x8, tp=8, pp=4, fsdp=8,tp=8,pp=4, dp=4.",
+    help="Train on several GPUs, and show one: ddp=8[,views], fsdp=8[,offload], hsdp=4x8, tp=8, pp=4, "
+    "fsdp=8,tp=8,pp=4, dp=4.",
 )
 
 jobs_option = click.option(

@@ -63,7 +63,7 @@ def spread_over(budgets: Iterable[Budget], parallels: Sequence[Parallel | None])
     several numbers of them, or by several strategies, which the budgets' names then tell apart.
     """
     spread = [each for each in parallels if each is not None]
-    kinds, sizes = {(each.kind, each.offload) for each in spread}, {each.size for each in spread}
+    kinds, sizes = {(each.kind, each.offload, each.views) for each in spread}, {each.size for each in spread}
     named = len(kinds) > 1 or len(sizes) < len(spread)
     return tuple(budget if each is None else _several(budget, each, named) for budget in budgets for each in parallels)
 

@@ -56,7 +56,8 @@ def shared_out(
 ) -> nn.Module:
     """`model` as the processes have it that get batches of their own: copied, or sharded block by block."""
     if parallel.kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model, process_group=mesh["replicate"].get_group())
+        group = mesh["replicate"].get_group()
+        return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=parallel.views)
     if parallel.shards_parameters:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
@@ -108,6 +109,8 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
             if parallel.is_pipeline
             else f"ddp: each GPU holds the whole model, in DistributedDataParallel; {shown}"
         )
+    if parallel.views:
+        notes.append("views: gradient_as_bucket_view=True, gradients lie in the buckets in which they are reduced")
     return (*notes, *(_sharded(model, parallel, scenario, shown) if parallel.shards_parameters else ()))
 
 

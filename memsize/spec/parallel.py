@@ -14,7 +14,7 @@ from memsize.spec.training import Training, parse_optimizer
 
 Kind = Literal["ddp", "fsdp", "hsdp", "dp", "tp", "pp"]
 
-_OPTION: Final = re.compile(r"offload|rank\s*=\s*(\d+)")
+_OPTION: Final = re.compile(r"(offload|views)|rank\s*=\s*(\d+)")
 _GROUPS: Final = re.compile(r"hsdp\s*=\s*x\s*\d+")
 _OWN_LOOP: Final = "shard the model in a step= of your own instead, with memsize.trace(world=…)"
 _REFUSED: Final = {
@@ -31,7 +31,8 @@ class Parallel:
     `replicas` groups of `shards` GPUs each. ``dp`` is one process with all GPUs, by `nn.DataParallel`. ``tp`` divides
     layers over `tensor` GPUs, alone or each of the shards of ``fsdp`` and ``hsdp``. ``pp`` is a pipeline of `stages`,
     each on one GPU, or spread by one of the others. With `offload`, shards are kept in the memory of the host, and
-    updated there. `rank` is the process to show.
+    updated there; with `views`, the gradients of ``ddp`` are views of the buckets in which they are reduced. `rank` is
+    the process to show.
     """
 
     kind: Kind
@@ -40,6 +41,7 @@ class Parallel:
     tensor: int = 1
     stages: int = 1
     offload: bool = False
+    views: bool = False
     rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -47,6 +49,8 @@ class Parallel:
             raise InputError(
                 f"{self}: offload keeps the shards of fsdp and hsdp in the host's memory, such as fsdp=8,offload"
             )
+        if self.views and self.kind != "ddp":
+            raise InputError(f"{self}: views are those of ddp's gradients into its buckets, such as ddp=8,views")
         if min(self.replicas, self.shards, self.tensor, self.stages) < 1 or self.size > MOST_RANKS:
             raise InputError(f"{self} is on {self.size} GPUs: it has to be on 1 to {MOST_RANKS:,}")
         World(self.size, self.rank or 0)  # refuses a rank that is none of them
@@ -113,7 +117,7 @@ class Parallel:
         within = {"tp": self.tensor, "pp": self.stages}
         parts = [f"{self.kind}={'x'.join(str(getattr(self, field)) for field in own)}"]
         parts += [f"{kind}={size}" for kind, size in within.items() if size > 1 and kind != self.kind]
-        parts += ["offload"] if self.offload else []
+        parts += [option for option in ("offload", "views") if getattr(self, option)]
         return ",".join(parts if self.rank is None else [*parts, f"rank={self.rank}"])
 
 
@@ -144,7 +148,7 @@ def spread_of(
 
 def parse_parallel(text: str) -> Parallel:
     """The strategy that ``ddp=8``, ``fsdp=8``, ``hsdp=4x8``, ``dp=4``, ``tp=8``, ``pp=4``, ``fsdp=32,tp=8``,
-    ``fsdp=8,pp=4``, ``fsdp=8,offload`` or ``pp=4,rank=3`` names, in any order.
+    ``fsdp=8,pp=4``, ``fsdp=8,offload``, ``ddp=8,views`` or ``pp=4,rank=3`` names, in any order.
 
     Raises `InputError` for one that is unknown, or whose numbers cannot be.
     """
@@ -169,7 +173,7 @@ def _options_of(text: str) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     parts = text.split(",")
     while len(parts) > 1 and (found := _OPTION.fullmatch(parts[-1].strip())):
-        options |= {"offload": True} if found[1] is None else {"rank": int(found[1])}
+        options |= {found[1]: True} if found[1] else {"rank": int(found[2])}
         parts.pop()
     return ",".join(parts), options
 
@@ -225,7 +229,7 @@ def on_each(given: str | Iterable[str] | None, gpus: str | Iterable[int] | None)
 
     ``"1..128"`` doubles from 1 to 128, ``"6,12"`` are two numbers. Without a number of its own, ``fsdp`` and ``ddp``
     take any; ``hsdp=x8`` and ``fsdp,tp=8`` have groups of 8 GPUs. With one, it has to be the number that is asked
-    about. ``fsdp,pp=4`` has four stages on any, ``fsdp,offload`` is offloaded on each.
+    about. ``fsdp,pp=4`` has four stages on any, ``fsdp,offload`` is offloaded on each, ``ddp,views`` has views on each.
     """
     texts = [given] if isinstance(given, str) else list(given or ())
     if not texts:

@@ -20,7 +20,7 @@ def optimizations_of(variant: RunVariant) -> list[Optimization]:
     if variant.parallel is None:
         return OPTIMIZATIONS
     if not variant.parallel.shards_parameters:
-        return [SHARDS, *OPTIMIZATIONS]
+        return [VIEWS, SHARDS, *OPTIMIZATIONS] if variant.parallel.kind == "ddp" else [SHARDS, *OPTIMIZATIONS]
     return [SHARDS, OFFLOAD, MIXED_PRECISION, *(each for each in OPTIMIZATIONS if each.name != "autocast")]
 
 
@@ -53,7 +53,14 @@ def _shards(variant: RunVariant) -> RunVariant:
     if parallel is None or parallel.kind == "dp" or parallel.replicas == 1:
         raise NotApplicable("no processes hold copies of the same")
     shards = parallel.replicas * parallel.shards
-    return replace(variant, parallel=replace(parallel, kind="fsdp", replicas=1, shards=shards))
+    return replace(variant, parallel=replace(parallel, kind="fsdp", replicas=1, shards=shards, views=False))
+
+
+def _views(variant: RunVariant) -> RunVariant:
+    assert variant.parallel is not None, "strategies are changed where there is one"
+    if variant.parallel.views:
+        raise NotApplicable("gradients are views of the buckets already")
+    return replace(variant, parallel=replace(variant.parallel, views=True))
 
 
 def _offload(variant: RunVariant) -> RunVariant:
@@ -63,6 +70,14 @@ def _offload(variant: RunVariant) -> RunVariant:
     return replace(variant, parallel=replace(variant.parallel, offload=True))
 
 
+VIEWS: Final = Optimization(
+    "bucket views",
+    "DistributedDataParallel(gradient_as_bucket_view=True): gradients lie in their buckets",
+    "nothing, unless gradients are detached in place (detach_)",
+    "nothing",
+    frozenset({"buckets"}),
+    _views,
+)
 SHARDS: Final = Optimization(
     "fsdp",
     "fully_shard in place of copies: each GPU stores its part alone",
