@@ -120,13 +120,17 @@ def message_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException | str) -> str:
-    """What went wrong, without where and with what: the first line that is not blank, without its full stop or colon.
+    """What went wrong, without where and with what: the first line that is not blank, without its full stop or colon;
+    with the next one where it ends in a colon.
 
     The name of the exception's type where it says nothing.
     """
     text = error if isinstance(error, str) else message_of(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0].rstrip(".:") if lines else "" if isinstance(error, str) else type(error).__name__
+    if not lines:
+        return "" if isinstance(error, str) else type(error).__name__
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return first.rstrip(".:")
 
 
 def in_one_line(error: BaseException) -> str:

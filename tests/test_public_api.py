@@ -100,6 +100,10 @@ def test_which_names_are_near() -> None:
 
 def test_the_first_line_of_an_error() -> None:
     assert first_line(ValueError("\n  it failed.\nat line 3")) == "it failed"
+    assert first_line(ValueError("not valid:\n    512 is no multiple of 6.\n    see there")) == (
+        "not valid: 512 is no multiple of 6"
+    )
+    assert first_line(ValueError("not valid:")) == "not valid"
     assert first_line(KeyError()) == "KeyError"
     assert first_line("") == ""
 
