@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from memsize.cli import run
-from memsize.internals import workers
+from memsize.internals import forks
 from memsize.internals.workers import Workers, side_by_side
 
-pytestmark = pytest.mark.skipif(not workers.can_fork(), reason="this platform does not fork")
+pytestmark = pytest.mark.skipif(not forks.can_fork(), reason="this platform does not fork")
 
 
 class Subject:

@@ -14,7 +14,6 @@ comes in the order in which the workers get to it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -23,15 +22,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
+
+from memsize.internals.forks import can_fork, forked, use_pytorch
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _jobs: ContextVar[int] = ContextVar("jobs", default=1)
-_DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of Linux's prctl (include/uapi/linux/prctl.h)."""
-
 _PATIENCE = 0.1
 """Seconds after which a Ctrl-C that came while all workers were busy is noticed."""
 
@@ -53,11 +52,6 @@ def side_by_side(jobs: int | None) -> Iterator[None]:
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def can_fork() -> bool:
-    """Whether this platform forks, and a forked process can go on."""
-    return hasattr(os, "fork") and sys.platform != "darwin"
 
 
 class Workers:
@@ -123,29 +117,13 @@ class Workers:
 
     def _hire(self, count: int) -> None:
         """Fork until there are `count` workers."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Ctrl-C reaches every process of the group: it must not come before a worker has learnt to ignore it.
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            while len(self._workers) < count:
-                self._fork(unblocked)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-
-    def _fork(self, signals: Any) -> None:
         from multiprocessing import Pipe
 
-        here, there = Pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of PyTorch are not needed
-            process = os.fork()
-        if not process:
-            for other in (here, *self._workers):
-                other.close()
-            self._serve(there, signals)
-        there.close()
-        self._workers[here] = process
+        while len(self._workers) < count:
+            here, there = Pipe()
+            process = forked(partial(self._serve, there, (here, *self._workers)))
+            there.close()
+            self._workers[here] = process
 
     def _bury(self, connection: Connection) -> None:
         connection.close()
@@ -194,37 +172,22 @@ class Workers:
 
     # -- in a worker --------------------------------------------------------------------------------------------------
 
-    def _serve(self, parent: Connection, signals: Any) -> None:
-        """Answer the parent's requests until it is gone; never returns."""
-        try:
-            self._begin(parent)
-            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-            while True:
-                request = parent.recv()
-                try:
-                    parent.send(("done", self._answer(request)))
-                except BaseException:  # whatever it is: the parent meets it again
-                    parent.send(("failed", None))
-                sys.stdout.flush()
-                sys.stderr.flush()
-        finally:
-            os._exit(0)  # the parent is gone, or has no use for this process
-
-    def _begin(self, parent: Connection) -> None:
-        import torch
-
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if sys.platform == "linux":  # elsewhere a worker notices when it answers
-            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    def _serve(self, parent: Connection, others: Sequence[Connection]) -> None:
+        """Answer the parent's requests until it is gone, or has no use for this process."""
+        for other in others:
+            other.close()
         _jobs.set(1)
         self._parent, self._workers = parent, {}
-        # OpenMP's threads were not forked along; one core is what this process is for.
-        torch.set_num_threads(1)
-        torch.zeros(1, requires_grad=True).sum().backward()  # raises where autograd has threads
-        # Who asked whether there is a GPU may not ask again in a fork; where there is none, that is no loss.
-        if torch.cuda._is_in_bad_fork() and torch.cuda._device_count_nvml() > 0:
-            os._exit(0)
+        use_pytorch()
         warnings.showwarning = self._warn  # type: ignore[assignment]
+        while True:
+            request = parent.recv()
+            try:
+                parent.send(("done", self._answer(request)))
+            except BaseException:  # whatever it is: the parent meets it again
+                parent.send(("failed", None))
+            sys.stdout.flush()
+            sys.stderr.flush()
 
     def _warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         """A warning, shown by the parent: each worker meets the same ones."""

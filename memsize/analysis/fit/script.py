@@ -22,8 +22,9 @@ from memsize.device.config import AllocatorConfig
 from memsize.device.settings_of import config_of
 from memsize.errors import ForwardError, InputError, first_line
 from memsize.internals.ctrl_c import found_kept
+from memsize.internals.forks import can_fork
 from memsize.internals.silence import silent
-from memsize.internals.workers import Workers, can_fork
+from memsize.internals.workers import Workers
 from memsize.records.finding import Finding
 from memsize.records.fit import Budget, Fit, FitRow, FitRun
 from memsize.records.gpu import Card
