@@ -23,7 +23,7 @@ from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Machine, Run, Setup
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.training import gradients_marked
-from tests.ranks import LOOPS, Model
+from tests.ranks import LOOPS, Step
 
 STEPS = 2
 
@@ -37,7 +37,7 @@ class _Real(Machine):
 
 @contextmanager
 def _sharding(ledger: Ledger) -> Iterator[None]:
-    later = sharding.later(ledger, _disable_current_modes)
+    later = sharding.later(ledger, _disable_current_modes, alone=False)
     sharded = chain.from_iterable(make(import_module(module)) for module, make in later.items())
     for owner, name, value in [*sharding.replacements(nullcontext), *sharded]:
         if name not in ("_verify_param_shape_across_processes", "set_runtime_stats_and_log"):
@@ -60,9 +60,9 @@ def events(trace: Trace) -> list[tuple[str, str, int]]:
     return found
 
 
-def _ran(make: Callable[[Any], Callable[[torch.Tensor], None]], width: int) -> list[tuple[str, str, int]]:
+def _ran(make: Step, model: Callable[[], torch.nn.Module]) -> list[tuple[str, str, int]]:
     ids = torch.zeros(2, 8, dtype=torch.long)
-    setup = Setup("model", "as-given", Model(width), ((ids,), {}), True, device="cpu", machine=_Real())
+    setup = Setup("model", "as-given", model(), ((ids,), {}), True, device="cpu", machine=_Real())
     run = Run(setup, enter=False, tables=False)
     ledger = run.ledger
     with run.recording(), torch.enable_grad(), steps_watched(ledger):

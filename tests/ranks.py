@@ -29,10 +29,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """An embedding of 96 tokens, four blocks and a head."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(96, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.head = nn.Linear(width, 96, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def divided(block: Any, mesh: Any) -> None:
 
 def stages_of(model: Any, numbers: list[int], count: int) -> list[nn.Module]:
     """The parts of `model` that the stages of these numbers have, of `count`; the rest of it is dropped."""
-    each = LAYERS // count
+    each = len(model.blocks) // count
     parts = [
         nn.Sequential(
             *([model.embedding] if number == 0 else []),
@@ -196,9 +196,10 @@ def pipeline(
     data: int = 1,
     spread: Spread = lambda part, _: part,
     dtype: torch.dtype = torch.float32,
+    there_and_back: bool = False,
 ) -> Step:
     """Microbatches of one sample through the stages, of which each process has `turns`; each is `spread` over `data`
-    processes, and sends and receives `dtype`.
+    processes, and sends and receives `dtype`. With `there_and_back`, the first process has the last stage too.
     """
 
     def step(model: Any) -> Callable[[torch.Tensor], None]:
@@ -208,7 +209,8 @@ def pipeline(
         size = distributed.get_world_size() // data
         mesh = mesh_of(model, pp=size, data=data)
         rank = mesh.get_local_rank("pp")
-        numbers, count = [rank + turn * size for turn in range(turns)], turns * size
+        count = turns * size
+        numbers = [rank, count - 1 - rank] if there_and_back else [rank + turn * size for turn in range(turns)]
         between = torch.empty(1, 8, WIDTH, device=device, dtype=dtype, requires_grad=True)
         ids = torch.empty(1, 8, dtype=torch.long, device=device)
         result = torch.empty(1, 8, 96, device=device, dtype=dtype, requires_grad=True)
@@ -231,12 +233,8 @@ def pipeline(
 
         def body(ids: torch.Tensor) -> None:
             batch = ids.repeat(2, 1)
-            if rank == 0:
-                scheduled.step(batch)
-            elif rank == size - 1:
-                scheduled.step(target=batch, losses=[])
-            else:
-                scheduled.step()
+            losses: dict[str, Any] = {"target": batch, "losses": []} if count - 1 in numbers else {}
+            scheduled.step(*([batch] if rank == 0 else []), **losses)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -245,23 +243,33 @@ def pipeline(
     return step
 
 
-LOOPS: dict[str, tuple[Step, int]] = {
-    "fsdp": (fsdp(), WIDTH),
-    "fsdp, uneven": (fsdp(), WIDTH + 1),
-    "fsdp, not resharded": (fsdp(reshard_after_forward=False), WIDTH),
-    "fsdp1": (flat(), WIDTH),
-    "hsdp": (hsdp, WIDTH),
-    "ddp": (ddp(), WIDTH),
-    "ddp, views": (ddp(gradient_as_bucket_view=True), WIDTH),
-    "zero": (ddp(zero=True), WIDTH),
-    "tp": (tensor_parallel, WIDTH),
-    "fsdp, tp": (sharded_tensor_parallel, WIDTH),
-    "loss parallel": (loss_parallel, WIDTH),
-    "1f1b": (pipeline("Schedule1F1B"), WIDTH),
-    "gpipe": (pipeline("ScheduleGPipe"), WIDTH),
-    "fsdp, 1f1b": (pipeline("Schedule1F1B", data=2, spread=sharded_stage()), WIDTH),
-    "ddp, 1f1b": (pipeline("Schedule1F1B", data=2, spread=copied_stage), WIDTH),
-    "interleaved": (pipeline("ScheduleInterleaved1F1B", turns=2), WIDTH),
-    "zero bubble": (pipeline("ScheduleInterleavedZeroBubble", turns=2), WIDTH),
+DEEP = partial(Model, layers=8)
+"""For two stages on each of four processes."""
+LOOPS: dict[str, tuple[Step, Callable[[], Model]]] = {
+    "fsdp": (fsdp(), Model),
+    "fsdp, uneven": (fsdp(), partial(Model, WIDTH + 1)),
+    "fsdp, not resharded": (fsdp(reshard_after_forward=False), Model),
+    "fsdp1": (flat(), Model),
+    "hsdp": (hsdp, Model),
+    "ddp": (ddp(), Model),
+    "ddp, views": (ddp(gradient_as_bucket_view=True), Model),
+    "zero": (ddp(zero=True), Model),
+    "tp": (tensor_parallel, Model),
+    "fsdp, tp": (sharded_tensor_parallel, Model),
+    "loss parallel": (loss_parallel, Model),
+    "1f1b": (pipeline("Schedule1F1B"), Model),
+    "gpipe": (pipeline("ScheduleGPipe"), Model),
+    "fsdp, 1f1b": (pipeline("Schedule1F1B", data=2, spread=sharded_stage()), Model),
+    "ddp, 1f1b": (pipeline("Schedule1F1B", data=2, spread=copied_stage), Model),
+    "interleaved": (pipeline("ScheduleInterleaved1F1B", turns=2), DEEP),
+    "zero bubble": (pipeline("ScheduleInterleavedZeroBubble", turns=2), DEEP),
+    "zero bubble, there and back": (pipeline("ScheduleZBVZeroBubble", turns=2, there_and_back=True), DEEP),
+    "1f1b, asked": (pipeline("Schedule1F1B", known=False), Model),
+    "interleaved, asked": (pipeline("ScheduleInterleaved1F1B", known=False, turns=2), DEEP),
+    "zero bubble, asked": (
+        pipeline("ScheduleZBVZeroBubble", known=False, turns=2, there_and_back=True),
+        DEEP,
+    ),
 }
-"""Loops that run with any even number of processes, and the width of the model that each shards."""
+"""Loops that run with any even number of processes, and the model that each shards. Stages that are
+"asked" infer their shapes."""

@@ -18,6 +18,7 @@ from memsize.analysis.findings.ranks import RULES
 from memsize.analysis.ranks import run_ranks
 from memsize.cli import run as command
 from memsize.documents import document
+from memsize.internals.forks import can_fork
 from memsize.records.aggregates import traffic
 from memsize.records.gpu import Interval
 from memsize.records.program import ProgramRun, Refused, WentOn
@@ -232,6 +233,46 @@ def test_each_rank_of_a_script_is_run(sharded: Path) -> None:
     ]
     assert all(group.run.steps == 3 for group in found.groups)
     assert [group.run.trace.world for group in found.groups] == [World(2, 0), World(2, 1)]
+
+
+TOLD = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank, width = dist.get_rank(), [32]
+if rank > 0:
+    dist.recv_object_list(width, src=rank - 1)
+elif len(sys.argv) > 1:
+    sys.exit(sys.argv[1])
+dist.send_object_list([2 * width[0]], dst=(rank + 1) % 3)
+weight = torch.ones(width[0], device="cuda", requires_grad=True)
+weight.sum().backward()
+torch.optim.SGD([weight]).step()
+"""
+
+
+@pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
+def test_a_rank_is_told_what_another_sends(tmp_path: Path) -> None:
+    """32 numbers on the first rank, and twice as many on each next one."""
+    script = tmp_path / "train.py"
+    script.write_text(TOLD, encoding="utf-8")
+    held = memsize.run(script, gpus=3, rank="all", gpu="t4", jobs=2)
+    alone = memsize.run(script, gpus=3, rank=2, gpu="t4")
+    parameters = [group.run.peak.roles["parameter"] for group in held.groups]
+    assert parameters == [4 * 32, 4 * 64, 4 * 128] and alone.peak.roles["parameter"] == 4 * 128
+    assert not alone.assumed
+
+
+@pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
+def test_a_rank_that_ends_before_it_sends_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TOLD, encoding="utf-8")
+    assert command(["run", "--gpus", "3", "--rank", "1", str(script), "no data"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: rank 0 ended before it sent what rank 1 waits for: memsize run --rank 0 shows how"
+    )
 
 
 SAVES_FIRST = """

@@ -17,11 +17,13 @@ from torch import nn
 
 import memsize
 from memsize.analysis.findings.memory import out_of_memory
+from memsize.analysis.ranks import others_asked
 from memsize.analysis.timeline import timeline
 from memsize.cli import run
 from memsize.constants.assumptions import ITEM_IS_ONE, REDUCED_IS_ONE
 from memsize.device.cards import card
 from memsize.errors import ForwardError, InputError, MemsizeError
+from memsize.internals.forks import can_fork
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.timeline import from_data
@@ -404,6 +406,25 @@ def test_stages_that_would_ask_others_for_shapes_are_refused() -> None:
     with pytest.raises(InputError, match=r"stage 1 of the pipeline would ask its neighbours .* input_args") as error:
         traced(pipeline("Schedule1F1B", known=False), World(2, 1))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
+def test_stages_that_ask_for_shapes_hold_what_those_do_that_were_told(stages: list[Trace]) -> None:
+    """The other stage runs in a process of its own, as far as the shapes that it sends."""
+
+    def asking(world: World) -> memsize.StepTrace:
+        return traced(pipeline("Schedule1F1B", known=False), world, steps=2)
+
+    for told in stages:
+        with others_asked(asking, told.world):
+            asked = asking(told.world).trace
+        assert in_second_step(asked) == in_second_step(told)
+        assert not asked.assumptions
+
+
+def in_second_step(trace: Trace) -> list[tuple[str, str, int]]:
+    events = [(trace.phases[event.phase], event.op, event.delta) for event in trace.events]
+    return [event for event in events if event[0].endswith("2")]
 
 
 # -- context parallelism ----------------------------------------------------------------------------------------------

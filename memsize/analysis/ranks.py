@@ -10,12 +10,20 @@ is known: then all are run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from memsize.analysis.findings.ranks import RULES
+from memsize.analysis.program import run_program
+from memsize.analysis.script_imports import import_packages
+from memsize.device.config import AllocatorConfig
+from memsize.internals.forks import can_fork
 from memsize.internals.silence import silent
-from memsize.internals.workers import Workers, can_fork, cores, side_by_side
+from memsize.internals.switchboard import opened
+from memsize.internals.workers import Workers, cores, side_by_side
+from memsize.records.gpu import Card
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankGroup, RankRuns, Which
 from memsize.records.trace import Trace
@@ -83,6 +91,42 @@ def run_ranks(
         between = distinct(processes)
     found = RankRuns(world.size, world.nodes, tuple(_groups(processes.made, between)))
     return replace(found, findings=RULES.findings(found))
+
+
+def run_as_rank(
+    path: str,
+    arguments: Sequence[str],
+    card: Card,
+    config: AllocatorConfig | None,
+    *,
+    module: bool,
+    world: World | None,
+    say: Callable[[str], None] = lambda _: None,
+    **options: Any,
+) -> tuple[ProgramRun, BaseException | None]:
+    """`run_program` with the same arguments, for which other ranks run too where this one waits for what they send."""
+    run = partial(run_program, path, arguments, card, config, module=module, **options)
+
+    def imports() -> None:
+        if not module:
+            import_packages(path, card, config)
+
+    with others_asked(lambda each: run(world=each), world, imports):
+        return run(world=world, say=say)
+
+
+@contextmanager
+def others_asked(
+    run_rank: Callable[[World], object], world: World | None, prepare: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """While open, ranks of `world` that wait for what another one sends get it: `run_rank` runs that one in a process
+    apart, as far as that, once `prepare` has done what all of them need.
+    """
+    if world is None or world.one_process:
+        yield
+        return
+    with opened(lambda rank: run_rank(replace(world, rank=rank)), prepare):
+        yield
 
 
 def distinct(processes: RankProcesses) -> dict[int, int]:

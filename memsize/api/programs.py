@@ -93,8 +93,7 @@ def run(
     Raises `InputError` where there is no such script or rank, and `ForwardError` when the script itself fails; of
     several ranks it says in the answer which failed.
     """
-    from memsize.analysis.program import run_program
-    from memsize.analysis.ranks import run_ranks
+    from memsize.analysis.ranks import others_asked, run_as_rank, run_ranks
     from memsize.analysis.script_imports import import_packages
     from memsize.device.cards import card
     from memsize.device.config import AllocatorConfig
@@ -108,7 +107,7 @@ def run(
     world = asked_world(gpus, nodes, rank, one_process)
     path = os.fspath(script)
     run_rank = partial(
-        run_program,
+        run_as_rank,
         path,
         tuple(arguments),
         where,
@@ -121,7 +120,8 @@ def run(
     if world is not None and not isinstance(rank, int):
         if not module:
             import_packages(path, where, settings)
-        return run_ranks(lambda each: run_rank(world=each)[0], world, rank, jobs, progress)
+        with others_asked(lambda each: run_rank(world=each), world):
+            return run_ranks(lambda each: run_rank(world=each)[0], world, rank, jobs, progress)
     found, error = run_rank(world=world, say=progress or (lambda _: None))
     if error is not None and not found.ran_out:
         raise ForwardError(f"{script} failed: {type(error).__name__}: {error}", found.trace) from error

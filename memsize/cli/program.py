@@ -160,10 +160,10 @@ def _run_one(
     # stdout is the program's, unless figures for a machine are to come out of it.
     own = contextlib.nullcontext() if output.file or output.format == "text" else contextlib.redirect_stdout(sys.stderr)
     with own:
-        from memsize.analysis.program import run_program
+        from memsize.analysis.ranks import run_as_rank
 
         with interrupts_raised(), Progress(beside=(sys.stdout, sys.stderr)) as progress:
-            found, error = run_program(program, arguments, where, config, say=progress, **options)
+            found, error = run_as_rank(program, arguments, where, config, say=progress, **options)
     if isinstance(error, KeyboardInterrupt) and not found.trace.events:
         raise error
     if isinstance(error, InputError) and not found.steps:

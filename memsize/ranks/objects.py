@@ -1,16 +1,20 @@
-"""Objects that ranks send each other: in this process there is one of them, and what it would get is not known.
+"""Objects that ranks send each other: in this process there is one of them.
 
-What others send is taken to be what this rank sends, copied; what only another rank has stays as it is here.
+What one rank sends another is asked of it, where it can be run too. What all of them send is taken to be what this rank
+sends, copied; what only another rank has stays as it is here.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, Final
 
 import torch.distributed as dist
 
+from memsize.errors import InputError
+from memsize.internals.switchboard import Line
 from memsize.ranks.group import Replacement
 
 _ALIKE: Final = "what other ranks send as objects is taken to be what this rank sends"
@@ -19,15 +23,17 @@ Assume = Callable[[str], None]
 """Is told of what is taken for granted, when it is."""
 
 
-def replacements(assume: Assume) -> Iterator[Replacement]:
-    """The functions that send objects between ranks, and a barrier that only one backend has."""
+def replacements(assume: Assume, line: Line | None) -> Iterator[Replacement]:
+    """The functions that send objects between ranks, by `line` where there are others, and a barrier that only one
+    backend has.
+    """
     made = {
         "all_gather_object": _all_gather(assume),
         "gather_object": _gather(assume),
         "broadcast_object_list": _broadcast(assume),
         "scatter_object_list": _scatter(assume),
-        "send_object_list": lambda *args, **options: None,
-        "recv_object_list": _receive(assume),
+        "send_object_list": _send(line),
+        "recv_object_list": _receive(assume, line),
         "monitored_barrier": lambda *args, **options: None,
     }
     for owner in (dist, dist.distributed_c10d):
@@ -78,7 +84,22 @@ def _scatter(assume: Assume) -> Callable[..., None]:
     return scatter
 
 
-def _receive(assume: Assume) -> Callable[..., int]:
+def _send(line: Line | None) -> Callable[..., None]:
+    def send(
+        object_list: list[Any],
+        dst: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_dst: int | None = None,
+        use_batch: bool = False,
+    ) -> None:
+        if line is not None:
+            line.send(_number(dst, group_dst, group), pickle.dumps(object_list))
+
+    return send
+
+
+def _receive(assume: Assume, line: Line | None) -> Callable[..., int]:
     def receive(
         object_list: list[Any],
         src: int | None = None,
@@ -87,10 +108,24 @@ def _receive(assume: Assume) -> Callable[..., int]:
         group_src: int | None = None,
         use_batch: bool = False,
     ) -> int:
-        assume(_KEPT)
-        return (src if group_src is None else dist.get_global_rank(_of(group), group_src)) or 0
+        sender = _number(src, group_src, group)
+        if line is None or (src is None and group_src is None):  # whoever sends first
+            assume(_KEPT)
+        elif (message := line.receive(sender)) is not None:
+            object_list[:] = pickle.loads(message)
+        else:
+            raise InputError(
+                f"rank {sender} ended before it sent what rank {dist.get_rank()} waits for: "
+                f"memsize run --rank {sender} shows how"
+            )
+        return sender
 
     return receive
+
+
+def _number(rank: int | None, group_rank: int | None, group: Any) -> int:
+    """The rank that `rank`, or `group_rank` in `group`, names; by default the first."""
+    return (rank or 0) if group_rank is None else dist.get_global_rank(_of(group), group_rank)
 
 
 def _fill(objects: list[Any], own: Any, group: Any, assume: Assume) -> None:

@@ -39,9 +39,9 @@ def replacements(in_pytorch: Region) -> Iterator[Replacement]:
     yield torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *args, **options: None
 
 
-def later(ledger: Ledger, aside: Region) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
     """What is replaced of sharding itself, by the module that has to be there for it: that takes a second to import,
-    which most programs never do. Within `aside` nothing is recorded.
+    which most programs never do. Within `aside` nothing is recorded. A rank that is `alone` cannot ask others.
     """
 
     def propagation(module: Any) -> Iterator[Replacement]:
@@ -73,13 +73,14 @@ def later(ledger: Ledger, aside: Region) -> dict[str, Callable[[Any], Iterator[R
         yield module, "_post_backward_hook", _reducing_flat(module._post_backward_hook, ledger)
 
     def stages(module: Any) -> Iterator[Replacement]:
-        for name, replaced in (("_warmup_forward_vote", _voting), ("_warmup_backward_result", _voted)):
-            if hasattr(module.PipelineStage, name):
-                yield module.PipelineStage, name, replaced(getattr(module.PipelineStage, name), module)
+        name = "_warmup_backward_result"
+        if hasattr(module.PipelineStage, name):
+            yield module.PipelineStage, name, _voted(getattr(module.PipelineStage, name))
 
     def schedules(module: Any) -> Iterator[Replacement]:
-        if hasattr(module._PipelineSchedule, "_warmup_p2p"):
-            yield module._PipelineSchedule, "_warmup_p2p", _warmed_up(module._PipelineSchedule._warmup_p2p, module)
+        name = "_warmup_p2p"
+        if hasattr(module._PipelineSchedule, name):
+            yield module._PipelineSchedule, name, _warmed_up(getattr(module._PipelineSchedule, name), module, alone)
 
     return {
         "torch.distributed.pipelining.schedules": schedules,
@@ -148,37 +149,31 @@ def _reducing_flat(original: Callable[..., None], ledger: Ledger) -> Callable[..
     return post_backward
 
 
-def _voting(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    def vote(stage: Any, has_backward: bool, *args: Any, **options: Any) -> Any:
-        _check_metadata(stage, has_backward, module)
-        return original(stage, has_backward, *args, **options)
-
-    return vote
-
-
-def _warmed_up(original: Callable[..., None], module: Any) -> Callable[..., None]:
-    """From 2.14 on, schedules refuse before stages vote."""
+def _warmed_up(original: Callable[..., None], module: Any, alone: bool) -> Callable[..., None]:
+    """Stages that don't say what they take and return ask the others for it, which have to do the same."""
 
     def warmup(schedule: Any, stages: list[Any], has_backward: bool, *args: Any, **options: Any) -> None:
-        for stage in stages:
-            if isinstance(stage, module.PipelineStage):
-                _check_metadata(stage, has_backward, module)
+        asking = [stage for stage in stages if _asks(stage, has_backward, module)]
+        if asking and alone:
+            raise InputError(
+                f"stage {asking[0].stage_index} of the pipeline would ask its neighbours for the shapes that they "
+                "send: give PipelineStage its input_args and output_args, or use memsize run, which runs those too"
+            )
         original(schedule, stages, has_backward, *args, **options)
+        for stage in stages if asking else ():
+            stage._inference_mode = module.InferenceMode.DYNAMIC
 
     return warmup
 
 
-def _check_metadata(stage: Any, has_backward: bool, module: Any) -> None:
-    """Stages that don't say what they take and return ask the others, which are not there."""
-    if module.InferenceMode.needs_dynamic(stage._user_meta, has_backward):
-        raise InputError(
-            f"stage {stage.stage_index} of the pipeline would ask its neighbours for the shapes that they send: "
-            "give PipelineStage its input_args and output_args"
-        )
+def _asks(stage: Any, has_backward: bool, module: Any) -> bool:
+    return isinstance(stage, module.PipelineStage) and module.InferenceMode.needs_dynamic(
+        stage._user_meta, has_backward
+    )
 
 
-def _voted(original: Callable[..., Any], _: Any) -> Callable[..., Any]:
-    """All stages are taken to have said it, where this one has."""
+def _voted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """All stages are taken to vote as those of this rank do."""
 
     def result(stage: Any, *args: Any, **options: Any) -> Any:
         original(stage, *args, **options)

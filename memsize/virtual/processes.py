@@ -13,25 +13,26 @@ import torch
 import torch.multiprocessing
 
 from memsize.errors import InputError
+from memsize.internals.switchboard import Line
 from memsize.ranks import group, objects, sharding
 from memsize.records.world import World
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.tensors import Replacement
 
 
-def replacements(world: World, ledger: VirtualLedger) -> Iterator[Replacement]:
-    """What starts processes, and what joins them to a group."""
+def replacements(world: World, ledger: VirtualLedger, line: Line | None) -> Iterator[Replacement]:
+    """What starts processes, and what joins them to a group, in which they send each other objects by `line`."""
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         yield owner, "spawn", _spawning(world)
     if group.is_available():
         yield from group.replacements(world)
-        yield from objects.replacements(ledger.evaluator.rely_on)
+        yield from objects.replacements(ledger.evaluator.rely_on, line)
         yield from sharding.replacements(ledger.in_pytorch)
 
 
-def later(ledger: VirtualLedger) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+def later(ledger: VirtualLedger, line: Line | None) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
     """What is replaced in PyTorch's modules for sharding, by their names, once the program has imported them."""
-    return sharding.later(ledger, ledger.aside) if group.is_available() else {}
+    return sharding.later(ledger, ledger.aside, alone=line is None) if group.is_available() else {}
 
 
 def _spawning(world: World) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 import torch.utils.data
 
 from memsize.errors import InputError
+from memsize.internals.switchboard import Line, connected
 from memsize.ranks import group
 from memsize.records.world import World
 from memsize.tracing.functional import functional_transforms_allowed
@@ -92,8 +93,9 @@ def virtual_gpu(
         semantics = regions.enter_context(kernels)
         ledger.current_stream, Stream.order = lambda: driver.stream, ledger.order
         threads = regions.enter_context(Threads(ledger, semantics))
-        replaced = (threads.replacement(), *_replacements(driver, ledger, world or World()), *more)
-        own = {**processes.later(ledger), **triton_kernels.later(ledger)}
+        line = regions.enter_context(connected(world.rank)) if world is not None else None
+        replaced = (threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
+        own = {**processes.later(ledger, line), **triton_kernels.later(ledger)}
         regions.enter_context(_replaced(replaced, {**own, **later}))
         yield
 
@@ -106,14 +108,14 @@ def _forget_answers() -> None:
                 known.cache_clear()
 
 
-def _replacements(driver: Driver, ledger: VirtualLedger, world: World) -> Iterator[Replacement]:
+def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Line | None) -> Iterator[Replacement]:
     yield torch, "compile", _uncompiled(ledger)
     yield from _kept_by_checkpointing(ledger)
     yield from device_numbers.replacements()
     yield from torch_script.replacements()
     yield from graphs.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from monitoring.replacements(driver)
-    yield from processes.replacements(world, ledger)
+    yield from processes.replacements(world, ledger, line)
     yield from several_gpus.replacements(ledger)
     yield from tensors.replacements(ledger)
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
