@@ -400,6 +400,18 @@ def test_parts_of_the_answer_are_shown_once_the_rest_takes_long(
 
 
 @pytest.mark.usefixtures("talking")
+def test_parts_are_wrapped_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.cli.progress._LONG", 0.0)
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal, file = Terminal(), io.StringIO()
+    with Progress(terminal, patience=60.0) as narrow, Progress(file, patience=60.0) as plain:
+        for progress in (narrow, plain):
+            progress.found("batch 3 fits and 4 doesn't")
+        assert terminal.getvalue() == "\r\x1b[2Kbatch 3 fits and 4\n  doesn't\n"
+        assert file.getvalue() == "batch 3 fits and 4 doesn't\n"
+
+
+@pytest.mark.usefixtures("talking")
 def test_parts_that_were_found_early_are_shown_as_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memsize.cli.progress._LONG", 0.05)
     with Progress(stream := io.StringIO(), patience=0.0, tick=0.01) as progress:

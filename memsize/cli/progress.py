@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterable
@@ -102,8 +103,8 @@ class Progress:
         with _writing:
             if self._thread is None or self._over.is_set() or time.monotonic() < self._start + _LONG:
                 return
-            for part in self._parts:
-                self._write(f"{_CLEAR if self._on_terminal else ''}{printable(part)}\n")
+            for part in map(printable, self._parts):
+                self._write(f"{_CLEAR}{_wrapped(part)}\n" if self._on_terminal else f"{part}\n")
             self._parts.clear()
 
     def _tell(self) -> None:
@@ -128,6 +129,10 @@ class Progress:
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
             self._stream.write(text)
             self._stream.flush()
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
 
 
 class _Lines:
