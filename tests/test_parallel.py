@@ -503,7 +503,7 @@ def test_strategies_are_compared() -> None:
     assert others == f"It fits on {fitting}."
     (budget,) = [finding.text() for finding in fit.findings if finding.code == "budget"]
     assert "each GPU of 850.00 MiB has 850.00 MiB" in budget
-    title = "training with adamw and ddp, fsdp and fsdp,offload   on 4 x GPU of 850.00 MiB"
+    title = "training with adamw, by ddp, fsdp and fsdp,offload   on 4 x GPU of 850.00 MiB"
     assert str(fit).splitlines()[0].endswith(title)
 
 

@@ -153,7 +153,7 @@ def fit_title(fit: Fit) -> Title:
     asked = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
     how = f"training with {optimizer_in_words(fit.optimizer)}" if fit.optimizer else _generating(fit) or "inference"
     kinds = tuple(dict.fromkeys(budget.strategy for budget in fit.budgets if budget.parallel))
-    how += f" and {join_names(kinds)}" if kinds else ""
+    how += f", by {join_names(kinds)}" if len(kinds) > 1 else f" and {kinds[0]}" if kinds else ""
     where = join_names(gpus_in_words(fit.budgets))
     stack = f" with {fit.stack}" if fit.stack else ""
     return Title(fit.model, ((asked,), (how,), (f"on {where}{stack}",)))
