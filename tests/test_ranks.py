@@ -264,11 +264,30 @@ def test_nccl_takes_more_of_the_gpu_where_a_group_exchanges_all_to_all() -> None
         return body
 
     assert traced(step, World(8)).peak.nccl == (0, (2_048 + 3_360) * MiB)
-    assert traced(step, World(1)).peak.nccl is None
+    assert traced(step, World(1)).peak.nccl == (0, 512 * MiB)
+
+
+def test_nccl_takes_a_buffer_for_a_group_of_one_process() -> None:
+    """Groups of four and of two processes, and one of this process alone: 2 x 2,048 + 512 MiB at most."""
+
+    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        world, half, alone = (torch.distributed.new_group(ranks) for ranks in ([0, 1, 2, 3], [0, 1], [0]))
+
+        def body(tokens: torch.Tensor) -> None:
+            for group in (world, half, alone):
+                torch.distributed.all_reduce(torch.zeros(8, device="cuda"), group=group)
+
+        return body
+
+    made = traced(step, World(4))
+    assert made.peak.nccl == (0, (2 * 2_048 + 512) * MiB)
+    (note,) = (note for note in made.trace.notes if "NCCL" in note)
+    assert "up to 4,608.00 MiB of the GPU outside PyTorch for 2 groups of processes and 1 group of one process" in note
+    assert "(NVIDIA/nccl#864 and #2363)" in note
 
 
 def test_a_run_may_not_fit_for_what_nccl_takes() -> None:
-    """14,909.44 MiB of a T4, less a context of at most 650 MiB, hold 14,000 MiB; not beside another 2,048 MiB."""
+    """14,909.44 MiB of a T4, less a context of at most 650 MiB, hold 14,000 MiB, but not beside NCCL's 512 or 2,048."""
 
     def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
         def body(tokens: torch.Tensor) -> None:
@@ -276,13 +295,18 @@ def test_a_run_may_not_fit_for_what_nccl_takes() -> None:
 
         return body
 
+    def silent(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        return lambda tokens: torch.zeros(14_000 * MiB, dtype=torch.uint8, device="cuda").zero_()
+
     short = traced(step, World(2)).peak.shortage
     assert short is not None and not short.certain and short.nccl == 2_048 * MiB
     said = out_of_memory(short, "the run", "Tesla T4").text()
     assert said.startswith(
         "The run may not fit on Tesla T4: if the CUDA context and NCCL's buffers take 2,698.00 MiB, "
     )
-    assert traced(step, World(1)).peak.shortage is None
+    alone = traced(step, World(1)).peak.shortage
+    assert alone is not None and not alone.certain and alone.nccl == 512 * MiB
+    assert traced(silent, World(2)).peak.shortage is None
 
 
 def test_offloaded_shards_are_in_pinned_memory_of_the_host() -> None:

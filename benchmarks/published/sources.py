@@ -215,7 +215,8 @@ NOT_COUNTED: Final = (
     (
         "LitGPT on several GPUs",
         _LITGPT,
-        "its loop runs on today's PyTorch instead: see [one rank of many](ranks.md#beside-published-runs)",
+        "its own script runs instead, with batches whose length follows from three of the ten figures: see [one rank "
+        "of many](ranks.md#beside-published-runs)",
     ),
     (
         "Llama 3 with torchtitan",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from memsize.errors import InputError
 from memsize.records.gpu import Card, Interval
@@ -51,6 +51,12 @@ ALL_TO_ALL: Final = Interval(0, 3_360 * MiB)
 """What is added where such a group exchanges all to all, with channels to every peer: on eight H100s, what is taken
 outside PyTorch grew from 1.06 to 4.34 GB (NVIDIA/nccl#1685).
 """
+ALONE: Final = Interval(0, 512 * MiB)
+"""What NCCL takes for a group of one process that communicates with itself: a buffer of 512 MiB on B300s, for peers on
+other machines that it doesn't have (NVIDIA/nccl#2363), and nothing on an RTX 3090 (#2366).
+"""
+_ISSUES: Final = ("#864", "#1685", "#2363")
+"""Where the three were measured."""
 
 
 def context(cuda: str | None = None, module_loading: str | None = None) -> Interval:
@@ -72,31 +78,47 @@ def context_on(where: Card, cuda: str | None = None, module_loading: str | None 
     return Interval(0, 0) if where.platform == "MPS" else context(cuda, module_loading)
 
 
+class Groups(NamedTuple):
+    """How many groups of several processes communicate, how many of them all to all, and how many of one process."""
+
+    several: int
+    all_to_all: int = 0
+    alone: int = 0
+
+    @classmethod
+    def of(cls, collectives: Sequence[Collective]) -> Groups:
+        """The groups in which a process takes part."""
+        among = [each for each in collectives if each.group >= 0]
+        several = {each.group for each in among if each.ranks > 1}
+        all_to_all = {each.group for each in among if each.kind == "all-to-all"} & several
+        return cls(len(several), len(all_to_all), len({each.group for each in among} - several))
+
+    @property
+    def taken(self) -> Interval:
+        """Bytes that NCCL takes for them."""
+        ends = zip(COMMUNICATOR, ALL_TO_ALL, ALONE, strict=True)
+        low, high = (sum(count * each for count, each in zip(self, end, strict=True)) for end in ends)
+        return Interval(low, high)
+
+    def __str__(self) -> str:
+        several = f"{self.several} group{'s' * (self.several != 1)} of processes" if self.several else ""
+        alone = f"{self.alone} group{'s' * (self.alone != 1)} of one process" if self.alone else ""
+        return " and ".join(filter(None, (several, alone)))
+
+
 def nccl(collectives: Sequence[Collective]) -> Interval | None:
     """Bytes that NCCL takes on the GPU for the groups in which a process takes part; None where it is in none."""
-    groups = _groups(collectives)
-    return communicators(*groups) if groups[0] else None
-
-
-def _groups(collectives: Sequence[Collective]) -> tuple[int, int]:
-    """How many groups of processes communicate, and how many of them all to all."""
-    among = [each for each in collectives if each.group >= 0 and each.ranks > 1]
-    return len({each.group for each in among}), len({each.group for each in among if each.kind == "all-to-all"})
-
-
-def communicators(count: int, all_to_all: int = 0) -> Interval:
-    """Bytes that NCCL takes for `count` groups of processes, of which so many exchange all to all."""
-    ends = zip(COMMUNICATOR, ALL_TO_ALL, strict=True)
-    return Interval(*(count * each + all_to_all * more for each, more in ends))
+    groups = Groups.of(collectives)
+    return groups.taken if any(groups) else None
 
 
 def nccl_notes(collectives: Sequence[Collective]) -> Iterator[str]:
     """A note on what `nccl` counts, and by which measurements."""
-    count, all_to_all = _groups(collectives)
-    if count:
-        most, groups = format_bytes(communicators(count, all_to_all).high), f"{count} group{'s' if count > 1 else ''}"
-        source = "NVIDIA/nccl#864" + (" and #1685" if all_to_all else "")
+    groups = Groups.of(collectives)
+    if any(groups):
+        measured = [number for number, count in zip(_ISSUES, groups, strict=True) if count]
         yield (
-            f"NCCL's buffers may take up to {most} of the GPU outside PyTorch for {groups} of processes, as measured "
-            f"with NVLink ({source}), and none where GPUs cannot reach each other"
+            f"NCCL's buffers may take up to {format_bytes(groups.taken.high)} of the GPU outside PyTorch for {groups}, "
+            f"as measured with NVLink (NVIDIA/nccl{' and '.join(measured)}), and none where GPUs cannot reach each "
+            "other"
         )
