@@ -48,6 +48,15 @@ def test_a_rank_runs_when_it_is_asked_and_asks_others_itself() -> None:
         assert received(2, 1) == [b"01"]
 
 
+def test_a_job_may_keep_its_files_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path may have about a hundred characters."""
+    folder = tmp_path / ("a" * 100)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with job({0: first, 1: second}):
+        assert received(2, 1) == [b"01"]
+
+
 def test_a_message_may_come_from_one_that_waits_for_this_rank() -> None:
     def echo(line: Line) -> None:
         line.send(0, (line.receive(0) or b"") * 2)

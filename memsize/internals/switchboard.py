@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Final
 
 from memsize.internals.ctrl_c import raise_waiting
@@ -27,6 +27,8 @@ from memsize.internals.silence import silent
 RunAs = Callable[[int], object]
 """Runs what this process would run, as another rank."""
 _End = Connection
+_LONGEST: Final = 80
+"""Bytes of a folder's path that leave room for a name within it."""
 _PATIENCE: Final = 0.1
 """Seconds after which a Ctrl-C that came meanwhile is noticed."""
 
@@ -50,7 +52,7 @@ def opened(run_as: RunAs, prepare: Callable[[], object]) -> Iterator[None]:
     if not can_fork() or _reached.line is not None or _reached.address is not None:
         yield
         return
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(dir=_folder()) as folder:
         address = str(Path(folder) / "ranks")
         with socket.socket(socket.AF_UNIX) as calls:
             calls.bind(address)
@@ -63,6 +65,12 @@ def opened(run_as: RunAs, prepare: Callable[[], object]) -> Iterator[None]:
             _reached.address = None
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
+
+
+def _folder() -> str:
+    """Where sockets can be: their paths may have 104 to 108 characters, which that of a job's own folder may exceed."""
+    usual = gettempdir()
+    return usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp"
 
 
 @contextlib.contextmanager
