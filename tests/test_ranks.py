@@ -624,7 +624,7 @@ def test_what_is_read_of_collectives_is_assumed_and_said() -> None:
 
     told = traced(step, World(2)).assumptions
     assert read == [1.0, 3.0, 1.0, 1.0]
-    said = REDUCED_IS_ONE, "stays as it is in this rank", "is taken to be what this rank sends"
+    said = REDUCED_IS_ONE, "stays as it is in this rank", "send is taken to be what this rank sends"
     assert all(any(words in each for each in told) for words in said)
 
 
@@ -691,3 +691,83 @@ def test_a_report_trains_on_several_gpus() -> None:
     assert all(finding.moment is None for finding in report.findings if finding.code == "training-peak")
     with pytest.raises(InputError, match="name its optimizer"):
         memsize.report(Model(), input_data=IDS, parallel="fsdp=8")
+
+
+def exchanges(device: str) -> dict[str, list[float]]:
+    """What rank 1 of 2 reads of exchanges in which each rank gives [1, 2, 3, 4]."""
+    distributed: Any = torch.distributed
+    given = torch.tensor([1, 2, 3, 4], device=device)
+    written = {name: torch.full((4,), 9, device=device) for name in ("rows", "given rows", "uneven", "summed")}
+    distributed.all_to_all_single(written["rows"], given)
+    distributed.all_to_all_single(written["given rows"], given, [2, 2], [2, 2])
+    distributed.all_to_all_single(written["uneven"], given, [3, 1], [1, 3])
+    distributed.all_reduce(written["summed"])
+    lists = {name: [torch.full((2,), 9, device=device) for _ in range(2)] for name in ("tensors", "gathered", "twice")}
+    distributed.all_to_all(lists["tensors"], [given[:2], given[2:]])
+    distributed.all_gather(lists["gathered"], given[:2])
+    distributed.all_gather_into_tensor(written.setdefault("whole", torch.full((8,), 9, device=device)), given)
+    distributed.reduce_scatter_tensor(written.setdefault("part", torch.full((2,), 9, device=device)), given)
+    distributed.reduce_scatter(lists["twice"][0], [given[:2], given[2:]])
+    distributed.reduce_scatter(lists["twice"][1], [given[:2], given[2:]])
+    return {name: each.tolist() for name, each in written.items()} | {
+        name: [part.tolist() for part in parts] for name, parts in lists.items()
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_equal_ranks_exchange_is_known(device: str) -> None:
+    """Each sends rank 1 its second half, [3, 4]. A sum is one's own on the CPU, and 1 on the GPU, like uneven parts."""
+    read: dict[str, Any] = {}
+
+    def step(model: nn.Module) -> Any:
+        read.update(exchanges(device))
+        return lambda ids: None
+
+    told = traced(step, World(2, rank=1)).assumptions
+    there = device == "cuda"
+    assert read == {
+        "rows": [3, 4, 3, 4],
+        "given rows": [3, 4, 3, 4],
+        "uneven": [1] * 4 if there else [9] * 4,
+        "summed": [1] * 4 if there else [9] * 4,
+        "tensors": [[3, 4], [3, 4]],
+        "gathered": [[1, 2], [1, 2]],
+        "whole": [1, 2, 3, 4, 1, 2, 3, 4],
+        "part": [1, 1] if there else [3, 4],
+        "twice": [[1, 1], [1, 1]] if there else [[3, 4], [3, 4]],
+    }
+    assert "what other ranks send is taken to be what this rank sends" in told
+
+
+def test_experts_get_as_many_tokens_as_they_send() -> None:
+    """16 tokens for 4 experts on 2 ranks: each sends 8 of them to the other, and gets 8."""
+    from torch.distributed import _functional_collectives as collectives
+
+    sizes: list[list[int]] = []
+
+    def step(model: nn.Module) -> Any:
+        choices = next(model.parameters()).detach()[:16, :4].to("cuda").argmax(-1)
+        counts = torch.bincount(choices, minlength=4)
+        there = collectives.all_to_all_single(counts, None, None, [0, 1])
+        sizes.append(there.view(2, -1).sum(1).tolist())
+        sent = counts.view(2, -1).sum(1)
+        given = torch.empty_like(sent)
+        torch.distributed.all_to_all_single(given, sent)
+        sizes.append(given.tolist())
+        return lambda ids: None
+
+    traced(step, World(2))
+    assert sizes == [[8, 8], [8, 8]]
+
+
+def test_a_whole_number_that_ranks_reduce_is_one() -> None:
+    read: list[Any] = []
+
+    def step(model: nn.Module) -> Any:
+        tokens = torch.tensor(2048, device="cuda")
+        torch.distributed.all_reduce(tokens)
+        read.extend((tokens.item(), tokens.cpu().item(), tokens.tolist()))
+        return lambda ids: None
+
+    assert traced(step, World(2)).assumptions == (REDUCED_IS_ONE,)
+    assert read == [1, 1, 1] and all(type(each) is int for each in read)

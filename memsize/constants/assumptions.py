@@ -27,6 +27,7 @@ CHECKS_PASS = "what PyTorch itself checks (that istft's windows add up to someth
 FIXED_DRAW = "random numbers that the model decides by are one fixed draw"
 ITEM_IS_ONE = "a number read out of an activation (.item()) is taken to be 1.0"
 REDUCED_IS_ONE = "a number that ranks reduce or exchange on the GPU is taken to be 1.0 where the program reads it"
+EXCHANGED_ARE_ALIKE = "what other ranks send is taken to be what this rank sends"
 PADDING_COMPUTED = (
     "the encoder computes the padding along: PyTorch's nested tensors, which leave it out, are not followed"
 )

@@ -110,10 +110,11 @@ class Evaluator:
         if value is not None:
             self._decide_on(first_assumption([state_of(tensor)]) if is_meta(tensor) else None)
             return value.item()
-        if tensor.is_floating_point():
-            state = state_of(tensor)
-            self._decide_on((state and state.read_as) or ITEM_IS_ONE)
-            return 1.0
+        state = state_of(tensor)
+        read_as = state and state.read_as
+        if read_as or tensor.is_floating_point():
+            self._decide_on(read_as or ITEM_IS_ONE)
+            return torch.ones((), dtype=tensor.dtype, device="cpu").item()
         if self.lenient:
             self.rely_on(COPIED_VALUES)
             return _plausible(tensor.dtype)
@@ -153,11 +154,14 @@ class Evaluator:
         value, diagonals = constant_of(tensor), diagonals_of(tensor)
         if diagonals is not None:
             value = filled(diagonals, tensor.shape)
+        state = state_of(tensor)
         if value is None:
-            self.rely_on(COPIED_VALUES)
-            value = torch.full(tensor.shape, _plausible(tensor.dtype), dtype=tensor.dtype, device="cpu")
+            read_as = state and state.read_as
+            self.rely_on(read_as or COPIED_VALUES)
+            number = 1 if read_as else _plausible(tensor.dtype)
+            value = torch.full(tensor.shape, number, dtype=tensor.dtype, device="cpu")
         else:
-            self.rely_on(first_assumption([state_of(tensor)]))
+            self.rely_on(first_assumption([state]))
         dtype = options.get("dtype")
         return value.to(dtype) if dtype is not None and dtype is not value.dtype else value.clone()
 
@@ -286,4 +290,5 @@ def _mixes_devices(args: Any, kwargs: Any) -> bool:
 
 
 def _plausible(dtype: torch.dtype) -> Any:
-    return 1.0 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool
+    """What is read where nothing is known."""
+    return 1.0 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool or 0

@@ -1,7 +1,7 @@
 """Collectives without the other ranks: what each operator of `c10d` returns, which tensors it moves, how many bytes.
 
-Nothing is sent: the other ranks are taken to have sent what this one sends. A broadcast leaves its buffers as they are,
-and on the CPU, where code reads it, so does each part of what is gathered; what other collectives write is not known.
+Nothing is sent: the other ranks are taken to have sent what this one sends (`alike`). A broadcast leaves its buffers as
+they are, and so does what reduces on the CPU; on the GPU, what that writes is not known.
 
 The schemas are those of torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp.
 """
@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memsize.constants.assumptions import REDUCED_IS_ONE
+from memsize.constants.assumptions import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
 from memsize.constants.values import ConstantState, constant_of, is_small, set_constant, set_unknown, state_of
 from memsize.errors import InputError
 from memsize.internals.meta import is_meta
 from memsize.internals.pytree import arguments_in
+from memsize.ranks.alike import received
 from memsize.records.world import CollectiveKind
 
 _KINDS: Final[dict[str, CollectiveKind | None]] = {
@@ -70,8 +71,8 @@ _LEFT: Final = (None, "broadcast", "send", "barrier")
 """What leaves the buffers as they are, where the ranks are alike."""
 _OF_EQUALS: Final = ("max", "min", "avg")
 """The reductions whose result is what each rank sent, where they all sent the same."""
-_GATHERED: Final = "what other ranks send from the CPU is taken to be what this rank sends"
-_UNREDUCED: Final = "what ranks reduce or exchange on the CPU stays as it is in this rank, also where it is a sum"
+_REDUCED: Final = ("all-reduce", "reduce-scatter", "reduce", "receive")
+_UNREDUCED: Final = "what ranks reduce on the CPU stays as it is in this rank, also where it is a sum"
 _WAITING: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _ON_BUFFERS: Final = "c10d"
 """The operators that work on buffers that are given; the others return new ones, and have `meta` kernels."""
@@ -129,26 +130,42 @@ def group_of(args: Any) -> dist.ProcessGroup:
 def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     """What an operator of ``c10d`` on given buffers returns: those, and work that is done already."""
     buffers = list(_tensors(args[:1]))
-    for tensor in () if kind in _LEFT else buffers:
-        if is_meta(tensor):
-            set_unknown(tensor, REDUCED_IS_ONE)
+    if kind not in _LEFT:
+        for tensor, value in received(kind, buffers, list(_tensors(args[1:2])), args[3:5], group_of(args)):
+            _write(kind, tensor, value)
     results = [_done(buffers) if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def carry_over(kind: CollectiveKind, args: Any, result: Any) -> None:
-    """Let the new tensors of a collective know the values of those that were sent, where the ranks are alike; what an
-    operator wrote to is unknown otherwise.
+    """Let the new tensors of a collective know the values that they get where the ranks are alike; what an operator
+    wrote to is unknown otherwise.
     """
-    are_equal = kind == "broadcast" or (kind == "all-reduce" and args[1] in _OF_EQUALS)
-    for sent, received in zip(_tensors(args[:1]), _tensors((result,)), strict=False):
-        state, value = (state_of(sent), constant_of(sent)) if is_meta(sent) else (None, None)
-        if received is sent and are_equal:
+    sent, results = list(_tensors(args[:1])), list(_tensors((result,)))
+    if kind not in ("broadcast", "all-reduce"):
+        for tensor, value in received(kind, results, sent, args[1:3], group_of(args)):
+            _write(kind, tensor, value)
+        return
+    are_equal = kind == "broadcast" or args[1] in _OF_EQUALS
+    for given, taken in zip(sent, results, strict=False):
+        state, value = (state_of(given), constant_of(given)) if is_meta(given) else (None, None)
+        if taken is given and are_equal:
             continue
-        if received is not sent and are_equal and state and value is not None and is_small(received):
-            set_constant(received, value.clone(), ConstantState(state.assumption))
-        elif is_meta(received):
-            set_unknown(received, REDUCED_IS_ONE)
+        if taken is not given and are_equal and state and value is not None and is_small(taken):
+            set_constant(taken, value.clone(), ConstantState(state.assumption))
+        elif is_meta(taken):
+            set_unknown(taken, REDUCED_IS_ONE)
+
+
+def _write(kind: CollectiveKind | None, tensor: Tensor, value: Tensor | None) -> None:
+    """Let `tensor` have a `value`. Without one it stays as it is on the CPU, and is unknown on the GPU, as a sum is."""
+    if not is_meta(tensor):
+        if value is not None:
+            tensor.copy_(value)
+        return
+    set_unknown(tensor, REDUCED_IS_ONE)
+    if value is not None and kind not in _REDUCED:
+        set_constant(tensor, value, ConstantState(EXCHANGED_ARE_ALIKE))
 
 
 def _done(buffers: Sequence[Tensor]) -> Any:
@@ -163,12 +180,6 @@ def _tensors(value: Any) -> Any:
     return arguments_in(value if isinstance(value, (list, tuple)) else (value,))
 
 
-def alike(kind: CollectiveKind, args: Any) -> str | None:
-    """Fill what a collective writes on the CPU as if each rank sent what this one sends; returns what a program that
-    reads it takes for granted. Which reduction an operator does cannot be read of its arguments.
-    """
-    if kind in ("all-gather", "gather"):
-        source = next(_tensors(args[1:2])).reshape(-1)
-        for output in _tensors(args[:1]):
-            output.view(-1).copy_(source.repeat(output.numel() // max(source.numel(), 1)))
-    return None if kind in _LEFT else _GATHERED if kind in ("all-gather", "gather") else _UNREDUCED
+def alike(kind: CollectiveKind) -> str | None:
+    """What a program that reads what a collective writes on the CPU takes for granted."""
+    return None if kind in _LEFT else _UNREDUCED if kind in _REDUCED else EXCHANGED_ARE_ALIKE

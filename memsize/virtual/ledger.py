@@ -203,7 +203,7 @@ class VirtualLedger(Ledger):
                 for tensor in buffers:
                     self.mark(tensor, "communication")
             elif kind is not None and given:
-                self.evaluator.rely_on(alike(kind, args))
+                self.evaluator.rely_on(alike(kind))
         return result
 
     def _stream_of(self, buffers: Sequence[torch.Tensor]) -> int:
