@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -108,3 +110,28 @@ def test_pytorchs_module_is_left_as_it_was() -> None:
     before = dict(vars(flex))
     memsize.report(Attending(), (16, 64), scenarios="fp32")
     assert all(vars(flex)[name] is value for name, value in before.items())
+
+
+IN_A_PROGRAM = """
+import sys
+
+import memsize
+
+assert "torch.nn.attention.flex_attention" not in sys.modules
+with memsize.virtual_gpu("a100") as gpu:
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    query, key, value = (torch.ones(1, 2, 256, 16, device="cuda", requires_grad=True) for _ in range(3))
+    with torch.autocast("cuda", torch.bfloat16):
+        flex_attention(query, key, value).sum().backward()
+scores = 2 * 256 * 256
+assert not any(storage.bytes >= scores for storage in gpu.trace.storages)
+assert sum("flex_attention is counted as" in note for note in gpu.trace.notes) == 1
+"""
+
+
+@pytest.mark.thorough
+def test_a_program_may_import_it_while_it_runs() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", IN_A_PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -99,15 +99,19 @@ class PatchSet:
         with turn_taken():
             self._depth += 1
             try:
-                for patch in self._choose():
-                    if patch not in self._before:
-                        self._put(patch)
+                self.renew()
                 yield
             finally:
                 self._depth -= 1
                 while not self._depth and self._before:
                     (owner, name, _), value = self._before.popitem()
                     _set(owner, name, value)
+
+    def renew(self) -> None:
+        """Put the patches in place whose modules were imported since a thread entered."""
+        for patch in self._choose() if self._depth else ():
+            if patch not in self._before:
+                self._put(patch)
 
     def _put(self, patch: Patch) -> None:
         owner, name, replace = patch

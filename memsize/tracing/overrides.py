@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_re
 
 
 _DETECTION = "torchvision.models.detection.transform"
-_FLEX = "torch.nn.attention.flex_attention"
+FLEX: Final = "torch.nn.attention.flex_attention"
 
 
 class _Thread(threading.local):
@@ -70,6 +70,11 @@ def overridden_here(notes: dict[str, None]) -> Iterator[None]:
         _thread.notes.pop()
 
 
+def override_imported() -> None:
+    """Let runs that are under way override what has been imported since they began, such as the module `FLEX`."""
+    _overrides.renew()
+
+
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Run code as it is written: `torch.compile` steps aside, and TorchScript neither fuses nor reorders."""
@@ -84,7 +89,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 def _patches() -> tuple[Patch, ...]:
-    detection, flex = sys.modules.get(_DETECTION), sys.modules.get(_FLEX)
+    detection, flex = sys.modules.get(_DETECTION), sys.modules.get(FLEX)
     patches = list(_patches_of_torch())
     if hasattr(detection, "paste_masks_in_image"):
         patches.append(Patch(detection, "paste_masks_in_image", _masks_cover_image))

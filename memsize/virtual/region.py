@@ -23,6 +23,7 @@ from memsize.errors import InputError
 from memsize.internals.switchboard import Line, connected
 from memsize.ranks import group
 from memsize.records.world import World
+from memsize.tracing import overrides
 from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.places import there
 from memsize.tracing.resizes import resizes_seen
@@ -49,7 +50,7 @@ _CUDA = "12.8"
 _CUDNN = 91501
 _EAGER = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
-_APART = frozenset({"torch._dynamo", triton_kernels.MODULE} | _SHARDING)
+_APART = frozenset({"torch._dynamo", overrides.FLEX, triton_kernels.MODULE} | _SHARDING)
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
     "transformers.utils.import_utils",
@@ -95,9 +96,15 @@ def virtual_gpu(
         threads = regions.enter_context(Threads(ledger, semantics))
         line = regions.enter_context(connected(world.rank)) if world is not None else None
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
-        own = {**processes.later(ledger, line), **triton_kernels.later(ledger)}
+        own = {**processes.later(ledger, line), **triton_kernels.later(ledger), overrides.FLEX: _overridden}
         regions.enter_context(_replaced(replaced, {**own, **later}))
         yield
+
+
+def _overridden(_: Any) -> Iterable[Replacement]:
+    """What a run overrides in a module that the program has imported meanwhile."""
+    overrides.override_imported()
+    return ()
 
 
 def _forget_answers() -> None:
