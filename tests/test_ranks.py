@@ -506,6 +506,58 @@ def test_the_model_itself_is_left_alone() -> None:
     assert type(model.blocks[0]) is Block and not model.head.weight.is_meta
 
 
+# -- the other ranks --------------------------------------------------------------------------------------------------
+
+
+def test_ranks_leave_a_join_together() -> None:
+    """It would ask for ever how many are still training."""
+
+    def step(model: nn.Module) -> Any:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        body = loop(wrapped, torch.optim.AdamW(model.parameters()))
+
+        def joined(ids: torch.Tensor) -> None:
+            with wrapped.join():
+                body(ids)
+
+        return joined
+
+    trace = traced(step, World(2), steps=2)
+    assert "all ranks have equally many batches: they leave Join together" in trace.assumptions
+
+
+def test_what_any_rank_may_send_is_of_the_next_one() -> None:
+    found: list[int] = []
+
+    def step(model: nn.Module) -> Any:
+        there = torch.empty(3, device="cuda")
+        found.append(distributed.recv(there))
+        distributed.irecv(there).wait()
+        operations = [distributed.P2POp(distributed.irecv, there, 2), distributed.P2POp(distributed.isend, there, 0)]
+        for each in distributed.batch_isend_irecv(operations):
+            each.wait()
+        found.append(distributed.recv(there, src=2))
+        return lambda ids: None
+
+    assert "taken to come from the next one" in str(traced(step, World(3, rank=1)).assumptions)
+    assert found == [2, 2]
+
+
+def test_a_store_has_what_this_process_puts_there() -> None:
+    def step(model: nn.Module) -> Any:
+        default = distributed.distributed_c10d._get_default_store()
+        for store in (default, distributed.TCPStore("localhost", 29500, 4, True), distributed.FileStore("here", 4)):
+            store.set("address", "here")
+            assert store.get("address") == b"here" and store.num_keys() == 1
+        store.wait(["address"])
+        store.get("another's")
+        return lambda ids: None
+
+    with pytest.raises(InputError, match='the program waits for "another\'s", which another process would put into'):
+        traced(step, World(4))
+    assert distributed.TCPStore is not distributed.FileStore
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -574,6 +626,45 @@ def test_what_a_script_cannot_have_is_said_in_one_line(
     assert run(["run", "--gpus", "4", "--rank", "2", "--gpu", "t4", str(script)]) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"error: {message}")
+
+
+def rpc() -> None:
+    import torch.distributed.rpc as rpc
+
+    rpc.init_rpc("worker", rank=0, world_size=2)
+
+
+def shared_memory() -> None:
+    import torch.distributed._symmetric_memory as shared
+
+    shared.rendezvous(torch.ones(3, device="cuda"), distributed.group.WORLD)
+
+
+def to_nobody() -> None:
+    distributed.send(torch.ones(3, device="cuda"), 7)
+
+
+def of_nobody() -> None:
+    distributed.broadcast(torch.ones(3), src=2)
+
+
+@pytest.mark.parametrize(
+    ("reach", "message"),
+    [
+        (rpc, "torch.distributed.rpc calls functions of other processes, which are not there: switch it off"),
+        (shared_memory, "memory that GPUs share .* is that of other processes, which are not there"),
+        (to_nobody, "no rank 7 among 2, which c10d.send.default names: they are counted from 0 to 1"),
+        (of_nobody, "no rank 2 among 2, which c10d.broadcast_.default names"),
+    ],
+)
+def test_what_reaches_into_other_processes_is_refused(reach: Callable[[], None], message: str) -> None:
+    def step(model: nn.Module) -> Any:
+        reach()
+        return lambda ids: None
+
+    with pytest.raises(InputError, match=message) as error:
+        traced(step, World(2))
+    assert "\n" not in str(error.value)
 
 
 def test_an_unknown_collective_is_named() -> None:

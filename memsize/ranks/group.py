@@ -141,7 +141,8 @@ class Backends:
 def replacements(world: World) -> Iterator[Replacement]:
     """What joins this process to groups."""
     import torch.distributed.device_mesh as meshes
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from memsize.ranks.store import LonelyStore
 
     group: Any = dist.distributed_c10d
     original, asked = group.init_process_group, Backends()
@@ -153,7 +154,7 @@ def replacements(world: World) -> Iterator[Replacement]:
         if world_size not in (-1, world.size):
             raise InputError(wanted(world_size, world))
         if not dist.is_initialized():  # a loop of the user's own may begin with it, where the group is there
-            original("fake", rank=world.rank, world_size=world.size, store=FakeStore())
+            original("fake", rank=world.rank, world_size=world.size, store=LonelyStore())
         asked.joined(backend or (_UNNAMED if more.get("device_id") is None else _NCCL))
 
     for owner in (dist, group, meshes):

@@ -32,6 +32,7 @@ from memsize.ranks.collectives import (
     waited,
     waits,
 )
+from memsize.ranks.others import check_ranks
 from memsize.records.roles import Role
 from memsize.records.trace import Storage
 from memsize.records.world import Collective, CollectiveKind
@@ -190,6 +191,8 @@ class VirtualLedger(Ledger):
         with self._turn:
             self.clock.tick()
             before = len(self.events)
+            if kind is not None and given:
+                check_ranks(func, args, group_of(args).size())
             result = answer(kind, func, args) if given else self._run(func, types, args, kwargs)
             self.last_op = func._overloadpacket.__name__
             if kind is not None and not given:

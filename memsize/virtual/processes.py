@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 from memsize.errors import InputError
 from memsize.internals.switchboard import Line
-from memsize.ranks import group, objects, sharding
+from memsize.ranks import group, objects, others, sharding
 from memsize.records.world import World
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.tensors import Replacement
@@ -27,12 +27,15 @@ def replacements(world: World, ledger: VirtualLedger, line: Line | None) -> Iter
     if group.is_available():
         yield from group.replacements(world)
         yield from objects.replacements(ledger.evaluator.rely_on, line)
+        yield from others.replacements(ledger.evaluator.rely_on)
         yield from sharding.replacements(ledger.in_pytorch)
 
 
 def later(ledger: VirtualLedger, line: Line | None) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
-    """What is replaced in PyTorch's modules for sharding, by their names, once the program has imported them."""
-    return sharding.later(ledger, ledger.aside, alone=line is None) if group.is_available() else {}
+    """What is replaced in PyTorch's modules for many processes, by their names, once the program has imported them."""
+    if not group.is_available():
+        return {}
+    return {**sharding.later(ledger, ledger.aside, alone=line is None), **others.later()}
 
 
 def _spawning(world: World) -> Callable[..., Any]:
