@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from memsize.constants.assumptions import ITEM_IS_ONE, REDUCED_IS_ONE
 from memsize.device.cards import card
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.internals.forks import can_fork
+from memsize.ranks.sharding import _chunked
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.timeline import from_data
@@ -228,6 +230,16 @@ def test_uneven_shards_are_padded_to_the_largest() -> None:
     first, last = (traced(fsdp(), World(5, rank)).trace for rank in (0, 4))
     assert at_the_end(first)["parameter"] == padded
     assert at_the_end(last)["parameter"] == padded
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(6, 4), (6, 7), (6, 6), (5, 1), (1, 3)])
+def test_parts_of_a_parameter_are_those_that_pytorch_makes(rows: int, ranks: int) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
+
+    whole = torch.arange(3.0 * rows).reshape(rows, 3)
+    parts, expected = _chunked(nullcontext)(whole, ranks, dim=0), _chunk_with_empty(whole, ranks, dim=0)
+    assert len(parts) == len(expected) == ranks
+    assert all(part.equal(other) and part.shape == other.shape for part, other in zip(parts, expected, strict=True))
 
 
 def hybrid(model: nn.Module) -> Callable[[torch.Tensor], None]:

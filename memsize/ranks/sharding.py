@@ -56,8 +56,7 @@ def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callab
         yield tracker, "_set_device_state", lambda *_: None
 
     def parameters(module: Any) -> Iterator[Replacement]:
-        # All ranks' parts of each parameter, of which this one keeps its own.
-        yield _within(aside, module, "_chunk_with_empty")
+        yield module, "_chunk_with_empty", _chunked(aside)
         name = "init_all_gather_outputs"
         yield module.FSDPParam, name, _gathering(getattr(module.FSDPParam, name), ledger)
 
@@ -102,6 +101,19 @@ def _within(region: Region, owner: Any, name: str) -> Replacement:
             return original(*args, **options)
 
     return owner, name, called
+
+
+def _chunked(aside: Region) -> Callable[..., list[torch.Tensor]]:
+    """All ranks' parts of a parameter, of which this one keeps its own. One empty part serves for all that get nothing:
+    PyTorch makes one for each, which takes minutes where thousands share a small model.
+    """
+
+    def chunked(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        with aside():
+            chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
+            return chunks + [chunks[0].new_empty(0)] * (num_chunks - len(chunks))
+
+    return chunked
 
 
 def _gathering(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
