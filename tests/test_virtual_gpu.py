@@ -1732,3 +1732,29 @@ def test_a_script_from_python(tmp_path: Path) -> None:
         memsize.run(script, ["many"])
     with pytest.raises(InputError, match="no such script"):
         memsize.run(tmp_path / "none.py")
+
+
+def test_lazy_modules_are_moved_before_they_know_their_sizes(tmp_path: Path) -> None:
+    """Linear: 10 x 3 x 4 weights and 10 biases; batch norm: weight, bias, mean and variance of 3, and a count."""
+    run, error = ran(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        model = nn.Sequential(nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(10)).to("cuda")
+        other = nn.LazyLinear(2).cuda()
+        assert next(model.parameters()).device.type == "cuda" and next(other.parameters()).is_cuda
+        model(torch.randn(2, 3, 4, device="cuda"))
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.randn(2, 3, 4, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    )
+    assert error is None and run.steps == 2
+    held = Counter[str]()
+    for storage in run.trace.storages:
+        held[storage.role] += storage.bytes
+    assert held["parameter"] == 4 * (10 * 12 + 10 + 2 * 3)
+    assert held["buffer"] == 4 * 2 * 3 + 8

@@ -40,6 +40,7 @@ _device: Any = vars(_base)["device"]
 _is_cuda: Any = vars(_base)["is_cuda"]
 _is_cpu: Any = vars(_base)["is_cpu"]
 _data: Any = vars(_base)["data"]
+_lazy: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 
 
 def replacements(ledger: VirtualLedger) -> Iterator[Replacement]:
@@ -52,12 +53,16 @@ def replacements(ledger: VirtualLedger) -> Iterator[Replacement]:
     yield Tensor, "is_cpu", property(lambda t: not _is_on_gpu(t) if is_stand_in(t) else _is_cpu.__get__(t))
     yield Tensor, "numpy", _with_memory(Tensor.numpy)
     yield Tensor, "data", property(_data.__get__, _setter(ledger))
-    yield Tensor, "to", _with_data(Tensor.to)
-    yield Tensor, "cuda", _with_data(Tensor.cuda, always=True)
+    moves = {"to": _with_data(Tensor.to), "cuda": _with_data(Tensor.cuda, always=True), "get_device": _number}
+    yield from ((Tensor, name, move) for name, move in moves.items())
+    compatible = _compatible(torch._has_compatible_shallow_copy_type)
+    yield torch, "_has_compatible_shallow_copy_type", compatible
+    allowed = [*_lazy._allowed_methods, *moves.values(), compatible]
+    yield _lazy, "_allowed_methods", allowed
+    yield _lazy, "materialize", _marked(_lazy.materialize, ledger)
     yield Tensor, "data_ptr", _tensor_address
     yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
     yield torch.UntypedStorage, "copy_", _storage_copy(torch.UntypedStorage.copy_)
-    yield Tensor, "get_device", lambda t: SEAT.number_of(t) if _is_on_gpu(t) else _base.get_device(t)
     yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
     yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
     yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, stream)
@@ -65,7 +70,6 @@ def replacements(ledger: VirtualLedger) -> Iterator[Replacement]:
     yield Tensor, "type", _type(original_type)
     yield Tensor, "_make_wrapper_subclass", staticmethod(_on_meta(Tensor._make_wrapper_subclass))
     yield torch._C._nn, "_parse_to", _by_number(torch._C._nn._parse_to)
-    yield torch, "_has_compatible_shallow_copy_type", _compatible(torch._has_compatible_shallow_copy_type)
     yield torch, "Generator", Generator
     yield from ((torch.cuda, name, _OldType(name, (), {"dtype": dtype})) for name, dtype in _TYPES.items())
     yield torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type)
@@ -77,6 +81,11 @@ def replacements(ledger: VirtualLedger) -> Iterator[Replacement]:
 def is_stand_in(tensor: Tensor) -> bool:
     """Whether the user's code is to see `tensor` elsewhere than on `meta`: on the GPU, or on the host."""
     return is_meta(tensor) and not below_autograd() and not is_own_meta(tensor)
+
+
+def _number(tensor: Tensor) -> int:
+    """The number of the GPU that `tensor` is on."""
+    return SEAT.number_of(tensor) if _is_on_gpu(tensor) else _base.get_device(tensor)
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
@@ -102,6 +111,16 @@ def _with_data(original: Callable[..., Tensor], always: bool = False) -> Callabl
         return original(tensor, *args, **kwargs)
 
     return moved
+
+
+def _marked(original: Callable[..., None], ledger: VirtualLedger) -> Callable[..., None]:
+    """A lazy module gets its parameters and buffers in its first forward."""
+
+    def materialize(tensor: Any, *args: Any, **options: Any) -> None:
+        original(tensor, *args, **options)
+        ledger.mark(tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
+
+    return materialize
 
 
 def _goes_to_gpu(*args: Any, **kwargs: Any) -> bool:
