@@ -131,7 +131,8 @@ class ReportDocument(Document[Report]):
         if not trace.events:
             return (table,)
         config = coder(AllocatorConfig).read(json.loads(report.allocator)) if report.allocator else AllocatorConfig()
-        return Chart(timeline(trace, config, card(report.gpu or DEFAULT_GPU))), table
+        found = timeline(trace, config, card(report.gpu or DEFAULT_GPU))
+        return Chart(found, "Live bytes over a forward of the whole model"), table
 
     def shorter(self, section: Section) -> Iterator[Section]:
         """The layer table less deep, down to the model's children."""

@@ -308,9 +308,10 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """The live bytes of a run that has events, over its events."""
+    """The live bytes of a run that has events, over its events; `title` says what ran."""
 
     timeline: Timeline
+    title: str = "Live bytes over the run"
 
 
 class Scene(NamedTuple):
