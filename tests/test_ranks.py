@@ -874,3 +874,17 @@ def test_a_whole_number_that_ranks_reduce_is_one() -> None:
 
     assert traced(step, World(2)).assumptions == (REDUCED_IS_ONE,)
     assert read == [1, 1, 1] and all(type(each) is int for each in read)
+
+
+def test_a_number_that_ranks_reduce_is_compared_as_it_is_read() -> None:
+    """As one: libraries add up the lengths of all ranks' data, and ask whether there is any."""
+    answers: list[bool] = []
+
+    def step(model: nn.Module) -> Any:
+        for length in (torch.tensor(32, device="cuda"), torch.tensor(32.0, device="cuda")):
+            torch.distributed.all_reduce(length)
+            answers.extend(map(bool, (length == 0, length != 0, length > 0, length >= 2, length < 1, length == 1)))
+        return lambda ids: None
+
+    assert traced(step, World(2)).assumptions == (REDUCED_IS_ONE,)
+    assert answers == [False, True, True, False, False, True] * 2

@@ -8,6 +8,7 @@ infinity, and the indices of a choice.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -249,7 +250,10 @@ def _propagate_data(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         elif op.informative:
             _inform(op, args, kwargs, result)
     if (op.pointwise or op.preserving) and (words := _read_as(args)) and isinstance(result, torch.Tensor):
-        set_unknown(result, words)
+        if op.comparison is not None and isinstance(args[1], (int, float)):
+            set_uniform(result, getattr(operator, op.comparison)(1, args[1]), words)
+        else:
+            set_unknown(result, words)
 
 
 def _read_as(args: Any) -> str | None:
