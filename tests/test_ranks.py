@@ -18,11 +18,13 @@ from torch import nn
 
 import memsize
 from memsize.analysis.findings.memory import out_of_memory
+from memsize.analysis.program import run_program
 from memsize.analysis.ranks import others_asked
 from memsize.analysis.timeline import timeline
 from memsize.cli import run
 from memsize.constants.assumptions import ITEM_IS_ONE, REDUCED_IS_ONE
 from memsize.device.cards import card
+from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.internals.forks import can_fork
 from memsize.ranks.sharding import _chunked
@@ -677,6 +679,35 @@ def test_what_reaches_into_other_processes_is_refused(reach: Callable[[], None],
     with pytest.raises(InputError, match=message) as error:
         traced(step, World(2))
     assert "\n" not in str(error.value)
+
+
+ATTENTION = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+mesh = init_device_mesh("cuda", (4,))
+layer = parallelize_module(nn.Sequential(nn.Linear(8, 384)), mesh, {{"0": ColwiseParallel()}})
+layer(torch.randn(2, 16, 8, device="cuda")).view(2, 16, {heads})
+"""
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        ("-1, 64", "finds no whole number of heads on this GPU"),  # 384 / 4 = 96 features, 1.5 heads of 64
+        ("12, 32", "wants the heads of all GPUs, and finds the part of this one"),
+        ("7, 9", None),
+        ("-1, 32, 5", None),
+    ],
+)
+def test_heads_that_cannot_be_divided(tmp_path: Path, heads: str, words: str | None) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ATTENTION.format(heads=heads))
+    found, error = run_program(str(script), (), card("t4"), AllocatorConfig(), steps=3, module=False, world=World(4))
+    assert isinstance(error, RuntimeError)
+    told = [each.text() for each in found.findings if each.code == "run-divides-heads"]
+    assert len(told) == (words is not None) and all(str(words) in each for each in told)
 
 
 def test_an_unknown_collective_is_named() -> None:

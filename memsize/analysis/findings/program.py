@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from typing import Final
 
@@ -16,6 +18,9 @@ from memsize.records.world import ALONE
 from memsize.units import Bytes
 
 RULES: Final = Rules[ProgramRun]()
+_VIEW: Final = re.compile(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)")
+_DISTRIBUTED: Final = "torch DTensor"
+"""What the record calls parameters that are divided among processes."""
 
 
 @RULES.rule("run-out-of-memory")
@@ -83,6 +88,30 @@ def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
     if missing is not None and run.trace.world == ALONE:
         template = "The program wants {name}, which torchrun sets: --gpus 8 runs it as one of 8 processes."
         yield Finding("run-needs-launcher", None, (), template, {"name": missing})
+
+
+@RULES.rule("run-divides-heads")
+def _divides_heads(run: ProgramRun) -> Iterator[Finding]:
+    found = _VIEW.search(run.failure or "")
+    if found is None or not any(tensor.wrapper == _DISTRIBUTED for tensor in run.trace.tensors):
+        return
+    sizes, part, ranks = list(map(int, found[1].split(","))), int(found[2]), run.trace.world.size
+    unit = math.prod(size for size in sizes if size > 0)
+    wholes = [part * count for count in range(2, ranks + 1) if ranks % count == 0]
+    if -1 in sizes and any(whole % unit == 0 for whole in wholes):
+        template = (
+            "The view as {shape} finds no whole number of heads on this GPU: parallelize_module gives each an equal "
+            "part of a layer's features, so the number of GPUs that share a layer has to divide its heads, and those "
+            "of keys and values."
+        )
+    elif unit in wholes:
+        template = (
+            "The view as {shape} wants the heads of all GPUs, and finds the part of this one: write -1 for their "
+            "number, or divide it by the number of GPUs that share the layer."
+        )
+    else:
+        return
+    yield Finding("run-divides-heads", None, (), template, {"shape": f"[{found[1]}]"})
 
 
 @RULES.rule("run-nothing-on-gpu")
