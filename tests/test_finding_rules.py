@@ -361,6 +361,12 @@ def test_a_role_is_named_from_a_twentieth_of_the_peak_and_four_at_most() -> None
     assert ": activation 901 B, input 50 B. " in fewer.text("B")
 
 
+@pytest.mark.parametrize(("fp16", "told"), [(998, True), (999, False), (1000, False), (1001, False)])
+def test_another_scenario_peaks_lowest_where_it_saves_more_than_a_thousandth(fp16: int, told: bool) -> None:
+    evidence = Evidence(trace(), peaks={"as-given": peak(1000), "fp16": peak(fp16)})
+    assert one(training.training_peak, evidence).in_brief("B").endswith(f" fp16 peaks lowest, at {fp16} B.") == told
+
+
 def test_which_scenarios_peak_is_told() -> None:
     first, second, third = peak(1), peak(2), peak(3)
     told = [

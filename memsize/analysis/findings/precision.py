@@ -203,14 +203,14 @@ def what_binds_the_batch(evidence: Evidence) -> Iterator[Finding]:
     }
     if parameters // 2 < per_sample:
         code = "activations-dominate"
-        brief = "A larger batch is bounded by activations: {sample} for each sample."
+        brief = "A larger batch is bounded by activations: {sample} for each sample in float32."
         text = (
             "A larger batch is bounded by activations: each sample keeps {sample} in float32. Halving the "
             "{parameters} of parameters frees {half}, less than one more sample needs."
         )
     else:
         code = "parameters-dominate"
-        brief = "Each sample keeps {sample} for backward: activations overtake parameters at batch {batch}."
+        brief = "Each sample keeps {sample} in float32: activations overtake parameters at batch {batch}."
         text = (
             "Parameters take {parameters} in float32 and each sample keeps {sample}: activations overtake "
             "parameters at batch {batch}. Halving the parameters makes room for {gain} more samples."

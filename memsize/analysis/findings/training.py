@@ -34,6 +34,8 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         return
     peak = evidence.peaks[name]
     best = min(evidence.peaks, key=lambda other: (evidence.peaks[other].requested, other != name))
+    least = evidence.peaks[best].requested
+    lowest = " {best} peaks lowest, at {least}." if (peak.requested - least) * 1000 > peak.requested else ""
     largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
     spread = evidence.spread
     how, among = (" and {parallel}", " on one of {gpus} GPUs") if spread else ("", "")
@@ -58,12 +60,12 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
             "gpu": evidence.gpu,
             "total": Bytes(evidence.gpu_bytes),
             "best": best,
-            "least": Bytes(evidence.peaks[best].requested),
+            "least": Bytes(least),
         }
         | ({"parallel": str(spread), "gpus": spread.size} if spread else {})
         | {f"r{place}": Bytes(size) for place, (_, size) in enumerate(largest)},
         brief=f"A training step with {{optimizer}}{how} peaks at {{requested}}{among} in {{name}}, in the {{where}}: "
-        "{gpu} would show {low} to {high} of {total}." + (" {best} peaks lowest, at {least}." if best != name else ""),
+        "{gpu} would show {low} to {high} of {total}." + lowest,
         moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
     )
 
