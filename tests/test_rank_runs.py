@@ -247,7 +247,9 @@ if rank > 0:
 elif len(sys.argv) > 1:
     sys.exit(sys.argv[1])
 dist.send_object_list([2 * width[0]], dst=(rank + 1) % 3)
-weight = torch.ones(width[0], device="cuda", requires_grad=True)
+shape = [(2, 3) if rank == 0 else None]
+dist.broadcast_object_list(shape, src=0)
+weight = torch.ones(width[0], *shape[0], device="cuda", requires_grad=True)
 weight.sum().backward()
 torch.optim.SGD([weight]).step()
 """
@@ -255,13 +257,13 @@ torch.optim.SGD([weight]).step()
 
 @pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
 def test_a_rank_is_told_what_another_sends(tmp_path: Path) -> None:
-    """32 numbers on the first rank, and twice as many on each next one."""
+    """32 times 2 x 3 numbers on the first rank, and twice as many on each next one."""
     script = tmp_path / "train.py"
     script.write_text(TOLD, encoding="utf-8")
     held = memsize.run(script, gpus=3, rank="all", gpu="t4", jobs=2)
     alone = memsize.run(script, gpus=3, rank=2, gpu="t4")
     parameters = [group.run.peak.roles["parameter"] for group in held.groups]
-    assert parameters == [4 * 32, 4 * 64, 4 * 128] and alone.peak.roles["parameter"] == 4 * 128
+    assert parameters == [4 * 6 * 32, 4 * 6 * 64, 4 * 6 * 128] and alone.peak.roles["parameter"] == 4 * 6 * 128
     assert not alone.assumed
 
 

@@ -29,7 +29,7 @@ def job(ranks: dict[int, Rank], prepare: Callable[[], object] = lambda: None) ->
 def received(receiver: int, *senders: int) -> list[bytes | None]:
     with connected(receiver) as line:
         assert line is not None
-        return [line.receive(sender) for sender in senders]
+        return [line.receive(sender, receiver) for sender in senders]
 
 
 def first(line: Line) -> None:
@@ -38,7 +38,7 @@ def first(line: Line) -> None:
 
 
 def second(line: Line) -> None:
-    message = line.receive(0)
+    message = line.receive(0, 1)
     assert message is not None
     line.send(2, message + b"1")
 
@@ -59,12 +59,12 @@ def test_a_job_may_keep_its_files_far_away(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_message_may_come_from_one_that_waits_for_this_rank() -> None:
     def echo(line: Line) -> None:
-        line.send(0, (line.receive(0) or b"") * 2)
+        line.send(0, (line.receive(0, 1) or b"") * 2)
 
     with job({1: echo}), connected(0) as line:
         assert line is not None
         line.send(1, b"a")
-        assert line.receive(1) == b"aa"
+        assert line.receive(1, 0) == b"aa"
 
 
 def test_each_runs_only_as_far_as_it_is_asked(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_each_runs_only_as_far_as_it_is_asked(tmp_path: Path) -> None:
 
     with job({1: steps}, prepare=(tmp_path / "prepared").touch), connected(0) as line:
         assert line is not None and done() == []
-        assert line.receive(1) == b"0" and done() == ["prepared", "step 0"]
-        assert line.receive(1) == b"1" and done() == ["prepared", "step 0", "step 1"]
+        assert line.receive(1, 0) == b"0" and done() == ["prepared", "step 0"]
+        assert line.receive(1, 0) == b"1" and done() == ["prepared", "step 0", "step 1"]
 
 
 def test_messages_are_kept_for_all_that_run_as_their_receiver() -> None:
@@ -107,7 +107,7 @@ def test_a_rank_that_ends_or_fails_sends_nothing_more() -> None:
 
 def test_ranks_that_wait_for_one_another_are_told() -> None:
     def waits(line: Line) -> None:
-        line.send(0, b"got none" if line.receive(0) is None else b"")
+        line.send(0, b"got none" if line.receive(0, 1) is None else b"")
 
     with job({1: waits}):
         assert received(0, 1) == [None]
@@ -116,3 +116,14 @@ def test_ranks_that_wait_for_one_another_are_told() -> None:
 def test_outside_of_a_job_there_is_no_line() -> None:
     with connected(0) as line:
         assert line is None
+
+
+def test_what_is_sent_to_a_group_reaches_each_of_it() -> None:
+    def tells(line: Line) -> None:
+        line.send((0, 1, 2), b"all")
+
+    with job({0: tells}):
+        for number in (1, 2):
+            with connected(number) as line:
+                assert line is not None
+                assert line.receive(0, (0, 1, 2)) == b"all"

@@ -26,9 +26,13 @@ from memsize.internals.silence import silent
 
 RunAs = Callable[[int], object]
 """Runs what this process would run, as another rank."""
+Receiver = int | tuple[int, ...]
+"""A rank, or the ranks of a group that gets the same."""
 _End = Connection
 _LONGEST: Final = 80
 """Bytes of a folder's path that leave room for a name within it."""
+_Place = tuple[int, Receiver]
+"""Who sends messages, and to whom."""
 _PATIENCE: Final = 0.1
 """Seconds after which a Ctrl-C that came meanwhile is noticed."""
 
@@ -91,15 +95,17 @@ class Line:
         self._end = end
         self._pauses = pauses
 
-    def send(self, receiver: int, message: bytes) -> None:
+    def send(self, receiver: Receiver, message: bytes) -> None:
         """Send, and go on at once; what runs for others only goes on when more is asked of it."""
         self._end.send(("send", receiver, message))
         if self._pauses:
             self._end.recv()
 
-    def receive(self, sender: int) -> bytes | None:
-        """The next message of `sender`; None where none will come: it has ended, or waits for one itself."""
-        self._end.send(("receive", sender))
+    def receive(self, sender: int, receiver: Receiver) -> bytes | None:
+        """The next message of `sender` to this rank, or to the group that `receiver` names; None where none will come:
+        it has ended, or waits for one itself.
+        """
+        self._end.send(("receive", sender, receiver))
         while not self._end.poll(_PATIENCE):
             raise_waiting()
         message: bytes | None = self._end.recv()
@@ -113,14 +119,14 @@ class _Rank:
         self.number = number
         self.pauses = pauses
         self.is_paused = False
-        self.sent = Counter[int]()
-        self.received = Counter[int]()
-        self.sender: int | None = None
+        self.sent = Counter[Receiver]()
+        self.received = Counter[_Place]()
+        self.awaited: _Place | None = None
         """Whose next message it waits for."""
 
     @property
     def is_running(self) -> bool:
-        return self.sender is None and not self.is_paused
+        return self.awaited is None and not self.is_paused
 
 
 class _Switchboard:
@@ -130,8 +136,7 @@ class _Switchboard:
         self._prepare = prepare
         self._ranks: dict[_End, _Rank] = {}
         self._started: set[int] = set()
-        self._messages = defaultdict[tuple[int, int], list[bytes]](list)
-        """By sender and receiver."""
+        self._messages = defaultdict[_Place, list[bytes]](list)
 
     def serve(self) -> None:
         """Pass on messages, until this process is ended."""
@@ -152,7 +157,7 @@ class _Switchboard:
             del self._ranks[end]
             return
         if kind == "receive":
-            rank.sender = other
+            rank.awaited = other, message[0]
             return
         rank.is_paused = rank.pauses
         rank.sent[other] += 1
@@ -163,18 +168,18 @@ class _Switchboard:
     def _find_messages(self) -> None:
         """Send what is waited for; where it isn't there, run its sender, or let it go on."""
         for end, rank in tuple(self._ranks.items()):
-            if rank.sender is not None:
-                self._find(end, rank, rank.sender)
+            if rank.awaited is not None:
+                self._find(end, rank, rank.awaited)
         if not any(rank.is_running for rank in self._ranks.values()):
             for end, rank in self._ranks.items():
-                if rank.sender is not None:
+                if rank.awaited is not None:
                     self._answer(end, rank, None)
 
-    def _find(self, end: _End, rank: _Rank, sender: int) -> None:
-        kept, place = self._messages[sender, rank.number], rank.received[sender]
+    def _find(self, end: _End, rank: _Rank, awaited: _Place) -> None:
+        kept, place, sender = self._messages[awaited], rank.received[awaited], awaited[0]
         running = {end: other for end, other in self._ranks.items() if other.number == sender}
         if place < len(kept):
-            rank.received[sender] += 1
+            rank.received[awaited] += 1
             self._answer(end, rank, kept[place])
         elif running:
             for its_end, other in running.items():
@@ -187,7 +192,7 @@ class _Switchboard:
             self._answer(end, rank, None)
 
     def _answer(self, end: _End, rank: _Rank, message: bytes | None) -> None:
-        rank.sender = None
+        rank.awaited = None
         _tell(end, message)
 
     def _start(self, number: int) -> None:

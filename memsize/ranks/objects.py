@@ -1,6 +1,6 @@
 """Objects that ranks send each other: in this process there is one of them.
 
-What one rank sends another is asked of it, where it can be run too. What all of them send is taken to be what this rank
+What one rank sends others is asked of it, where it can be run too. What all of them send is taken to be what this rank
 sends, copied; what only another rank has stays as it is here.
 """
 
@@ -30,7 +30,7 @@ def replacements(assume: Assume, line: Line | None) -> Iterator[Replacement]:
     made = {
         "all_gather_object": _all_gather(assume),
         "gather_object": _gather(assume),
-        "broadcast_object_list": _broadcast(assume),
+        "broadcast_object_list": _broadcast(assume, line),
         "scatter_object_list": _scatter(assume),
         "send_object_list": _send(line),
         "recv_object_list": _receive(assume, line),
@@ -58,11 +58,17 @@ def _gather(assume: Assume) -> Callable[..., None]:
     return gather
 
 
-def _broadcast(assume: Assume) -> Callable[..., None]:
+def _broadcast(assume: Assume, line: Line | None) -> Callable[..., None]:
     def broadcast(
         object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: Any = None
     ) -> None:
-        if not _is_rank(src, group_src, group):
+        ranks = tuple(dist.get_process_group_ranks(_of(group)))
+        if _is_rank(src, group_src, group):
+            if line is not None and len(ranks) > 1:
+                line.send(ranks, pickle.dumps(object_list))
+        elif line is not None and (message := line.receive(_number(src, group_src, group), ranks)) is not None:
+            object_list[:] = pickle.loads(message)
+        else:
             assume(_KEPT)
 
     return broadcast
@@ -111,7 +117,7 @@ def _receive(assume: Assume, line: Line | None) -> Callable[..., int]:
         sender = _number(src, group_src, group)
         if line is None or (src is None and group_src is None):  # whoever sends first
             assume(_KEPT)
-        elif (message := line.receive(sender)) is not None:
+        elif (message := line.receive(sender, dist.get_rank())) is not None:
             object_list[:] = pickle.loads(message)
         else:
             raise InputError(
