@@ -179,6 +179,13 @@ class Allocator:
             _, block, pool = self._waiting.pop(0)[1]
             pool.give(block)
 
+    def told(self, mark: int, event: int) -> None:
+        """What `mark` stands for among the storages of events."""
+        if mark == _CACHE[0]:
+            self.release()
+        elif mark == _WAITED[0]:
+            self.waited(event)
+
     def skips(self, storage: int) -> bool:
         """Whether the run does without `storage`, for which there is no room."""
         if storage in self.optional:
@@ -327,12 +334,9 @@ def _run(events: Iterable[tuple[int, int]], allocator: Allocator, timeline: bool
         if request <= 0:
             if storage >= 0:
                 raise InputError(f"event {event} frees more bytes than storage {storage} holds")
-            if storage == _CACHE[0]:
-                allocator.release()
-                reserved = memory.reserved
-                segments += memory.changes_at(event)
-            elif storage == _WAITED[0]:
-                allocator.waited(event)
+            allocator.told(storage, event)
+            reserved = memory.reserved
+            segments += memory.changes_at(event)
             continue
         size = (request + BLOCK - 1) // BLOCK if plain else block_size(request) // BLOCK
         pool = small if size <= _SMALL else large
