@@ -277,6 +277,37 @@ def test_a_rank_that_ends_before_it_sends_is_named(tmp_path: Path, capsys: pytes
     )
 
 
+TOLD_IN_GROUPS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+pair = dist.new_group([1, 2])
+share, width, plan = [None], [16 if rank == 2 else None], ["mine"]
+dist.scatter_object_list(share, [1, 2, 4] if rank == 0 else None, src=0)
+dist.broadcast_object_list(width, src=2, group=pair)
+dist.broadcast_object_list([8] if rank == 2 else plan, src=2)
+dist.scatter_object_list(plan, ["one", "two"] if rank == 1 else None, group=pair, group_src=0)
+assert plan == [["one", "two"][rank - 1] if rank else 8], plan
+weight = torch.ones((width[0] or plan[0]) * share[0], device="cuda", requires_grad=True)
+weight.sum().backward()
+torch.optim.SGD([weight]).step()
+"""
+
+
+@pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
+def test_a_rank_is_told_what_is_sent_to_its_groups(tmp_path: Path) -> None:
+    """Shares of 1, 2 and 4, of 16 numbers in the group of two, and of 8 outside of it."""
+    script = tmp_path / "train.py"
+    script.write_text(TOLD_IN_GROUPS, encoding="utf-8")
+    held = memsize.run(script, gpus=3, rank="all", gpu="t4", jobs=2)
+    alone = memsize.run(script, gpus=3, rank=1, gpu="t4")
+    assert [group.run.failure for group in held.groups] == [None] * 3
+    assert [group.run.peak.roles["parameter"] for group in held.groups] == [4 * 8, 4 * 16 * 2, 4 * 16 * 4]
+    assert alone.peak.roles["parameter"] == 4 * 16 * 2 and not alone.assumed
+
+
 SAVES_FIRST = """
 import os
 import torch

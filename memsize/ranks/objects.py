@@ -31,7 +31,7 @@ def replacements(assume: Assume, line: Line | None) -> Iterator[Replacement]:
         "all_gather_object": _all_gather(assume),
         "gather_object": _gather(assume),
         "broadcast_object_list": _broadcast(assume, line),
-        "scatter_object_list": _scatter(assume),
+        "scatter_object_list": _scatter(assume, line),
         "send_object_list": _send(line),
         "recv_object_list": _receive(assume, line),
         "monitored_barrier": lambda *args, **options: None,
@@ -52,7 +52,7 @@ def _gather(assume: Assume) -> Callable[..., None]:
     def gather(
         obj: Any, object_gather_list: Any = None, dst: int | None = None, group: Any = None, group_dst: Any = None
     ) -> None:
-        if _is_rank(dst, group_dst, group) and object_gather_list is not None:
+        if dist.get_rank() == _number(dst, group_dst, group) and object_gather_list is not None:
             _fill(object_gather_list, obj, group, assume)
 
     return gather
@@ -62,19 +62,20 @@ def _broadcast(assume: Assume, line: Line | None) -> Callable[..., None]:
     def broadcast(
         object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: Any = None
     ) -> None:
-        ranks = tuple(dist.get_process_group_ranks(_of(group)))
-        if _is_rank(src, group_src, group):
-            if line is not None and len(ranks) > 1:
-                line.send(ranks, pickle.dumps(object_list))
-        elif line is not None and (message := line.receive(_number(src, group_src, group), ranks)) is not None:
-            object_list[:] = pickle.loads(message)
+        if dist.get_rank(group) < 0:
+            return
+        source = _number(src, group_src, group)
+        if source == dist.get_rank():
+            _tell(line, object_list, group)
+        elif (told := _told(line, source, group)) is not None:
+            object_list[:] = told
         else:
             assume(_KEPT)
 
     return broadcast
 
 
-def _scatter(assume: Assume) -> Callable[..., None]:
+def _scatter(assume: Assume, line: Line | None) -> Callable[..., None]:
     def scatter(
         scatter_object_output_list: list[Any],
         scatter_object_input_list: list[Any] | None = None,
@@ -82,12 +83,34 @@ def _scatter(assume: Assume) -> Callable[..., None]:
         group: Any = None,
         group_src: int | None = None,
     ) -> None:
-        if _is_rank(src, group_src, group) and scatter_object_input_list is not None:
-            scatter_object_output_list[0] = deepcopy(scatter_object_input_list[dist.get_rank(group)])
-        else:
+        if dist.get_rank(group) < 0:
+            return
+        source, parts = _number(src, group_src, group), None
+        if source != dist.get_rank():
+            parts = _told(line, source, group)
+        elif scatter_object_input_list is not None:
+            _tell(line, scatter_object_input_list, group)
+            parts = deepcopy(scatter_object_input_list)
+        if parts is None:
             assume(_KEPT)
+        else:
+            scatter_object_output_list[0] = parts[dist.get_rank(group)]
 
     return scatter
+
+
+def _tell(line: Line | None, objects: list[Any], group: Any) -> None:
+    """Send `objects` to all of `group`."""
+    ranks = _ranks(group)
+    if line is not None and len(ranks) > 1:
+        line.send(ranks, pickle.dumps(objects))
+
+
+def _told(line: Line | None, source: int, group: Any) -> list[Any] | None:
+    """What `source` sends all of `group`; None where no answer comes."""
+    message = None if line is None else line.receive(source, _ranks(group))
+    objects: list[Any] | None = None if message is None else pickle.loads(message)
+    return objects
 
 
 def _send(line: Line | None) -> Callable[..., None]:
@@ -141,11 +164,8 @@ def _fill(objects: list[Any], own: Any, group: Any, assume: Assume) -> None:
         objects[place] = own if place == dist.get_rank(group) else deepcopy(own)
 
 
-def _is_rank(rank: int | None, group_rank: int | None, group: Any) -> bool:
-    """Whether this process is the one that `rank`, or `group_rank` in `group`, names; by default the first."""
-    if group_rank is not None:
-        return dist.get_rank(group) == group_rank
-    return dist.get_rank() == (rank or 0)
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(_of(group)))
 
 
 def _of(group: Any) -> Any:
