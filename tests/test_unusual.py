@@ -536,10 +536,15 @@ def test_gradients_that_are_views_of_buckets_stay_when_they_are_zeroed(process_g
 def test_sharded_models_are_refused(process_group: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    model = fully_shard(nn.Sequential(linear()), mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(MemsizeError, match="before it is sharded"):
-        memsize.report(model, (16,))
+    mesh = init_device_mesh("cpu", (1,))
+    divided = parallelize_module(nn.Sequential(linear()), mesh, {"0": ColwiseParallel()})
+    for model in (fully_shard(nn.Sequential(linear()), mesh=mesh), divided):
+        with pytest.raises(MemsizeError, match="before it is sharded"):
+            memsize.report(model, (16,))
+        with pytest.raises(MemsizeError, match="before it is sharded"):
+            memsize.trace(model, (16,), gpu="t4")
 
 
 # Routing

@@ -55,7 +55,7 @@ _EMPTY = frozenset({*_MAPPINGS, *_SEQUENCES})
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 """Modules that only wrap another one for a compiler or a process group: the module inside is what runs."""
-_SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
+_SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DTensor"}
 _STATISTICS = ("running_mean", "running_var")
 _ORIGINAL = "_torchdynamo_orig_callable"
 
@@ -89,14 +89,18 @@ class MetaCopier:
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    sharded = next(
-        (module for module in model.modules() if _SHARDED & {kind.__name__ for kind in type(module).__mro__}), None
-    )
+    sharded = next((module for module in model.modules() if _is_sharded(module)), None)
     if sharded is not None:
         raise MemsizeError(
             f"{type(sharded).__name__} holds shards of its parameters: pass the model as it is before it is sharded, "
             "and shard it in the step of memsize.trace(…, world=…, step=…)"
         )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether `module` is FSDP's, or has a DTensor of its own."""
+    held = (module, *module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(_SHARDED & {kind.__name__ for kind in type(each).__mro__} for each in held)
 
 
 def in_mode(model: nn.Module, training: bool) -> nn.Module:
