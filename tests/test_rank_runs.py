@@ -152,6 +152,19 @@ def test_the_worst_rank_is_named() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((3, 3), "each takes 340.00"),
+        ((3, 3, 1), "ranks 0 and 1 need most, 340.00"),
+        ((3, 1), "rank 0 needs most, 340.00"),
+    ],
+)
+def test_ranks_of_two_kinds_that_need_as_much_are_said_together(sizes: Sequence[int], said: str) -> None:
+    kinds = tuple(RankGroup((rank,), of_size(size)) for rank, size in enumerate(sizes))
+    assert f"All {len(sizes)} ranks fit on Tesla T4: {said} MiB" in told(RankRuns(len(sizes), 1, kinds))[0]
+
+
 def test_a_rank_that_does_not_fit_is_the_worst() -> None:
     refused = Refused(20 * MiB, 5 * MiB, 100 * MiB, "relu", "body", "forward 2", "net.py:12")
     runs = two_kinds()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +420,13 @@ def test_golden(format: str) -> None:
 
 def test_golden_at_a_terminals_width() -> None:
     check_golden("sweep.80.txt", render(made_by_hand(), "text", width=80, height=24))
+
+
+def test_a_model_without_a_setting_of_others_has_a_dash() -> None:
+    first, *others = made_by_hand().sweep_rows
+    named = replace(first, settings={**first.settings, "input": "3,64,64"})
+    told = render(Sweep("x.toml", (named, *others), ()), "text")
+    assert "nets.py:Large  –" in told and "None" not in told
 
 
 def test_what_follows_from_the_cells() -> None:

@@ -116,7 +116,7 @@ def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
     """Of the cells that are alike in these settings, the one that needs most, by what the settings say."""
     found: dict[str, SweepRow] = {}
     for row in sweep.sweep_rows:
-        name = " ".join(str(_setting(key, row) or "–") for key in keys)
+        name = " ".join(_said(key, row) for key in keys)
         if row.requested is not None and (name not in found or row.requested > (found[name].requested or 0)):
             found[name] = row
     return found
@@ -137,7 +137,7 @@ def batch_table(sweep: Sweep) -> Table:
     gpus = list(dict.fromkeys(str(row.settings["gpu"]) for row in sweep.sweep_rows))
     found: dict[tuple[str, ...], dict[str, list[SweepRow]]] = {}
     for row in sweep.sweep_rows:
-        place = tuple(str(_setting(key, row)) for key in keys)
+        place = tuple(_said(key, row) for key in keys)
         found.setdefault(place, {}).setdefault(str(row.settings["gpu"]), []).append(row)
     columns = (
         *(_column(key, 100 - number) for number, key in enumerate(keys)),
@@ -190,6 +190,11 @@ def _column(key: str, weight: int) -> Column:
 
 def _named(key: str, row: SweepRow) -> Cell:
     return Label(str(row.settings[key])) if key == "target" else _setting(key, row)
+
+
+def _said(key: str, row: SweepRow) -> str:
+    value = _setting(key, row)
+    return "–" if value is None else str(value)
 
 
 def _setting(key: str, row: SweepRow) -> str | int | None:

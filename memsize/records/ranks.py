@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import ClassVar, Literal
@@ -47,6 +47,12 @@ class RankRuns(Answer):
         return max(self.groups, key=_need)
 
     @property
+    def neediest(self) -> tuple[int, ...]:
+        """The ranks that need as much as the worst: their figures are the same, though not all they hold is."""
+        worst = _need(self.worst)
+        return tuple(sorted(rank for group in self.groups if _need(group) == worst for rank in group.ranks))
+
+    @property
     def least(self) -> RankGroup:
         """The ranks that need least."""
         return min(self.groups, key=_need)
@@ -58,7 +64,11 @@ class RankRuns(Answer):
 
     def named(self, group: RankGroup) -> str:
         """The ranks of a group inside a sentence."""
-        return f"{self.noun}{'' if len(group.ranks) == 1 else 's'} {spans(group.ranks)}"
+        return self.counted(group.ranks)
+
+    def counted(self, ranks: Collection[int]) -> str:
+        """Ranks inside a sentence: ``rank 3``, ``GPUs 1–3``."""
+        return f"{self.noun}{'' if len(ranks) == 1 else 's'} {spans(ranks)}"
 
     @property
     def program(self) -> str:

@@ -50,20 +50,19 @@ def _fit(runs: RankRuns) -> Iterator[Finding]:
     run, peak = group.run, group.run.peak
     if run.refused or not run.trace.events or any(each.run.failure for each in runs.groups):
         return
-    template = "All {size} {noun} fit on {card}: " + ("each takes" if len(runs.groups) == 1 else "{ranks} needs most,")
+    most = "{ranks} needs most," if len(runs.neediest) == 1 else "{ranks} need most,"
+    template = "All {size} {noun} fit on {card}: " + ("each takes" if len(runs.neediest) == runs.size else most)
     template += " {low} to {high} of {total} at the peak, in {where}."
     values = {
         "size": runs.size,
         "noun": f"{runs.noun}s",
         "card": run.card.name,
-        "ranks": runs.named(group),
+        "ranks": runs.counted(runs.neediest),
         "low": Bytes(peak.device.low),
         "high": Bytes(peak.device.high),
         "total": Bytes(run.card.bytes),
         "where": moment_in_words(peak.peak_phase, peak.peak_layer, peak.peak_step),
     }
-    if len(group.ranks) > 1:
-        template = template.replace("needs most", "need most")
     layers = (peak.peak_layer,) if peak.peak_layer else ()
     yield Finding("ranks-fit", peak.device.high, layers, template, values)
 
