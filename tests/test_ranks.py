@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +28,7 @@ from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.internals.forks import can_fork
 from memsize.ranks.sharding import _chunked
+from memsize.ranks.store import LonelyStore
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.timeline import from_data
@@ -570,6 +571,37 @@ def test_a_store_has_what_this_process_puts_there() -> None:
     with pytest.raises(InputError, match='the program waits for "another\'s", which another process would put into'):
         traced(step, World(4))
     assert distributed.TCPStore is not distributed.FileStore
+
+
+def test_a_loop_that_waits_for_others_to_change_the_store_of_the_group_ends() -> None:
+    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        store = distributed.distributed_c10d._get_default_store()
+        while store.add("here", 0) < 4:
+            pass
+        return lambda ids: None
+
+    with pytest.raises(InputError, match="waits for another process to change 'here' in the store"):
+        traced(step, World(4))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda store: store.add("here", 0) < 4,
+        lambda store: int(store.get("ready")) < 4,
+        lambda store: not store.check(["gone"]),
+    ],
+)
+def test_a_loop_that_waits_for_others_to_change_a_store_ends(read: Callable[[Any], bool]) -> None:
+    store = LonelyStore("localhost", 29500, 4, True)
+    store.set("ready", "1")
+    store.add("here", 1)
+    for step in range(3000):  # what changes meanwhile, or is read with something else, is no such loop
+        assert read(store)
+        store.set("step", str(step))
+        assert store.get("step") == str(step).encode()
+    with pytest.raises(InputError, match=r"waits for another process to change '(here|ready|gone)' in the store"):
+        deque(iter(lambda: read(store), False), maxlen=0)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

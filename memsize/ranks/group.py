@@ -147,6 +147,7 @@ def replacements(world: World) -> Iterator[Replacement]:
     group: Any = dist.distributed_c10d
     original, asked = group.init_process_group, Backends()
     backend_of = asked.of(group.get_backend)
+    default_store, own = group._get_default_store, list[LonelyStore]()
 
     def joined(
         backend: Any = None, method: Any = None, timeout: Any = None, world_size: int = -1, *_: Any, **more: Any
@@ -154,7 +155,8 @@ def replacements(world: World) -> Iterator[Replacement]:
         if world_size not in (-1, world.size):
             raise InputError(wanted(world_size, world))
         if not dist.is_initialized():  # a loop of the user's own may begin with it, where the group is there
-            original("fake", rank=world.rank, world_size=world.size, store=LonelyStore())
+            own[:] = [LonelyStore()]
+            original("fake", rank=world.rank, world_size=world.size, store=own[0])
         asked.joined(backend or (_UNNAMED if more.get("device_id") is None else _NCCL))
 
     for owner in (dist, group, meshes):
@@ -165,6 +167,8 @@ def replacements(world: World) -> Iterator[Replacement]:
                 yield owner, name, _without_backend(getattr(group, name), asked)
     for owner in (dist, group):
         yield owner, "is_nccl_available", lambda: True
+    # The group puts a prefix before the keys of its store, by which Python's own methods are not reached.
+    yield group, "_get_default_store", lambda: own[0] if default_store() and own else default_store()
     yield meshes.DeviceMesh, _STARTS, _within(world, getattr(meshes.DeviceMesh, _STARTS))
 
 

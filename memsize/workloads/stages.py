@@ -79,12 +79,15 @@ class Line(NamedTuple):
         for place, needed in enumerate(self.needs):
             stage = min(bisect_right(starts, place) - 1, stages - 1)
             if needed < starts[stage]:
-                what = f"block {place}" if place < len(self.blocks) else "what follows the last block"
+                what = self._named(place) if place < len(self.blocks) else "what follows the last block"
                 raise InputError(
-                    f"pp={stages} cannot cut this model: {what} takes what was made at block {needed}, on an earlier "
-                    "stage, and a stage gets what the block before it returns alone"
+                    f"pp={stages} cannot cut this model: {what} takes what was made at {self._named(needed)}, on an "
+                    "earlier stage, and a stage gets what the block before it returns alone"
                 )
         return starts
+
+    def _named(self, place: int) -> str:
+        return f"block {place} ({type(self.blocks[place]).__name__})"
 
 
 class _Reads(TorchDispatchMode):
