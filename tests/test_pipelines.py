@@ -277,6 +277,52 @@ def test_a_librarys_plan_names_the_blocks() -> None:
     assert str(blocks_in_line(nested)) == "4 x Block"
 
 
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, count)
+        self.experts = nn.ModuleList(Expert() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1)
+        return x + sum(weights[..., place, None] * expert(x) for place, expert in enumerate(self.experts))
+
+
+class Mixture(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts(3) for _ in range(4))
+
+
+def test_experts_stay_in_their_block() -> None:
+    assert str(blocks_in_line(Mixture())) == "4 x Experts"
+    expert = (WIDTH * 2 * WIDTH + 2 * WIDTH) + (2 * WIDTH * WIDTH + WIDTH)
+    block = 3 * expert + WIDTH * 3 + 3
+    model = Mixture()
+    first, last = ranks("pp=2", model, optimizer="sgd")
+    held = [at_the_end(trace)["parameter"] for trace in (first, last)]
+    ends = [sum(4 * each.numel() for each in end.parameters()) for end in (model.embedding, model.head)]
+    assert held == [2 * 4 * block + end for end in ends]
+
+
+def test_layers_of_stages_are_in_line() -> None:
+    """Stages of different lengths, and those that hold a Sequential."""
+    uneven = nn.Sequential(*(nn.ModuleList(Block() for _ in range(count)) for count in (2, 3)))
+    assert str(blocks_in_line(uneven)) == "5 x Block"
+    even = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2)))
+    assert str(blocks_in_line(even)) == "4 x Block"
+
+
 class Skipping(Model):
     """The last block takes what the first one returned."""
 

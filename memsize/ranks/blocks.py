@@ -40,12 +40,29 @@ def blocks_of(model: nn.Module) -> Blocks:
 
 def blocks_in_line(model: nn.Module) -> Blocks:
     """The blocks that the stages of a pipeline are made of: the lists that a library's plan for that names
-    (transformers' ``pp_plan``), else those of `blocks_of` that hold no others.
+    (transformers' ``pp_plan``), else those of `blocks_of` that hold no others, except for branches of a block.
     """
     if planned := [block for several in _planned(model) for block in several]:
         return Blocks(tuple(planned), "the model's own pp_plan")
     found, source = blocks_of(model)
+    branches = set(_branches(found))
+    found = tuple(block for block in found if block not in branches)
     return Blocks(tuple(block for block in found if not _holds_any(block, found)), source)
+
+
+def _branches(blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """What is in a ModuleList of each block of a class, as many in each: experts, which do not run in line.
+
+    Stages, whose layers do, hold a Sequential, or have different numbers of them.
+    """
+    kinds: dict[type, list[list[nn.ModuleList]]] = {}
+    for block in blocks:
+        lists = [module for module in block.modules() if isinstance(module, nn.ModuleList)]
+        kinds.setdefault(type(block), []).append(lists)
+    for alike in kinds.values():
+        lengths = {tuple(map(len, lists)) for lists in alike}
+        if len(alike) > 1 and len(lengths) == 1:
+            yield from (branch for lists in alike for several in lists for branch in several)
 
 
 def _planned(model: Any) -> Iterator[nn.ModuleList]:
