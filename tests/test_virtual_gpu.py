@@ -37,6 +37,7 @@ from memsize.records.aggregates import split_phase
 from memsize.records.gpu import Interval
 from memsize.records.program import Holder, KeptGradients, ProgramRun, WentOn
 from memsize.records.trace import Event, Trace
+from memsize.records.world import World
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import format_bytes
 from memsize.workloads.program import Program
@@ -1285,6 +1286,75 @@ def test_gradients_that_stay_are_told(tmp_path: Path) -> None:
     assert kept.kept_gradients == KeptGradients((512 * 512 + 512) * 4, "kept", "train.py:6")
     assert freed.kept_gradients is None
     assert "run-gradients-kept" in [finding.code for finding in kept.findings]
+
+
+GAN = """
+    import os, torch
+    from torch import nn
+    {setup}
+    made, judge = nn.Linear(256, 512).cuda(), nn.Linear(512, 128).cuda()
+    {wrapped}
+    of_made, of_judge = torch.optim.SGD(made.parameters()), torch.optim.SGD(judge.parameters())
+    for _ in range(3):
+        fake = made(torch.ones(4, 256, device="cuda"))
+        of_judge.zero_grad({argument})
+        judge(fake.detach()).sum().backward()
+        of_judge.step()
+        of_made.zero_grad({argument})
+        judge(fake).sum().backward()
+        of_made.step()
+    """
+_OF_MADE, _OF_JUDGE = 4 * (256 * 512 + 512), 4 * (512 * 128 + 128)
+
+
+@pytest.mark.parametrize(("argument", "reason"), [("", "late"), ("set_to_none=False", "kept")])
+def test_a_zero_grad_keeps_the_gradients_of_its_own_optimizer(tmp_path: Path, argument: str, reason: Any) -> None:
+    """Line 13 is that of the larger network, whose gradients the backward at line 11 leaves alone."""
+    found, error = ran(tmp_path, GAN.format(setup="", wrapped="", argument=argument))
+    assert error is None and found.kept_gradients == KeptGradients(_OF_MADE, reason, "train.py:13")
+
+
+@pytest.mark.parametrize("argument", ["", "set_to_none=False"])
+def test_a_zero_grad_after_another_loss_has_written_gradients_is_not_late(tmp_path: Path, argument: str) -> None:
+    """The first loss leaves the judge gradients that its own step must not see: line 13 drops them where it has to."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        made, judge = nn.Linear(256, 512).cuda(), nn.Linear(512, 128).cuda()
+        of_made, of_judge = torch.optim.SGD(made.parameters()), torch.optim.SGD(judge.parameters())
+        for _ in range(3):
+            of_made.zero_grad()
+            fake = made(torch.ones(4, 256, device="cuda"))
+            judge(fake).sum().backward()
+            of_made.step()
+            assert judge.weight.grad is not None
+            of_judge.zero_grad({argument})
+            judge(fake.detach()).sum().backward()
+            of_judge.step()
+        """.replace("{argument}", argument),
+    )
+    assert error is None and found.kept_gradients is None
+
+
+@pytest.mark.parametrize("argument", ["", "set_to_none=False"])
+@pytest.mark.parametrize("views", ["made, judge", "judge"])
+def test_no_zero_grad_frees_gradients_in_buckets(tmp_path: Path, views: str, argument: str) -> None:
+    """What is a view of a bucket of DistributedDataParallel stays with it; the other network's gradients are freed."""
+    ddp = "nn.parallel.DistributedDataParallel"
+    wrapped = f"made = {ddp}(made, gradient_as_bucket_view={'made' in views})"
+    wrapped += f"; judge = {ddp}(judge, gradient_as_bucket_view=True)"
+    setup = "torch.distributed.init_process_group('nccl')"
+    found, error = ran(tmp_path, GAN.format(setup=setup, wrapped=wrapped, argument=argument), world=World(2))
+    own = KeptGradients(_OF_MADE, "kept" if argument else "late", "train.py:13")
+    assert error is None and found.kept_gradients == (None if "made" in views else own)
+
+
+def test_gradients_that_no_zero_grad_frees_are_told_without_a_line(tmp_path: Path) -> None:
+    text = GAN.format(setup="", wrapped="", argument="")
+    found, error = ran(tmp_path, text.replace("of_made.zero_grad()", "of_judge.zero_grad()"))
+    assert error is None and found.kept_gradients == KeptGradients(_OF_MADE, "none", None)
 
 
 def test_a_thread_that_copies_ahead_is_recorded(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -245,26 +245,53 @@ def _holder(held: Iterable[Held], storages: frozenset[int], trace: Trace) -> Hol
 
 
 def _kept_gradients(trace: Trace, zeroed: Sequence[Zeroed]) -> KeptGradients | None:
-    """The gradients that are alive when the first forward after the first step begins, and why.
+    """The gradients that are alive when the first forward after the first step begins, and why: those of the line that
+    would free most.
 
     It begins with the first storage that it makes: FSDP1 lets go of gradients that were set to None at its beginning.
     """
     phases = [*_phases(trace)]
-    places = {phase: place for place, phase in reversed([*enumerate(phases)])}
     made = (place for place, event in enumerate(trace.events) if event.delta > 0 and phases[place] == ("forward", 2))
     start = next(made, None)
     if start is None:
         return None
+    found = defaultdict[tuple[Literal["kept", "late", "none"], str], set[int]](set)
     live = alive(trace, start)
-    size = sum(held for index, held in live.items() if trace.storages[index].role == "gradient")
-    if not size:
-        return None
-    keeps = next((each.line for each in zeroed if each.kept), None)
-    end = places.get(("backward", 2), len(trace.events))
-    late = next((each.line for each in zeroed if start < each.event <= end), None)
-    if keeps is not None:
-        return KeptGradients(size, "kept", keeps or None)
-    return KeptGradients(size, "none" if late is None else "late", late or None)
+    left = _gradients_of_backward(trace, phases) & live.keys()
+    found["none", ""] = left.difference(*(each.gradients for each in zeroed if each.kept or each.event > start))
+    untouched = _untouched(trace, start, phases)
+    for each in zeroed:
+        if each.kept or each.event > start:
+            freed = left & (each.gradients if each.kept else each.freed)
+            found["kept" if each.kept else "late", each.line].update(
+                index for index in freed if each.event in untouched(trace.storages[index].layer)
+            )
+    sizes = {cause: sum(live[index] for index in storages) for cause, storages in found.items()}
+    reason, line = max(sizes, key=sizes.__getitem__)
+    return KeptGradients(sizes[reason, line], reason, line or None) if sizes[reason, line] else None
+
+
+def _gradients_of_backward(trace: Trace, phases: Sequence[tuple[str, int]]) -> set[int]:
+    """The gradients that a backward made: the buckets that DDP makes for gradients to be views of stay for good."""
+    at = zip(trace.events, phases, strict=True)
+    made = (event.storage for event, (phase, _) in at if event.delta > 0 and phase == "backward")
+    return {index for index in made if trace.storages[index].role == "gradient"}
+
+
+def _untouched(trace: Trace, start: int, phases: Sequence[tuple[str, int]]) -> Callable[[int], range]:
+    """For a layer, the events around `start` between which no backward makes anything for it, to add to its gradients.
+
+    A zero_grad beyond them is wanted where it is: a GAN's discriminator gets gradients from its generator's loss too.
+    """
+    before, after = dict[int, int](), dict[int, int]()
+    for place, event in enumerate(trace.events):
+        if event.delta > 0 and phases[place][0] == "backward":
+            layer = trace.storages[event.storage].layer
+            if place < start:
+                before[layer] = place
+            else:
+                after.setdefault(layer, place)
+    return lambda layer: range(before.get(layer, -1) + 1, after.get(layer, len(phases)) + 1)
 
 
 def _phases(trace: Trace) -> Iterator[tuple[str, int]]:

@@ -74,10 +74,10 @@ class Growth(NamedTuple):
 
 
 class KeptGradients(NamedTuple):
-    """Bytes of gradients that are alive when a later step's forward begins.
+    """Bytes of gradients that are alive when a later step's forward begins and could have been freed.
 
-    `reason` is why: a ``zero_grad(set_to_none=False)`` at `line` keeps them, the one at `line` comes late, after the
-    forward, or there is none.
+    `reason` is why: a ``zero_grad(set_to_none=False)`` at `line` keeps them, the one at `line`, which frees them, comes
+    late, after the forward, or there is none. Of several lines, it is that of most bytes.
     """
 
     bytes: int

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memsize.internals.pytree import tensors_in
+from memsize.model.tensor_storage import plain_tensors
 from memsize.records.aggregates import split_phase
 from memsize.records.trace import Event
 from memsize.virtual.ledger import VirtualLedger
@@ -32,11 +33,16 @@ _MOST: Final = 10
 
 
 class Zeroed(NamedTuple):
-    """A call of ``zero_grad`` before event `event`, at `line`; `kept` where it was told to keep the gradients."""
+    """A call of ``zero_grad`` before event `event`, at `line`; `kept` where it was told to keep the gradients.
+
+    `gradients` are the storages that those of its parameters lie in, and `freed` all that the call itself let go of.
+    """
 
     event: int
     line: str
     kept: bool
+    gradients: frozenset[int]
+    freed: frozenset[int]
 
 
 class ProgramSteps:
@@ -88,10 +94,20 @@ class ProgramSteps:
 
     def _zeroing(self, original: Callable[..., None]) -> Callable[..., None]:
         def zero_grad(owner: Any, set_to_none: bool = True) -> None:
-            self.zeroed.append(Zeroed(len(self._ledger.events), self._line(), not set_to_none))
+            events, gradients = self._ledger.events, frozenset(self._gradients(owner))
+            before = len(events)
             original(owner, set_to_none)
+            freed = frozenset(event.storage for event in events[before:] if event.delta < 0)
+            self.zeroed.append(Zeroed(before, self._line(), not set_to_none, gradients, freed))
 
         return zero_grad
+
+    def _gradients(self, owner: Optimizer | nn.Module) -> Iterator[int]:
+        """The storages of the gradients of its parameters."""
+        groups = [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
+        for gradient in (each.grad for group in groups for each in group["params"]):
+            for piece in () if gradient is None else plain_tensors(gradient):
+                yield self._ledger.index_of(piece)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
