@@ -1607,6 +1607,33 @@ def test_files_that_were_there_are_left_alone_and_weights_are_not_written(tmp_pa
     (tmp_path / "old.txt").write_text("still mine to write", encoding="utf-8")
 
 
+def test_a_program_makes_temporary_files(tmp_path: Path) -> None:
+    """Some are opened by way of their folder, which was there before; one that was there is refused there too."""
+    (tmp_path / "old.txt").write_text("mine", encoding="utf-8")
+    found, error = ran(
+        tmp_path,
+        f"""
+        import os, tempfile
+        here = r"{tmp_path}"
+        for make in (tempfile.NamedTemporaryFile, tempfile.TemporaryFile, tempfile.SpooledTemporaryFile):
+            for folder in (None, here):
+                with make(dir=folder) as file:
+                    file.write(b"1")
+        with tempfile.TemporaryDirectory(dir=here) as folder, open(os.path.join(folder, "a"), "w") as file:
+            file.write("1")
+        try:
+            open(here, "w", opener=lambda *_: os.open(os.path.join(here, "old.txt"), os.O_WRONLY))
+            raise SystemExit("it was let through")
+        except PermissionError:
+            pass
+        """,
+    )
+    assert error is None, error
+    assert found.unwritten == (f"write {tmp_path / 'old.txt'}: it was there before (--allow-writes lets the program)",)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.txt", "train.py"]
+    assert (tmp_path / "old.txt").read_text(encoding="utf-8") == "mine"
+
+
 HELD = 64 * MiB
 PEAK = Path("/proc/self/clear_refs")
 

@@ -87,13 +87,13 @@ class Files:
         if event == "open":
             path, _, flags = args
             if isinstance(path, (str, bytes, os.PathLike)) and (flags or 0) & _WRITING:
-                self._check(path, "write", lambda name: os.path.getsize(name) > 0)
+                self._check(path, "write", _holds_something)
         elif event == "os.mkdir":
             self._new.add(os.path.abspath(os.fsdecode(args[0])))
         elif event in _GONE:
             self._check(args[_GONE[event]], "move" if event in _MOVES else "remove", os.path.lexists)
             if event == "os.rename":
-                self._check(args[1], "replace", lambda name: os.path.isfile(name) and os.path.getsize(name) > 0)
+                self._check(args[1], "replace", _holds_something)
 
     def _check(self, path: Any, what: str, matters: Callable[[str], bool]) -> None:
         name = os.path.abspath(os.fsdecode(path))
@@ -179,6 +179,11 @@ class Files:
             return None
 
         return save_file
+
+
+def _holds_something(name: str) -> bool:
+    """Whether a file is there that would lose what it holds; `tempfile` opens the folder in which it makes one."""
+    return os.path.isfile(name) and os.path.getsize(name) > 0
 
 
 def _stand_in_bytes(value: Any) -> int:
