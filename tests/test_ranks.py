@@ -245,6 +245,29 @@ def test_parts_of_a_parameter_are_those_that_pytorch_makes(rows: int, ranks: int
     assert all(part.equal(other) and part.shape == other.shape for part, other in zip(parts, expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms_over_all_ranks_gather_their_statistics(dtype: torch.dtype) -> None:
+    """Means, inverse deviations and a count of 8 channels, of 4 bytes each, from 4 ranks; two sums are reduced."""
+    norm = nn.SyncBatchNorm(8)
+
+    def step(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+
+        def body(images: torch.Tensor) -> None:
+            with torch.autocast("cuda", dtype, enabled=dtype is torch.float16):
+                wrapped(images.to(dtype)).float().sum().backward()
+
+        return body
+
+    trace = memsize.trace(norm, torch.zeros(16, 8, 32, requires_grad=True), world=World(4), step=step, gpu="t4").trace
+    moved = {(each.kind, each.bytes) for each in trace.collectives}
+    assert {("all-gather", 4 * (2 * 8 + 1) * 4), ("all-reduce", 2 * 8 * 4)} <= moved
+    made = {(each.op, each.dtype, each.shape) for each in trace.storages}
+    name = str(dtype).removeprefix("torch.")
+    assert ("batch_norm_elemt", name, (16, 8, 32)) in made and ("batch_norm_backward_elemt", name, (16, 8, 32)) in made
+    assert ("batch_norm_stats", "float32", (8,)) in made
+
+
 def hybrid(model: nn.Module) -> Callable[[torch.Tensor], None]:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -344,6 +344,23 @@ MODELLED: dict[str, list[tuple[Any, ...]]] = {
     "gelu_backward": [(ROWS, ROWS), (LAST, LAST)],
 }  # fmt: skip
 
+# Answered by hand: PyTorch has these on CUDA alone. They do to a batch in parts what one batch norm does.
+ON_CUDA_ALONE: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
+    "batch_norm_stats": [((each, 1e-5), (C4, C4)) for each in (IMAGE, LAST, HALF)],
+    "batch_norm_gather_stats_with_counts": [
+        ((each, meta(3, 4), meta(3, 4), C4, C4, 0.1, 1e-5, meta(3)), (C4, C4)) for each in (IMAGE, HALF)
+    ],
+    "batch_norm_elemt": [((each, C4, C4, C4, C4, 1e-5), each) for each in (IMAGE, LAST, HALF)],
+    "batch_norm_backward_reduce": [
+        ((IMAGE, IMAGE, C4, C4, C4, True, True, True), (C4, C4, C4, C4)),
+        ((HALF, HALF, C4, C4, C4.half(), True, True, True), (C4, C4, C4.half(), C4.half())),
+        ((IMAGE, IMAGE, C4, C4, None, True, False, False), (C4, C4, None, None)),
+    ],
+    "batch_norm_backward_elemt": [
+        ((each, each, C4, C4, C4, C4, C4, whole(3).to(torch.int32)), each) for each in (IMAGE, LAST, HALF)
+    ],
+}
+
 # Ops whose arguments are keywords.
 KEYWORDS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("sum.dim_IntList", (ROWS, [1]), {"dtype": torch.float64}),
@@ -392,6 +409,18 @@ def test_a_rule_agrees_with_the_meta_kernel(name: str) -> None:
         compare(f"aten::{name}", args, {}, "meta")
 
 
+@pytest.mark.parametrize("name", ON_CUDA_ALONE)
+def test_a_rule_of_an_op_on_cuda_alone_agrees_with_what_it_does(name: str) -> None:
+    for args, expected in ON_CUDA_ALONE[name]:
+        assert described(answer(f"aten::{name}", *args)) == described(expected)
+        assert answer_of_nothing(name, *args) is NotImplemented
+
+
+def answer_of_nothing(name: str, tensor: Tensor, *args: Any) -> Any:
+    """The rule's answer for a batch without dimensions."""
+    return TABLE[f"aten::{name}"](torch.empty((), device="meta"), *args) if tensor.dim() else None
+
+
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize(
     "name", ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"]
@@ -429,7 +458,9 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 _WHOLE_ONLY = ("bitwise",)
 _LISTS = ("aten::_foreach_", "aten::_fused_")
 _RECURRENT = ("aten::_cudnn_rnn", "aten::_thnn_fused_")  # see test_rnn_semantics
-_TABLED = {f"aten::{name}" for name in (*REAL, *MODELLED)} | {f"aten::{name}" for name, _, _ in KEYWORDS}
+_TABLED = {f"aten::{name}" for name in (*REAL, *MODELLED, *ON_CUDA_ALONE)} | {
+    f"aten::{name}" for name, _, _ in KEYWORDS
+}
 _TABLED |= {f"aten::{name}" for name in ("div_.Tensor_mode", "log_sigmoid_forward")}
 _TABLED |= {"aten::_sparse_addmm", "aten::t"}  # rules for sparse tensors alone: see test_virtual_gpu
 ELEMENTWISE = sorted(name for name in TABLE if name not in _TABLED and not name.startswith(_LISTS + _RECURRENT))

@@ -93,6 +93,52 @@ def _cudnn_batch_norm_backward(
     return result, empty(weight.shape, weight.dtype), empty(weight.shape, weight.dtype)
 
 
+# -- batch norm over several processes (cuda/Normalization.cuh) -------------------------------------------------------
+
+
+@shape_rule("aten::batch_norm_stats")
+def _statistics(tensor: Any, _eps: float) -> Any:
+    if not _fits_channels(tensor):
+        return NotImplemented
+    dtype = accumulation(tensor.dtype)
+    return empty(tensor.shape[1:2], dtype), empty(tensor.shape[1:2], dtype)
+
+
+@shape_rule("aten::batch_norm_gather_stats_with_counts")
+def _gathered_statistics(
+    tensor: Any, means: Any, invstds: Any, mean: Any, variance: Any, _momentum: float, _eps: float, _counts: Any
+) -> Any:
+    """`means` and `invstds` have a row for each process."""
+    if not _fits_channels(tensor, mean, variance) or not are_plain(means, invstds):
+        return NotImplemented
+    return _statistics(tensor, _eps)
+
+
+@shape_rule("aten::batch_norm_elemt")
+def _normalized(tensor: Any, weight: Any, bias: Any, mean: Any, invstd: Any, _eps: float) -> Any:
+    return like(tensor) if _fits_channels(tensor, weight, bias, mean, invstd) else NotImplemented
+
+
+@shape_rule("aten::batch_norm_backward_reduce")
+def _reduced_gradients(
+    grad: Any, tensor: Any, mean: Any, invstd: Any, weight: Any, input_g: bool, weight_g: bool, bias_g: bool
+) -> Any:
+    """Two sums for each channel, with the dtype of the statistics, then the gradients of weight and bias."""
+    if not _fits_channels(tensor, mean, invstd, weight) or not are_plain(grad) or grad.shape != tensor.shape:
+        return NotImplemented
+    own = mean.dtype if weight is None else weight.dtype
+    wanted = ((input_g, mean.dtype), (input_g, mean.dtype), (weight_g, own), (bias_g, own))
+    return tuple(empty(mean.shape, dtype) if each else None for each, dtype in wanted)
+
+
+@shape_rule("aten::batch_norm_backward_elemt")
+def _normalized_backward(
+    grad: Any, tensor: Any, mean: Any, invstd: Any, weight: Any, sums: Any, products: Any, _count: Any
+) -> Any:
+    fits = _fits_channels(tensor, mean, invstd, weight, sums, products)
+    return like(tensor) if fits and are_plain(grad) and grad.shape == tensor.shape else NotImplemented
+
+
 # -- layer norm and RMS norm ------------------------------------------------------------------------------------------
 
 
