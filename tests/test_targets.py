@@ -196,6 +196,15 @@ def test_layers_are_divided_by_the_models_own_plan(tiny: Path) -> None:
         assert "tp: the model's own tp_plan" in " ".join(trace.notes)
 
 
+def test_what_is_divided_and_then_sharded_is_never_whole(tiny: Path) -> None:
+    """Each of two shards of each half of a layer; what divides them beforehand is nobody's memory."""
+    trace = api.trace(f"hf:{tiny}", optimizer="sgd", seq_len=8, parallel="fsdp=2,tp=2", scenario="fp32").trace
+    made = [event.delta for event in trace.events if trace.phases[event.phase] == "setup" and event.delta > 0]
+    assert sum(made) < 4 * TINY_PARAMETERS // 2
+    shards = sum(each.bytes for each in trace.tensors if each.kind == "parameter")
+    assert 4 * TINY_PARAMETERS // 4 <= shards < 4 * TINY_PARAMETERS // 2
+
+
 def test_each_stage_has_its_half_of_the_layers_that_are_divided(tiny: Path) -> None:
     """Of two layers each of two stages has one, with two norms; the last has the third norm and the head."""
     traces = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -18,10 +19,16 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def spread(model: nn.Module, parallel: Parallel, scenario: Scenario) -> nn.Module:
+def spread(
+    model: nn.Module,
+    parallel: Parallel,
+    scenario: Scenario,
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> nn.Module:
     """`model` as one process of `parallel` has it, in a process group that is there already.
 
-    The model is changed; for ``dp`` it has been `wrapped`. What is returned is to be called in its place.
+    The model is changed; for ``dp`` it has been `wrapped`. What is returned is to be called in its place. Layers are
+    divided `aside`, where nothing is recorded: of what is divided, only the shards are stored.
     """
     if parallel.kind == "dp":
         made = nn.DataParallel(cast(nn.DataParallel[Any], model).module)
@@ -29,7 +36,8 @@ def spread(model: nn.Module, parallel: Parallel, scenario: Scenario) -> nn.Modul
         return model
     mesh = mesh_of(parallel)
     if parallel.tensor > 1:
-        divide(model, mesh["tp"])
+        with aside():
+            divide(model, mesh["tp"])
     return shared_out(model, blocks_of(model).modules, parallel, mesh, scenario)
 
 

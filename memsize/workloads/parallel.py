@@ -23,6 +23,7 @@ from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training
 from memsize.tracing.run import Run, Setup
 from memsize.units import format_bytes
+from memsize.virtual.ledger import VirtualLedger
 from memsize.workloads import Workload
 from memsize.workloads.pipelines import run_stages
 from memsize.workloads.ranks import run_rank
@@ -53,7 +54,8 @@ class ParallelSteps:
         other = deepcopy(model) if parallel.kind == "dp" and parallel.size > 1 and not parallel.rank else None
 
         def made(run: Run) -> Callable[[], None]:
-            model = spread(run.setup.model, parallel, scenario)
+            assert isinstance(run.ledger, VirtualLedger)
+            model = spread(run.setup.model, parallel, scenario, run.ledger.absently)
             loop = Loop(replace(run.setup, model=model), run.ledger, parallel.trained(self.options))
 
             def step() -> None:
