@@ -286,7 +286,8 @@ def test_a_rank_that_ends_before_it_sends_is_named(tmp_path: Path, capsys: pytes
     script.write_text(TOLD, encoding="utf-8")
     assert command(["run", "--gpus", "3", "--rank", "1", str(script), "no data"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "error: rank 0 ended before it sent what rank 1 waits for: memsize run --rank 0 shows how"
+        "error: rank 0 ended before it sent what rank 1 waits for: run it as rank 0 to see why, in a new process where "
+        "this one has used a GPU"
     )
 
 

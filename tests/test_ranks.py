@@ -19,7 +19,6 @@ from torch import nn
 import memsize
 from memsize.analysis.findings.memory import out_of_memory
 from memsize.analysis.program import run_program
-from memsize.analysis.ranks import others_asked
 from memsize.analysis.timeline import timeline
 from memsize.cli import run
 from memsize.constants.assumptions import ITEM_IS_ONE, REDUCED_IS_ONE
@@ -464,7 +463,8 @@ def most_of_shape(trace: Trace, shape: tuple[int, ...]) -> int:
     return found
 
 
-def test_stages_that_would_ask_others_for_shapes_are_refused() -> None:
+def test_stages_that_would_ask_others_for_shapes_are_refused_where_none_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.internals.switchboard.can_fork", lambda: False)
     with pytest.raises(InputError, match=r"stage 1 of the pipeline would ask its neighbours .* input_args") as error:
         traced(pipeline("Schedule1F1B", known=False), World(2, 1))
     assert "\n" not in str(error.value)
@@ -473,15 +473,42 @@ def test_stages_that_would_ask_others_for_shapes_are_refused() -> None:
 @pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
 def test_stages_that_ask_for_shapes_hold_what_those_do_that_were_told(stages: list[Trace]) -> None:
     """The other stage runs in a process of its own, as far as the shapes that it sends."""
+    called: list[int] = []
 
-    def asking(world: World) -> memsize.StepTrace:
-        return traced(pipeline("Schedule1F1B", known=False), world, steps=2)
+    def asking(model: nn.Module) -> Any:
+        called.append(distributed.get_rank())
+        return pipeline("Schedule1F1B", known=False)(model)
 
     for told in stages:
-        with others_asked(asking, told.world):
-            asked = asking(told.world).trace
+        asked = traced(asking, told.world, steps=2).trace
         assert in_second_step(asked) == in_second_step(told)
         assert not asked.assumptions
+    assert called == [0, 1]
+
+
+@pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
+def test_a_stage_that_fails_before_it_is_asked_is_named() -> None:
+    def step(model: nn.Module) -> Any:
+        if distributed.get_rank() == 0:
+            raise ValueError("on purpose")
+        return pipeline("Schedule1F1B", known=False)(model)
+
+    with pytest.raises(InputError, match="rank 0 ended before it sent what rank 1 waits for") as error:
+        traced(step, World(2, 1), steps=1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
+def test_objects_that_another_rank_broadcasts_arrive() -> None:
+    def step(model: nn.Module) -> Any:
+        objects = [distributed.get_rank() + 5]
+        distributed.broadcast_object_list(objects, src=0)
+        there = torch.zeros(objects[0], device="cuda")
+        return lambda ids: there.clone()
+
+    trace = traced(step, World(3, rank=2), steps=1).trace
+    assert [each.shape for each in trace.storages if each.op == "zeros"] == [(5,)]
+    assert not trace.assumptions
 
 
 def in_second_step(trace: Trace) -> list[tuple[str, str, int]]:

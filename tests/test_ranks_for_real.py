@@ -6,14 +6,12 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import memsize
-from memsize.analysis.ranks import others_asked
 from memsize.records.world import World
 from memsize.units import KiB
 from tests.gloo import STEPS, events
@@ -80,8 +78,7 @@ def real(folder: Path, size: int, kinds: tuple[str, ...]) -> list[dict[str, Even
 def predicted(kind: str, world: World) -> Events:
     make, model = LOOPS[kind]
     ids = torch.zeros(2, 8, dtype=torch.long)
-    with others_asked(partial(predicted, kind), world):
-        return events(memsize.trace(model(), ids, world=world, step=make, steps=STEPS, gpu="t4").trace)
+    return events(memsize.trace(model(), ids, world=world, step=make, steps=STEPS, gpu="t4").trace)
 
 
 def compare(predicted: Events, happened: Events, at_least: int) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memsize.device.config import AllocatorConfig
     from memsize.records.layout import LayoutReport
     from memsize.records.report import Report
+    from memsize.records.trace import Trace
     from memsize.records.verification import Verification
     from memsize.records.world import World
     from memsize.workloads import Workload
@@ -148,16 +149,22 @@ def trace(
         raise InputError(_ONE_RANK)
     spread = spread_of(parallel, training, loop=step is not None, execute=execute)
     with opened(subject, gpu=where.name, own=training is not None and training.is_own) as found:
+        from memsize.analysis.ranks import others_asked
         from memsize.analysis.runner import Runner, plans_of
         from memsize.workloads.parallel import steps_on
         from memsize.workloads.ranks import RankLoop
         from memsize.workloads.training import OwnLoop
 
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans_of(where), stack=software)
-        workload: Workload = steps_on(training, spread, where) if step is None else OwnLoop(step, steps)
-        if step is not None and world is not None:
-            workload = RankLoop(step, world, where, steps)
-        return StepTrace(runner.run(workload, asked), where.name, settings)
+
+        def traced(world: World | None) -> Trace:
+            workload: Workload = steps_on(training, spread, where) if step is None else OwnLoop(step, steps)
+            if step is not None and world is not None:
+                workload = RankLoop(step, world, where, steps)
+            return runner.run(workload, asked)
+
+        with others_asked(traced, world):
+            return StepTrace(traced(world), where.name, settings)
 
 
 @asks_about_a_model

@@ -144,8 +144,8 @@ def _receive(assume: Assume, line: Line | None) -> Callable[..., int]:
             object_list[:] = pickle.loads(message)
         else:
             raise InputError(
-                f"rank {sender} ended before it sent what rank {dist.get_rank()} waits for: "
-                f"memsize run --rank {sender} shows how"
+                f"rank {sender} ended before it sent what rank {dist.get_rank()} waits for: run it as rank {sender} to "
+                "see why, in a new process where this one has used a GPU"
             )
         return sender
 

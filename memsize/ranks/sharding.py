@@ -169,7 +169,8 @@ def _warmed_up(original: Callable[..., None], module: Any, alone: bool) -> Calla
         if asking and alone:
             raise InputError(
                 f"stage {asking[0].stage_index} of the pipeline would ask its neighbours for the shapes that they "
-                "send: give PipelineStage its input_args and output_args, or use memsize run, which runs those too"
+                "send: give PipelineStage its input_args and output_args, or use memsize run or memsize.trace where "
+                "processes fork, as on Linux: they run those too"
             )
         original(schedule, stages, has_backward, *args, **options)
         for stage in stages if asking else ():
