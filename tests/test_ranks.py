@@ -693,6 +693,20 @@ def test_a_world_wants_a_step_of_ones_own() -> None:
         memsize.trace(Model(), IDS, world=World(2))
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda model: distributed.init_process_group("nccl"),
+        lambda model: distributed.device_mesh.init_device_mesh("cuda", (8,)),
+        lambda model: nn.parallel.DistributedDataParallel(model),
+        lambda model: torch.cuda.set_device(int(os.environ["LOCAL_RANK"])),
+    ],
+)
+def test_a_step_of_one_process_of_many_is_told_to_name_its_world(start: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(ForwardError, match=r"\n  it runs as one process of many: .*world=memsize.World\(8, rank=0\)"):
+        memsize.trace(Model(), IDS, step=start, gpu="t4")
+
+
 def test_a_mesh_larger_than_the_world_is_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 

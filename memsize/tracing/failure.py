@@ -79,6 +79,11 @@ _DIMENSIONS = re.compile(
     r"(?P<most>\d)D (\(batched\) )?input( to \w+, but got input of size: \[(?P<sizes>[^]]*)\]| \(got (?P<given>\d)D)"
 )
 """What a convolution and a batch norm say of an input with another number of dimensions."""
+_UNLAUNCHED = re.compile(
+    r"environment variable \w+ expected, but not set|process group has not been initialized|"
+    r"^'(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'$"
+)
+"""What PyTorch and `os.environ` say of a process that no launcher has started."""
 
 
 def _advice(text: str) -> str:
@@ -106,6 +111,11 @@ def _advice(text: str) -> str:
         )
     if "expected device cpu but got meta" in text:
         return "a tensor that the forward makes on the CPU takes part: make it where the input is (device=x.device)"
+    if _UNLAUNCHED.search(text):
+        return (
+            "it runs as one process of many: memsize.trace(..., step=..., world=memsize.World(8, rank=0)) makes it the "
+            "first of 8"
+        )
     if "support sparse gradients" in text:
         return "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)"
     if "is only available for these backends" in text:
