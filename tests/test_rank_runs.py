@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -477,6 +480,25 @@ def test_groups_have_the_backends_that_the_program_asks_for() -> None:
             dist.destroy_process_group()
             dist.init_process_group(**options)
             assert dist.get_backend() == backend
+
+
+ALONE = """
+import torch.distributed as dist
+
+dist.init_process_group("nccl", init_method="tcp://localhost:12355", rank=0, world_size=1)
+dist.barrier()
+assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "nccl")
+"""
+
+
+def test_a_program_of_one_gpu_joins_a_group_of_one(tmp_path: Path) -> None:
+    """In a process of its own, as PyTorch registers its fake group only where something imports that."""
+    (tmp_path / "train.py").write_text(ALONE, encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "memsize", "run", "train.py"]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "AssertionError" not in found.stdout + found.stderr
+    assert "Nothing was put on the GPU" in found.stdout
 
 
 CONTRASTIVE = """

@@ -155,6 +155,8 @@ def replacements(world: World) -> Iterator[Replacement]:
         if world_size not in (-1, world.size):
             raise InputError(wanted(world_size, world))
         if not dist.is_initialized():  # a loop of the user's own may begin with it, where the group is there
+            import torch.testing._internal.distributed.fake_pg  # noqa: F401  # which registers the fake group
+
             own[:] = [LonelyStore()]
             original("fake", rank=world.rank, world_size=world.size, store=own[0])
         asked.joined(backend or (_UNNAMED if more.get("device_id") is None else _NCCL))
