@@ -986,6 +986,30 @@ def test_what_follows_refused_requests_is_told_by_itself(tmp_path: Path) -> None
     assert "what follows fits (2 steps, " in found.findings[0].in_brief()
 
 
+def test_what_an_optimizer_trains_is_a_parameter_without_any_module(tmp_path: Path) -> None:
+    """Two weights of 512 x 512, one of which is added later, are 2 MiB, and backward needs them; of what it keeps else,
+    the input of 256 KiB is still there when both gradients are.
+    """
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        first, second = (torch.nn.Parameter(torch.empty(512, 512, device="cuda")) for _ in range(2))
+        optimizer = torch.optim.SGD([first], lr=0.1)
+        optimizer.add_param_group({"params": [second]})
+        for step in range(2):
+            x = torch.empty(128, 512, device="cuda")
+            ((x @ first).relu() @ second).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    )
+    assert error is None
+    held, others = found.peak.roles, ("gradient", "workspace", "temporary")
+    assert held["parameter"] == 2 * MiB
+    assert {role: held[role] for role in held if role not in others} == {"parameter": 2 * MiB, "activation": MiB // 4}
+
+
 HANDLED = """
 import sys, torch
 weights = torch.nn.Parameter(torch.empty(2**18, device="cuda"))

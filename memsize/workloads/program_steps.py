@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple
@@ -82,6 +82,7 @@ class ProgramSteps:
     def replacements(self) -> Iterator[Replacement]:
         """What is replaced to see optimizers come and gradients go."""
         yield Optimizer, "__init__", self._constructed(Optimizer.__init__)
+        yield Optimizer, "add_param_group", self._added(Optimizer.add_param_group)
         yield Optimizer, "zero_grad", self._zeroing(Optimizer.zero_grad)
         yield nn.Module, "zero_grad", self._zeroing(nn.Module.zero_grad)
 
@@ -91,6 +92,19 @@ class ProgramSteps:
             self._made[optimizer] = 0
 
         return construct
+
+    def _added(self, original: Callable[..., None]) -> Callable[..., None]:
+        """What an optimizer is given is a parameter, whether a module stores it or not, and not what backward keeps."""
+
+        def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._mark(optimizer.param_groups[-1:])
+
+        return add_param_group
+
+    def _mark(self, groups: Iterable[dict[str, Any]]) -> None:
+        for parameter in (each for group in groups for each in group["params"]):
+            self._ledger.mark(parameter, "parameter")
 
     def _zeroing(self, original: Callable[..., None]) -> Callable[..., None]:
         def zero_grad(owner: Any, set_to_none: bool = True) -> None:
@@ -124,8 +138,7 @@ class ProgramSteps:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._begun()
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            self._ledger.mark(parameter, "parameter")
+        self._mark(optimizer.param_groups)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, state in optimizer.state.items():
