@@ -168,6 +168,54 @@ def test_a_batch_norm_of_two_dimensions_sums_aside(
     assert made == own
 
 
+_aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        # 8,192 rows: blocks of 32 channels by 512 / 32 = 16 threads, each of which takes 16 rows, so that 32 blocks
+        # share a channel. Each leaves four numbers for each of 64 channels, and two columns of blocks have a counter.
+        ((8, 64, 32, 32), [4 * 64 * 32 * 4, 2 * 4]),
+        # 401,408 rows would be 1,568 blocks: 128 are the most.
+        ((32, 64, 112, 112), [4 * 64 * 128 * 4, 2 * 4]),
+        # 1,792 rows are seven blocks, for which one is taken instead; 1,793 are eight.
+        ((7, 64, 16, 16), []),
+        ((1793, 64, 1, 1), [4 * 64 * 8 * 4, 2 * 4]),
+        # 3 channels are two columns of 2, with 256 threads: 8 * 4,096 rows.
+        ((8, 3, 64, 64), [4 * 3 * 8 * 4, 2 * 4]),
+    ],
+)
+def test_a_reduction_over_innermost_channels_stages_parts(shape: tuple[int, ...], parts: list[int]) -> None:
+    """cuda/Normalization.cuh, `flexible_launch_configs`; sums of gradients leave two numbers in place of four."""
+
+    def taken(op: Any, *args: Any) -> list[int]:
+        return [each.bytes for each in kernel_temporaries(op, args)]
+
+    rows = meta(*shape, dtype=BF16)
+    x, c = rows.contiguous(memory_format=torch.channels_last), meta(shape[1])
+    assert taken(_aten.batch_norm_stats.default, x, 1e-5) == parts
+    halves = [parts[0] // 2, parts[1]] if parts else []
+    assert taken(_aten.batch_norm_backward_reduce.default, x, x, c, c, c, True, True, True) == halves
+    for training in (True, False):
+        expected = parts if training else []
+        assert taken(_aten.native_batch_norm.default, x, c, c, c, c, training, 0.1, 1e-5) == expected
+        assert taken(_aten._native_batch_norm_legit.default, x, c, c, c, c, training, 0.1, 1e-5) == expected
+        assert taken(_aten._native_batch_norm_legit.no_stats, x, c, c, training, 0.1, 1e-5) == expected
+
+
+def test_no_parts_are_staged_elsewhere() -> None:
+    rows, c = meta(8, 64, 32, 32), meta(64)
+    last = rows.contiguous(memory_format=torch.channels_last)
+    reduce = _aten.batch_norm_backward_reduce.default
+    for grad, x in ((rows, rows), (rows, last), (last, rows)):
+        assert not list(kernel_temporaries(reduce, (grad, x, c, c, c, True, True, True)))
+    assert not list(kernel_temporaries(_aten.batch_norm_stats.default, (rows, 1e-5)))
+    volume = meta(8, 64, 4, 32, 32).contiguous(memory_format=torch.channels_last_3d)
+    assert list(kernel_temporaries(_aten.batch_norm_stats.default, (volume, 1e-5)))
+    assert not list(kernel_temporaries(_aten.native_batch_norm.default, (volume, c, c, c, c, True, 0.1, 1e-5)))
+
+
 def test_layout_is_kept_and_strided_inputs_are_copied() -> None:
     w = meta(3)
     with tracing() as log:

@@ -345,19 +345,26 @@ MODELLED: dict[str, list[tuple[Any, ...]]] = {
 }  # fmt: skip
 
 # Answered by hand: PyTorch has these on CUDA alone. They do to a batch in parts what one batch norm does.
+ALL, NONE = (True, True, True), (False, False, False)
 ON_CUDA_ALONE: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
     "batch_norm_stats": [((each, 1e-5), (C4, C4)) for each in (IMAGE, LAST, HALF)],
     "batch_norm_gather_stats_with_counts": [
-        ((each, meta(3, 4), meta(3, 4), C4, C4, 0.1, 1e-5, meta(3)), (C4, C4)) for each in (IMAGE, HALF)
+        ((each, meta(3, 4), meta(3, 4), C4, C4, 0.1, 1e-5, meta(3)), (C4, C4))
+        for each in (IMAGE, HALF, meta(0, 4, 8, 6))
     ],
     "batch_norm_elemt": [((each, C4, C4, C4, C4, 1e-5), each) for each in (IMAGE, LAST, HALF)],
+    # Where channels lie innermost, in both the gradient and the input, the kernel does not look at what is asked for.
     "batch_norm_backward_reduce": [
-        ((IMAGE, IMAGE, C4, C4, C4, True, True, True), (C4, C4, C4, C4)),
-        ((HALF, HALF, C4, C4, C4.half(), True, True, True), (C4, C4, C4.half(), C4.half())),
+        ((IMAGE, IMAGE, C4, C4, C4, *ALL), (C4, C4, C4, C4)),
+        ((HALF, HALF, C4, C4, C4.half(), *ALL), (C4, C4, C4.half(), C4.half())),
+        ((IMAGE, LAST, C4, C4, C4, *NONE), (None, None, None, None)),
         ((IMAGE, IMAGE, C4, C4, None, True, False, False), (C4, C4, None, None)),
+        ((LAST, LAST, C4, C4, C4, *NONE), (C4, C4, C4, C4)),
+        ((LAST, LAST, C4, C4, None, True, False, False), (C4, C4, meta(0), meta(0))),
     ],
     "batch_norm_backward_elemt": [
-        ((each, each, C4, C4, C4, C4, C4, whole(3).to(torch.int32)), each) for each in (IMAGE, LAST, HALF)
+        ((grad, each, C4, C4, C4, C4, C4, whole(3).to(torch.int32)), made)
+        for grad, each, made in ((IMAGE, IMAGE, IMAGE), (HALF, HALF, HALF), (LAST, LAST, LAST), (IMAGE, LAST, IMAGE))
     ],
 }
 

@@ -11,7 +11,16 @@ import torch
 
 from memsize.meta_kernels.registry import shape_rule
 from memsize.meta_kernels.strides import Shape
-from memsize.meta_kernels.tensors import Tensor, accumulation, are_plain, empty, formatted, is_channels_last, like
+from memsize.meta_kernels.tensors import (
+    Tensor,
+    accumulation,
+    are_plain,
+    empty,
+    formatted,
+    has_inner_channels,
+    is_channels_last,
+    like,
+)
 
 
 def _gradients(mask: Any, tensor: Tensor, shape: Shape, dtype: torch.dtype, row_major: bool = True) -> Any:
@@ -93,7 +102,7 @@ def _cudnn_batch_norm_backward(
     return result, empty(weight.shape, weight.dtype), empty(weight.shape, weight.dtype)
 
 
-# -- batch norm over several processes (cuda/Normalization.cuh) -------------------------------------------------------
+# -- batch norm over several processes, for `nn.SyncBatchNorm` (cuda/Normalization.cu and its header) -----------------
 
 
 @shape_rule("aten::batch_norm_stats")
@@ -108,10 +117,11 @@ def _statistics(tensor: Any, _eps: float) -> Any:
 def _gathered_statistics(
     tensor: Any, means: Any, invstds: Any, mean: Any, variance: Any, _momentum: float, _eps: float, _counts: Any
 ) -> Any:
-    """`means` and `invstds` have a row for each process."""
-    if not _fits_channels(tensor, mean, variance) or not are_plain(means, invstds):
+    """`means` and `invstds` have a row for each process, and decide the dtype: the batch of this one may be empty."""
+    if not are_plain(tensor, means, invstds, mean, variance) or tensor.dim() < 2 or means.dim() != 2:
         return NotImplemented
-    return _statistics(tensor, _eps)
+    channels, dtype = means.shape[1:], accumulation(means.dtype)
+    return empty(channels, dtype), empty(channels, dtype)
 
 
 @shape_rule("aten::batch_norm_elemt")
@@ -123,20 +133,31 @@ def _normalized(tensor: Any, weight: Any, bias: Any, mean: Any, invstd: Any, _ep
 def _reduced_gradients(
     grad: Any, tensor: Any, mean: Any, invstd: Any, weight: Any, input_g: bool, weight_g: bool, bias_g: bool
 ) -> Any:
-    """Two sums for each channel, with the dtype of the statistics, then the gradients of weight and bias."""
+    """Two sums for each channel, with the dtype of the statistics, then the gradients of weight and bias. The kernel
+    for innermost channels makes all four, whatever is asked for, and empty ones where there is no weight.
+    """
     if not _fits_channels(tensor, mean, invstd, weight) or not are_plain(grad) or grad.shape != tensor.shape:
         return NotImplemented
-    own = mean.dtype if weight is None else weight.dtype
-    wanted = ((input_g, mean.dtype), (input_g, mean.dtype), (weight_g, own), (bias_g, own))
-    return tuple(empty(mean.shape, dtype) if each else None for each, dtype in wanted)
+    if has_inner_channels(grad) and has_inner_channels(tensor):
+        like_weight = mean.new_empty(0) if weight is None else weight
+        return tuple(empty(each.shape, each.dtype) for each in (mean, mean, like_weight, like_weight))
+    if weight is None and (weight_g or bias_g):
+        return NotImplemented
+    wanted = ((input_g, mean), (input_g, mean), (weight_g, weight), (bias_g, weight))
+    return tuple(empty(mean.shape, each.dtype) if asked else None for asked, each in wanted)
 
 
 @shape_rule("aten::batch_norm_backward_elemt")
 def _normalized_backward(
     grad: Any, tensor: Any, mean: Any, invstd: Any, weight: Any, sums: Any, products: Any, _count: Any
 ) -> Any:
+    """Row-major, unless channels lie innermost in both the gradient and the input."""
     fits = _fits_channels(tensor, mean, invstd, weight, sums, products)
-    return like(tensor) if fits and are_plain(grad) and grad.shape == tensor.shape else NotImplemented
+    if not fits or not are_plain(grad) or grad.shape != tensor.shape:
+        return NotImplemented
+    if has_inner_channels(grad) and has_inner_channels(tensor):
+        return like(tensor)
+    return empty(tensor.shape, tensor.dtype)
 
 
 # -- layer norm and RMS norm ------------------------------------------------------------------------------------------

@@ -57,6 +57,16 @@ def is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() in (4, 5) and layout.is_channels_last(tensor.shape, tensor.stride())
 
 
+def has_inner_channels(tensor: Tensor) -> bool:
+    """Whether CUDA's batch norm takes `tensor` to its kernels for channels that lie innermost
+    (cuda/Normalization.cu, `batch_norm_use_channels_last_kernels`).
+    """
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if last is not None and tensor.is_contiguous(memory_format=last):
+        return True
+    return tensor.is_contiguous() and tensor.stride(1) == 1
+
+
 def is_canonical(tensor: Tensor) -> bool:
     """Whether the strides are exactly those of a row-major tensor, also in dimensions of size 1."""
     shape = tensor.shape
