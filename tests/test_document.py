@@ -50,6 +50,8 @@ def test_findings_draw_their_values() -> None:
         (("a", "b"), "a and b"),
         (("a", "b", "c"), "a, b and c"),
         (tuple("abcdefghijklmnop"), "a, b and 14 more"),
+        (("fp32, batch 8", "bf16"), "fp32, batch 8; and bf16"),
+        (("fp32, batch 8", "bf16", "fp16", "fp64"), "fp32, batch 8; bf16; and 2 more"),
     ],
 )
 def test_names_are_joined_and_shortened(names: tuple[str, ...], text: str) -> None:

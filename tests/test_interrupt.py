@@ -238,8 +238,19 @@ def test_an_interrupted_sweep_shows_its_cells(write: Write, capsys: pytest.Captu
     told = json.loads(capsys.readouterr().out)
     assert (told["missing"], [cell["target"] for cell in told["cells"]]) == (["second.py:Net"], ["first.py:Net"])
     assert told["findings"][0]["text"] == (
-        "Interrupted: second.py:Net is missing. The same command goes on with what is missing."
+        "Interrupted: 1 of 2 cells is missing: second.py:Net. The same command goes on with what is missing."
     )
+
+
+def test_a_sweep_that_is_interrupted_before_its_first_cell_says_so(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("model.py", INTERRUPTING.format(when="True"))
+    grid = write("sweep.toml", 'target = "model.py:Net"\ninput = "1000"\nbatch_size = [1, 2]\ngpu = ["t4", "l4"]\n')
+    said = "Interrupted before any of 4 cells was done. The same command begins anew."
+    for format, out, err in (("text", f"sweep.toml   0 cells\n\n{said}\n", ""), ("csv", "", f"{said}\n")):
+        assert run(["sweep", str(grid), "-j", "1", "--format", format]) == 130
+        assert capsys.readouterr() == (out, err)
 
 
 def gone(pid: str) -> None:

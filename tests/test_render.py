@@ -141,6 +141,18 @@ def test_paths_keep_what_tells_them_apart(width: int, text: str) -> None:
     assert len(text) <= width
 
 
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("timm:vit_base_patch16_224.augreg2_in21k_ft_in1k", "timm:…1k_ft_in1k"),
+        ("timm:resnet50.a1", "timm:resnet50.a1"),
+        ("/home/me/project/nets/model.py:Net", "/home…del.py:Net"),
+    ],
+)
+def test_targets_keep_both_of_their_ends(target: str, text: str) -> None:
+    assert shorten_path(target, 16) == text
+
+
 def test_csv_is_the_layer_table_in_exact_bytes() -> None:
     rows = list(csv.DictReader(io.StringIO(render(records.structures_report(), "csv"))))
     whole = totals(records.structures())

@@ -22,7 +22,7 @@ from memsize.internals.spread import Died, spread
 from memsize.loading.patterns import targets_of
 from memsize.records.gpu import Interval
 from memsize.records.results_file import results_file
-from memsize.records.sweep import Sweep, SweepRow
+from memsize.records.sweep import Outcome, Sweep, SweepRow
 from memsize.render import FORMATS, render
 from memsize.spec.sweep import grid_of
 from memsize.units import GiB, MiB
@@ -244,9 +244,7 @@ def test_trainings_on_several_gpus_are_those_of_a_report(folder: Path) -> None:
     assert {row.outcome for row in failed} == {"failed"} and "quantized weights" in (failed[0].reason or "")
     assert found.rows["gpus"].tolist() == [1, 2, 1, 2] * 2
     assert memsize.sweep(grid, jobs=1, results="r.jsonl").reused == 8
-    assert (
-        found.findings[0].text() == "Of the cells that ran, these fit: 2 of 2 on 1 x Tesla T4, 2 of 2 on 2 x Tesla T4."
-    )
+    assert found.findings[0].text() == "Of the cells that ran, these fit: on Tesla T4 2 of 2 (1 and 2 GPUs)."
     assert found.findings[1].text() == "The fewest GPUs that fit all are 1 x Tesla T4."
 
 
@@ -456,6 +454,32 @@ def test_only_what_was_asked_for_all_cells_may_be_the_smallest() -> None:
     assert not codes & {"sweep-smallest-card", "sweep-no-card"}
     (found,) = (each for each in RULES.findings(spread) if each.code == "sweep-smallest-card")
     assert found.text() == "The fewest GPUs that fit all are 2 x T4."
+
+
+def test_what_fits_is_told_card_by_card_by_their_number() -> None:
+    """The memory of four T4 is that of one A100, and less than that of two."""
+    outcomes: dict[str, dict[int, tuple[Outcome, Outcome]]] = {
+        "A100": {1: ("fits", "exceeds"), 2: ("fits", "fits"), 4: ("fits", "fits"), 8: ("fits", "fits")},
+        "T4": {1: ("exceeds", "exceeds"), 2: ("fits", "exceeds"), 4: ("fits", "exceeds"), 8: ("fits", "fits")},
+    }
+    rows = [
+        SweepRow(
+            {"parallel": f"fsdp={count}", "batch_size": batch, "gpu": name},
+            outcome,
+            gpu_bytes={"A100": 64, "T4": 16}[name] * GiB,
+            roles={"parameter": 1},
+            gpus=count,
+        )
+        for name, counts in outcomes.items()
+        for count, found in counts.items()
+        for batch, outcome in zip((8, 64), found, strict=True)
+    ]
+    told = {finding.code: finding.text() for finding in RULES.findings(rows)}
+    assert told["sweep-fits"] == (
+        "Of the cells that ran, these fit: on T4 0 of 2 (1 GPU), 1 of 2 (2 and 4 GPUs), 2 of 2 (8 GPUs); "
+        "on A100 1 of 2 (1 GPU), 2 of 2 (2 to 8 GPUs)."
+    )
+    assert told["sweep-smallest-card"] == "The fewest GPUs that fit all are 2 x A100."  # no more memory than 8 x T4
 
 
 def test_parquet(folder: Path) -> None:

@@ -77,8 +77,6 @@ def sweep(
                 rows.add(task, found)
                 say(rows.progress)
         except KeyboardInterrupt:
-            if not rows.found:
-                raise
             raise Interrupted(rows.answer()) from None
     return rows.answer()
 
@@ -135,14 +133,14 @@ class _Rows:
 
     def answer(self) -> Sweep:
         """The rows in the order of the cells; where some are missing, with a word on how to get them."""
-        from memsize.analysis.findings.interruption import interrupted
+        from memsize.analysis.findings.interruption import sweep_interrupted
         from memsize.analysis.findings.sweep import RULES
 
         rows = tuple(self.found[place] for place in sorted(self.found))
         varied = varying([cell.settings for cell in self._cells])
         missing = tuple(phrase_of(cell.settings, varied) for cell in self.missing.values())
-        hint = " The same command goes on with what is missing." if self._file else ""
-        return Sweep(self._name, rows, (*interrupted(missing, hint), *RULES.findings(rows)), self._reused, missing)
+        ended = sweep_interrupted(missing, len(self._cells), kept=self._file is not None)
+        return Sweep(self._name, rows, (*ended, *RULES.findings(rows)), self._reused, missing)
 
 
 def _grid(grid: str | os.PathLike[str] | Mapping[str, Any]) -> Grid:

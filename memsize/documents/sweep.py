@@ -59,6 +59,8 @@ class SweepDocument(Document[Sweep]):
     def sections(self) -> tuple[Section, ...]:
         """The answer first; the largest batches where batches vary; then every cell."""
         sweep = self.answer
+        if not sweep.sweep_rows:
+            return (_title(sweep), *self.opening())
         return (
             _title(sweep),
             *self.opening(),

@@ -66,12 +66,15 @@ class _Sentence(Formatter):
 
 
 def join_names(names: tuple[object, ...]) -> str:
-    """Names as a phrase: ``a``, ``a and b``, ``a, b and c``, ``a, b and 14 more``. The model's own path is empty."""
+    """Names as a phrase: ``a``, ``a and b``, ``a, b and c``, ``a, b and 14 more``; with commas in some of them
+    ``a; b, c; and 14 more``. The model's own path is empty.
+    """
     words = [str(name) or "the model itself" for name in names]
+    comma, also = ("; ", "; and ") if any(", " in word for word in words) else (", ", " and ")
     if len(words) > SHOWN_NAMES + 1:
         words = [*words[:SHOWN_NAMES], f"{len(words) - SHOWN_NAMES} more"]
     *first, last = words or [""]
-    return f"{', '.join(first)} and {last}" if first else last
+    return f"{comma.join(first)}{also}{last}" if first else last
 
 
 def layer_in_words(path: str) -> str:

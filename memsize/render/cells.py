@@ -137,9 +137,10 @@ def shorten(text: str, width: int) -> str:
 def shorten_path(text: str, width: int) -> str:
     """A path in at most `width` characters: names from the left shrink to a letter, then the last loses its middle.
 
-    Numbers stay, because they tell repeated blocks apart: ``m.l.layers.7.self_attention.query``.
+    Numbers stay, because they tell repeated blocks apart: ``m.l.layers.7.self_attention.query``. A target, which has
+    no such names, loses its middle: ``timm:…patch16_224``.
     """
-    parts = text.split(".")
+    parts = text.split(".") if {":", "/"}.isdisjoint(text) else [text]
     for place, part in enumerate(parts[:-1]):
         if len(".".join(parts)) <= width:
             break

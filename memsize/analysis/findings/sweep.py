@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from memsize.records.finding import Finding, Rules
 from memsize.records.roles import noun
@@ -15,18 +16,37 @@ RULES = Rules[Rows]()
 
 @RULES.rule("sweep-fits")
 def what_fits(rows: Rows) -> Iterator[Finding]:
-    """How many cells fit each card, the smallest first."""
-    cards = _by_card(_ran(rows))
+    """How many cells fit each card, the smallest first; of trainings that are spread, on how many of them."""
+    cards: dict[str, dict[int, list[SweepRow]]] = {}
+    for row in sorted(_ran(rows), key=lambda each: (each.gpu_bytes or 0, each.gpus)):
+        cards.setdefault(str(row.settings["gpu"]), {}).setdefault(row.gpus, []).append(row)
     if not cards:
         return
+    is_spread = any(max(counts) > 1 for counts in cards.values())
     parts: list[str] = []
     values: dict[str, object] = {}
-    for number, (name, found) in enumerate(cards.items()):
-        values |= {f"fit{number}": sum(row.outcome == "fits" for row in found), f"all{number}": len(found)}
-        values[f"gpu{number}"] = name
-        parts.append(f"{{fit{number}}} of {{all{number}}} on {{gpu{number}}}")
-    text = f"Of the cells that ran, these fit: {', '.join(parts)}."
+    for number, (card, counts) in enumerate(cards.items()):
+        values[f"gpu{number}"] = card
+        told: list[str] = []
+        for (fit, every), alike in groupby(counts.items(), _fitting):
+            on = _gpus(*(gpus for gpus, _ in alike)) if is_spread else ""
+            key = f"{number}_{len(told)}" if is_spread else str(number)
+            values |= {f"fit{key}": fit, f"all{key}": every}
+            told.append(f"{{fit{key}}} of {{all{key}}}{on}")
+        parts.append(f"on {{gpu{number}}} {', '.join(told)}" if is_spread else f"{told[0]} on {{gpu{number}}}")
+    text = f"Of the cells that ran, these fit: {('; ' if is_spread else ', ').join(parts)}."
     yield Finding("sweep-fits", None, (), text, values, brief=text)
+
+
+def _fitting(found: tuple[int, Rows]) -> tuple[int, int]:
+    """How many of the cells on a number of GPUs fit, and how many there are."""
+    return sum(row.outcome == "fits" for row in found[1]), len(found[1])
+
+
+def _gpus(first: int, *others: int) -> str:
+    if others:
+        return f" ({first:,} {'and' if len(others) == 1 else 'to'} {others[-1]:,} GPUs)"
+    return " (1 GPU)" if first == 1 else f" ({first:,} GPUs)"
 
 
 @RULES.rule("sweep-smallest-card", "sweep-no-card")
