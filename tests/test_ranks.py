@@ -226,6 +226,21 @@ def test_without_resharding_every_layer_stays_gathered() -> None:
     assert most(trace, "gathered parameter") == 2 * PARAMETERS
 
 
+def test_what_a_program_gathers_before_the_first_forward_is_no_parameter() -> None:
+    """64 x 96 weights: a quarter of them in float32, and all of them in the bfloat16 that `unshard` gathers."""
+    with memsize.virtual_gpu("t4", world=World(4)) as gpu:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        distributed.init_process_group("nccl")
+        model = nn.Linear(64, 96, bias=False, device="cuda")
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        _ = torch.optim.SGD(model.parameters())
+        model.unshard()
+        model(torch.ones(1, 64, device="cuda"))
+    held = at_the_end(gpu.trace)
+    assert (held["parameter"], held["gathered parameter"]) == (4 * 64 * 96 // 4, 2 * 64 * 96)
+
+
 def test_uneven_shards_are_padded_to_the_largest() -> None:
     # 96 rows over 5 ranks: 20 each, the last 16; 256 over 5: 52, the last 48; 64 over 5: 13, the last 12
     padded = 4 * WIDTH * (2 * 20 + LAYERS * (52 + 4 * 13))

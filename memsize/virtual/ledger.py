@@ -368,11 +368,15 @@ class VirtualLedger(Ledger):
         return super().enter(tensor, role, op, size)
 
     def place(self, tensor: torch.Tensor, role: Role, layer: int) -> None:
-        """Give the storage of `tensor` a role and a layer that were not known when it was made."""
+        """Give the storage of `tensor` a role and a layer that were not known when it was made.
+
+        What is gathered from shards stays that: a module stores it while it is there, also before its first forward.
+        """
         index = self.index_of(tensor)
         if index >= 0:
-            self._roles[index] = role
             self._layers[index] = layer
+            if self._roles[index] != "gathered parameter":
+                self._roles[index] = role
 
     def own(self, module: nn.Module, layer: int) -> None:
         """What `module` itself stores is a parameter or a buffer of its layer."""
