@@ -609,6 +609,34 @@ def test_graphs_run_at_once_with_a_note() -> None:
     assert any("CUDA graphs are not captured" in note for note in program.ledger.evaluator.notes)
 
 
+@pytest.mark.parametrize(
+    ("lines", "is_noted"),
+    [
+        ("double", False),  # as libraries decorate what few programs call
+        ("double(x)", True),
+        ("torch.compile(torch.nn.Linear(3, 3).cuda())(x)", True),
+        ("torch.compile(torch.nn.Linear(3, 3).cuda(), disable=True)(x)", False),
+        ("layer = torch.nn.Linear(3, 3).cuda(); layer.compile(); layer(x)", True),
+    ],
+)
+def test_what_would_be_compiled_is_noted_when_it_runs(tmp_path: Path, lines: str, is_noted: bool) -> None:
+    text = f"""
+        import torch
+
+        @torch.compile(dynamic=True)
+        def double(x):
+            "Twice as much."
+            return 2 * x
+
+        assert double.__name__ == "double" and double.__doc__ == "Twice as much."
+        x = torch.ones(3, device="cuda")
+        {lines}
+        """
+    run, error = ran(tmp_path, text)
+    assert error is None
+    assert any("torch.compile is left out" in note for note in run.trace.notes) == is_noted
+
+
 def test_what_is_asked_of_the_runtime_and_the_driver() -> None:
     with gpu("t4"):
         kept = torch.empty(2**30, dtype=torch.uint8, device="cuda")

@@ -9,9 +9,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -177,11 +178,28 @@ def _of_backends() -> Iterator[Replacement]:
 
 
 def _uncompiled(ledger: VirtualLedger) -> Any:
-    """`torch.compile` that returns what it is given: the program runs eagerly."""
+    """`torch.compile` that returns what it is given: the program runs eagerly. A function would be compiled when it is
+    called, and libraries decorate some that most programs never call.
+    """
+    notes = ledger.evaluator.notes
 
     def compile(model: Any = None, **options: Any) -> Any:
-        ledger.evaluator.notes[_EAGER] = None
-        return (lambda each: each) if model is None else model
+        if model is None:
+            return partial(compile, **options)
+        if options.get("disable"):
+            return model
+        if isinstance(model, FunctionType):
+            return noting(model)
+        notes[_EAGER] = None
+        return model
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            notes[_EAGER] = None
+            return function(*args, **kwargs)
+
+        return called
 
     return compile
 
