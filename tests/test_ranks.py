@@ -819,6 +819,24 @@ def test_heads_that_cannot_be_divided(tmp_path: Path, heads: str, words: str | N
     assert isinstance(error, RuntimeError)
     told = [each.text() for each in found.findings if each.code == "run-divides-heads"]
     assert len(told) == (words is not None) and all(str(words) in each for each in told)
+    with pytest.raises(ForwardError, match="is invalid for input of size") as raised:
+        memsize.run(script, gpu="t4", gpus=4)
+    assert str(raised.value).splitlines()[1:] == told
+
+
+def test_heads_that_a_step_cannot_divide() -> None:
+    """64 features on four GPUs are 16 on each, which is half a head of 32."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    def step(model: nn.Module) -> Any:
+        mesh = distributed.device_mesh.init_device_mesh("cuda", (4,))
+        layer = parallelize_module(model.head, mesh, {"0": ColwiseParallel()})
+        return lambda ids: layer(torch.ones(2, WIDTH, device="cuda")).view(2, -1, 32).sum().backward()
+
+    model = Model()
+    model.head = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ForwardError, match=r"(?s)is invalid for .*\nThe view as \[2, -1, 32\] finds no whole number"):
+        traced(step, World(4), model)
 
 
 def test_an_unknown_collective_is_named() -> None:

@@ -93,6 +93,7 @@ def run(
     Raises `InputError` where there is no such script or rank, and `ForwardError` when the script itself fails; of
     several ranks it says in the answer which failed.
     """
+    from memsize.analysis.findings.program import CAUSES
     from memsize.analysis.ranks import others_asked, run_as_rank, run_ranks
     from memsize.analysis.script_imports import import_packages
     from memsize.device.cards import card
@@ -124,7 +125,8 @@ def run(
             return run_ranks(lambda each: run_rank(world=each)[0], world, rank, jobs, progress)
     found, error = run_rank(world=world, say=progress or (lambda _: None))
     if error is not None and not found.ran_out:
-        raise ForwardError(f"{script} failed: {type(error).__name__}: {error}", found.trace) from error
+        causes = "".join(f"\n{each.text()}" for each in found.findings if each.code in CAUSES)
+        raise ForwardError(f"{script} failed: {type(error).__name__}: {error}{causes}", found.trace) from error
     return found
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from memsize.device.context import nccl_notes
+from memsize.errors import ForwardError
 from memsize.internals.pytree import tensors_in
 from memsize.model.meta_copy import in_mode
+from memsize.ranks.heads import undivided
 from memsize.records.gpu import Card
 from memsize.records.trace import Trace
 from memsize.records.world import World
@@ -49,7 +51,14 @@ class RankLoop:
 
             return step
 
-        return run_rank(setup, self.world, self.card, self.steps, made)
+        try:
+            return run_rank(setup, self.world, self.card, self.steps, made)
+        except ForwardError as error:
+            advice = undivided(str(error), error.trace, self.world.size)
+            if advice is None:
+                raise
+            sentence, shape = advice
+            raise ForwardError(f"{error}\n{sentence.format(shape=shape)}", error.trace) from error.__cause__
 
 
 def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[[Run], Callable[[], None]]) -> Trace:

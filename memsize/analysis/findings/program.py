@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator
 from typing import Final
 
 from memsize.analysis.findings.memory import lagging
 from memsize.device.settings_of import config_of
 from memsize.ranks.group import environment
+from memsize.ranks.heads import undivided
 from memsize.records import aggregates
 from memsize.records.finding import Finding, Moment, Rules, moment_in_words
 from memsize.records.program import ProgramRun, WentOn
@@ -18,9 +17,8 @@ from memsize.records.world import ALONE
 from memsize.units import Bytes
 
 RULES: Final = Rules[ProgramRun]()
-_VIEW: Final = re.compile(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)")
-_DISTRIBUTED: Final = "torch DTensor"
-"""What the record calls parameters that are divided among processes."""
+CAUSES: Final = ("run-needs-gpu", "run-needs-launcher", "run-divides-heads")
+"""Findings that say why a program failed, and what to change."""
 
 
 @RULES.rule("run-out-of-memory")
@@ -92,26 +90,10 @@ def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
 
 @RULES.rule("run-divides-heads")
 def _divides_heads(run: ProgramRun) -> Iterator[Finding]:
-    found = _VIEW.search(run.failure or "")
-    if found is None or not any(tensor.wrapper == _DISTRIBUTED for tensor in run.trace.tensors):
-        return
-    sizes, part, ranks = list(map(int, found[1].split(","))), int(found[2]), run.trace.world.size
-    unit = math.prod(size for size in sizes if size > 0)
-    wholes = [part * count for count in range(2, ranks + 1) if ranks % count == 0]
-    if -1 in sizes and any(whole % unit == 0 for whole in wholes):
-        template = (
-            "The view as {shape} finds no whole number of heads on this GPU: parallelize_module gives each an equal "
-            "part of a layer's features, so the number of GPUs that share a layer has to divide its heads, and those "
-            "of keys and values."
-        )
-    elif unit in wholes:
-        template = (
-            "The view as {shape} wants the heads of all GPUs, and finds the part of this one: write -1 for their "
-            "number, or divide it by the number of GPUs that share the layer."
-        )
-    else:
-        return
-    yield Finding("run-divides-heads", None, (), template, {"shape": f"[{found[1]}]"})
+    found = undivided(run.failure or "", run.trace, run.trace.world.size)
+    if found is not None:
+        template, shape = found
+        yield Finding("run-divides-heads", None, (), template, {"shape": shape})
 
 
 @RULES.rule("run-nothing-on-gpu")
