@@ -21,7 +21,7 @@ from memsize.analysis.findings.memory import out_of_memory
 from memsize.analysis.program import run_program
 from memsize.analysis.timeline import timeline
 from memsize.cli import run
-from memsize.constants.assumptions import ITEM_IS_ONE, REDUCED_IS_ONE
+from memsize.constants.assumptions import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, MemsizeError
@@ -867,17 +867,52 @@ def test_what_equal_ranks_reduce_is_known() -> None:
         return lambda ids: None
 
     trace = traced(step, World(2))
-    assert read == {"max": 3.0, "avg": 3.0, "max_": 3.0, "sum": 1.0, "sum_": 1.0}  # 1 is assumed, and said
-    assert trace.assumptions == (REDUCED_IS_ONE,)
+    assert read == {"max": 3.0, "avg": 3.0, "max_": 3.0, "sum": 6.0, "sum_": 6.0}
+    assert trace.assumptions == (EXCHANGED_ARE_ALIKE,)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("operation", "ranks", "result"),
+    [
+        ("SUM", 3, 15),
+        ("AVG", 3, 5),
+        ("PRODUCT", 3, 125),
+        ("MIN", 3, 5),
+        ("MAX", 3, 5),
+        ("BAND", 3, 5),
+        ("BOR", 3, 5),
+        ("BXOR", 3, 5),
+        ("BXOR", 2, 0),
+    ],
+)
+def test_each_operation_is_reckoned_with(operation: str, ranks: int, result: int, device: str) -> None:
+    """What so many ranks make of 5 each; `reduce` gives it to the rank that it names."""
+    read: list[int] = []
+
+    def step(model: nn.Module) -> Any:
+        op = getattr(torch.distributed.ReduceOp, operation)
+        for reduce in (
+            lambda number: torch.distributed.all_reduce(number, op),
+            lambda number: torch.distributed.all_reduce(number, op=torch.distributed.ReduceOp(op)),
+            lambda number: torch.distributed.reduce(number, 1, op),
+            lambda number: torch.distributed.reduce(number, 0, op),
+        ):
+            number = torch.full((1,), 5, dtype=torch.uint8, device=device)
+            reduce(number)
+            read.append(number.item())
+        return lambda ids: None
+
+    told = traced(step, World(ranks, 1)).assumptions
+    assert read == [result, result, result, 5] and told == (EXCHANGED_ARE_ALIKE,)
 
 
 def test_what_is_read_of_collectives_is_assumed_and_said() -> None:
-    """Control flow may depend on it: on the GPU numbers are 1, on the CPU those of this rank."""
+    """Control flow may depend on it: what depends on the data is 1, other numbers are those of this rank, added up."""
     read: list[float] = []
 
     def step(model: nn.Module) -> Any:
-        for device in ("cuda", "cpu"):
-            number = torch.full((1,), 3.0, device=device)
+        for number in (next(model.parameters()).detach().to("cuda").sum(), torch.tensor(3.0)):
             torch.distributed.all_reduce(number)
             read.append(number.item())
         parts = [torch.zeros(1) for _ in range(2)]
@@ -886,9 +921,36 @@ def test_what_is_read_of_collectives_is_assumed_and_said() -> None:
         return lambda ids: None
 
     told = traced(step, World(2)).assumptions
-    assert read == [1.0, 3.0, 1.0, 1.0]
-    said = REDUCED_IS_ONE, "stays as it is in this rank", "send is taken to be what this rank sends"
-    assert all(any(words in each for each in told) for words in said)
+    assert read == [1.0, 6.0, 1.0, 1.0]
+    assert set(told) == {REDUCED_IS_ONE, EXCHANGED_ARE_ALIKE}
+
+
+STOPS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+dist.init_process_group("nccl")
+model = torch.nn.Linear(64, 64, device="cuda", dtype=torch.float16)
+optimizer, scaler = torch.optim.SGD(model.parameters()), ShardedGradScaler()
+ranks = torch.ones(1, device="cuda")
+dist.all_reduce(ranks)
+assert ranks.item() == 4
+for number in range(3):
+    scaler.scale(model(torch.ones(8, 64, dtype=torch.float16, device="cuda")).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    stop = torch.zeros(1, device="cuda")
+    dist.all_reduce(stop)
+    if stop.item() > 0:
+        break
+"""
+
+
+def test_no_rank_asks_to_stop_where_this_one_does_not(tmp_path: Path) -> None:
+    """Nor found any an infinite gradient, for which a scaler leaves out its step."""
+    (tmp_path / "train.py").write_text(STOPS, encoding="utf-8")
+    assert memsize.run(tmp_path / "train.py", gpus=4, gpu="t4").steps == 3
 
 
 @pytest.mark.parametrize(
@@ -904,8 +966,8 @@ def test_what_is_read_of_collectives_is_assumed_and_said() -> None:
 )
 def test_what_is_computed_of_a_reduced_number_is_named_after_it(line: str, words: str) -> None:
     def step(model: nn.Module) -> Any:
-        found = {"number": torch.full((1,), 3.0, device="cuda"), "torch": torch}
-        found["data"] = next(model.parameters()).detach().flatten()[:1].to("cuda")
+        data = next(model.parameters()).detach().flatten()[:1].to("cuda")
+        found = {"number": data.clone(), "data": data, "torch": torch}
         torch.distributed.all_reduce(found["number"])
         exec(line, found)
         found["number"].item()
@@ -979,7 +1041,7 @@ def exchanges(device: str) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_equal_ranks_exchange_is_known(device: str) -> None:
-    """Each sends rank 1 its second half, [3, 4]. A sum is one's own on the CPU, and 1 on the GPU, like uneven parts."""
+    """Each sends rank 1 its second half, [3, 4]. Uneven parts are not known: they are 1 on the GPU."""
     read: dict[str, Any] = {}
 
     def step(model: nn.Module) -> Any:
@@ -992,12 +1054,12 @@ def test_what_equal_ranks_exchange_is_known(device: str) -> None:
         "rows": [3, 4, 3, 4],
         "given rows": [3, 4, 3, 4],
         "uneven": [1] * 4 if there else [9] * 4,
-        "summed": [1] * 4 if there else [9] * 4,
+        "summed": [18] * 4,
         "tensors": [[3, 4], [3, 4]],
         "gathered": [[1, 2], [1, 2]],
         "whole": [1, 2, 3, 4, 1, 2, 3, 4],
-        "part": [1, 1] if there else [3, 4],
-        "twice": [[1, 1], [1, 1]] if there else [[3, 4], [3, 4]],
+        "part": [6, 8],
+        "twice": [[6, 8], [6, 8]],
     }
     assert "what other ranks send is taken to be what this rank sends" in told
 
@@ -1027,7 +1089,7 @@ def test_a_whole_number_that_ranks_reduce_is_one() -> None:
     read: list[Any] = []
 
     def step(model: nn.Module) -> Any:
-        tokens = torch.tensor(2048, device="cuda")
+        tokens = next(model.parameters()).detach().to("cuda").long().sum()
         torch.distributed.all_reduce(tokens)
         read.extend((tokens.item(), tokens.cpu().item(), tokens.tolist()))
         return lambda ids: None
@@ -1041,7 +1103,8 @@ def test_a_number_that_ranks_reduce_is_compared_as_it_is_read() -> None:
     answers: list[bool] = []
 
     def step(model: nn.Module) -> Any:
-        for length in (torch.tensor(32, device="cuda"), torch.tensor(32.0, device="cuda")):
+        data = next(model.parameters()).detach().to("cuda").sum()
+        for length in (data.long(), data):
             torch.distributed.all_reduce(length)
             answers.extend(map(bool, (length == 0, length != 0, length > 0, length >= 2, length < 1, length == 1)))
         return lambda ids: None

@@ -1,7 +1,8 @@
-"""What this rank gets where each rank sends what this one sends: the values of tensors that are gathered or exchanged.
+"""What this rank gets where each rank sends what this one sends: the values of tensors that are gathered, exchanged or
+reduced.
 
 Code reads some of them. How many tokens each expert gets of each rank is exchanged before the tokens are, and decides
-how large they are. What is reduced would have to be computed: on the CPU each rank keeps its own part of it.
+how large they are; whether any rank found an infinite gradient decides whether a step is made.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,6 +21,9 @@ from memsize.records.world import CollectiveKind
 _Value = Tensor | None
 _PARTED: Final = ("all-to-all", "scatter", "reduce-scatter")
 """The collectives of which each rank gets its part of what the others send."""
+_REDUCING: Final = ("all-reduce", "reduce", "reduce-scatter")
+_OF_EQUALS: Final = ("min", "max", "avg", "band", "bor")
+"""The reductions whose result is what each rank sent, where they all sent the same."""
 
 
 def received(
@@ -26,22 +31,42 @@ def received(
     written: Sequence[Tensor],
     sent: Sequence[Tensor],
     splits: Any,
+    reduction: str,
     group: dist.ProcessGroup,
 ) -> Iterator[tuple[Tensor, _Value]]:
     """Each of the tensors that a collective writes, with its values; None where they are not known.
 
-    `sent` is what this rank gives, and `splits` may have lists of the rows that go to each rank.
+    `sent` is what this rank gives, `splits` may have lists of the rows that go to each rank, and `reduction` is what
+    PyTorch calls the operation by which a collective reduces, if it does.
     """
     values = _values(kind)
     for place, output in enumerate(written):
         is_read = bool(sent) and (not is_meta(output) or is_small(output))
-        yield output, values(place, output, sent, splits, group) if is_read else None
+        value = values(place, output, sent, splits, group) if is_read else None
+        yield output, _reduced(value, reduction, group.size()) if kind in _REDUCING and value is not None else value
 
 
 def _values(kind: CollectiveKind | None) -> Callable[..., _Value]:
     if kind in ("all-gather", "gather"):
         return _gathered
+    if kind in ("all-reduce", "reduce", "broadcast"):
+        return _same
     return _part if kind in _PARTED else lambda *_: None
+
+
+def _same(place: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:
+    return constant_of(sent[place])
+
+
+def _reduced(value: Tensor, reduction: str, size: int) -> _Value:
+    """What `size` ranks make of a `value` that each of them has."""
+    if reduction in _OF_EQUALS:
+        return value
+    if reduction == "bxor":
+        return value if size % 2 else torch.zeros_like(value)
+    if reduction not in ("sum", "product") or (value.dtype.itemsize == 1 and value.is_floating_point()):
+        return None  # one that multiplies before, or a dtype that the CPU cannot reckon with
+    return (value * size if reduction == "sum" else value**size).to(value.dtype)
 
 
 def _gathered(place: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:

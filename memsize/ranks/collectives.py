@@ -1,7 +1,7 @@
 """Collectives without the other ranks: what each operator of `c10d` returns, which tensors it moves, how many bytes.
 
 Nothing is sent: the other ranks are taken to have sent what this one sends (`alike`). A broadcast leaves its buffers as
-they are, and so does what reduces on the CPU; on the GPU, what that writes is not known.
+they are. Where that doesn't tell what is written, it is unknown on the GPU, and stays as it is on the CPU.
 
 The schemas are those of torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp.
 """
@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memsize.constants.assumptions import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
-from memsize.constants.values import ConstantState, constant_of, is_small, set_constant, set_unknown, state_of
+from memsize.constants.values import ConstantState, set_constant, set_unknown
 from memsize.errors import InputError
 from memsize.internals.meta import is_meta
 from memsize.internals.pytree import arguments_in
+from memsize.ranks import reductions
 from memsize.ranks.alike import received
 from memsize.records.world import CollectiveKind
 
@@ -69,10 +70,10 @@ _KINDS: Final[dict[str, CollectiveKind | None]] = {
 NAMESPACES: Final = frozenset(name.partition("::")[0] for name in _KINDS)
 _LEFT: Final = (None, "broadcast", "send", "barrier")
 """What leaves the buffers as they are, where the ranks are alike."""
-_OF_EQUALS: Final = ("max", "min", "avg")
-"""The reductions whose result is what each rank sent, where they all sent the same."""
-_REDUCED: Final = ("all-reduce", "reduce-scatter", "reduce", "receive")
-_UNREDUCED: Final = "what ranks reduce on the CPU stays as it is in this rank, also where it is a sum"
+_IN_PLACE: Final = ("all-reduce", "reduce")
+_RECEIVED: Final = "what this rank receives on the CPU stays as it is before"
+_ROOT: Final = 3
+"""Where the arguments of ``c10d::reduce_`` have the rank that gets what is reduced."""
 _WAITING: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _ON_BUFFERS: Final = "c10d"
 """The operators that work on buffers that are given; the others return new ones, and have `meta` kernels."""
@@ -129,10 +130,11 @@ def group_of(args: Any) -> dist.ProcessGroup:
 
 def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     """What an operator of ``c10d`` on given buffers returns: those, and work that is done already."""
-    buffers = list(_tensors(args[:1]))
-    if kind not in _LEFT:
-        for tensor, value in received(kind, buffers, list(_tensors(args[1:2])), args[3:5], group_of(args)):
-            _write(kind, tensor, value)
+    buffers, group = list(_tensors(args[:1])), group_of(args)
+    sent = buffers if kind in _IN_PLACE else list(_tensors(args[1:2]))
+    if kind not in _LEFT and (kind != "reduce" or group.rank() == args[_ROOT]):
+        for tensor, value in received(kind, buffers, sent, args[3:5], reductions.asked(), group):
+            _write(tensor, value)
     results = [_done(buffers) if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -142,30 +144,20 @@ def carry_over(kind: CollectiveKind, args: Any, result: Any) -> None:
     wrote to is unknown otherwise.
     """
     sent, results = list(_tensors(args[:1])), list(_tensors((result,)))
-    if kind not in ("broadcast", "all-reduce"):
-        for tensor, value in received(kind, results, sent, args[1:3], group_of(args)):
-            _write(kind, tensor, value)
-        return
-    are_equal = kind == "broadcast" or args[1] in _OF_EQUALS
-    for given, taken in zip(sent, results, strict=False):
-        state, value = (state_of(given), constant_of(given)) if is_meta(given) else (None, None)
-        if taken is given and are_equal:
-            continue
-        if taken is not given and are_equal and state and value is not None and is_small(taken):
-            set_constant(taken, value.clone(), ConstantState(state.assumption))
-        elif is_meta(taken):
-            set_unknown(taken, REDUCED_IS_ONE)
+    reduction = next((each for each in args[1:2] if isinstance(each, str)), "")
+    for tensor, value in received(kind, results, sent, args[1:3], reduction, group_of(args)):
+        _write(tensor, value)
 
 
-def _write(kind: CollectiveKind | None, tensor: Tensor, value: Tensor | None) -> None:
-    """Let `tensor` have a `value`. Without one it stays as it is on the CPU, and is unknown on the GPU, as a sum is."""
+def _write(tensor: Tensor, value: Tensor | None) -> None:
+    """Let `tensor` have a `value`. Without one it stays as it is on the CPU, and is unknown on the GPU."""
     if not is_meta(tensor):
         if value is not None:
             tensor.copy_(value)
         return
     set_unknown(tensor, REDUCED_IS_ONE)
-    if value is not None and kind not in _REDUCED:
-        set_constant(tensor, value, ConstantState(EXCHANGED_ARE_ALIKE))
+    if value is not None:
+        set_constant(tensor, value.clone(), ConstantState(EXCHANGED_ARE_ALIKE))
 
 
 def _done(buffers: Sequence[Tensor]) -> Any:
@@ -182,4 +174,4 @@ def _tensors(value: Any) -> Any:
 
 def alike(kind: CollectiveKind) -> str | None:
     """What a program that reads what a collective writes on the CPU takes for granted."""
-    return None if kind in _LEFT else _UNREDUCED if kind in _REDUCED else EXCHANGED_ARE_ALIKE
+    return None if kind in _LEFT else _RECEIVED if kind == "receive" else EXCHANGED_ARE_ALIKE

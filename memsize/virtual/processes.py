@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 from memsize.errors import InputError
 from memsize.internals.switchboard import Line
-from memsize.ranks import group, objects, others, sharding
+from memsize.ranks import group, objects, others, reductions, sharding
 from memsize.records.world import World
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.tensors import Replacement
@@ -28,6 +28,7 @@ def replacements(world: World, ledger: VirtualLedger, line: Line | None) -> Iter
         yield from group.replacements(world)
         yield from objects.replacements(ledger.evaluator.rely_on, line)
         yield from others.replacements(ledger.evaluator.rely_on)
+        yield from reductions.replacements()
         yield from sharding.replacements(ledger.in_pytorch)
 
 
