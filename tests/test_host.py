@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from memsize.records.trace import Trace
 from memsize.tracing.ledger import Workspaces
 from memsize.units import format_bytes
 from memsize.virtual import seat
+from memsize.virtual.tensors import is_stand_in
 from memsize.workloads.program import Program
 from tests.ranks import PARAMETERS, Model, fsdp
 
@@ -45,6 +47,25 @@ def test_a_large_copy_says_that_it_is_on_the_cpu() -> None:
         there.copy_(copy, non_blocking=True)
         copy.copy_(there)
         assert run.memory.allocated == 2 * MiB
+
+
+@pytest.mark.parametrize("side", [SIDE, SIDE // 2])
+def test_what_is_made_on_the_cpu_like_a_tensor_of_the_gpu_can_be_pinned(side: int) -> None:
+    """Buffers of a program that offloads by itself, from 1 MiB on stand-ins, as copies are. One is there while the next
+    is made.
+    """
+    run = program()
+    with run.open():
+        there = torch.ones(side, side, device="cuda")
+        for like in (there, there.cpu()):
+            buffer = torch.empty_like(like, device="cpu", pin_memory=True)
+            buffer.copy_(there, non_blocking=True)
+            assert buffer.is_cpu and buffer.is_pinned() and is_stand_in(buffer) == (side == SIDE)
+            for moment in (torch.zeros_like(buffer, device="cpu"), buffer.new_zeros(buffer.shape, device="cpu")):
+                assert moment.is_cpu and not moment.is_pinned()
+                buffer.grad = moment
+        assert run.memory.allocated == side * side * 4
+    assert f"at most {format_bytes(2 * side * side * 4)} are in pinned memory" in next(run.ledger.host_memory.notes())
 
 
 def test_small_copies_have_values() -> None:
@@ -99,6 +120,47 @@ def offloaded(small: int) -> Trace:
         step = fsdp(offload_policy=CPUOffloadPolicy())
         ids = torch.zeros(2, 8, dtype=torch.long)
         return memsize.trace(Model(), ids, world=memsize.World(8, 3), step=step, gpu="t4", steps=3).trace
+
+
+FSDP1 = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffload, FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+dist.init_process_group("nccl")
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+model = FSDP(model, device_id=0, cpu_offload=CPUOffload({offload}))
+optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+for number in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(8, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+held = torch.cuda.memory_allocated()
+print("held", held)
+whole = FullStateDictConfig({offload_state}, True), FullOptimStateDictConfig({offload_state}, True)
+with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
+    states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+assert {{tuple(each.shape) for each in states[0].values()}} == {{(1024, 1024)}}
+assert all(each.is_cpu for each in states[0].values()) == {offload_state}
+del states
+assert torch.cuda.memory_allocated() == held, (torch.cuda.memory_allocated(), held)
+optimizer.step()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:FSDP.state_dict_type", "ignore:`_get_pg_default_device`")
+@pytest.mark.parametrize("offload_state", [False, True])
+def test_fsdp1_trains_and_gives_its_whole_state(
+    tmp_path: Path, offload_state: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 MiB of parameters: rank 0 of 4 has 4 MiB of them, as much of gradients and momentum, here or on the host."""
+    for offload in (False, True):
+        (tmp_path / "train.py").write_text(FSDP1.format(offload=offload, offload_state=offload_state), encoding="utf-8")
+        found = memsize.run(tmp_path / "train.py", gpus=4, gpu="t4", steps=0)
+        assert found.failure is None and found.steps == 3
+    here, there = map(int, re.findall(r"held (\d+)", capsys.readouterr().out))
+    assert here - there == 3 * 4 * MiB
 
 
 def test_offloaded_shards_are_on_the_gpu_as_they_are_where_the_host_really_holds_them() -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from memsize.errors import InputError
@@ -137,6 +138,19 @@ class Backends:
 
         return get_backend
 
+    def devices(self, original: Any) -> property:
+        """The devices on which the backend of a group sends: the fake one says that it does on all."""
+
+        def device_types(group: Any) -> list[torch.device]:
+            backend = self._parts.get(group, self._whole)
+            if backend in (None, _UNNAMED):
+                found: list[torch.device] = original.__get__(group)
+                return found
+            config: Any = dist.distributed_c10d.BackendConfig(backend)
+            return [torch.device(name) for name in config.get_device_backend_map()]
+
+        return property(device_types)
+
 
 def replacements(world: World) -> Iterator[Replacement]:
     """What joins this process to groups."""
@@ -169,6 +183,7 @@ def replacements(world: World) -> Iterator[Replacement]:
                 yield owner, name, _without_backend(getattr(group, name), asked)
     for owner in (dist, group):
         yield owner, "is_nccl_available", lambda: True
+    yield dist.ProcessGroup, "_device_types", asked.devices(vars(dist.ProcessGroup)["_device_types"])
     # The group puts a prefix before the keys of its store, by which Python's own methods are not reached.
     yield group, "_get_default_store", lambda: own[0] if default_store() and own else default_store()
     yield meshes.DeviceMesh, _STARTS, _within(world, getattr(meshes.DeviceMesh, _STARTS))

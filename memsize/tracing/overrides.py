@@ -105,10 +105,11 @@ def _patches_of_torch() -> tuple[Patch, ...]:
     # PyTorch builds a table of its factories, by identity, on first use: that must not happen while they are replaced.
     _device_constructors()
     from_numbers = [(torch, "tensor"), (torch, "as_tensor"), (torch, "asarray")]
-    with_device = [(torch, name) for name in _FACTORIES.split()] + [(Tensor, name) for name in _METHODS.split()]
+    with_device = [(torch, name) for name in _FACTORIES.split()]
     return (
         *(Patch(owner, name, _from_numbers) for owner, name in from_numbers),
-        *(Patch(owner, name, _on_device) for owner, name in with_device),
+        *(Patch(owner, name, _like if name.endswith("_like") else _on_device) for owner, name in with_device),
+        *(Patch(Tensor, name, _beside) for name in _METHODS.split()),
         Patch(Tensor, "new_tensor", _new_tensor),
         Patch(Tensor, "__getitem__", _indexed),
         Patch(Tensor, "__setitem__", lambda original: _assigned(_indexed(original))),
@@ -273,6 +274,26 @@ def _on_device(original: Function) -> Function:
 
     def made(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **(_on_meta(kwargs) if "device" in kwargs else kwargs))
+
+    return made
+
+
+def _like(original: Function) -> Function:
+    """``empty_like(x, device=…)``: on the host, it is a stand-in where a copy of `x` would be one."""
+
+    def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        place = kwargs.get("device") is not None and place_on(tensor, kwargs["device"])
+        return original(tensor, *args, **(kwargs | {"device": place} if place else kwargs))
+
+    return made
+
+
+def _beside(original: Function) -> Function:
+    """``x.new_empty(sizes, device=…)``: on the host, it is a stand-in where `x` is one there."""
+    like, given = _like(original), _on_device(original)
+
+    def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (like if host_place(tensor) == place_of(tensor) else given)(tensor, *args, **kwargs)
 
     return made
 

@@ -147,19 +147,19 @@ class VirtualLedger(Ledger):
             kwargs = {**kwargs, "device": _META}
         elif SEAT.has_others:
             gpu = gpu_of(func, args)
+        pins = bool(kwargs.get("pin_memory")) or (func is _TO_COPY and bool(kwargs.get("non_blocking")))
+        kwargs = _unpinned(kwargs)
         if self.absent or gpu != SEAT.index:
             result = self._on_other(gpu, func, args, kwargs)
-            copied = func is _TO_COPY and gpu == HOST and kwargs.get("non_blocking")
-            return self.host_memory.pin(result) if copied else result
+            return self.host_memory.pin(result) if pins and gpu == HOST else result
         with self._turn:
             _thread.depth += 1
             try:
                 for tensor in taken_to_gpu(args) if device is None else ():
                     self.enter(tensor, "temporary", self.known[func].name)
                 result = super().__torch_dispatch__(func, types, args, kwargs)
-                if func is _TO_COPY and kwargs.get("non_blocking") and device is not None and device.type == "cpu":
-                    self.host_memory.pin(result)
-                return result
+                on_cpu = device is not None and device.type == "cpu"
+                return self.host_memory.pin(result) if pins and on_cpu else result
             finally:
                 _thread.depth -= 1
                 self._observer()

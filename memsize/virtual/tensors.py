@@ -34,6 +34,8 @@ Replacement = tuple[Any, str, Any]
 """What is replaced: its owner, its name there, and what takes its place."""
 
 _CPU = torch.device("cpu")
+_STANDS_FOR = "_memsize_stands_for"
+"""The attribute of a gradient that is not where its tensor is, which keeps the one that is meant."""
 _TO_COPY: Any = torch.ops.aten._to_copy.default
 _base = torch._C.TensorBase
 _device: Any = vars(_base)["device"]
@@ -179,21 +181,36 @@ def _storage_copy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _setter(ledger: VirtualLedger) -> Callable[[Tensor, Tensor], None]:
     """``p.data = p.data.cuda()`` keeps the object on CUDA, and so all that optimizers hold of it. PyTorch takes tensors
-    of the CPU and of CUDA for the same type, but not those of `meta`: here the two exchange what they are made of.
+    of the CPU and of CUDA for the same type, but not those of `meta`: here the two exchange what they are made of. A
+    gradient stays where it is, which PyTorch's own are not asked to here: another stands for it until its data is
+    replaced too, or the tensor is back.
     """
 
     def assign(tensor: Tensor, value: Tensor) -> None:
+        vars(tensor).pop(_STANDS_FOR, None)
         if is_meta(tensor) == is_meta(value):
             _data.__set__(tensor, value)
             return
         fresh, grad = value.detach().requires_grad_(tensor.requires_grad), tensor.grad
         torch._C._swap_tensor_impl(tensor, fresh)
-        if grad is not None:  # its data is replaced next, as that of a gradient that is still elsewhere
-            tensor.grad = torch.empty((), dtype=grad.dtype, device=value.device).expand(grad.shape)
+        if grad is not None:
+            gradient = vars(grad).get(_STANDS_FOR)
+            if gradient is None or is_meta(gradient) != is_meta(value):
+                gradient = torch.empty((), dtype=grad.dtype, device=value.device).expand(grad.shape)
+                vars(gradient)[_STANDS_FOR] = grad
+            _give(tensor, gradient)
         if is_meta(tensor) and isinstance(tensor, nn.Parameter):
             ledger.mark(tensor, "parameter")
 
     return assign
+
+
+def _give(tensor: Tensor, gradient: Tensor) -> None:
+    """``tensor.grad = gradient`` of any shape: a flat parameter of FSDP is whole at times, and its gradient is not."""
+    data = gradient.detach()
+    _data.__set__(gradient, tensor.detach())
+    tensor.grad = gradient
+    _data.__set__(gradient, data)
 
 
 def _by_number(original: Callable[..., Any]) -> Callable[..., Any]:
