@@ -13,6 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from memsize.device import limited
 from memsize.device.allocator import replay
 from memsize.device.config import AllocatorConfig
 from memsize.device.limited import Limited, replay_within
@@ -672,17 +673,35 @@ def test_trying_for_it_gives_back_what_is_cached():
     assert replay(events, capacity=49 * MiB, optional={2}).final.reserved == 30 * MiB
 
 
-def test_replay_within_takes_the_largest_context_with_which_a_run_completes():
+def test_a_card_is_replayed_beside_the_least_and_the_most_that_others_take():
     events, outside = [(0, 30 * MiB), (0, -30 * MiB), (1, 40 * MiB)], Interval(10 * MiB, 20 * MiB)
     config = AllocatorConfig()
-    roomy = replay_within(events, config, 90 * MiB, outside)
-    assert roomy == Limited(replay(events))
-    assert replay_within(events, config, 89 * MiB, outside) == Limited(replay(events, capacity=69 * MiB))
+
+    def alone(replay):
+        return Limited(replay, replay)
+
+    assert replay_within(events, config, 90 * MiB, outside) == alone(replay(events))
+    # Of 89 MiB, 79 are enough for 30 + 40; where 69 are left, the first 30 are given back.
+    found = replay_within(events, config, 89 * MiB, outside)
+    assert found == Limited(replay(events), replay(events, capacity=69 * MiB))
+    assert (found.replay.reserved.bytes, found.tightest.reserved.bytes) == (70 * MiB, 40 * MiB)
+    # Of 79 MiB, neither 69 nor 59 are.
+    assert replay_within(events, config, 79 * MiB, outside).replay.reserved.bytes == 40 * MiB
     perhaps = replay_within(events, config, 59 * MiB, outside)
-    assert perhaps.replay == replay(events, capacity=49 * MiB) and not perhaps.certain
+    assert perhaps.replay == perhaps.tightest == replay(events, capacity=49 * MiB) and not perhaps.certain
     assert perhaps.failure == replay(events, capacity=39 * MiB).out_of_memory
     never = replay_within(events, config, 49 * MiB, outside)
-    assert never == Limited(replay(events), replay(events, capacity=29 * MiB).out_of_memory, certain=True)
+    assert never == alone(replay(events))._replace(
+        failure=replay(events, capacity=29 * MiB).out_of_memory, certain=True
+    )
+
+
+def test_a_run_that_needs_a_fuller_card_is_told_as_it_ends_there(monkeypatch):
+    """Giving back early may leave room where a larger block would have been split: then the fuller card decides."""
+    fails, ends = replay([(0, 40 * MiB)], capacity=30 * MiB), replay([(0, 30 * MiB)], capacity=50 * MiB)
+    ends = replace(ends, refused=60 * MiB)
+    monkeypatch.setattr(limited, "replay", lambda *_, capacity, **__: ends if capacity == 50 * MiB else fails)
+    assert replay_within([], AllocatorConfig(), 70 * MiB, Interval(10 * MiB, 20 * MiB)) == Limited(ends, ends)
 
 
 # --- made-up streams of events
@@ -815,7 +834,8 @@ def test_what_a_card_shows_is_bounded_or_what_the_run_would_take(events, config,
     else:
         assert found.replay.reserved.bytes <= total - least
     if found.failure is None:
-        assert found.replay.reserved.bytes <= total - least - 20 * MiB
+        assert found.tightest.reserved.bytes <= total - least - 20 * MiB
+        assert found.replay.requested == found.tightest.requested
 
 
 @settings(deadline=None)

@@ -123,10 +123,15 @@ def test_cached_segments_are_given_back_before_memory_runs_out() -> None:
     # Without a bound 94 MiB: 30 + 12 + 12 and 40, one of 12 free. With 93 the free one makes room for the 40.
     assert estimate_gpu(STEP, card_of(94)).reserved == estimate_gpu(STEP).reserved == 94 * MiB
     for size in (93, 82):
+        # That is so beside the largest context; the smallest one leaves 350 MiB more.
         found = estimate_gpu(STEP, card_of(size))
-        assert (found.requested, found.allocated, found.reserved) == (82 * MiB, 82 * MiB, 82 * MiB)
-        assert found.shortage is None and found.fragmentation == 0
-        assert found.device == (382 * MiB, 732 * MiB)
+        assert (found.requested, found.allocated, found.reserved) == (82 * MiB, 82 * MiB, 94 * MiB)
+        assert found.shortage is None
+        assert found.device == (382 * MiB, (size + 650) * MiB)
+        short = estimate_gpu(STEP, card_of(size - 350))
+        assert short.shortage is not None and not short.shortage.certain
+        assert (short.requested, short.allocated, short.reserved) == (82 * MiB, 82 * MiB, 82 * MiB)
+        assert short.fragmentation == 0
 
 
 def test_a_run_that_may_not_fit_says_how_it_would_end() -> None:
@@ -258,14 +263,19 @@ def test_only_the_workspaces_of_convolutions_are_scaled() -> None:
 
 
 def test_a_convolution_does_without_a_workspace_that_has_no_room() -> None:
-    # Beside 30 MiB there is no room for workspaces of 12 and of 14 MiB.
     tight = replace(CONVOLVED, events=(*CONVOLVED.events[:5], *CONVOLVED.events[7:]))  # without addmm's
     assert tight.events[1].storage == 1 and {event.storage for event in tight.events} == {0, 1, 2, 4}
-    found = estimate_gpu(replace(tight, events=tight.events[:5]), card_of(31))
-    assert found.shortage is None and found.reserved == 30 * MiB
-    assert found.device == (330 * MiB, 680 * MiB)
+    tight = replace(tight, events=tight.events[:5])
+    # Beside 30 MiB, workspaces of 12 and of 14 MiB have room if the context is small, and none if it is large.
+    roomy = estimate_gpu(tight, card_of(31))
+    assert roomy.shortage is None and roomy.reserved == (30 + 12 + 14) * MiB
+    assert roomy.device == (330 * MiB, 681 * MiB)
+    # Here a small context leaves 31 MiB.
+    found = estimate_gpu(tight, card_of(31 - 350))
+    assert found.shortage is not None and not found.shortage.certain and found.reserved == 30 * MiB
+    assert found.device == (330 * MiB, 331 * MiB)
     assert found.requested == sum(found.roles.values()) == 30 * MiB
-    drawn = timeline(replace(tight, events=tight.events[:5]), where=card_of(31))
+    drawn = timeline(tight, where=card_of(31 - 350))
     assert drawn.delta == (30 * MiB, 0, 0, 0, 0)
     assert drawn.total == drawn.allocated == drawn.reserved == (30 * MiB,) * 5
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memsize
+from memsize.analysis.findings.memory import lagging
 from memsize.analysis.program import program_run
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator import replay
@@ -299,6 +300,14 @@ def test_an_event_of_before_is_not_waited_for_long_enough() -> None:
         early.synchronize()
         torch.empty(10 * MiB, dtype=torch.uint8, device="cuda")
     assert program_run(program, "test", None).peak.lag == Lag(1, 20 * MiB)
+
+
+def test_a_lag_may_reserve_no_more_and_still_run_out_of_memory() -> None:
+    assert lagging(Lag(2, 10 * MiB, runs_out=True), 10 * MiB).text() == (
+        "No more than 10.00 MiB are reserved where the GPU lags behind: record_stream handed 2 tensors to another "
+        "stream, and what is freed of them can be reused only when that stream is done with it; PyTorch waits for it "
+        "before it gives up, and may still run out of memory."
+    )
 
 
 PREFETCHING = """

@@ -42,7 +42,8 @@ class Replays:
         how: Any = {"streams": events.streams, "emptied": events.emptied, "timeline": self._timeline}
         how["deferred"] = events.deferred if lags else None
         if card is None:
-            return Limited(replay(events, self.config, **how))
+            unbounded = replay(events, self.config, **how)
+            return Limited(unbounded, unbounded)
         return replay_within(events, self.config, *card, optional=optional, **how)
 
 
@@ -72,7 +73,7 @@ def estimate_gpu(
         requested=replayed.requested.bytes,
         allocated=replayed.allocated.bytes,
         reserved=replayed.reserved.bytes,
-        device=_device(trace, where, replays, replayed, bounded=not (shortage and shortage.certain)),
+        device=_device(trace, where, replays, bounded=not (shortage and shortage.certain)),
         fragmentation=replayed.fragmentation,
         peak_phase=phase,
         peak_step=step,
@@ -126,24 +127,22 @@ def _outside(trace: Trace, where: Card | None) -> Interval:
 def device_since(trace: Trace, where: Card, config: AllocatorConfig, event: int) -> Interval:
     """The most that the GPU would show from `event` of the run on."""
     replays = Replays(config, timeline=True)
-    replayed, _ = _on_card(trace, flow_of(trace), where, replays)
-    return _device(trace, where, replays, replayed, bounded=True, since=event)
+    return _device(trace, where, replays, bounded=True, since=event)
 
 
-def _device(
-    trace: Trace, where: Card | None, replays: Replays, replayed: Replay, *, bounded: bool, since: int = 0
-) -> Interval:
-    """Reserved memory plus what is taken outside the allocator, with the smallest and the largest convolution
-    workspaces that are possible, and with a GPU that lags behind or doesn't, at its peak `since` an event. For one that
-    isn't the first the replays have timelines.
+def _device(trace: Trace, where: Card | None, replays: Replays, *, bounded: bool, since: int = 0) -> Interval:
+    """Reserved memory plus what is taken outside the allocator, which decides how much can be reserved: with the
+    smallest and the largest convolution workspaces that are possible, and with a GPU that lags behind or doesn't, at
+    its peak `since` an event. For one that isn't the first the replays have timelines.
     """
     outside = _outside(trace, where)
     flows = [requests(trace, factor) for factor in factors(trace)]
-    cases = [*((flow, False) for flow in flows[1:]), *((flow, True) for flow in flows if flow.deferred)]
-    others = (replays.of(trace, flow, where, lags=lags).replay for flow, lags in cases)
+    cases = [*((flow, False) for flow in flows), *((flow, True) for flow in flows if flow.deferred)]
+    found = [replays.of(trace, flow, where, lags=lags) for flow, lags in cases]
     reserved = [
         int(each.timeline.reserved[since:].max()) if since and each.timeline else each.reserved.bytes
-        for each in (replayed, *others)
+        for limited in found
+        for each in (limited.replay, limited.tightest)
     ]
     high = max(reserved) + outside.high
     return Interval(min(reserved) + outside.low, min(high, where.bytes) if where and bounded else high)

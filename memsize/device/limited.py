@@ -1,4 +1,4 @@
-"""The replay of a run on a card, whose memory the CUDA context leaves to the allocator only in part."""
+"""The replay of a run on a card, whose memory is left to the allocator only in part."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from memsize.records.gpu import Interval
 
 
 class Limited(NamedTuple):
-    """A replay on a card, and the request that fails there if the CUDA context is as large as it may be.
+    """A replay on a card with the least that may be taken outside the allocator, `tightest` that with the most, and the
+    request that fails there.
 
-    `certain`: it fails even with the smallest one. The replay is then one without any bound.
+    Where a run only completes with the least, both are that replay. `certain`: it fails even so, and they are a replay
+    without any bound.
     """
 
     replay: Replay
+    tightest: Replay
     failure: OutOfMemory | None = None
     certain: bool = False
 
@@ -35,15 +38,23 @@ def replay_within(
     deferred: Mapping[int, int] | None = None,
     timeline: bool = False,
 ) -> Limited:
-    """The replay on a card of `total` bytes, of which the CUDA context takes between the ends of `outside`.
+    """The replay on a card of `total` bytes, of which the CUDA context, and NCCL, take between the ends of `outside`.
 
-    It is that with the largest context with which the run completes. The rest is as for `replay`.
+    Near the limit the ends differ: what is taken outside decides when cached segments are given back, and a run that
+    gives some back reserves less. The rest is as for `replay`.
     """
     how: Any = {"streams": streams, "emptied": emptied, "deferred": deferred, "timeline": timeline}
-    failure = None
-    for taken in dict.fromkeys((outside.high, outside.low)):
-        found = replay(events, config, capacity=max(total - taken, 0), total=total, optional=optional, **how)
-        if found.out_of_memory is None:
-            return Limited(found, failure)
-        failure = failure or found.out_of_memory
-    return Limited(replay(events, replace(config, memory_fraction=1.0), **how), failure, certain=True)
+
+    def beside(taken: int) -> Replay:
+        return replay(events, config, capacity=max(total - taken, 0), total=total, optional=optional, **how)
+
+    tightest = beside(outside.high)
+    if tightest.refused is None:
+        return Limited(tightest, tightest)
+    roomiest, failure = beside(outside.low), tightest.out_of_memory
+    if roomiest.out_of_memory is None:
+        return Limited(roomiest, tightest if failure is None else roomiest, failure)
+    if failure is None:
+        return Limited(tightest, tightest)
+    ample = replay(events, replace(config, memory_fraction=1.0), **how)
+    return Limited(ample, ample, failure, certain=True)

@@ -28,10 +28,9 @@ _POSSIBLE_BRIEF: Final = "{what} may not fit on {gpu}: with a large CUDA context
 _POSSIBLE_AMONG_BRIEF: Final = (
     "{what} may not fit on {gpu}: with a large CUDA context and NCCL's buffers it runs out of memory in the {where}."
 )
-_LAG: Final = (
-    "Up to {reserved} are reserved where the GPU lags behind, {more} more: {tensors}, and what is freed of them can be "
-    "reused only when that stream is done with it"
-)
+_LAG: Final = "Up to {reserved} are reserved where the GPU lags behind, {more} more"
+_LAG_ALIKE: Final = "No more than {reserved} are reserved where the GPU lags behind"
+_STREAM: Final = ": {tensors}, and what is freed of them can be reused only when that stream is done with it"
 _HANDED: Final = "record_stream handed {count} tensors to another stream"
 _RUNS_OUT: Final = "; PyTorch waits for it before it gives up, and may still run out of memory"
 _PHASES: Final = {"optimizer": "optimizer's update", "zero_grad": "zeroing of gradients"}
@@ -74,5 +73,7 @@ def lagging(lag: Lag, reserved: int, code: str = "record-stream") -> Finding:
     """How much more than `reserved` it may be where the GPU lags behind the program, and why."""
     one = lag.tensors == 1
     tensors = "record_stream handed a tensor to another stream" if one else _HANDED.format(count=lag.tensors)
-    values = {"reserved": Bytes(lag.reserved), "more": Bytes(lag.reserved - reserved), "tensors": tensors}
-    return Finding(code, lag.reserved - reserved, (), f"{_LAG}{_RUNS_OUT if lag.runs_out else ''}.", values)
+    more = lag.reserved - reserved
+    values = {"reserved": Bytes(lag.reserved), "more": Bytes(more), "tensors": tensors}
+    text = (_LAG if more else _LAG_ALIKE) + _STREAM + (_RUNS_OUT if lag.runs_out else "")
+    return Finding(code, more, (), f"{text}.", values)

@@ -36,7 +36,7 @@ def predict(
     config = AllocatorConfig.parse(stack.allocator)
     possible = variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]
     outside = context(stack.cuda, stack.module_loading)
-    peaks = [_peaks(each, config, trace, stack.total, outside) for each in possible]
+    peaks = [found for each in possible for found in _peaks(each, config, trace, stack.total, outside)]
     least, most = Peaks.least(peaks), Peaks.most(peaks)
     first = _last_step(trace)
     return Prediction(
@@ -57,11 +57,12 @@ def convolves(trace: Trace) -> bool:
     return any(event.op in CONVOLUTIONS for event in trace.events)
 
 
-def _peaks(events: Flow, config: AllocatorConfig, trace: Trace, total: int, outside: Interval) -> Peaks:
-    """The peaks on a card of `total` bytes, with a CUDA context of `outside`."""
+def _peaks(events: Flow, config: AllocatorConfig, trace: Trace, total: int, outside: Interval) -> Iterator[Peaks]:
+    """The peaks on a card of `total` bytes, beside the least and the most that is taken `outside` the allocator."""
     optional = dispensable(trace)
-    found = replay_within(events, config, total, outside, streams=events.streams, optional=optional).replay
-    return Peaks(found.requested.bytes, found.allocated.bytes, found.reserved.bytes)
+    found = replay_within(events, config, total, outside, streams=events.streams, optional=optional)
+    for each in (found.replay, found.tightest):
+        yield Peaks(each.requested.bytes, each.allocated.bytes, each.reserved.bytes)
 
 
 def _last_step(trace: Trace) -> int:
