@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -489,6 +490,21 @@ def test_groups_have_the_devices_of_their_backends() -> None:
         found = [group._device_types for group in (dist.group.WORLD, dist.new_group([2, 3], backend="gloo"))]
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert found[0] == [cuda] and set(found[1]) == {cpu, cuda}
+
+
+def test_options_of_nccl_are_taken_by_builds_without_it() -> None:
+    """As Megatron sets them, and as torchtitan shortens the time that a group waits."""
+    options = "ProcessGroupNCCL" in vars(dist)
+    with memsize.virtual_gpu("t4", world=World(4)):
+        dist.init_process_group("nccl")
+        given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        given.config.cga_cluster_size = 4
+        assert given.is_high_priority_stream
+        group = dist.new_group([0, 1], pg_options=given)
+        assert dist.get_world_size(group) == 2 and not isinstance(group, dist.ProcessGroupNCCL)
+        with pytest.warns(UserWarning, match="Set timeout is now only supported"):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=100), group)
+    assert ("ProcessGroupNCCL" in vars(dist)) is options
 
 
 ALONE = """

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -152,6 +153,16 @@ class Backends:
         return property(device_types)
 
 
+class NoNCCL:
+    """`ProcessGroupNCCL` in builds of PyTorch that lack it: no group is one, and its options decide nothing here."""
+
+    class Options(SimpleNamespace):
+        """Takes whatever is set."""
+
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
+
+
 def replacements(world: World) -> Iterator[Replacement]:
     """What joins this process to groups."""
     import torch.distributed.device_mesh as meshes
@@ -183,6 +194,8 @@ def replacements(world: World) -> Iterator[Replacement]:
                 yield owner, name, _without_backend(getattr(group, name), asked)
     for owner in (dist, group):
         yield owner, "is_nccl_available", lambda: True
+        if not hasattr(owner, "ProcessGroupNCCL"):
+            yield owner, "ProcessGroupNCCL", NoNCCL
     yield dist.ProcessGroup, "_device_types", asked.devices(vars(dist.ProcessGroup)["_device_types"])
     # The group puts a prefix before the keys of its store, by which Python's own methods are not reached.
     yield group, "_get_default_store", lambda: own[0] if default_store() and own else default_store()
