@@ -550,6 +550,32 @@ def test_code_that_asks_for_the_backend_sends_what_it_would(tmp_path: Path, back
     assert [(each.kind, each.bytes) for each in found.trace.collectives] == 3 * [("all-gather", whole), (kind, whole)]
 
 
+TWO_OPTIMIZERS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+models = [torch.nn.Linear(512, size, bias=False, device="cuda") for size in (512, 1024)]
+optimizers = [torch.optim.{optimizer}(model.parameters(), lr=0.1) for model in models]
+while True:
+    for model, optimizer in zip(models, optimizers):
+        model(torch.ones(8, 512, device="cuda")).sum().backward()
+        dist.all_reduce(model.weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_what_is_sent_in_a_step_is_that_of_all_optimizers(tmp_path: Path, optimizer: str) -> None:
+    """Gradients of 1 and 2 MiB, also where the step of the second makes nothing new and ends the run."""
+    (tmp_path / "train.py").write_text(TWO_OPTIMIZERS.format(optimizer=optimizer), encoding="utf-8")
+    trace = memsize.run(tmp_path / "train.py", gpus=4, gpu="t4").trace
+    assert [(each.count, each.bytes, each.largest) for each in traffic(trace)] == [(2, 3 * MiB, 2 * MiB)]
+    steps = [trace.phases[each.phase].split()[1] for each in trace.collectives]
+    assert steps == ["1", "1", "2", "2", "3", "3"]
+
+
 # -- objects ----------------------------------------------------------------------------------------------------------
 
 

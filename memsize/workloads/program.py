@@ -238,7 +238,7 @@ class Program:
         layers = layer_rows(seen, tensors, storages, calls.kept, ledger.multiply_adds)
         convolutions = ledger.workspaces.convolutions
         recorded = ledger.events[: self._seen if self._end is None else self._end]
-        events, phases = self.steps.numbered(recorded, ledger.clock.phases)
+        events, collectives, phases = self.steps.numbered(recorded, ledger.collectives, ledger.clock.phases)
         return Trace(
             model=self.name,
             scenario="as-given",
@@ -267,7 +267,7 @@ class Program:
             emptied=tuple(self.memory.emptied),
             deferred=ledger.order.deferred(len(events)),
             world=self.world or World(),
-            collectives=tuple(ledger.collectives),
+            collectives=collectives,
         )
 
     def _root_names(self) -> list[str]:

@@ -22,7 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memsize.internals.pytree import tensors_in
 from memsize.model.tensor_storage import plain_tensors
 from memsize.records.aggregates import split_phase
+from memsize.records.timeline import AROUND
 from memsize.records.trace import Event
+from memsize.records.world import Collective
 from memsize.virtual.ledger import VirtualLedger
 from memsize.virtual.tensors import Replacement
 
@@ -45,6 +47,14 @@ class Zeroed(NamedTuple):
     freed: frozenset[int]
 
 
+class _End(NamedTuple):
+    """How many events and collectives there were after an optimizer's step, and whether that was the leader's."""
+
+    events: int
+    collectives: int
+    leads: bool
+
+
 class ProgramSteps:
     """The steps of a program's optimizers, of which `wanted` are to be made by each (0: as many as it makes).
 
@@ -61,13 +71,12 @@ class ProgramSteps:
         self._line = line
         self._made = weakref.WeakKeyDictionary[Optimizer, int]()
         self._leader: weakref.ref[Optimizer] | None = None
-        self._ends: list[tuple[int, bool]] = []
-        """For each optimizer step, how many events there were after it, and whether it was the leader's."""
+        self._ends: list[_End] = []
 
     @property
     def done(self) -> int:
         """How many training steps were made."""
-        return sum(leads for _, leads in self._ends)
+        return sum(end.leads for end in self._ends)
 
     @property
     def over(self) -> bool:
@@ -149,7 +158,7 @@ class ProgramSteps:
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
         leads = self._leader() is optimizer
-        self._ends.append((len(self._ledger.events), leads))
+        self._ends.append(_End(len(self._ledger.events), len(self._ledger.collectives), leads))
         if leads:
             self._ledger.begin_step(self.done + 1)
             self.say(f"step {self.done + 1}" + f" of {self.wanted}" * (self.wanted > self.done))
@@ -159,18 +168,34 @@ class ProgramSteps:
     @property
     def ends(self) -> tuple[int, ...]:
         """For each training step, how many events there were when it was over."""
-        following = zip_longest(self._ends, self._ends[1:], fillvalue=(0, True))
-        return tuple(end for (end, _), (_, leads) in following if leads)
+        return tuple(end.events for end in self._last)
 
-    def numbered(self, events: Sequence[Event], phases: Sequence[str]) -> tuple[tuple[Event, ...], tuple[str, ...]]:
-        """`events` and their phases with each in the training step that it turned out to be part of."""
-        ends, found = self.ends, {name: place for place, name in enumerate(phases)}
+    @property
+    def _last(self) -> tuple[_End, ...]:
+        """The ends of the training steps: each is over when the leader is about to step again."""
+        following = zip_longest(self._ends, self._ends[1:])
+        return tuple(end for end, then in following if end is not None and (then is None or then.leads))
 
-        def phase_of(place: int, phase: int) -> int:
+    def numbered(
+        self, events: Sequence[Event], collectives: Sequence[Collective], phases: Sequence[str]
+    ) -> tuple[tuple[Event, ...], tuple[Collective, ...], tuple[str, ...]]:
+        """Events, collectives and phases, with each in the training step that it turned out to be part of."""
+        found = {name: place for place, name in enumerate(phases)}
+
+        def phase_of(place: int, phase: int, ends: Sequence[int]) -> int:
             return found.setdefault(in_step(phases[phase], place, ends), len(found))
 
-        moved = tuple(event._replace(phase=phase_of(place, event.phase)) for place, event in enumerate(events))
-        return moved, tuple(found)
+        ends, sent = self.ends, tuple(end.collectives for end in self._last)
+        moved = tuple(event._replace(phase=phase_of(place, event.phase, ends)) for place, event in enumerate(events))
+        met = tuple(each._replace(phase=phase_of(place, each.phase, sent)) for place, each in enumerate(collectives))
+        begun, over = {event.phase for event in moved}, len(ends)
+        return moved, met, tuple(name if place in begun else _around(name, over) for name, place in found.items())
+
+
+def _around(phase: str, over: int) -> str:
+    """The name of a phase without events: none is an update of a step that is not among the `over`."""
+    name, step = split_phase(phase)
+    return f"{AROUND} {step}" if name == "optimizer" and step > over else phase
 
 
 def in_step(phase: str, place: int, ends: Sequence[int]) -> str:
