@@ -100,6 +100,32 @@ def test_it_is_what_stages_of_ones_own_do() -> None:
 
 
 @pytest.mark.parametrize(
+    ("parallel", "scenario"),
+    [("pp=2", "fp32"), ("pp=2", "amp-bf16"), ("pp=2", "bf16"), ("fsdp=2,pp=2", "amp-bf16"), ("ddp=2,pp=2", "amp-fp16")],
+)
+def test_each_stage_returns_what_it_says(parallel: str, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one what the model returns, in its precision: PyTorch 2.11 compares that too."""
+    from torch.distributed import pipelining
+
+    returned: list[int] = []
+
+    class Compared(pipelining.PipelineStage):
+        def __init__(self, *args: Any, output_args: tuple[torch.Tensor, ...], **options: Any) -> None:
+            super().__init__(*args, output_args=output_args, **options)
+            self.said = [(each.shape, each.dtype) for each in output_args]
+
+        def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+            result = super().forward_one_chunk(*args, **options)
+            assert [(each.shape, each.dtype) for each in result] == self.said
+            returned.append(self.stage_index)
+            return result
+
+    monkeypatch.setattr(pipelining, "PipelineStage", Compared)
+    ranks(parallel, scenario=scenario, steps=1)
+    assert set(returned) == {0, 1}
+
+
+@pytest.mark.parametrize(
     ("parallel", "scenario", "spread"),
     [
         ("fsdp=2,pp=2", "fp32", sharded_stage()),

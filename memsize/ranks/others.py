@@ -13,7 +13,7 @@ from memsize.ranks.group import Replacement
 _AT_ONCE: Final = "all ranks have equally many batches: they leave Join together"
 _FROM_NEXT: Final = "what is received from any rank is taken to come from the next one"
 _SHARED: Final = "memory that GPUs share (torch.distributed._symmetric_memory)"
-_REACHING: Final = {
+REACHING: Final = {
     "torch.distributed.rpc": (("init_rpc",), "torch.distributed.rpc calls functions of other processes"),
     "torch.distributed._symmetric_memory": (
         ("empty", "rendezvous", "get_symm_mem_workspace", "enable_symm_mem_for_group"),
@@ -46,7 +46,7 @@ def replacements(assume: Assume) -> Iterator[Replacement]:
 
 def later() -> dict[str, Callable[[Any], Iterator[Replacement]]]:
     """The functions that are refused, by the modules that have them."""
-    return {module: _refusing(*found) for module, found in _REACHING.items()}
+    return {module: _refusing(*found) for module, found in REACHING.items()}
 
 
 def check_ranks(func: Any, args: Any, size: int) -> None:

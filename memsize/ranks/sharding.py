@@ -11,8 +11,8 @@ _runtime_utils.py of torch/distributed/fsdp (2.11 to 2.14).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -53,6 +53,11 @@ def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callab
         # Each rank would be given its part of one sequence of random numbers; none are drawn here.
         tracker = module.OffsetBasedRNGTracker
         yield tracker, "distribute_region_enabled", property(lambda _: False, lambda *_: None)
+        yield (
+            tracker,
+            "_distribute_region",
+            lambda *args, **options: nullcontext(),
+        )  # PyTorch 2.11 enters it all the same
         yield tracker, "_set_device_state", lambda *_: None
 
     def parameters(module: Any) -> Iterator[Replacement]:
@@ -75,6 +80,8 @@ def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callab
         name = "_warmup_backward_result"
         if hasattr(module.PipelineStage, name):
             yield module.PipelineStage, name, _voted(getattr(module.PipelineStage, name))
+        if alone and hasattr(module.PipelineStage, "_shape_inference"):  # of PyTorch before 2.12
+            yield module.PipelineStage, "_shape_inference", _would_ask
 
     def schedules(module: Any) -> Iterator[Replacement]:
         name = "_warmup_p2p"
@@ -167,16 +174,20 @@ def _warmed_up(original: Callable[..., None], module: Any, alone: bool) -> Calla
     def warmup(schedule: Any, stages: list[Any], has_backward: bool, *args: Any, **options: Any) -> None:
         asking = [stage for stage in stages if _asks(stage, has_backward, module)]
         if asking and alone:
-            raise InputError(
-                f"stage {asking[0].stage_index} of the pipeline would ask its neighbours for the shapes that they "
-                "send: give PipelineStage its input_args and output_args, or use memsize run or memsize.trace where "
-                "processes fork, as on Linux: they run those too"
-            )
+            _would_ask(asking[0])
         original(schedule, stages, has_backward, *args, **options)
         for stage in stages if asking else ():
             stage._inference_mode = module.InferenceMode.DYNAMIC
 
     return warmup
+
+
+def _would_ask(stage: Any, *_: Any, **__: Any) -> NoReturn:
+    raise InputError(
+        f"stage {stage.stage_index} of the pipeline would ask its neighbours for the shapes that they send: give "
+        "PipelineStage its input_args and output_args, or use memsize run or memsize.trace where processes fork, as on "
+        "Linux: they run those too"
+    )
 
 
 def _asks(stage: Any, has_backward: bool, module: Any) -> bool:

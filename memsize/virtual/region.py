@@ -22,7 +22,7 @@ import torch.utils.data
 
 from memsize.errors import InputError
 from memsize.internals.switchboard import Line, connected
-from memsize.ranks import group
+from memsize.ranks import group, others
 from memsize.records.world import World
 from memsize.tracing import overrides
 from memsize.tracing.functional import functional_transforms_allowed
@@ -51,7 +51,7 @@ _CUDA = "12.8"
 _CUDNN = 91501
 _EAGER = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
-_APART = frozenset({"torch._dynamo", overrides.FLEX, triton_kernels.MODULE} | _SHARDING)
+_APART = frozenset({"torch._dynamo", overrides.FLEX, triton_kernels.MODULE, *_SHARDING, *others.REACHING})
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
     "transformers.utils.import_utils",

@@ -30,7 +30,7 @@ from memsize.virtual.ledger import VirtualLedger
 
 
 class Returned(NamedTuple):
-    """What a block returned in the first forward: its leaves, and what they are leaves of."""
+    """What a block, or the model, returned in the first forward: its leaves, and what they are leaves of."""
 
     leaves: list[Any]
     spec: TreeSpec
@@ -57,8 +57,9 @@ class Returned(NamedTuple):
 class Line(NamedTuple):
     """The blocks of a model in the order in which its forward calls them.
 
-    Place `k` of the forward is all that runs from the end of block ``k - 1`` to the end of block `k`. `read` are the
-    parameters, by their `id`, that are read at each place.
+    Place `k` of the forward is all that runs from the end of block ``k - 1`` to the end of block `k`. `returned` has
+    what each block returned, and last what the model did. `read` are the parameters, by their `id`, that are read at
+    each place.
     """
 
     blocks: tuple[nn.Module, ...]
@@ -111,9 +112,11 @@ def line_of(model: nn.Module, blocks: Blocks, call: Call) -> Line:
     parameters = set(map(id, model.parameters()))
     walk = _Walk(parameters)
     with _forwards(blocks.modules, walk.block), walk.reads:
-        walk.ended(model(*call[0], **call[1]))
+        result = model(*call[0], **call[1])
+        walk.ended(result)
     read = tuple(walk.reads.at[place] & parameters for place in range(len(walk.blocks) + 1))
-    return Line(tuple(walk.blocks), tuple(walk.returned), read, tuple(walk.needs))
+    returned = (*walk.returned, Returned.of(tuple(arguments_in((result,)))).detached())
+    return Line(tuple(walk.blocks), returned, read, tuple(walk.needs))
 
 
 class _Walk:
@@ -216,8 +219,8 @@ class Stage(nn.Module):
 
     @property
     def returns(self) -> tuple[Tensor, ...]:
-        """Tensors like those that its last block returns."""
-        return self._line.returned[self._end - 1].tensors
+        """Tensors like those that its last block returns, or the model."""
+        return self._line.returned[self._end if self.is_last else self._end - 1].tensors
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self._received, self._runs, self._ledger.absent = tensors, True, not self.is_first
