@@ -5,6 +5,8 @@ score in float32; the backward keeps query, key, value, output, sums and the blo
 row while it runs. Sources: torch/_higher_order_ops/flex_attention.py (``flex_attention_fake_impl``,
 ``flex_attention_backward_fake_tensor_mode``, the autocast), torch/_inductor/kernel/flex/flex_attention.py (``delta``).
 
+Where a program compiles `create_block_mask`, the mask is reduced to its blocks as it is computed; uncompiled, it is held.
+
 Known limits: tensors that a score function reads are followed where its closure holds them, and their gradients are
 counted whole; the split kernels of decoding, which take partial sums, are not told apart.
 """
@@ -12,6 +14,7 @@ counted whole; the split kernels of decoding, which take partial sums, are not t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -96,3 +99,19 @@ def fused(
     mask = tuple(each for each in block_mask if isinstance(each, torch.Tensor))
     result: tuple[Tensor, Tensor, Tensor] = _Fused.apply(query, key, value, mask, *read)  # type: ignore[no-untyped-call]
     return result
+
+
+def compiled_mask(
+    create: Callable[..., Any], unrecorded: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """`create_block_mask` as torch.compile makes it: what it returns is all that it holds."""
+
+    def created(*args: Any, **options: Any) -> Any:
+        with unrecorded():
+            mask = create(*args, **options)
+        for name, held in vars(mask).items():
+            if isinstance(held, torch.Tensor):
+                setattr(mask, name, held.clone())
+        return mask
+
+    return created

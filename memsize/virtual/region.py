@@ -179,7 +179,8 @@ def _of_backends() -> Iterator[Replacement]:
 
 def _uncompiled(ledger: VirtualLedger) -> Any:
     """`torch.compile` that returns what it is given: the program runs eagerly. A function would be compiled when it is
-    called, and libraries decorate some that most programs never call.
+    called, and libraries decorate some that most programs never call. FlexAttention's masks are made without what is as
+    large as the scores, which no program could hold.
     """
     notes = ledger.evaluator.notes
 
@@ -189,9 +190,16 @@ def _uncompiled(ledger: VirtualLedger) -> Any:
         if options.get("disable"):
             return model
         if isinstance(model, FunctionType):
-            return noting(model)
+            return noting(fused(model))
         notes[_EAGER] = None
         return model
+
+    def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+        if function is not getattr(sys.modules.get(overrides.FLEX), "create_block_mask", None):
+            return function
+        from memsize.cuda.flex_attention import compiled_mask
+
+        return compiled_mask(function, ledger.absently)
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
