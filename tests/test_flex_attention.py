@@ -117,13 +117,14 @@ def test_pytorchs_module_is_left_as_it_was() -> None:
 def test_a_mask_is_held_whole_unless_it_is_compiled(compiled: str) -> None:
     """A mask of 1024 x 1024 numbers has 8 x 8 blocks."""
     whole, blocks = 1024 * 1024, 8 * 8
-    with memsize.virtual_gpu("a100") as gpu, pytest.warns(DeprecationWarning) if compiled == "told" else nullcontext():
+    warned = pytest.warns(DeprecationWarning, match="_compile") if compiled == "told" else nullcontext()
+    with memsize.virtual_gpu("a100") as gpu, warned:
         create = torch.compile(flex.create_block_mask) if compiled == "called" else flex.create_block_mask
         told = {"_compile": True} if compiled == "told" else {}
         mask = create(lambda b, h, i, j: i >= j, None, None, 1024, 1024, "cuda", **told)
         held = torch.cuda.memory_allocated()
     assert mask.kv_indices.shape == (1, 1, 8, 8) and mask.shape == (1, 1, 1024, 1024)
-    # 8 counts or 64 indices of int32 of queries and keys, in blocks whose values decide or in whole ones: each 512 bytes
+    # 8 counts or 64 indices of int32, of queries and of keys, in blocks whose values decide and in whole ones
     assert held == 8 * 512
     sizes = {each.bytes for each in gpu.trace.storages}
     assert sizes == {4 * 8, 4 * blocks} if compiled else max(sizes) >= whole

@@ -13,6 +13,7 @@ import pytest
 
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.timeline import timeline
+from memsize.constants.assumptions import UNCOMPILED
 from memsize.device.cards import card
 from memsize.documents import document
 from memsize.documents.sections import Findings
@@ -116,6 +117,8 @@ def test_what_does_not_fit_is_said_with_its_line() -> None:
     where = "at net.py:12, in forward 2 of body, relu asks for 20.00 MiB where 5.00 MiB are left"
     assert found.in_brief() == f"Tesla T4 is too small: {where}."
     assert found.text() == (f"Tesla T4 is too small: {where}; PyTorch raises OutOfMemoryError, the first of 2 times.")
+    (found,) = RULES.findings(replace(run, trace=replace(run.trace, notes=(UNCOMPILED,))))
+    assert found.in_brief() == f"Tesla T4 is too small without torch.compile: {where}."
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import memsize
 from memsize.analysis.findings.ranks import RULES
 from memsize.analysis.ranks import run_ranks
 from memsize.cli import run as command
+from memsize.constants.assumptions import UNCOMPILED
 from memsize.documents import document
 from memsize.internals.forks import can_fork
 from memsize.records.aggregates import traffic
@@ -179,6 +180,9 @@ def test_a_rank_that_does_not_fit_is_the_worst() -> None:
         "Tesla T4 is too small for ranks 6 and 7 of 8: at net.py:12, in forward 2 of body, relu asks for 20.00 MiB "
         "where 5.00 MiB are left."
     )
+    eager = replace(small, run=replace(small.run, trace=replace(small.run.trace, notes=(UNCOMPILED,))))
+    runs = replace(runs, groups=(runs.groups[0], eager))
+    assert told(runs)[0].startswith("Tesla T4 is too small without torch.compile for ranks 6 and 7 of 8: at")
     handled = replace(small, run=replace(small.run, went_on=WentOn(3, None)))
     assert told(replace(runs, groups=(runs.groups[0], handled)))[0].endswith("are left; the program goes on.")
 

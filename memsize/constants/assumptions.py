@@ -35,7 +35,8 @@ COPIED_VALUES = "values that the model copies to the CPU are taken to be 1.0, in
 
 MIXED_DEVICES = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
 CPU_AUTOCAST = 'the model opens torch.autocast("cpu"), which casts nothing on a GPU: what runs in it keeps its dtypes'
-"""Not an assumption but a note."""
+UNCOMPILED = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
+"""Not assumptions but notes."""
 
 
 def mixed_devices() -> str:

@@ -5,7 +5,8 @@ score in float32; the backward keeps query, key, value, output, sums and the blo
 row while it runs. Sources: torch/_higher_order_ops/flex_attention.py (``flex_attention_fake_impl``,
 ``flex_attention_backward_fake_tensor_mode``, the autocast), torch/_inductor/kernel/flex/flex_attention.py (``delta``).
 
-Where a program compiles `create_block_mask`, the mask is reduced to its blocks as it is computed; uncompiled, it is held.
+A mask that `create_block_mask` makes is reduced to its blocks as it is computed where that is compiled, and held
+otherwise.
 
 Known limits: tensors that a score function reads are followed where its closure holds them, and their gradients are
 counted whole; the split kernels of decoding, which take partial sums, are not told apart.

@@ -20,6 +20,7 @@ import torch.cuda.nvtx
 import torch.utils.checkpoint
 import torch.utils.data
 
+from memsize.constants.assumptions import UNCOMPILED
 from memsize.errors import InputError
 from memsize.internals.switchboard import Line, connected
 from memsize.ranks import group, others
@@ -49,7 +50,6 @@ from memsize.virtual.threads import Threads
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
-_EAGER = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
 _APART = frozenset({"torch._dynamo", overrides.FLEX, triton_kernels.MODULE, *_SHARDING, *others.REACHING})
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
@@ -191,7 +191,7 @@ def _uncompiled(ledger: VirtualLedger) -> Any:
             return model
         if isinstance(model, FunctionType):
             return noting(fused(model))
-        notes[_EAGER] = None
+        notes[UNCOMPILED] = None
         return model
 
     def fused(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +204,7 @@ def _uncompiled(ledger: VirtualLedger) -> Any:
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            notes[_EAGER] = None
+            notes[UNCOMPILED] = None
             return function(*args, **kwargs)
 
         return called

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from memsize.analysis.findings.memory import lagging
+from memsize.constants.assumptions import UNCOMPILED
 from memsize.device.settings_of import config_of
 from memsize.ranks.group import environment
 from memsize.ranks.heads import undivided
@@ -28,6 +29,7 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     first = run.refused[0]
     allowed = _allowed(run)
     small = "The allocator may take {allowed} of {card}, which is too little" if allowed else "{card} is too small"
+    small += eagerly(run)
     brief = f"{small}: at {{line}}, in {{where}}, {{op}} asks for {{bytes}} where {{free}} are left"
     template = f"{brief}; PyTorch raises OutOfMemoryError"
     if len(run.refused) > 1:
@@ -51,6 +53,11 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
         **allowed,
     }
     yield Finding("run-out-of-memory", first.bytes, _layers(first.layer), template + ".", values, brief + ".")
+
+
+def eagerly(run: ProgramRun) -> str:
+    """What to say of a program that is too large as it runs eagerly and that would be compiled."""
+    return " without torch.compile" if UNCOMPILED in run.trace.notes else ""
 
 
 def _follows(after: WentOn, trains: bool) -> tuple[str, dict[str, object]]:

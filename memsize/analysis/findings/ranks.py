@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from memsize.analysis.findings.program import eagerly
 from memsize.records.finding import Finding, Rules, moment_in_words
 from memsize.records.ranks import RankRuns, spans
 from memsize.records.roles import noun
@@ -28,8 +29,10 @@ def _refused(runs: RankRuns) -> Iterator[Finding]:
         if group.run.refused:
             first = group.run.refused[0]
             template = (
-                "{card} is too small for {ranks} of {size}: at {line}, in {where}, {op} asks for {bytes} where {free} "
-                "are left"
+                "{card} is too small"
+                + eagerly(group.run)
+                + " for {ranks} of {size}: at {line}, in {where}, {op} asks for "
+                "{bytes} where {free} are left"
             ) + ("." if group.run.went_on is None else "; the program goes on.")
             values = {
                 "card": group.run.card.name,
