@@ -669,6 +669,14 @@ def test_a_loop_that_waits_for_others_to_change_a_store_ends(read: Callable[[Any
         deque(iter(lambda: read(store), False), maxlen=0)
 
 
+def test_groups_that_wait_for_all_of_their_ranks_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    with memsize.virtual_gpu("t4", world=World(4)):
+        distributed.init_process_group("nccl")
+        group = distributed.new_group([0, 2])
+        assert (distributed.get_world_size(), distributed.get_world_size(group)) == (4, 2)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

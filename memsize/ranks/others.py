@@ -40,6 +40,8 @@ def replacements(assume: Assume) -> Iterator[Replacement]:
     for name in ("irecv", "recv"):
         receive = _from_somebody(getattr(dist, name), assume)  # the same for both: P2POp compares
         yield from ((owner, name, receive) for owner in (dist, dist.distributed_c10d))
+    # Where TORCH_DIST_INIT_BARRIER is set, processes that open a group wait until the last of them has said so.
+    yield dist.distributed_c10d, "_store_based_barrier", lambda *args, **options: None
     yield dist, "TCPStore", LonelyStore
     yield dist, "FileStore", LonelyStore
 
