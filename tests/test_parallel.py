@@ -70,7 +70,7 @@ def test_a_strategy_is_read_and_written_alike() -> None:
         ("hsdp=8", "write it like hsdp=4x8"),
         ("fdsp=8", "no strategy 'fdsp'"),
         ("ddp=32,tp=8", "no such combination, 'ddp=32,tp=8': fsdp=32,tp=8 shards and divides"),
-        ("fsdp=4,ddp=2", "no such combination"),
+        ("fsdp=4,ddp=2", "given apart, --parallel ddp --parallel fsdp"),
         ("fsdp=4,fsdp=2", "no such combination"),
         ("dp=2,pp=2", "no such combination, 'dp=2,pp=2'"),
         ("fsdp=4,pp=2,rank=8", "no rank 8 among 8"),

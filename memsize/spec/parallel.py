@@ -160,7 +160,7 @@ def parse_parallel(text: str) -> Parallel:
     if len(parts) < text.count(",") + 1 or not set(within) <= _WITHIN[first]:
         raise InputError(
             f"no such combination, {text!r}: fsdp=32,tp=8 shards and divides, hsdp=4x8 has copies too, and fsdp=8,pp=4 "
-            "shards each of four stages"
+            "shards each of four stages; fit compares strategies that are given apart, --parallel ddp --parallel fsdp"
         )
     sizes: dict[str, Any] = {}
     for kind in parts:
