@@ -1059,6 +1059,32 @@ def test_what_an_optimizer_trains_is_a_parameter_without_any_module(tmp_path: Pa
     assert {role: held[role] for role in held if role not in others} == {"parameter": 2 * MiB, "activation": MiB // 4}
 
 
+PROFILED = """
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+activities = {activities}
+with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1)) as profiler:
+    for step in range(2):
+        model(torch.ones(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        profiler.step()
+print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=3))
+"""
+
+
+@pytest.mark.parametrize(
+    "activities", ["None", "[ProfilerActivity.CPU, ProfilerActivity.CUDA]", "[ProfilerActivity.CUDA]"]
+)
+def test_profilers_see_what_runs_on_the_cpu(tmp_path: Path, activities: str, capfd: pytest.CaptureFixture[str]) -> None:
+    _, error = ran(tmp_path, PROFILED.format(activities=activities))
+    assert error is None
+    out, err = capfd.readouterr()
+    assert "Self CPU time total" in out and "Failed to record" not in err
+
+
 HANDLED = """
 import sys, torch
 weights = torch.nn.Parameter(torch.empty(2**18, device="cuda"))

@@ -1,4 +1,4 @@
-"""What programs ask of the CUDA runtime and of NVML beside PyTorch: how much memory is taken, how busy the GPU is.
+"""What programs ask of the CUDA runtime, of NVML and of profilers: how much memory is taken, how busy the GPU is.
 
 Memory is that of the simulated allocator; a load, a temperature or a clock there is none, and it is 0. Sources:
 torch/cuda/__init__.py; NVIDIA's nvidia-ml-py (``pynvml``), whose functions are replaced where it is installed.
@@ -6,7 +6,7 @@ torch/cuda/__init__.py; NVIDIA's nvidia-ml-py (``pynvml``), whose functions are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -50,8 +50,20 @@ def replacements(driver: Driver) -> Iterator[Replacement]:
     yield from ((cuda, name, lambda device=None: 0) for name in _IDLE)
     yield cuda, "memory_usage", lambda device=None: round(100 * (1 - memory.free / memory.total))
     yield cuda, "device_memory_used", lambda device=None: memory.total - memory.free
+    yield torch.autograd.profiler.profile, "__init__", _of_the_cpu(torch.autograd.profiler.profile.__init__)
     if find_spec("pynvml"):
         yield from _of_nvml(driver)
+
+
+def _of_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    """A profiler sees what runs on the CPU: where CUPTI is missing, it would complain of each op."""
+
+    def profile(profiler: Any, *args: Any, **options: Any) -> None:
+        if options.get("use_device") == "cuda" or options.pop("use_cuda", False):
+            options |= {"use_device": None, "use_cpu": True}
+        original(profiler, *args, **options)
+
+    return profile
 
 
 def _of_nvml(driver: Driver) -> Iterator[Replacement]:
