@@ -10,7 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +46,8 @@ class Files:
         """What `torch.save` was given, by path: without weights."""
         self._empty: set[str] = set()
         """Files that stand where weights would have been written."""
+        self._folders: list[Path] = []
+        """Those that were made for them, each before the ones that it is in."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -75,6 +77,9 @@ class Files:
             for path in filter(os.path.isfile, self._empty):
                 if not os.path.getsize(path):
                     os.remove(path)
+            for folder in self._folders:
+                with suppress(OSError):  # the program has put something there, or moved it
+                    folder.rmdir()
 
     def check(self, event: str, args: tuple[Any, ...]) -> None:
         """Raise PermissionError for an event that would change a file that was there before."""
@@ -155,9 +160,18 @@ class Files:
     def _left_out(self, path: Any, size: int) -> None:
         """Note `size` bytes of weights; a file without them is there for programs that move it or look at it."""
         self.counted(path, size)
-        if not os.path.lexists(path):
-            Path(os.fsdecode(path)).touch()
-            self._empty.add(os.path.abspath(os.fsdecode(path)))
+        self.stand_in(Path(os.fsdecode(path)))
+
+    def stand_in(self, path: Path, folders: bool = False) -> None:
+        """Let an empty file be there until the program ends, on demand with the `folders` that it is in."""
+        if os.path.lexists(path):
+            return
+        if folders:
+            missing = [folder for folder in path.absolute().parents if not folder.exists()]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._folders[:0] = missing
+        path.touch()
+        self._empty.add(os.path.abspath(path))
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:

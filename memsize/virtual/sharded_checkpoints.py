@@ -20,6 +20,8 @@ from memsize.virtual.files import Files
 from memsize.virtual.tensors import Replacement
 
 _PACKAGE = "torch.distributed.checkpoint"
+_METADATA = ".metadata"
+"""The file that is written last, by one rank."""
 
 
 def later(files: Files) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
@@ -57,6 +59,8 @@ def _saving(original: Callable[..., Any], files: Files) -> Callable[..., Any]:
         from torch.distributed.checkpoint.metadata import Metadata
 
         files.counted(_path(storage_writer), sum(piece.nbytes for piece in _pieces(state_dict)))
+        if isinstance(folder := getattr(storage_writer, "path", None), (str, os.PathLike)):
+            files.stand_in(Path(folder) / _METADATA, folders=True)  # by which programs know a checkpoint
         return Metadata({})
 
     return save
@@ -65,7 +69,7 @@ def _saving(original: Callable[..., Any], files: Files) -> Callable[..., Any]:
 def _loading(original: Callable[..., Any], files: Files) -> Callable[..., Any]:
     def load(state_dict: Any, storage_reader: Any, *args: Any, **options: Any) -> Any:
         path = _path(storage_reader)
-        there = files.has_counted(path) or (Path(path) / ".metadata").is_file()
+        there = files.has_counted(path) or (Path(path) / _METADATA).is_file()
         if not there or not _stands_aside(state_dict):
             return original(state_dict, storage_reader, *args, **options)
         return None
