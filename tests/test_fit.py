@@ -12,8 +12,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -814,6 +815,17 @@ def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pie
     text = f" {10_500 - alive:,}.00 MiB are free, in pieces too small for the 500.00 MiB asked for: expandable segments"
     assert (text in finding.text()) == in_pieces
     assert ("in pieces" in finding.text()) == in_pieces
+
+
+def test_a_larger_batch_may_fit_where_a_smaller_one_leaves_memory_in_pieces() -> None:
+    """The example of docs/fit.md: expandable segments have no such pieces."""
+    options: dict[str, Any] = {"train": "adamw", "gpu": "l4", "gpus": [8, 16], "parallel": "fsdp"}
+    asked = partial(memsize.fit, "notebooks/model.py:Test", "3,64,64", scenarios="amp-fp16", **options)
+    plain, expandable = asked(), asked(config=AllocatorConfig(expandable_segments=True))
+    sizes = [[row.size for row in fit.fit_rows] for fit in (plain, expandable)]
+    assert sizes == [[872, 1_166], [1_172, 1_168]]
+    told = "memory does not only grow with the size under amp-fp16 on 16 x L4: a smaller one"
+    assert [any(note.startswith(told) for note in fit.notes) for fit in (plain, expandable)] == [True, False]
 
 
 def test_inference_keeps_nothing() -> None:

@@ -265,6 +265,19 @@ def test_what_was_sharded_is_said(mixed: Trace) -> None:
     assert second.startswith("amp-bf16 is FSDP's mixed precision here, not autocast")
 
 
+def test_a_weight_of_fewer_rows_than_gpus_is_gathered_with_a_row_of_each() -> None:
+    """Of 3 rows of 4,096 numbers each of 8 GPUs holds one, or none, as if there were 8."""
+    model = nn.Sequential(nn.Linear(16, 4096, bias=False), nn.Linear(4096, 3, bias=False))
+    options: dict[str, Any] = {"optimizer": "sgd", "gpu": "t4", "steps": 1}
+    few, many = (memsize.trace(model, "16", parallel=f"fsdp={gpus}", **options).trace for gpus in (2, 8))
+    gathered = [{each.bytes for each in trace.storages if each.role == "gathered parameter"} for trace in (few, many)]
+    row = 4 * 4096
+    assert gathered == [{16 * row, 2 * 2 * row}, {16 * row, 8 * row}]  # two rows of each of two GPUs
+    told = "1.weight has 3 rows, which FSDP divides: each GPU holds at least one, and 16.00 KiB are gathered for each"
+    assert [any(note.startswith(told) for note in trace.notes) for trace in (few, many)] == [False, True]
+    assert not any("which FSDP divides" in note for note in traced("fsdp=8").notes)
+
+
 @pytest.mark.parametrize(
     ("scenario", "message"),
     [("apex-O2", "apex's own wrappers are older"), ("int8-weight", "quantized weights cannot be trained")],

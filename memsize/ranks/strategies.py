@@ -13,6 +13,7 @@ from memsize.ranks.blocks import blocks_in_line, blocks_of
 from memsize.ranks.tensor_plans import divide, plan_in_words
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import Scenario
+from memsize.units import format_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,6 +51,8 @@ def mesh_of(parallel: Parallel) -> DeviceMesh:
     return init_device_mesh("cuda", tuple(sizes[name] for name in axes), mesh_dim_names=tuple(axes))
 
 
+_MATTERS: Final = 0.1
+"""The share of a model's bytes from which it is told what is gathered beside them."""
 _AXES: Final[dict[str, tuple[str, ...]]] = {
     "ddp": ("replicate",),
     "fsdp": ("shard",),
@@ -132,6 +135,7 @@ def _sharded(model: nn.Module, parallel: Parallel, scenario: Scenario, shown: st
         blocks = blocks_of(model)
         units = f"{blocks}, {blocks.source}" if blocks.modules else "the whole model at once: no layers repeat in it"
         yield f"{parallel.kind}: fully_shard on {units}; {shown}"
+        yield from _padded(model, parallel)
     if scenario.autocast:
         yield (
             f"{scenario.name} is FSDP's mixed precision here, not autocast: shards in float32, layers in "
@@ -142,6 +146,27 @@ def _sharded(model: nn.Module, parallel: Parallel, scenario: Scenario, shown: st
             "offload: CPUOffloadPolicy keeps shards, their gradients and the optimizer's state in the host's memory, "
             "where the optimizer runs"
         )
+
+
+def _padded(model: nn.Module, parallel: Parallel) -> Iterator[str]:
+    """The parameter of fewer rows than there are shards that is padded most, where that matters: it is gathered with a
+    row of each.
+    """
+    padded = {
+        name: (parallel.shards - len(each)) * each[0].nbytes
+        for name, each in model.named_parameters()
+        if each.dim() and 0 < len(each) < parallel.shards
+    }
+    whole = sum(each.nbytes for each in model.parameters())
+    if parallel.tensor > 1 or sum(padded.values()) < _MATTERS * whole:
+        return
+    name = max(padded, key=lambda each: padded[each])
+    weight = model.get_parameter(name)
+    rows = "1 row" if len(weight) == 1 else f"{len(weight):,} rows"
+    yield (
+        f"{name} has {rows}, which FSDP divides: each GPU holds at least one, and {format_bytes(weight[0].nbytes)} are "
+        "gathered for each of them (shard_placement_fn divides another dimension, where that goes evenly)"
+    )
 
 
 def _on_stages(model: nn.Module, stages: int) -> str:

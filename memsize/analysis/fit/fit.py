@@ -21,7 +21,7 @@ from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.internals.ctrl_c import found_kept
 from memsize.internals.isolation import collector_paused
 from memsize.internals.workers import Workers
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, join_names
 from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
@@ -367,6 +367,9 @@ def _notes(
                 f"cuDNN's workspaces are not counted: a convolution may take up to {format_bytes(workspace)} more for "
                 "a moment; --margin leaves room"
             )
-    if any(not row.monotone for row in rows):
-        yield "memory does not only grow here: a size below an answer needs more than there is"
+    if uneven := tuple(f"{row.name} on {row.gpu}" for row in rows if not row.monotone):
+        yield (
+            f"memory does not only grow with the size under {join_names(uneven)}: a smaller one than the answer needs "
+            "more than there is; --allocator expandable_segments:True tells whether it lies free, in pieces too small"
+        )
     yield from (note for trace in traces.values() for note in trace.notes)
