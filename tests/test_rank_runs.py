@@ -517,6 +517,29 @@ def test_options_of_nccl_are_taken_by_builds_without_it() -> None:
     assert ("ProcessGroupNCCL" in vars(dist)) is options
 
 
+def test_a_group_is_split_and_its_work_is_over() -> None:
+    """Rank 2 of 4 is the first of its half; whoever is in no part has no group."""
+    with memsize.virtual_gpu("t4", world=World(4, 2)):
+        dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+        half: Any = dist.split_group(dist.group.WORLD, [[0, 1], [2, 3]])
+        assert dist.get_process_group_ranks(half) == [2, 3] and half.rank() == 0
+        assert dist.split_group(half, [[1]]) is None
+        work: Any = dist.all_reduce(torch.ones(3, device="cuda"), group=half, async_op=True)
+        assert work.wait(timedelta(seconds=3)) and work.wait()
+
+
+def test_a_backend_sends_nothing_from_a_device_that_it_does_not_know() -> None:
+    with memsize.virtual_gpu("t4", world=World(4, 2)):
+        dist.init_process_group("nccl")
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3), group=dist.new_group(backend="gloo"))
+        dist.all_reduce(torch.ones(2**20, device="cuda").cpu(), group=dist.new_group(backend="cpu:gloo,cuda:nccl"))
+        dist.destroy_process_group()
+        dist.init_process_group()
+        dist.all_reduce(torch.ones(3))
+
+
 ALONE = """
 import torch.distributed as dist
 

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
@@ -29,9 +29,9 @@ JOINED: Final = (
 )
 _STARTS: Final = "_setup_world_group_and_device"
 """What each device mesh of the world begins with."""
-_OPENS: Final = ("new_group", "split_group")
-"""What makes subgroups, with a backend of their own."""
 _NCCL: Final = "nccl"
+OURS: Final = "memsize"
+"""The backend of a group that no program opened: NCCL to those who ask, and it sends from the CPU too."""
 _UNNAMED: Final = "undefined"
 """What PyTorch calls the backend of a program that names none."""
 
@@ -119,11 +119,13 @@ class Backends:
 
     def __init__(self) -> None:
         self._whole: Any = None
+        self._is_ours = False
         self._parts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def joined(self, backend: str) -> None:
         """Keep the backend of the group of all processes."""
-        self._whole = dist.Backend(backend)
+        self._is_ours = backend == OURS
+        self._whole = dist.Backend(_NCCL if self._is_ours else backend)
 
     def opened(self, group: Any, backend: str | None) -> None:
         """Keep the backend of a subgroup, which has that of all processes where none is named."""
@@ -144,7 +146,7 @@ class Backends:
 
         def device_types(group: Any) -> list[torch.device]:
             backend = self._parts.get(group, self._whole)
-            if backend in (None, _UNNAMED):
+            if backend in (None, _UNNAMED) or (self._is_ours and group not in self._parts):
                 found: list[torch.device] = original.__get__(group)
                 return found
             config: Any = dist.distributed_c10d.BackendConfig(backend)
@@ -172,6 +174,7 @@ def replacements(world: World) -> Iterator[Replacement]:
     group: Any = dist.distributed_c10d
     original, asked = group.init_process_group, Backends()
     backend_of = asked.of(group.get_backend)
+    open_group = _without_backend(group.new_group, asked)
     default_store, own = group._get_default_store, list[LonelyStore]()
 
     def joined(
@@ -189,13 +192,15 @@ def replacements(world: World) -> Iterator[Replacement]:
     for owner in (dist, group, meshes):
         yield owner, "init_process_group", joined
         yield owner, "get_backend", backend_of
-        for name in _OPENS:
-            if hasattr(owner, name):
-                yield owner, name, _without_backend(getattr(group, name), asked)
+        if hasattr(owner, "new_group"):
+            yield owner, "new_group", open_group
     for owner in (dist, group):
+        yield owner, "split_group", _splitting(open_group)
         yield owner, "is_nccl_available", lambda: True
         if not hasattr(owner, "ProcessGroupNCCL"):
             yield owner, "ProcessGroupNCCL", NoNCCL
+    waits = dist.Work.wait
+    yield dist.Work, "wait", lambda work, timeout=None: waits(work)  # what is over is not waited for
     yield dist.ProcessGroup, "_device_types", asked.devices(vars(dist.ProcessGroup)["_device_types"])
     # The group puts a prefix before the keys of its store, by which Python's own methods are not reached.
     yield group, "_get_default_store", lambda: own[0] if default_store() and own else default_store()
@@ -226,3 +231,15 @@ def _without_backend(original: Callable[..., Any], asked: Backends) -> Callable[
         return group
 
     return opened
+
+
+def _splitting(open_group: Callable[..., Any]) -> Callable[..., Any]:
+    """`split_group`, whose parts are groups of their own, as the fake one cannot be split."""
+
+    def split_group(parent_pg: Any = None, split_ranks: Sequence[Sequence[int]] = (), *_: Any, **options: Any) -> Any:
+        parent = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
+        parts = [[parent[place] for place in part] for part in split_ranks]
+        groups = [open_group(part, backend=options.get("backend")) for part in parts]
+        return next((each for part, each in zip(parts, groups, strict=True) if dist.get_rank() in part), None)
+
+    return split_group

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch.distributed as dist
 
 from memsize.errors import InputError
+from memsize.internals.meta import is_meta
 from memsize.ranks.group import Replacement
 
 _AT_ONCE: Final = "all ranks have equally many batches: they leave Join together"
@@ -57,6 +58,14 @@ def check_ranks(func: Any, args: Any, size: int) -> None:
         if argument.name in _PEERS and not 0 <= value < size:
             last = size - 1
             raise InputError(f"no rank {value} among {size}, which {func} names: they are counted from 0 to {last}")
+
+
+def check_devices(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
+    """Raises PyTorch's error where a collective moves tensors on the CPU, and the group's backend is not there."""
+    devices: Any = group
+    where = {each.type for each in devices._device_types}
+    if "cpu" not in where and any(not is_meta(tensor) and tensor.device.type == "cpu" for tensor in tensors):
+        raise RuntimeError("No backend type associated with device type cpu")
 
 
 def _from_somebody(original: Callable[..., Any], assume: Assume) -> Callable[..., Any]:

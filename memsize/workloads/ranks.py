@@ -13,6 +13,7 @@ from memsize.device.context import nccl_notes
 from memsize.errors import ForwardError
 from memsize.internals.pytree import tensors_in
 from memsize.model.meta_copy import in_mode
+from memsize.ranks.group import OURS
 from memsize.ranks.heads import undivided
 from memsize.records.gpu import Card
 from memsize.records.trace import Trace
@@ -73,7 +74,7 @@ def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[
                 for tensor in chain(model.parameters(), model.buffers(), tensors_in(setup.call)):
                     SEAT.put(tensor, 0)
             else:
-                torch.distributed.init_process_group("nccl")
+                torch.distributed.init_process_group(OURS)
             step = make(run)
         run.tensors, ledger.counts = setup.stored(model), True
         for index, seen in enumerate(run.calls.seen):
