@@ -288,6 +288,64 @@ def test_a_rank_is_told_what_another_sends(tmp_path: Path) -> None:
     assert not alone.assumed
 
 
+BROADCAST = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group()
+is_first, place = dist.get_rank() == 0, sys.argv[1]
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+size = torch.tensor([[30, 4]] if is_first else [[0, 0]], device=place)
+assert dist.broadcast(size, 0, async_op=True).wait()
+text = torch.tensor(list(b"run 7"), dtype=torch.uint8, device=place) if is_first else torch.empty(5, dtype=torch.uint8)
+text = text.to(place)
+dist.broadcast(text, src=0)
+assert bytes(text.tolist()) == b"run 7"
+unknown = torch.rand(1, device="cuda").long() if is_first else torch.tensor([5], device="cuda")
+dist.broadcast(unknown, 0)
+assert unknown.item() == 0  # as where nobody knows it
+weight = torch.ones(*size[0].tolist(), device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([weight])
+bias = torch.full((9,), float(is_first), device="cuda")
+dist.broadcast(bias, 0)
+for step in range(9):
+    weight.sum().backward()
+    optimizer.step()
+    stop = torch.zeros(1, device=place)
+    if is_first and step == 1:
+        stop += 1
+    dist.broadcast(stop, group_src=0)
+    if stop:
+        break
+"""
+
+
+@pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_a_rank_gets_the_numbers_that_another_broadcasts(tmp_path: Path, place: str) -> None:
+    """Sizes, texts and flags: 30 x 4 numbers, and an end after the second step."""
+    script = tmp_path / "train.py"
+    script.write_text(BROADCAST, encoding="utf-8")
+    for rank in (0, 2):
+        run = memsize.run(script, [place], gpus=3, rank=rank, gpu="t4", steps=0)
+        assert (run.peak.roles["parameter"], run.steps) == (4 * 30 * 4, 2)
+        assert not any("another rank" in assumed.text for assumed in run.assumed)
+
+
+def test_numbers_that_nobody_sends_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.internals.switchboard.can_fork", lambda: False)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nimport torch.distributed as dist\ndist.init_process_group()\n"
+        "size = torch.tensor([dist.get_rank() + 7])\ndist.broadcast(size, 0)\n"
+        "assert size.item() == dist.get_rank() + 7\ntorch.ones(3, device='cuda')\n"
+    )
+    first, second = (memsize.run(script, gpus=2, rank=rank, gpu="t4", steps=0) for rank in range(2))
+    told = "numbers that another rank broadcasts to this one stay as they are here"
+    assert not first.assumed and [(each.text, each.lines) for each in second.assumed] == [(told, ("train.py:5",))]
+
+
 @pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
 def test_a_rank_that_ends_before_it_sends_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"

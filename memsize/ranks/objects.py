@@ -1,4 +1,4 @@
-"""Objects that ranks send each other: in this process there is one of them.
+"""Objects that ranks send each other, and numbers that one of them broadcasts: in this process there is one of them.
 
 What one rank sends others is asked of it, where it can be run too. What all of them send is taken to be what this rank
 sends, copied; what only another rank has stays as it is here.
@@ -11,23 +11,30 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from memsize.constants.assumptions import ITEM_IS_ONE
+from memsize.constants.values import constant_of, is_small, set_constant, set_unknown
 from memsize.errors import InputError
+from memsize.internals.meta import is_meta
 from memsize.internals.switchboard import Line
 from memsize.ranks.group import Replacement
 
 _ALIKE: Final = "what other ranks send as objects is taken to be what this rank sends"
 _KEPT: Final = "objects that another rank sends to this one stay as they are here"
+_NUMBERS_KEPT: Final = "numbers that another rank broadcasts to this one stay as they are here"
 Assume = Callable[[str], None]
 """Is told of what is taken for granted, when it is."""
 
 
 def replacements(assume: Assume, line: Line | None) -> Iterator[Replacement]:
-    """The functions that send objects between ranks, by `line` where there are others, and a barrier that only one
-    backend has.
+    """The functions that send objects and numbers between ranks, by `line` where there are others, and a barrier that
+    only one backend has.
     """
     made = {
+        "broadcast": _broadcast_tensor(dist.broadcast, assume, line),
         "all_gather_object": _all_gather(assume),
         "gather_object": _gather(assume),
         "broadcast_object_list": _broadcast(assume, line),
@@ -73,6 +80,42 @@ def _broadcast(assume: Assume, line: Line | None) -> Callable[..., None]:
             assume(_KEPT)
 
     return broadcast
+
+
+def _broadcast_tensor(original: Callable[..., Any], assume: Assume, line: Line | None) -> Callable[..., Any]:
+    def broadcast(
+        tensor: Tensor, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None
+    ) -> Any:
+        work = original(tensor, src, group, async_op, group_src)
+        if dist.get_rank(group) < 0 or not _is_read(tensor):
+            return work
+        source = _number(src, group_src, group)
+        if source == dist.get_rank():
+            value = constant_of(tensor)
+            _tell(line, [None if value is None else value.tolist()], group)
+        elif (told := _told(line, source, group)) is not None:
+            _write(tensor, told[0])
+        else:
+            assume(_NUMBERS_KEPT)
+        return work
+
+    return broadcast
+
+
+def _is_read(tensor: Tensor) -> bool:
+    """Whether its numbers may decide what a program does: sizes, seeds, flags. What a model computes with has none."""
+    return is_small(tensor) and (not is_meta(tensor) or tensor.numel() == 1 or not tensor.is_floating_point())
+
+
+def _write(tensor: Tensor, numbers: Any) -> None:
+    """Let `tensor` have these `numbers`; None where nobody knows them, on the GPU."""
+    value = None if numbers is None else torch.tensor(numbers, dtype=tensor.dtype, device="cpu").reshape(tensor.shape)
+    if is_meta(tensor):
+        set_unknown(tensor, ITEM_IS_ONE)
+        if value is not None:
+            set_constant(tensor, value)
+    elif value is not None:
+        tensor.detach().copy_(value)
 
 
 def _scatter(assume: Assume, line: Line | None) -> Callable[..., None]:
