@@ -420,6 +420,15 @@ def test_golden_at_a_terminals_width() -> None:
     check_golden("sweep.80.txt", render(made_by_hand(), "text", width=80, height=24))
 
 
+def test_what_all_cells_have_in_common_is_in_the_title_alone() -> None:
+    rows = tuple(row for row in made_by_hand().sweep_rows if row.settings["target"] == "nets.py:Large")
+    assert render(Sweep("x.toml", rows, ()), "text").count("nets.py:Large") == 1
+    assert render(Sweep("x.toml", rows[:1], ()), "text").count("nets.py:Large") > 1  # nothing else tells its row
+    assert [record["target"] for record in Sweep("x.toml", rows, ()).tables()["rows"].records()] == [
+        "nets.py:Large"
+    ] * 4
+
+
 def test_a_model_without_a_setting_of_others_has_a_dash() -> None:
     first, *others = made_by_hand().sweep_rows
     named = replace(first, settings={**first.settings, "input": "3,64,64"})

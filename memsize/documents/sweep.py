@@ -164,8 +164,8 @@ def _largest(rows: Sequence[SweepRow]) -> Cell:
 
 
 def cell_table(sweep: Sweep) -> Table:
-    """Every cell: what it needs, whether it fits, and where its peak is."""
-    keys = list(dict.fromkeys(["target", *sweep.varying]))
+    """Every cell: what it needs, whether it fits, and where its peak is; what all have in common is in the title."""
+    keys = sweep.varying or ("target",)
     columns = (
         *(_column(key, 100 - number) for number, key in enumerate(keys)),
         Column("outcome", "fits", "text", 89, "whether it fits the GPU"),
