@@ -17,6 +17,7 @@ import memsize
 from memsize.analysis.findings.sweep import RULES
 from memsize.cli import run
 from memsize.device.cards import card
+from memsize.documents.sweep import cell_table
 from memsize.errors import OutputError, TargetError
 from memsize.internals.spread import Died, spread
 from memsize.loading.patterns import targets_of
@@ -420,13 +421,12 @@ def test_golden_at_a_terminals_width() -> None:
     check_golden("sweep.80.txt", render(made_by_hand(), "text", width=80, height=24))
 
 
-def test_what_all_cells_have_in_common_is_in_the_title_alone() -> None:
+def test_a_target_that_all_cells_have_needs_no_column() -> None:
     rows = tuple(row for row in made_by_hand().sweep_rows if row.settings["target"] == "nets.py:Large")
-    assert render(Sweep("x.toml", rows, ()), "text").count("nets.py:Large") == 1
-    assert render(Sweep("x.toml", rows[:1], ()), "text").count("nets.py:Large") > 1  # nothing else tells its row
-    assert [record["target"] for record in Sweep("x.toml", rows, ()).tables()["rows"].records()] == [
-        "nets.py:Large"
-    ] * 4
+    one, several = Sweep("x.toml", rows[:1], ()), Sweep("x.toml", rows, ())
+    assert [cell_table(sweep).columns[0].key for sweep in (one, several)] == ["target", "batch_size"]
+    assert render(several, "text").startswith("x.toml   4 cells   nets.py:Large   ")
+    assert [record["target"] for record in several.tables()["rows"].records()] == ["nets.py:Large"] * 4
 
 
 def test_a_model_without_a_setting_of_others_has_a_dash() -> None:
