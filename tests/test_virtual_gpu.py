@@ -295,6 +295,25 @@ def test_copies_of_tensors_and_storages_are_on_the_gpu_too() -> None:
     assert (4096, "float32") in made and (8 * 4, "float32") not in made
 
 
+def test_a_slice_of_a_storage_is_the_same_memory() -> None:
+    """A quarter of 1,024 numbers is in it, and keeps all of them."""
+    with gpu() as program:
+        whole = torch.zeros(1024, device="cuda")
+        part = torch.empty(0, device="cuda").set_(whole.untyped_storage()[1024:2048])
+        assert part.is_cuda and part.shape == (256,)
+        part.add_(1).view(16, 16).mul_(2)
+        with pytest.raises(RuntimeError, match="step of 2"):
+            whole.untyped_storage()[::2]
+        del whole
+        assert torch.cuda.memory_allocated() == 4096
+        del part
+        assert torch.cuda.memory_allocated() == 0
+        own = torch.empty(8, device="meta").untyped_storage()
+        with pytest.raises(NotImplementedError):
+            own[0:4]
+    assert [(each.bytes, each.op) for each in program.trace().storages if each.bytes] == [(4096, "zeros")]
+
+
 def test_parameters_stay_the_same_objects_when_their_module_moves() -> None:
     """An optimizer that was made before goes on updating them, as on CUDA."""
     with gpu():

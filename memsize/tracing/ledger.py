@@ -45,6 +45,12 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
     address: int
     index: int
 
+    def named(self, storage: torch.UntypedStorage) -> _StorageRef:
+        """Another name of what this one stands for."""
+        other = _StorageRef(storage)
+        other.address, other.index = storage._cdata, self.index
+        return other
+
 
 class Row(NamedTuple):
     """What the ledger knows of a storage. `bytes` is what it takes now; the other columns are those of `Storage`."""

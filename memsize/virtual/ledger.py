@@ -7,6 +7,7 @@ imported with ``from torch import zeros``) is answered here, where its op is dis
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -348,6 +349,16 @@ class VirtualLedger(Ledger):
         for index, stream in self.streams.items():
             found[index] = found[index]._replace(stream=stream)
         return tuple(found)
+
+    def share(self, part: torch.UntypedStorage, whole: torch.UntypedStorage) -> None:
+        """The memory of `part` is that of `whole`, which is there as long as the part is."""
+        known = self.live.get(whole._cdata)
+        if known is not None:
+            self.live[part._cdata] = known.named(part)
+        weakref.finalize(part, self._unshare, part._cdata, whole)
+
+    def _unshare(self, part: int, _: torch.UntypedStorage) -> None:
+        self.live.pop(part, None)
 
     @contextmanager
     def elsewhere(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:

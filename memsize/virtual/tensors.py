@@ -65,6 +65,7 @@ def replacements(ledger: VirtualLedger) -> Iterator[Replacement]:
     yield Tensor, "data_ptr", _tensor_address
     yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
     yield torch.UntypedStorage, "copy_", _storage_copy(torch.UntypedStorage.copy_)
+    yield torch.UntypedStorage, "__getitem__", _storage_part(torch.UntypedStorage.__getitem__, ledger)
     yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
     yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
     yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, stream)
@@ -177,6 +178,22 @@ def _storage_copy(original: Callable[..., Any]) -> Callable[..., Any]:
         return storage.fill_(0) if storage.device.type == "cpu" else storage
 
     return copy
+
+
+def _storage_part(original: Callable[..., Any], ledger: VirtualLedger) -> Callable[..., Any]:
+    """On the GPU a slice of a storage is another one with the same memory; `meta` has none."""
+
+    def part(storage: Any, place: Any) -> Any:
+        if not isinstance(place, slice) or storage.device.type != "meta" or is_own_storage(storage):
+            return original(storage, place)
+        begin, end, step = place.indices(storage.nbytes())
+        if step != 1:
+            raise RuntimeError(f"Trying to slice with a step of {step}, but only a step of 1 is supported")
+        made = torch.UntypedStorage(max(0, end - begin), device="meta")
+        ledger.share(made, storage)
+        return made
+
+    return part
 
 
 def _setter(ledger: VirtualLedger) -> Callable[[Tensor, Tensor], None]:
