@@ -100,6 +100,26 @@ def test_only_what_the_program_puts_on_meta_says_that_it_is_there() -> None:
     assert model.weight.is_meta
 
 
+def test_a_model_that_goes_to_meta_leaves_the_gpu() -> None:
+    with gpu():
+        model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        model(torch.ones(2, 256, device="cuda")).sum().backward()
+        held, weight = torch.cuda.memory_allocated(), model[0].weight
+        model.to("meta", torch.float16)
+        # Weights of 256 x 256 numbers, and with them biases and the norm's four of 256; the gradients of five of these,
+        # and a counter of 8 bytes in a block of 512
+        assert held - torch.cuda.memory_allocated() == 4 * (2 * 256 * 256 + (4 + 1) * 256 + 3 * 256) + 512
+        assert all(each.is_meta for each in model.state_dict().values())
+        assert model[0].weight.dtype is torch.float16 and model[1].num_batches_tracked.dtype is torch.int64
+        assert model[0].weight is weight is optimizer.param_groups[0]["params"][0] and weight.requires_grad
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            model.cuda()
+        assert not model.to_empty(device="cuda")[0].weight.is_meta
+        with torch.device("cuda"):
+            assert nn.Linear(2, 2).to("meta").weight.is_meta and nn.Linear(2, 2).cpu().cuda().weight.is_cuda
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memsize.constants.values import CONSTANT
 from memsize.internals.meta import is_meta
 from memsize.virtual.ledger import VirtualLedger, below_autograd
-from memsize.virtual.own_meta import is_own_meta, is_own_storage
+from memsize.virtual.own_meta import claim, is_own_meta, is_own_storage
 from memsize.virtual.seat import SEAT, check_index
 
 _TYPES = {
@@ -57,6 +57,7 @@ def replacements(ledger: VirtualLedger) -> Iterator[Replacement]:
     yield Tensor, "data", property(_data.__get__, _setter(ledger))
     moves = {"to": _with_data(Tensor.to), "cuda": _with_data(Tensor.cuda, always=True), "get_device": _number}
     yield from ((Tensor, name, move) for name, move in moves.items())
+    yield nn.Module, "to", _leaving(nn.Module.to, ledger)
     compatible = _compatible(torch._has_compatible_shallow_copy_type)
     yield torch, "_has_compatible_shallow_copy_type", compatible
     allowed = [*_lazy._allowed_methods, *moves.values(), compatible]
@@ -112,6 +113,25 @@ def _with_data(original: Callable[..., Tensor], always: bool = False) -> Callabl
         if is_own_meta(tensor) and not below_autograd() and (always or _goes_to_gpu(*args, **kwargs)):
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         return original(tensor, *args, **kwargs)
+
+    return moved
+
+
+def _leaving(original: Callable[..., nn.Module], ledger: VirtualLedger) -> Callable[..., nn.Module]:
+    """``model.to("meta")`` takes a model off the GPU, which is how programs let go of its memory."""
+
+    def moved(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+
+        def left(tensor: Tensor) -> Tensor:
+            kind = dtype if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()) else tensor.dtype
+            if not is_stand_in(tensor):
+                return tensor.to(device, kind)
+            with ledger.aside():
+                return claim(torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta"))  # type: ignore[no-any-return]
+
+        leaves = device is not None and device.type == "meta"
+        return module._apply(left) if leaves else original(module, *args, **kwargs)
 
     return moved
 
