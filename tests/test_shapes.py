@@ -17,9 +17,10 @@ from torch._ops import OpOverload
 from memsize.cuda.attention_memory import efficient_rows
 from memsize.cuda.kernels import kernel_temporaries
 from memsize.internals.meta_memo import MetaMemo
+from memsize.internals.sparse import in_coordinates
 from memsize.meta_kernels import factories, matmul, norms, rules, spatial, strides
 from memsize.meta_kernels.reductions import reduced_shape
-from memsize.meta_kernels.registry import TABLE, shape_rule
+from memsize.meta_kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
 
 Tensor = torch.Tensor
 META = torch.device("meta")
@@ -625,17 +626,111 @@ def test_a_rule_answers_for_meta_tensors_only() -> None:
         assert RULES[overload(f"aten::{name}")](*[torch.ones(2, 2)] * count) is NotImplemented
 
 
+# -- sparse tensors in coordinates ------------------------------------------------------------------------------------
+
+
+def coo(device: str, first: int = 0, count: int = 6, half: bool = False) -> Tensor:
+    """`count` rows of 9, from the first on: a CPU adds up what is at equal indices, and CUDA doesn't."""
+    values = torch.zeros(count, 3, device=device, dtype=torch.float16 if half else torch.float32)
+    return in_coordinates(torch.arange(first, first + count, device=device)[None], values, torch.Size((40, 3)))
+
+
+def expanded(device: str) -> Tensor:
+    return in_coordinates(coo(device)._indices(), torch.zeros(1, device=device).expand(6, 3), torch.Size((40, 3)))
+
+
+SPARSE: dict[str, list[Callable[[str], tuple[Any, ...]]]] = {
+    "clone": [lambda d: (coo(d),), lambda d: (expanded(d),)],
+    "neg": [lambda d: (coo(d),)],
+    "neg_": [lambda d: (coo(d),)],
+    "copy_": [lambda d: (coo(d), coo(d, 6, 4)), lambda d: (coo(d, half=True), coo(d, 6, 4))],
+    "zero_": [lambda d: (coo(d),)],
+    "_to_dense": [lambda d: (coo(d),)],
+    "sparse_mask": [lambda d: (torch.zeros(40, 3, device=d), coo(d))],
+    **{f"{op}{end}": [lambda d: (coo(d), 2.0)] for op in ("mul", "div") for end in (".Tensor", "_.Tensor")},
+    **{f"{op}{end}": [lambda d: (coo(d), 2.0)] for op in ("mul", "div") for end in (".Scalar", "_.Scalar")},
+    **{
+        f"{op}{end}.Tensor": [
+            lambda d: (coo(d), coo(d, 6, 4)),
+            lambda d: (coo(d), coo(d, 0, 0)),
+            lambda d: (coo(d, 0, 0), coo(d)),
+            lambda d: (torch.zeros(40, 3, device=d), coo(d)),
+        ]
+        for op in ("add", "sub")
+        for end in ("", "_")
+    },
+}
+SPARSE["mul.Tensor"].append(lambda d: (torch.ones((), device=d), coo(d)))
+SPARSE["add.Tensor"].append(lambda d: (coo(d), coo(d, 6, 4, half=True)))
+SPARSE["add_.Tensor"].append(lambda d: (coo(d, half=True), coo(d, 6, 4)))
+SPARSE["add_.Tensor"].append(lambda d: (torch.zeros(40, 3, device=d, dtype=torch.float16), coo(d)))
+
+
+def parts(value: Any) -> Any:
+    if value.layout is torch.strided:
+        return described(value)
+    return tuple(value.shape), value.is_coalesced(), described(value._indices()), described(value._values())
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_rule_agrees_with_a_real_run(name: str) -> None:
+    for make in SPARSE[name]:
+        given, real = make("meta"), make("cpu")
+        before = given[0]
+        result = SPARSE_RULES[overload(f"aten::{name}")](*given)
+        assert result is not NotImplemented
+        expected = overload(f"aten::{name}")(*real)
+        assert parts(result) == parts(expected)
+        if in_place(f"aten::{name}"):
+            assert parts(given[0]) == parts(real[0])
+            assert result is before
+
+
+def test_every_sparse_rule_is_compared() -> None:
+    assert {f"aten::{name}" for name in SPARSE} == set(SPARSE_TABLE)
+
+
+SPARSE_WRONG: dict[str, list[tuple[Any, ...]]] = {
+    "clone": [(meta(3),)],
+    "copy_": [(meta(40, 3), coo("meta"))],
+    "add.Tensor": [(coo("meta"), meta(40, 3)), (meta(3), coo("meta")), (meta(3), meta(3))],
+    "add_.Tensor": [(coo("meta"), meta(40, 3)), (meta(3, 3), coo("meta")), (whole(40, 3), coo("meta"))],
+    "mul.Tensor": [(coo("meta"), meta(40, 3)), (coo("meta"), coo("meta")), (meta(3), 2.0)],
+    "div_.Tensor": [(coo("meta"), meta(40, 3)), (meta(3), 2.0)],
+    "mul_.Tensor": [(coo("meta"), coo("meta"))],
+    "sparse_mask": [(meta(3, 3), coo("meta")), (coo("meta"), coo("meta"))],
+}
+
+
+@pytest.mark.parametrize("name", SPARSE_WRONG)
+def test_a_sparse_rule_leaves_what_is_wrong_or_dense_to_pytorch(name: str) -> None:
+    for args in SPARSE_WRONG[name]:
+        assert SPARSE_RULES[overload(f"aten::{name}")](*args) is NotImplemented
+
+
+def test_list_rules_know_dense_tensors_only() -> None:
+    for name, *more in (
+        ("_foreach_norm.Scalar",),
+        ("_foreach_mul_.Scalar", 2.0),
+        ("_foreach_add_.List", [coo("meta")]),
+    ):
+        assert RULES[overload(f"aten::{name}")]([coo("meta")], *more) is NotImplemented
+
+
 # -- the table itself -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(TABLE))
+@pytest.mark.parametrize("name", sorted(TABLE | SPARSE_TABLE))
 def test_every_name_is_an_op_of_the_installed_torch(name: str) -> None:
-    assert RULES[overload(name)] is TABLE[name]
+    assert RULES[overload(name)] is TABLE.get(name)
+    assert SPARSE_RULES[overload(name)] is SPARSE_TABLE.get(name)
 
 
 def test_a_second_rule_for_an_op_is_refused() -> None:
     with pytest.raises(ValueError, match="has a shape rule already"):
         shape_rule("aten::mm")(lambda: None)
+    with pytest.raises(ValueError, match="has a shape rule already"):
+        sparse_rule("aten::clone")(lambda: None)
 
 
 def test_a_rule_is_found_although_its_op_had_none_before() -> None:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 import memsize
 from memsize.analysis.program import program_run, run_program
 from memsize.cli import run as command
+from memsize.constants.assumptions import ALL_DISTINCT
 from memsize.device.allocator import replay
 from memsize.device.cards import card
 from memsize.device.config import AllocatorConfig
@@ -290,6 +291,33 @@ def test_products_with_a_large_sparse_matrix_are_not_computed(tmp_path: Path) ->
     ]
     assert found.trace.layers[0].multiply_adds == 2 * 2
     assert found.trace.notes == ()
+
+
+def test_sparse_gradients_of_a_script_keep_their_elements(tmp_path: Path) -> None:
+    """Two batches of 8 · 20 ids of a table of a million rows, 64 wide, of which nothing is computed on the CPU."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        table = torch.nn.EmbeddingBag(10**6, 64, sparse=True, mode="sum").cuda()
+        optimizer = torch.optim.SparseAdam(table.parameters())
+        for _ in range(2):
+            ids = torch.randint(0, 10**6, (8, 20), device="cuda")
+            table(ids).square().sum().backward()
+        gradient = table.weight.grad
+        assert gradient.is_sparse and gradient.is_cuda and gradient._nnz() == 2 * 160
+        assert gradient.new(gradient._indices(), gradient._values(), gradient.size())._nnz() == 2 * 160
+        optimizer.step()
+        """,
+        steps=0,
+    )
+    assert error is None
+    assert found.peak.roles["gradient"] == 2 * 160 * (64 * 4 + 8)
+    assert found.peak.roles["optimizer state"] == 2 * 10**6 * 64 * 4
+    # The coalesced gradient with its indices, both old averages, both new ones and the update.
+    assert found.peak.roles["temporary"] == 2 * 160 * (6 * 64 * 4 + 8)
+    assert found.trace.notes == ()
+    assert [text for text, _ in found.assumed] == [ALL_DISTINCT]
 
 
 def test_a_copy_into_memory_of_the_cpu_takes_none_on_the_gpu() -> None:

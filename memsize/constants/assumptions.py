@@ -21,6 +21,9 @@ BALANCED = "choices by activations (top-k, argmax, sort) fall evenly: a router s
 ALL_SELECTED = (
     "a selection by values that depend on the data (a boolean index, nonzero, nms) keeps every element: the most"
 )
+ALL_DISTINCT = (
+    "the indices of a sparse tensor, such as the rows of a table that get a gradient, are all different: the most"
+)
 MASKS_COVER_IMAGE = "objects whose masks a detector pastes into the image cover all of it: the most"
 COMPARED_EQUAL = "two tensors that the model compares as a whole (torch.equal, torch.allclose) are equal"
 CHECKS_PASS = "what PyTorch itself checks (that istft's windows add up to something) is in order"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memsize.constants.assumptions import ALL_SELECTED, BALANCED, even_counts, first_assumption
+from memsize.constants.assumptions import ALL_DISTINCT, ALL_SELECTED, BALANCED, even_counts, first_assumption
 from memsize.constants.values import (
     MAX_ASSUMED_ELEMENTS,
     ConstantState,
@@ -23,6 +23,7 @@ from memsize.constants.values import (
     state_of,
     true_share_of,
 )
+from memsize.internals.sparse import in_coordinates, places
 
 _aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
@@ -45,6 +46,8 @@ def data_dependent_ops() -> Mapping[str, DataDependentOp]:
         "aten::unique_dim": _unique_dim,
         "aten::unique_consecutive": _unique_consecutive,
         "aten::bincount": _bincount,
+        "aten::_coalesce": _coalesce,
+        "aten::_embedding_bag_backward": _embedding_bag_backward,
         "torchvision::nms": _nms,
     }
 
@@ -142,6 +145,32 @@ def _bincount(rely: Rely, tensor: torch.Tensor, weights: torch.Tensor | None = N
         set_constant(counts, even_counts(tensor.numel(), minlength), ConstantState(BALANCED))
     rely(BALANCED)
     return counts
+
+
+def _coalesce(rely: Rely, tensor: torch.Tensor) -> torch.Tensor:
+    """Elements with equal indices are added up. CUDA sorts a copy of the indices and then shortens it, and makes the
+    values when it knows how many there are (sparse/cuda/SparseCUDATensor.cu)."""
+    elements = tensor._nnz()
+    count = min(elements, places(tensor))
+    if elements > 1:
+        rely(ALL_DISTINCT)
+    dims, values = tensor.sparse_dim(), tensor._values()
+    indices = _meta(1, elements)[:, :count] if dims == 1 else _meta(dims, count)
+    return in_coordinates(indices, _meta(count, *values.shape[1:], dtype=values.dtype), tensor.shape, is_coalesced=True)
+
+
+def _embedding_bag_backward(
+    rely: Rely, grad: torch.Tensor, indices: torch.Tensor, _offsets: Any, _places: Any, _sizes: Any, _largest: Any,
+    rows: int, _by_frequency: bool, _mode: int, sparse: bool, _weights: Any, padding: int = -1,
+) -> Any:  # fmt: skip
+    """A sparse gradient leaves the padding out (aten/src/ATen/native/Embedding.cpp, `embedding_sparse_backward`)."""
+    if not sparse or padding == -1:
+        return NotImplemented
+    real = constant_of(indices)
+    rely(ALL_SELECTED if real is None else first_assumption([state_of(indices)]))
+    count = indices.numel() if real is None else int((real != padding).count_nonzero())
+    width = grad.shape[1]
+    return in_coordinates(_meta(1, count), _meta(count, width, dtype=grad.dtype), torch.Size((rows, width)))
 
 
 def _nms(rely: Rely, boxes: torch.Tensor, scores: torch.Tensor, _threshold: float) -> Any:

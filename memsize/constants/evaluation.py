@@ -29,7 +29,7 @@ from memsize.errors import DataDependentError
 from memsize.internals.meta import is_meta
 from memsize.internals.meta_memo import MetaMemo
 from memsize.internals.pytree import map_tensors, tensors_in
-from memsize.internals.sparse import PARTS, with_parts
+from memsize.internals.sparse import PARTS, is_in_coordinates, stored_elements, with_parts, zeros_in_coordinates
 from memsize.internals.user_code import running_line
 
 _aten = torch.ops.aten
@@ -210,7 +210,7 @@ class Evaluator:
     def _on_cpu(self, func: Any, op: OpTraits, args: Any, kwargs: Any) -> Any:
         tensors = list(tensors_in((args, kwargs)))
         self._check_possible(func, op, tensors)
-        if sum(t.numel() * t.element_size() for t in tensors if is_meta(t)) > _HOST_LIMIT:
+        if sum(stored_elements(t) * t.element_size() for t in tensors if is_meta(t)) > _HOST_LIMIT:
             raise NotImplementedError(
                 f"{func} has no meta kernel, and its arguments are too large to run it on the CPU instead"
             ) from None
@@ -262,7 +262,9 @@ def is_special(name: str) -> bool:
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor as a meta tensor. There are no quantized meta tensors: these stay where they are."""
-    return tensor if is_meta(tensor) or tensor.is_quantized else tensor.to("meta")
+    if is_meta(tensor) or tensor.is_quantized:
+        return tensor
+    return with_parts(tensor, _to_meta) if tensor.layout in PARTS else tensor.to("meta")
 
 
 def _to_meta_with_constant(tensor: torch.Tensor) -> torch.Tensor:
@@ -279,6 +281,8 @@ def _on_host(value: Any) -> Any:
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    if is_in_coordinates(tensor):
+        return zeros_in_coordinates(tensor)
     value = constant_of(tensor)
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if value is None else value
 

@@ -27,14 +27,15 @@ from memsize.cuda import (
     norms,
     rnn,
     softmax,
+    sparse,
 )
 from memsize.cuda.registry import COPIES, TEMPORARIES, Copies, Temporary
 from memsize.internals.dispatch_key import Kernel
 from memsize.model.tensor_storage import dtype_name
 
-NOT_ON_KEY = (attention_memory, convolution, losses, matmul, foreach)
-"""Families with nothing on the dispatch key: kernels of libraries, of losses and for lists of tensors, and attention's
-memory.
+NOT_ON_KEY = (attention_memory, convolution, losses, matmul, foreach, sparse)
+"""Families with nothing on the dispatch key: kernels of libraries, of losses, for lists of tensors and for sparse ones,
+and attention's memory.
 """
 
 

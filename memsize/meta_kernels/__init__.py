@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from memsize.meta_kernels.registry import RULES, Rule, Rules, shape_rule
+from memsize.meta_kernels.registry import RULES, SPARSE_RULES, Rule, Rules, shape_rule
 
-__all__ = ["Rule", "rules", "shape_rule"]
+__all__ = ["Rule", "rules", "shape_rule", "sparse_rules"]
 
 
 @cache
@@ -33,7 +33,14 @@ def rules() -> Rules:
         optimizers,
         pointwise,
         reductions,
+        sparse,
         spatial,
     )
 
     return RULES
+
+
+def sparse_rules() -> Rules:
+    """The rules for calls with sparse tensors that the others leave to PyTorch."""
+    rules()
+    return SPARSE_RULES

@@ -24,7 +24,7 @@ _WITH_ONE_VALUE = "add mul div addcmul addcdiv"
 def _fit(tensors: Any, *others: Any) -> bool:
     """Whether `tensors` are dense `meta` tensors of floating values, and each list beside them has the same shapes
     (or single values) and dtypes. Numbers, lists of numbers and single values go with every tensor."""
-    if not tensors or not all(is_meta(t) and t.is_floating_point() for t in tensors):
+    if not tensors or not all(is_meta(t) and t.layout is torch.strided and t.is_floating_point() for t in tensors):
         return False
     return all(_go_together(tensors, other) for other in others)
 
@@ -37,7 +37,7 @@ def _go_together(tensors: Sequence[Tensor], other: Any) -> bool:
     if len(other) != len(tensors):
         return False
     return all(
-        is_meta(o) and (o.shape == t.shape or not o.dim()) and o.dtype is t.dtype
+        is_meta(o) and o.layout is t.layout and (o.shape == t.shape or not o.dim()) and o.dtype is t.dtype
         if isinstance(o, Tensor)
         else isinstance(o, (int, float))
         for t, o in zip(tensors, other, strict=True)

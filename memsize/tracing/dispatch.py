@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from itertools import repeat
 from typing import Any, Self
 
 import torch
@@ -20,11 +21,19 @@ from memsize.cuda.convolution import BACKWARD, FORWARD
 from memsize.cuda.kernels import refuse_mixed
 from memsize.cuda.matmul import BIASED, CUBLAS
 from memsize.cuda.registry import COPIES, RESULT_FIRST, SAME_DTYPE, TEMPORARIES
-from memsize.meta_kernels import rules
+from memsize.internals.sparse import with_parts
+from memsize.meta_kernels import rules, sparse_rules
 from memsize.tracing.multiply_adds import formula_of
 from memsize.tracing.overrides import overridden
 
 DETACH = torch.ops.aten.detach.default
+_CLONE = torch.ops.aten.clone.default
+_SINGLE: dict[str, Any] = {
+    f"aten::_foreach_{name}": getattr(torch.ops.aten, {"norm": "linalg_vector_norm"}.get(name, name))
+    for name in "add add_ sub sub_ mul mul_ div div_ neg neg_ zero_ copy_ norm".split()
+}
+"""Ops over lists, and what does the same with a single tensor."""
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
@@ -43,6 +52,8 @@ class Op:
         "result_first",
         "rule",
         "same",
+        "single",
+        "sparse_rule",
         "temporaries",
         "traits",
     )
@@ -50,8 +61,10 @@ class Op:
     def __init__(self, func: Any) -> None:
         self.name: str = func._overloadpacket.__name__
         self.rule = rules()[func]
+        self.sparse_rule = sparse_rules()[func]
         self.traits = traits_of(func)
         self.composite = self.rule is None and not is_special(self.traits.name) and _is_composite(self.traits.name)
+        self.single = _SINGLE.get(func.name().partition(".")[0])
         self.same = SAME_DTYPE.get(func)
         self.copies = COPIES.get(func)
         self.flops = formula_of(func)
@@ -113,19 +126,53 @@ class MetaDispatchMode(TorchDispatchMode):
 
     def run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of `func`, with its constants beside it."""
+        if func is _CLONE and args[0].layout is torch.sparse_coo and _is_new_gradient(args[0]):
+            return with_parts(args[0], lambda part: part)
+        op = self.known[func]
+        if op.single is not None and _has_sparse(args):
+            with self:
+                return _one_by_one(op.single, args, kwargs)
         if self._computes:
             return func(*args, **kwargs)
-        op = self.known[func]
         if op.composite:
             with self:
                 return func.decompose(*args, **kwargs)
         if op.same is not None:
             refuse_mixed(func, args[op.same])
         result = NotImplemented if op.rule is None else op.rule(*args, **kwargs)
+        if result is NotImplemented and op.sparse_rule is not None:
+            result = op.sparse_rule(*args, **kwargs)
         if result is NotImplemented:
             result = self.evaluator.evaluate(op.traits, func, args, kwargs)
         propagate(op.traits, func, args, kwargs, result)
         return result
+
+
+def _has_sparse(args: Any) -> bool:
+    """Whether a list among the arguments has a sparse tensor."""
+    lists = [each for each in args[:2] if isinstance(each, (list, tuple))]
+    return any(isinstance(e, torch.Tensor) and e.layout is torch.sparse_coo for each in lists for e in each)
+
+
+def _one_by_one(single: Any, args: Any, kwargs: Any) -> Any:
+    """What an op over lists does with sparse tensors: CUDA's list kernels leave them to the op for `single` tensors."""
+    lists = [each if isinstance(each, (list, tuple)) else repeat(each) for each in args]
+    results = [single(*each, **kwargs) for each in zip(*lists, strict=False)]
+    return None if single.__name__.endswith("_") else results
+
+
+def _is_new_gradient(tensor: torch.Tensor) -> bool:
+    """Whether autograd copies a sparse gradient only because a mode looks on: `_indices` and `_values`, asked through
+    it, have a second owner then. Otherwise a parameter keeps its first gradient as it is, where that lies row by row
+    (torch/csrc/autograd/functions/accumulate_grad.h).
+
+    Known limit: that a hook keeps the gradient too, for which it is copied, is not seen.
+    """
+    node: Any = torch._C._current_autograd_node()
+    if node is None or torch.is_grad_enabled() or node.name() != _ACCUMULATE:
+        return False
+    is_first = node.variable.grad is None
+    return bool(is_first and tensor._indices().is_contiguous() and tensor._values().is_contiguous())
 
 
 def has_own_dispatch(types: Iterable[Any]) -> bool:

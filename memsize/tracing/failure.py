@@ -84,6 +84,8 @@ _UNLAUNCHED = re.compile(
     r"^'(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'$"
 )
 """What PyTorch and `os.environ` say of a process that no launcher has started."""
+_WITHOUT_SPARSE = re.compile(r"with arguments from the 'Sparse(CPU|Meta)' backend")
+"""What PyTorch says of an op without a kernel for sparse tensors: where it was tried here."""
 
 
 def _advice(text: str) -> str:
@@ -118,6 +120,8 @@ def _advice(text: str) -> str:
         )
     if "support sparse gradients" in text:
         return "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)"
+    if _WITHOUT_SPARSE.search(text):
+        return "PyTorch has no such kernel for sparse tensors, on a GPU neither: leave sparse gradients out of it"
     if "is only available for these backends" in text:
         return (
             "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute "

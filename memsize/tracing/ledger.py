@@ -19,7 +19,7 @@ from memsize.cuda.convolution import Convolutions
 from memsize.cuda.matmul import takes_cublas, takes_cublaslt
 from memsize.cuda.registry import Temporary
 from memsize.internals.meta import is_meta
-from memsize.internals.sparse import PARTS
+from memsize.internals.sparse import PARTS, parts_of
 from memsize.internals.user_code import Lines, line_in_forward, shown
 from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors, shape_of
 from memsize.records.roles import Role
@@ -131,6 +131,7 @@ class Ledger(MetaDispatchMode):
         if op.multiplies and self.workspaces.blas and takes_cublas(args):
             self._keep_workspace(self._handles, self.workspaces.blas, name)
         self._mark_read(args)
+        replaced = () if op.sparse_rule is None else parts_of(args)  # alive until the new ones are there
         result = self.run_op(func, args, kwargs)
         if self.counts and op.flops is not None:
             layer = self.clock.layer
@@ -153,6 +154,7 @@ class Ledger(MetaDispatchMode):
             self._note_temporaries(op.temporaries(*args), name)
         for index, size in copies:
             self._end(index, size, name)
+        del replaced
         return result
 
     def _mark_read(self, args: Iterable[Any]) -> None:

@@ -30,6 +30,7 @@ from memsize.cuda import autocast
 from memsize.internals.meta import is_meta
 from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
+from memsize.internals.sparse import is_in_coordinates
 from memsize.tracing.places import gpu_place, host_place, means_stand_ins, named_gpu, place_of, place_on
 
 _device: Any = vars(torch._C.TensorBase)["device"]
@@ -110,6 +111,7 @@ def _patches_of_torch() -> tuple[Patch, ...]:
         *(Patch(owner, name, _from_numbers) for owner, name in from_numbers),
         *(Patch(owner, name, _like if name.endswith("_like") else _on_device) for owner, name in with_device),
         *(Patch(Tensor, name, _beside) for name in _METHODS.split()),
+        Patch(Tensor, "new", _new),
         Patch(Tensor, "new_tensor", _new_tensor),
         Patch(Tensor, "__getitem__", _indexed),
         Patch(Tensor, "__setitem__", lambda original: _assigned(_indexed(original))),
@@ -147,6 +149,19 @@ def _new_tensor(original: Function) -> Function:
         if isinstance(data, Tensor) or not means_stand_ins(device):
             return original(tensor, data, *args, **_on_meta(kwargs))
         return _moved_from_cpu(torch.tensor, data, args, {"dtype": tensor.dtype} | kwargs | {"device": device})
+
+    return made
+
+
+def _new(original: Function) -> Function:
+    """The old constructor knows no sparse `meta` tensors. `SparseAdam` makes its updates by it."""
+
+    def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_in_coordinates(tensor):
+            return original(tensor, *args, **kwargs)
+        if args and isinstance(args[0], Tensor):
+            return torch.sparse_coo_tensor(*args, check_invariants=False, **kwargs)
+        return torch.empty(args or (0,), dtype=tensor.dtype, layout=torch.sparse_coo, device=place_of(tensor))
 
     return made
 
