@@ -68,6 +68,25 @@ def test_what_is_made_on_the_cpu_like_a_tensor_of_the_gpu_can_be_pinned(side: in
     assert f"at most {format_bytes(2 * side * side * 4)} are in pinned memory" in next(run.ledger.host_memory.notes())
 
 
+def test_a_gradient_is_a_stand_in_where_its_tensor_is_one() -> None:
+    """Either may have come from the GPU; who holds the other sees the same tensor."""
+    with program().open():
+        copy, made = torch.ones(SIDE, SIDE, device="cuda").cpu(), torch.zeros(SIDE, SIDE)
+        copy.grad = made
+        assert copy.grad is made and is_stand_in(made) and made.is_cpu and made.shape == (SIDE, SIDE)
+        own = torch.zeros(SIDE, SIDE, requires_grad=True)
+        own.grad = torch.ones(SIDE, SIDE, device="cuda").cpu()
+        assert own.is_leaf and own.requires_grad and own.is_cpu and is_stand_in(own)
+        torch.optim.AdamW([own]).step()
+        small = torch.zeros(3, requires_grad=True)
+        small.grad = torch.full((3,), 2.0, device="cuda").cpu()
+        assert small.grad.tolist() == [2.0, 2.0, 2.0]
+        with pytest.raises(RuntimeError, match="Please ensure that the gradient and the tensor are on the same device"):
+            small.grad = torch.ones(3, device="cuda")
+        small.grad = None
+        assert small.grad is None
+
+
 def test_small_copies_have_values() -> None:
     with program().open():
         small = torch.full((3,), 2.0, device="cuda").cpu()

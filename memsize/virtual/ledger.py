@@ -380,6 +380,14 @@ class VirtualLedger(Ledger):
             return -1
         return super().enter(tensor, role, op, size)
 
+    def stand_in(self, tensor: torch.Tensor) -> None:
+        """Let `tensor`, which has memory on the CPU, be a stand-in on the host from here on."""
+        with self._turn, self.aside():
+            fresh = as_stand_ins(tensor.detach()).requires_grad_(tensor.requires_grad)
+        if SEAT.put(fresh, HOST):
+            self.host_memory.copies.enter(fresh.untyped_storage())
+        torch._C._swap_tensor_impl(tensor, fresh)
+
     def place(self, tensor: torch.Tensor, role: Role, layer: int) -> None:
         """Give the storage of `tensor` a role and a layer that were not known when it was made.
 

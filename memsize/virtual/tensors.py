@@ -42,6 +42,7 @@ _device: Any = vars(_base)["device"]
 _is_cuda: Any = vars(_base)["is_cuda"]
 _is_cpu: Any = vars(_base)["is_cpu"]
 _data: Any = vars(_base)["data"]
+_grad: Any = vars(_base)["grad"]
 _lazy: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 
 
@@ -55,6 +56,7 @@ def replacements(ledger: VirtualLedger) -> Iterator[Replacement]:
     yield Tensor, "is_cpu", property(lambda t: not _is_on_gpu(t) if is_stand_in(t) else _is_cpu.__get__(t))
     yield Tensor, "numpy", _with_memory(Tensor.numpy)
     yield Tensor, "data", property(_data.__get__, _setter(ledger))
+    yield Tensor, "grad", property(_grad.__get__, _give_on_host(ledger), _grad.__delete__)
     moves = {"to": _with_data(Tensor.to), "cuda": _with_data(Tensor.cuda, always=True), "get_device": _number}
     yield from ((Tensor, name, move) for name, move in moves.items())
     yield nn.Module, "to", _leaving(nn.Module.to, ledger)
@@ -242,11 +244,24 @@ def _setter(ledger: VirtualLedger) -> Callable[[Tensor, Tensor], None]:
     return assign
 
 
+def _give_on_host(ledger: VirtualLedger) -> Callable[[Tensor, Tensor | None], None]:
+    """``x.grad = y`` of which only one has memory, as the other came from the GPU: both are stand-ins then."""
+
+    def give(tensor: Tensor, gradient: Tensor | None) -> None:
+        if gradient is not None and is_meta(tensor) != is_meta(gradient):
+            standing, real = (tensor, gradient) if is_meta(tensor) else (gradient, tensor)
+            if SEAT.is_on_host(standing) and _is_cpu.__get__(real):
+                ledger.stand_in(real)
+        _grad.__set__(tensor, gradient)
+
+    return give
+
+
 def _give(tensor: Tensor, gradient: Tensor) -> None:
     """``tensor.grad = gradient`` of any shape: a flat parameter of FSDP is whole at times, and its gradient is not."""
     data = gradient.detach()
     _data.__set__(gradient, tensor.detach())
-    tensor.grad = gradient
+    _grad.__set__(tensor, gradient)
     _data.__set__(gradient, data)
 
 
