@@ -538,6 +538,19 @@ def test_finite_values_are_assumed_only_once_asked() -> None:
     assert list(mode.evaluator.assumptions) == [ALL_FINITE]
 
 
+def test_a_number_of_the_data_is_on_the_side_of_zero_where_it_is_read() -> None:
+    """A norm below zero means that one is not finite, to DeepSpeed. Of more numbers than one nothing is said."""
+    mode = MetaDispatchMode()
+    mode.evaluator.lenient = True
+    with mode:
+        norm = unknown(3).norm()
+        below, above = (~norm.isfinite() | (norm < 0)).any(), (norm >= 0) & (norm > 0.0)
+        assert not mode.evaluator.assumptions
+        assert not bool(below) and bool(above)
+        assert constant_of(unknown(3) < 0) is None and constant_of(norm < 2) is None
+    assert list(mode.evaluator.assumptions) == [ALL_FINITE, ITEM_IS_ONE]
+
+
 def test_numbers_copies_and_comparisons() -> None:
     mode = MetaDispatchMode()
     with mode:

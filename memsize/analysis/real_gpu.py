@@ -24,7 +24,7 @@ _INSTEAD: Final = {
     "apex": "take torch.optim.AdamW for FusedAdam, torch.nn.LayerNorm for FusedLayerNorm, torch.autocast for amp",
     "bitsandbytes": 'set optim="adamw_torch", and load the model without a quantization_config',
     "causal_conv1d": _MAMBA,
-    "deepspeed": "start the script without a DeepSpeed config, with torch.optim.AdamW",
+    "deepspeed": 'set "torch_adam": true in the optimizer\'s params of its config: its ZeRO runs without a GPU then',
     "flash_attn": _SDPA,
     "flash_attn_interface": _SDPA,
     "fla": "take the model's implementation without it, or register fakes of its kernels",

@@ -82,6 +82,13 @@ def compared_with_number(op: str, number: Any) -> bool | None:
     return op == "ne"
 
 
+def compared_with_zero(op: str, number: Any) -> bool | None:
+    """How one number of the data, which is taken to be 1.0 where it is read, compares with 0; None for any other."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or number:
+        return None
+    return {"lt": False, "le": False, "gt": True, "ge": True}.get(op)
+
+
 def compared_with_infinity(op: str, number: Any) -> bool | None:
     """How finite values compare with an infinite `number`; None where `number` is not infinite."""
     if not isinstance(number, float) or not math.isinf(number):

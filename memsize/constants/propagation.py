@@ -20,9 +20,11 @@ from memsize.constants.assumptions import (
     ALL_SELECTED,
     CHECKS_PASS,
     FIXED_DRAW,
+    ITEM_IS_ONE,
     NOT_EQUAL,
     compared_with_infinity,
     compared_with_number,
+    compared_with_zero,
     first_assumption,
     spread_evenly,
 )
@@ -291,6 +293,15 @@ def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
             set_uniform(result, answer, ALL_FINITE)
         elif exact is not None:
             set_uniform(result, exact, NOT_EQUAL)
+
+
+def tell_sign(op: OpTraits, args: Any, result: torch.Tensor) -> None:
+    """Let one number of the data be on the side of 0 on which it is where it is read, in a script, which is never
+    refused what it asks: a norm below 0 is one that is not finite to some.
+    """
+    sign = compared_with_zero(str(op.comparison), args[1])
+    if sign is not None and result.numel() == 1 and is_meta(result) and constant_of(result) is None:
+        set_uniform(result, sign, ITEM_IS_ONE)
 
 
 def _share_state(source: Any, result: Any) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.constants.evaluation import Evaluator, is_special
 from memsize.constants.op_traits import traits_of
-from memsize.constants.propagation import carry_over, propagate
+from memsize.constants.propagation import carry_over, propagate, tell_sign
 from memsize.cuda.convolution import BACKWARD, FORWARD
 from memsize.cuda.kernels import refuse_mixed
 from memsize.cuda.matmul import BIASED, CUBLAS
@@ -145,6 +145,8 @@ class MetaDispatchMode(TorchDispatchMode):
         if result is NotImplemented:
             result = self.evaluator.evaluate(op.traits, func, args, kwargs)
         propagate(op.traits, func, args, kwargs, result)
+        if self.evaluator.lenient and op.traits.comparison is not None:
+            tell_sign(op.traits, args, result)
         return result
 
 
