@@ -18,7 +18,10 @@ from memsize.errors import message_of
 from memsize.internals.user_code import is_library, is_outside, line_of
 from memsize.records.program import NeedsGpu
 
-_SDPA: Final = 'set attn_implementation="sdpa", PyTorch\'s own attention in linear memory'
+_SDPA: Final = (
+    "take torch.nn.functional.scaled_dot_product_attention, PyTorch's own in linear memory, which is "
+    'attn_implementation="sdpa" in transformers'
+)
 _MAMBA: Final = "leave it out: transformers' Mamba then runs in PyTorch's own ops (use_mamba_kernels=False)"
 _INSTEAD: Final = {
     "apex": "take torch.optim.AdamW for FusedAdam, torch.nn.LayerNorm for FusedLayerNorm, torch.autocast for amp",
