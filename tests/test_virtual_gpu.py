@@ -1126,6 +1126,15 @@ def test_what_an_optimizer_trains_is_a_parameter_without_any_module(tmp_path: Pa
     assert {role: held[role] for role in held if role not in others} == {"parameter": 2 * MiB, "activation": MiB // 4}
 
 
+def test_numbers_of_the_gpu_in_a_list_are_read_for_a_tensor_on_the_cpu() -> None:
+    """As Megatron makes one of the norms of its gradients: what depends on the data is 1, what doesn't is known."""
+    with gpu():
+        norms = [[torch.nn.Linear(64, 64, device="cuda").weight.norm(), torch.ones(4, device="cuda").norm()], [2.0, 3]]
+        found = torch.tensor(norms)
+        assert found.is_cpu and found.tolist() == [[1.0, 2.0], [2.0, 3.0]]
+        assert torch.tensor(norms, device="cuda").is_cuda
+
+
 PROFILED = """
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule

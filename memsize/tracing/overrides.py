@@ -42,6 +42,8 @@ _METHODS = "new_empty new_full new_ones new_zeros new_empty_strided"
 _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 
 
+_UNREADABLE = "item() cannot be called on meta tensors"
+"""What PyTorch says where it reads the numbers of tensors in a list below the dispatcher."""
 _DETECTION = "torchvision.models.detection.transform"
 FLEX: Final = "torch.nn.attention.flex_attention"
 
@@ -137,7 +139,12 @@ def _from_numbers(original: Function) -> Function:
     def made(data: Any, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device") or _device_of_context()
         if isinstance(data, Tensor) or not means_stand_ins(device):
-            return original(data, *args, **_on_meta(kwargs))
+            try:
+                return original(data, *args, **_on_meta(kwargs))
+            except RuntimeError as error:
+                if isinstance(data, Tensor) or _UNREADABLE not in str(error):
+                    raise
+                return original(_numbers(data), *args, **kwargs)
         return _moved_from_cpu(original, data, args, kwargs | {"device": device})
 
     return made
