@@ -598,6 +598,21 @@ def test_a_backend_sends_nothing_from_a_device_that_it_does_not_know() -> None:
         dist.all_reduce(torch.ones(3))
 
 
+@pytest.mark.parametrize("backend", ["nccl", None, "gloo"])
+def test_nccl_adds_up_no_sparse_gradients(backend: str | None) -> None:
+    with memsize.virtual_gpu("t4", world=World(2)):
+        dist.init_process_group(backend)
+        table = torch.nn.Embedding(100, 8, sparse=True).cuda()
+        model = torch.nn.parallel.DistributedDataParallel(table)
+        loss = model(torch.arange(5, device="cuda")).square().sum()
+        if backend == "gloo":
+            loss.backward()
+            assert table.weight.grad is not None and table.weight.grad.is_sparse
+        else:
+            with pytest.raises(RuntimeError, match="NCCL does not support all_reduce with sparse tensors"):
+                loss.backward()
+
+
 ALONE = """
 import torch.distributed as dist
 

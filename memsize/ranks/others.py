@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from memsize.errors import InputError
@@ -66,6 +67,17 @@ def check_devices(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
     where = {each.type for each in devices._device_types}
     if "cpu" not in where and any(not is_meta(tensor) and tensor.device.type == "cpu" for tensor in tensors):
         raise RuntimeError("No backend type associated with device type cpu")
+
+
+def check_layouts(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
+    """Raises NCCL's error where a collective would add up sparse tensors: those of the GPU, unless another backend does
+    it (ProcessGroupNCCL.cpp, `allreduce_sparse`). `DistributedDataParallel` does so with sparse gradients."""
+    sparse = any(is_meta(each) and each.layout is not torch.strided for each in tensors)
+    if (
+        sparse
+        and dist.distributed_c10d.BackendConfig(dist.get_backend(group)).get_device_backend_map()["cuda"] == "nccl"
+    ):
+        raise RuntimeError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
 
 
 def _from_somebody(original: Callable[..., Any], assume: Assume) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ from memsize.ranks.collectives import (
     waited,
     waits,
 )
-from memsize.ranks.others import check_devices, check_ranks
+from memsize.ranks.others import check_devices, check_layouts, check_ranks
 from memsize.records.roles import Role
 from memsize.records.trace import Storage
 from memsize.records.world import Collective, CollectiveKind
@@ -196,6 +196,8 @@ class VirtualLedger(Ledger):
                 group = group_of(args)
                 check_ranks(func, args, group.size())
                 check_devices(arguments_in(args), group)
+                if kind == "all-reduce":
+                    check_layouts(arguments_in(args), group)
             result = answer(kind, func, args) if given else self._run(func, types, args, kwargs)
             self.last_op = func._overloadpacket.__name__
             if kind is not None and not given:
