@@ -33,12 +33,15 @@ _INSTEAD: Final = {
     "fla": "take the model's implementation without it, or register fakes of its kernels",
     "liger_kernel": "set use_liger_kernel=False",
     "mamba_ssm": _MAMBA,
+    "nvidia-smi": "leave that call out, or put a script of that name on the PATH, which prints what it is asked for",
     "transformer_engine": "take torch.nn.Linear and torch.nn.LayerNorm, in bfloat16 instead of float8",
     "triton": "it comes with PyTorch's CUDA builds, and its kernels want a torch.library.custom_op around them",
     "unsloth": "load the model with transformers and peft themselves",
     "xformers": "take torch.nn.functional.scaled_dot_product_attention, as diffusers and transformers do without it",
 }
-"""Packages of CUDA kernels, and what does the same, with about the same memory, in PyTorch's own ops."""
+"""Packages of CUDA kernels, and the driver's own program, and what does the same, with about the same memory, in ops of
+PyTorch.
+"""
 _RAISED: Final = (ImportError, RuntimeError, OSError, AssertionError)
 """What such packages raise without a GPU; other errors are the program's own."""
 _WITHOUT_RULE: Final = re.compile(
@@ -85,6 +88,8 @@ def _op(text: str) -> str | None:
 def _package(error: BaseException, op: str | None, frames: list[FrameType]) -> str | None:
     """The package of CUDA kernels that was not found, whose op it is, or that raised the error."""
     named = [op.partition("::")[0]] if op else []
+    if isinstance(error, FileNotFoundError):
+        named.append(str(error.filename))
     if isinstance(error, ImportError):
         named += [(error.name or "").partition(".")[0], *re.findall(r"\w+", message_of(error).replace("-", "_"))]
     named += [root for root in map(_root, reversed(frames)) if root not in ("torch", "memsize", "triton")][:1]
