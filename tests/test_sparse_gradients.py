@@ -159,6 +159,15 @@ def test_the_padding_of_bags_gets_no_gradient(ids: int | None, elements: int) ->
     assert not ledger.evaluator.notes
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_scaled_by_frequency_are_refused_by_pytorch(kind: Any) -> None:
+    with Ledger():
+        model = kind(ROWS, WIDTH, sparse=True, scale_grad_by_freq=True, padding_idx=0, device="meta")
+        loss = model(torch.ones(BAGS, PER_BAG, dtype=torch.int64, device="meta")).square().sum()
+        with pytest.raises(RuntimeError, match="scale_grad_by_freq not supported with sparse gradients"):
+            loss.backward()
+
+
 def test_gradients_set_to_zero_hold_nothing() -> None:
     with Ledger() as ledger:
         model = TABLES["embedding"](device="meta")
@@ -193,6 +202,20 @@ def test_equal_indices_are_added_up_in_order() -> None:
         gradient()._indices(), torch.empty(1, device="meta").expand(COUNT, WIDTH), gradient().shape
     )
     assert inside(aten._coalesce.default, expanded) == [INDICES, INDICES, VALUES]
+
+
+@pytest.mark.parametrize("order", [2, 1, float("inf")])
+def test_a_norm_adds_up_equal_indices_first(order: float) -> None:
+    with MetaDispatchMode() as mode:
+        found = gradient().norm(order)
+        ordered = gradient().coalesce()
+    assert (found.shape, found.dtype) == ((), torch.float32)
+    assert list(mode.evaluator.assumptions) == [ALL_DISTINCT] and not mode.evaluator.notes
+    op = aten.norm.ScalarOpt_dim
+    assert inside(op, gradient(), order, []) == [INDICES, VALUES, INDICES, INDICES]
+    assert inside(op, ordered, order, []) == inside(op, torch.empty(3, device="meta"), order, []) == []
+    with MetaDispatchMode(), pytest.raises(RuntimeError, match="only supports full reductions"):
+        gradient().norm(order, dim=0)
 
 
 def test_a_selection_of_rows_is_made_before_the_result() -> None:

@@ -23,7 +23,7 @@ from memsize.constants.values import (
     state_of,
     true_share_of,
 )
-from memsize.internals.sparse import in_coordinates, places
+from memsize.internals.sparse import in_coordinates, is_in_coordinates, places
 
 _aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
@@ -46,9 +46,18 @@ def data_dependent_ops() -> Mapping[str, DataDependentOp]:
         "aten::unique_dim": _unique_dim,
         "aten::unique_consecutive": _unique_consecutive,
         "aten::bincount": _bincount,
-        "aten::_coalesce": _coalesce,
-        "aten::_embedding_bag_backward": _embedding_bag_backward,
         "torchvision::nms": _nms,
+    }
+
+
+@cache
+def sparse_ops() -> Mapping[str, DataDependentOp]:
+    """Ops where only the number of elements of a sparse tensor depends on the data; what these leave, PyTorch decides
+    by shapes alone."""
+    return {
+        "aten::_coalesce": _coalesce,
+        "aten::norm.ScalarOpt_dim": _norm,
+        "aten::_embedding_bag_backward": _embedding_bag_backward,
     }
 
 
@@ -159,12 +168,22 @@ def _coalesce(rely: Rely, tensor: torch.Tensor) -> torch.Tensor:
     return in_coordinates(indices, _meta(count, *values.shape[1:], dtype=values.dtype), tensor.shape, is_coalesced=True)
 
 
+def _norm(rely: Rely, tensor: torch.Tensor, _order: Any, dims: Any, keepdim: bool = False) -> Any:
+    """That of all values, after equal indices are added up (sparse/SparseTensorMath.cpp, `norm_sparse`)."""
+    whole = not dims or sorted(dim % tensor.dim() for dim in dims) == list(range(tensor.dim()))
+    if not is_in_coordinates(tensor) or keepdim or not whole:
+        return NotImplemented
+    if not tensor.is_coalesced() and tensor._nnz() > 1:
+        rely(ALL_DISTINCT)
+    return _meta(dtype=tensor.dtype)
+
+
 def _embedding_bag_backward(
     rely: Rely, grad: torch.Tensor, indices: torch.Tensor, _offsets: Any, _places: Any, _sizes: Any, _largest: Any,
-    rows: int, _by_frequency: bool, _mode: int, sparse: bool, _weights: Any, padding: int = -1,
+    rows: int, by_frequency: bool, _mode: int, sparse: bool, _weights: Any, padding: int = -1,
 ) -> Any:  # fmt: skip
     """A sparse gradient leaves the padding out (aten/src/ATen/native/Embedding.cpp, `embedding_sparse_backward`)."""
-    if not sparse or padding == -1:
+    if not sparse or by_frequency or padding == -1:
         return NotImplemented
     real = constant_of(indices)
     rely(ALL_SELECTED if real is None else first_assumption([state_of(indices)]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memsize.constants.data_dependent import DataDependentOp, data_dependent_ops
+from memsize.constants.data_dependent import DataDependentOp, data_dependent_ops, sparse_ops
 
 _FILLS: dict[str, Any] = {
     **dict.fromkeys(("aten::zeros", "aten::zeros_like", "aten::new_zeros"), 0),
@@ -120,6 +120,7 @@ class OpTraits:
         """Whether nothing is known of the results where the first argument is data."""
         self.data_dependent: DataDependentOp | None = data_dependent_ops().get(self.name)
         self.dynamic = self.data_dependent is not None or torch.Tag.dynamic_output_shape in tags
+        self.data_dependent = self.data_dependent or sparse_ops().get(self.name)
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call writes to."""

@@ -42,6 +42,16 @@ def _sorted(tensor: Tensor) -> Iterator[Temporary]:
         yield Temporary((2 * elements * int64.itemsize - made,), uint8)
 
 
+@temporaries_of(_aten.norm.ScalarOpt_dim)
+def _added_up(tensor: Tensor, *_: Any) -> Iterator[Temporary]:
+    """A norm is that of the values, after equal indices are added up."""
+    if tensor.layout is sparse_coo and not tensor.is_coalesced():
+        values = tensor._values()
+        yield Temporary(tuple(tensor._indices().shape), int64)
+        yield Temporary((min(len(values), places(tensor)), *values.shape[1:]), values.dtype)
+        yield from _sorted(tensor)
+
+
 @temporaries_of(_aten.sparse_mask.default)
 def _rows(tensor: Tensor, mask: Tensor) -> Iterator[Temporary]:
     """The rows of a dense tensor, before they are multiplied by a one."""
