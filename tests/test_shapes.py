@@ -21,6 +21,7 @@ from memsize.internals.sparse import in_coordinates
 from memsize.meta_kernels import factories, matmul, norms, rules, spatial, strides
 from memsize.meta_kernels.reductions import reduced_shape
 from memsize.meta_kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
+from memsize.tracing.dispatch import MetaDispatchMode
 
 Tensor = torch.Tensor
 META = torch.device("meta")
@@ -692,7 +693,7 @@ def test_every_sparse_rule_is_compared() -> None:
 
 SPARSE_WRONG: dict[str, list[tuple[Any, ...]]] = {
     "clone": [(meta(3),)],
-    "copy_": [(meta(40, 3), coo("meta"))],
+    "copy_": [(meta(3), meta(3))],
     "add.Tensor": [(coo("meta"), meta(40, 3)), (meta(3), coo("meta")), (meta(3), meta(3))],
     "add_.Tensor": [(coo("meta"), meta(40, 3)), (meta(3, 3), coo("meta")), (whole(40, 3), coo("meta"))],
     "mul.Tensor": [(coo("meta"), meta(40, 3)), (coo("meta"), coo("meta")), (meta(3), 2.0)],
@@ -706,6 +707,17 @@ SPARSE_WRONG: dict[str, list[tuple[Any, ...]]] = {
 def test_a_sparse_rule_leaves_what_is_wrong_or_dense_to_pytorch(name: str) -> None:
     for args in SPARSE_WRONG[name]:
         assert SPARSE_RULES[overload(f"aten::{name}")](*args) is NotImplemented
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_dense_and_sparse_tensors_are_not_copied_into_each_other(device: str) -> None:
+    dense, sparse = torch.zeros(40, 3, device=device), coo(device)
+    for target, source in ((dense, sparse), (sparse, dense)):
+        with (
+            MetaDispatchMode(device),
+            pytest.raises(RuntimeError, match="between dense and sparse Tensors is not impl"),
+        ):
+            target.copy_(source)
 
 
 def test_list_rules_know_dense_tensors_only() -> None:

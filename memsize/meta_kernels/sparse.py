@@ -39,7 +39,10 @@ def _copied(tensor: Any, *, memory_format: Any = None) -> Any:
 
 @sparse_rule("aten::copy_")
 def _copied_into(target: Any, source: Any, *_: Any) -> Any:
-    if not is_in_coordinates(target) or not is_in_coordinates(source):
+    sparse = [is_in_coordinates(each) for each in (target, source)]
+    if any(sparse) and torch.strided in (target.layout, source.layout):
+        raise RuntimeError("copy_() between dense and sparse Tensors is not implemented!")  # PyTorch's own, but on meta
+    if not all(sparse):
         return NotImplemented
     return _written(target, _with_values(source, target.dtype))
 
