@@ -1,9 +1,8 @@
-"""What PyTorch does in Python before an op is dispatched: numbers from Python lists, devices by name.
+"""What PyTorch does in Python before an op is dispatched: numbers from Python lists, and devices by name
+(`named_devices`).
 
 ``torch.tensor([1, 2], device=x.device)`` and ``x[:, [0, -1]]`` make their tensor below the dispatcher, where a dispatch
-mode does not see it: on `meta` the numbers would be lost. ``x.cuda()`` and ``device="cuda"`` ask for a device that a
-machine without a GPU refuses and on which a machine with one would really allocate: during a run they mean the device
-of the run's tensors. Only threads in which a run is under way see the replacements.
+mode does not see it: on `meta` the numbers would be lost. What is replaced is seen in threads of a run alone.
 
 Known limits: names that a module imported from torch itself (``from torch import zeros``) are not replaced, nor are
 ``torch.cuda.FloatTensor`` and generators of a CUDA device.
@@ -31,17 +30,10 @@ from memsize.internals.meta import is_meta
 from memsize.internals.patching import Function, Patch, PatchSet
 from memsize.internals.pytree import map_tensors, tensors_in
 from memsize.internals.sparse import is_in_coordinates
-from memsize.tracing.places import gpu_place, host_place, means_stand_ins, named_gpu, place_of, place_on
+from memsize.tracing.named_devices import by_device, on_meta
+from memsize.tracing.places import means_stand_ins, named_gpu, place_of
 
-_device: Any = vars(torch._C.TensorBase)["device"]
-_FACTORIES = """
-    arange empty empty_like empty_strided eye full full_like linspace logspace normal ones ones_like rand rand_like
-    randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
-    hann_window hamming_window blackman_window bartlett_window kaiser_window sparse_coo_tensor"""
-_METHODS = "new_empty new_full new_ones new_zeros new_empty_strided"
 _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
-
-
 _UNREADABLE = "item() cannot be called on meta tensors"
 """What PyTorch says where it reads the numbers of tensors in a list below the dispatcher."""
 _DETECTION = "torchvision.models.detection.transform"
@@ -108,19 +100,14 @@ def _patches_of_torch() -> tuple[Patch, ...]:
     # PyTorch builds a table of its factories, by identity, on first use: that must not happen while they are replaced.
     _device_constructors()
     from_numbers = [(torch, "tensor"), (torch, "as_tensor"), (torch, "asarray")]
-    with_device = [(torch, name) for name in _FACTORIES.split()]
     return (
         *(Patch(owner, name, _from_numbers) for owner, name in from_numbers),
-        *(Patch(owner, name, _like if name.endswith("_like") else _on_device) for owner, name in with_device),
-        *(Patch(Tensor, name, _beside) for name in _METHODS.split()),
+        *by_device(),
         Patch(Tensor, "new", _new),
         Patch(Tensor, "new_tensor", _new_tensor),
         Patch(Tensor, "__getitem__", _indexed),
         Patch(Tensor, "__setitem__", lambda original: _assigned(_indexed(original))),
         Patch(Tensor, "__format__", _formatted),
-        Patch(Tensor, "to", _moved),
-        Patch(Tensor, "cuda", _moved_to_cuda),
-        Patch(Tensor, "cpu", _moved_to_cpu),
         *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT.split()),
         Patch(OpOverloadPacket, "__call__", _given_numbers),
         Patch(torch._C, "_InferenceMode", lambda _: _InferenceMode),
@@ -140,7 +127,7 @@ def _from_numbers(original: Function) -> Function:
         device = kwargs.get("device") or _device_of_context()
         if isinstance(data, Tensor) or not means_stand_ins(device):
             try:
-                return original(data, *args, **_on_meta(kwargs))
+                return original(data, *args, **on_meta(kwargs))
             except RuntimeError as error:
                 if isinstance(data, Tensor) or _UNREADABLE not in str(error):
                     raise
@@ -154,7 +141,7 @@ def _new_tensor(original: Function) -> Function:
     def made(tensor: Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device") or tensor.device
         if isinstance(data, Tensor) or not means_stand_ins(device):
-            return original(tensor, data, *args, **_on_meta(kwargs))
+            return original(tensor, data, *args, **on_meta(kwargs))
         return _moved_from_cpu(torch.tensor, data, args, {"dtype": tensor.dtype} | kwargs | {"device": device})
 
     return made
@@ -282,114 +269,7 @@ class _InferenceMode:
         torch._C._set_grad_enabled(gradients)
 
 
-# -- devices by name --------------------------------------------------------------------------------------------------
-
-
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    device = kwargs.get("device")
-    place = None if device is None else named_gpu(device)
-    return kwargs if place is None else kwargs | {"device": place}
-
-
-def _on_device(original: Function) -> Function:
-    """A function that takes its device by keyword only."""
-
-    def made(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **(_on_meta(kwargs) if "device" in kwargs else kwargs))
-
-    return made
-
-
-def _like(original: Function) -> Function:
-    """``empty_like(x, device=…)``: on the host, it is a stand-in where a copy of `x` would be one."""
-
-    def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        place = kwargs.get("device") is not None and place_on(tensor, kwargs["device"])
-        return original(tensor, *args, **(kwargs | {"device": place} if place else kwargs))
-
-    return made
-
-
-def _beside(original: Function) -> Function:
-    """``x.new_empty(sizes, device=…)``: on the host, it is a stand-in where `x` is one there."""
-    like, given = _like(original), _on_device(original)
-
-    def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (like if host_place(tensor) == place_of(tensor) else given)(tensor, *args, **kwargs)
-
-    return made
-
-
-def _moved(original: Function) -> Function:
-    """``x.to(device)``, the device in front or by keyword."""
-
-    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Tensor) and is_meta(args[0]):
-            tensor, place = _towards(tensor, place_of(args[0]))
-            args = (place, args[0].dtype, *args[1:])
-        elif args and not isinstance(args[0], (torch.dtype, Tensor)) and (gpu := place_on(tensor, args[0])):
-            tensor, place = _towards(tensor, gpu)
-            args = (place, *args[1:])
-        elif kwargs.get("device") is not None and (gpu := place_on(tensor, kwargs["device"])):
-            tensor, place = _towards(tensor, gpu)
-            kwargs = kwargs | {"device": place}
-        return original(tensor, *args, **kwargs)
-
-    return moved
-
-
-def _towards(tensor: Tensor, gpu: torch.device) -> tuple[Tensor, torch.device]:
-    """What to move where, to have `tensor` on `gpu`: PyTorch returns it as it is if that is where it is already."""
-    if not is_meta(tensor):
-        return tensor, gpu
-    if place_of(tensor) == gpu:
-        return tensor, _own_device(tensor)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        moved: Tensor = _ToOther.apply(tensor, gpu)  # type: ignore[no-untyped-call]
-        return moved, _own_device(moved)
-    return tensor, gpu
-
-
-def _own_device(tensor: Tensor) -> torch.device:
-    """The device that PyTorch compares with: a stand-in's has no number, that of a `FakeTensor` keeps the one it was
-    made with.
-    """
-    with torch._C.DisableTorchFunction():
-        device: torch.device = _device.__get__(tensor)
-    return device
-
-
-class _ToOther(torch.autograd.Function):
-    """A tensor on another GPU, whose gradient goes back to where it was: PyTorch's own would not know where that is."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, gpu: torch.device) -> Tensor:
-        ctx.origin = place_of(tensor)
-        return tensor.to(gpu)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].to(ctx.origin), None
-
-
-def _moved_to_cuda(_: Function) -> Function:
-    def moved(tensor: Tensor, device: Any = None, *_: Any, **__: Any) -> Tensor:
-        tensor, place = _towards(tensor, (device is not None and named_gpu(device)) or gpu_place(None))
-        return tensor.to(place)
-
-    return moved
-
-
-def _moved_to_cpu(original: Function) -> Function:
-    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        host = host_place(tensor)
-        if host is not None:
-            tensor, place = _towards(tensor, host)
-            return tensor.to(place, **kwargs)
-        copy: Tensor = original(tensor, *args, **kwargs)
-        return copy
-
-    return moved
+# -- devices mixed ----------------------------------------------------------------------------------------------------
 
 
 def _with_states_moved(original: Function) -> Function:

@@ -1,0 +1,140 @@
+"""Devices that a program names where tensors are made and moved.
+
+``x.cuda()`` and ``device="cuda"`` ask for a device that a machine without a GPU refuses and on which a machine with one
+would really allocate: during a run they mean the device of the run's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from memsize.internals.meta import is_meta
+from memsize.internals.patching import Function, Patch
+from memsize.tracing.places import gpu_place, host_place, named_gpu, place_of, place_on
+
+_device: Any = vars(torch._C.TensorBase)["device"]
+_FACTORIES: Final = """
+    arange empty empty_like empty_strided eye full full_like linspace logspace normal ones ones_like rand rand_like
+    randint randint_like randn randn_like randperm scalar_tensor tril_indices triu_indices zeros zeros_like
+    hann_window hamming_window blackman_window bartlett_window kaiser_window sparse_coo_tensor"""
+_METHODS: Final = "new_empty new_full new_ones new_zeros new_empty_strided"
+
+
+def by_device() -> Iterator[Patch]:
+    """The functions that take a device: those that make tensors, and those that move them."""
+    yield from (Patch(torch, name, _like if name.endswith("_like") else _on_device) for name in _FACTORIES.split())
+    yield from (Patch(Tensor, name, _beside) for name in _METHODS.split())
+    for name, moved in {"to": _moved, "cuda": _moved_to_cuda, "cpu": _moved_to_cpu}.items():
+        yield Patch(Tensor, name, moved)
+
+
+def on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The options of such a function, with the place of stand-ins for a GPU that they name."""
+    device = kwargs.get("device")
+    place = None if device is None else named_gpu(device)
+    return kwargs if place is None else kwargs | {"device": place}
+
+
+def _on_device(original: Function) -> Function:
+    """A function that takes its device by keyword only."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **(on_meta(kwargs) if "device" in kwargs else kwargs))
+
+    return made
+
+
+def _like(original: Function) -> Function:
+    """``empty_like(x, device=…)``: on the host, it is a stand-in where a copy of `x` would be one."""
+
+    def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        place = kwargs.get("device") is not None and place_on(tensor, kwargs["device"])
+        return original(tensor, *args, **(kwargs | {"device": place} if place else kwargs))
+
+    return made
+
+
+def _beside(original: Function) -> Function:
+    """``x.new_empty(sizes, device=…)``: on the host, it is a stand-in where `x` is one there."""
+    like, given = _like(original), _on_device(original)
+
+    def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (like if host_place(tensor) == place_of(tensor) else given)(tensor, *args, **kwargs)
+
+    return made
+
+
+def _moved(original: Function) -> Function:
+    """``x.to(device)``, the device in front or by keyword."""
+
+    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Tensor) and is_meta(args[0]):
+            tensor, place = _towards(tensor, place_of(args[0]))
+            args = (place, args[0].dtype, *args[1:])
+        elif args and not isinstance(args[0], (torch.dtype, Tensor)) and (gpu := place_on(tensor, args[0])):
+            tensor, place = _towards(tensor, gpu)
+            args = (place, *args[1:])
+        elif kwargs.get("device") is not None and (gpu := place_on(tensor, kwargs["device"])):
+            tensor, place = _towards(tensor, gpu)
+            kwargs = kwargs | {"device": place}
+        return original(tensor, *args, **kwargs)
+
+    return moved
+
+
+def _towards(tensor: Tensor, gpu: torch.device) -> tuple[Tensor, torch.device]:
+    """What to move where, to have `tensor` on `gpu`: PyTorch returns it as it is if that is where it is already."""
+    if not is_meta(tensor):
+        return tensor, gpu
+    if place_of(tensor) == gpu:
+        return tensor, _own_device(tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        moved: Tensor = _ToOther.apply(tensor, gpu)  # type: ignore[no-untyped-call]
+        return moved, _own_device(moved)
+    return tensor, gpu
+
+
+def _own_device(tensor: Tensor) -> torch.device:
+    """The device that PyTorch compares with: a stand-in's has no number, that of a `FakeTensor` keeps the one it was
+    made with.
+    """
+    with torch._C.DisableTorchFunction():
+        device: torch.device = _device.__get__(tensor)
+    return device
+
+
+class _ToOther(torch.autograd.Function):
+    """A tensor on another GPU, whose gradient goes back to where it was: PyTorch's own would not know where that is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gpu: torch.device) -> Tensor:
+        ctx.origin = place_of(tensor)
+        return tensor.to(gpu)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.origin), None
+
+
+def _moved_to_cuda(_: Function) -> Function:
+    def moved(tensor: Tensor, device: Any = None, *_: Any, **__: Any) -> Tensor:
+        tensor, place = _towards(tensor, (device is not None and named_gpu(device)) or gpu_place(None))
+        return tensor.to(place)
+
+    return moved
+
+
+def _moved_to_cpu(original: Function) -> Function:
+    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        host = host_place(tensor)
+        if host is not None:
+            tensor, place = _towards(tensor, host)
+            return tensor.to(place, **kwargs)
+        copy: Tensor = original(tensor, *args, **kwargs)
+        return copy
+
+    return moved
