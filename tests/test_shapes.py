@@ -547,7 +547,12 @@ def test_cuda_keeps_no_buffer_of_log_sigmoid() -> None:
     ("name", "args"),
     [
         ("glu_backward", (meta(2, 2, 8, 6), LAST, 1)),  # cuda/GatedLinearUnit.cpp
-        ("native_group_norm", (LAST, C4, C4, 2, 4, 48, 2, 1e-5)),  # group_norm.cpp
+        pytest.param(
+            *("native_group_norm", (LAST, C4, C4, 2, 4, 48, 2, 1e-5)),  # group_norm.cpp
+            marks=pytest.mark.skipif(
+                tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14), reason="its meta kernel has CUDA's order"
+            ),
+        ),
         ("_log_softmax_backward_data", (LAST, LAST, 1, torch.float32)),  # SoftMax.cpp
     ],
 )
