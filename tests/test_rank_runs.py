@@ -277,13 +277,18 @@ torch.optim.SGD([weight]).step()
 """
 
 
+def all_and_one(tmp_path: Path, text: str, rank: int) -> tuple[Any, Any]:
+    """The program `text` on three ranks, and on one of them."""
+    script = tmp_path / "train.py"
+    script.write_text(text, encoding="utf-8")
+    held = memsize.run(script, gpus=3, rank="all", gpu="t4", jobs=2)
+    return held, memsize.run(script, gpus=3, rank=rank, gpu="t4")
+
+
 @pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
 def test_a_rank_is_told_what_another_sends(tmp_path: Path) -> None:
     """32 times 2 x 3 numbers on the first rank, and twice as many on each next one."""
-    script = tmp_path / "train.py"
-    script.write_text(TOLD, encoding="utf-8")
-    held = memsize.run(script, gpus=3, rank="all", gpu="t4", jobs=2)
-    alone = memsize.run(script, gpus=3, rank=2, gpu="t4")
+    held, alone = all_and_one(tmp_path, TOLD, rank=2)
     parameters = [group.run.peak.roles["parameter"] for group in held.groups]
     assert parameters == [4 * 6 * 32, 4 * 6 * 64, 4 * 6 * 128] and alone.peak.roles["parameter"] == 4 * 6 * 128
     assert not alone.assumed
@@ -380,10 +385,7 @@ torch.optim.SGD([weight]).step()
 @pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
 def test_a_rank_is_told_what_is_sent_to_its_groups(tmp_path: Path) -> None:
     """Shares of 1, 2 and 4, of 16 numbers in the group of two, and of 8 outside of it."""
-    script = tmp_path / "train.py"
-    script.write_text(TOLD_IN_GROUPS, encoding="utf-8")
-    held = memsize.run(script, gpus=3, rank="all", gpu="t4", jobs=2)
-    alone = memsize.run(script, gpus=3, rank=1, gpu="t4")
+    held, alone = all_and_one(tmp_path, TOLD_IN_GROUPS, rank=1)
     assert [group.run.failure for group in held.groups] == [None] * 3
     assert [group.run.peak.roles["parameter"] for group in held.groups] == [4 * 8, 4 * 16 * 2, 4 * 16 * 4]
     assert alone.peak.roles["parameter"] == 4 * 16 * 2 and not alone.assumed

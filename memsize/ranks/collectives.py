@@ -134,7 +134,7 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     sent = buffers if kind in _IN_PLACE else list(_tensors(args[1:2]))
     if kind not in _LEFT and (kind != "reduce" or group.rank() == args[_ROOT]):
         for tensor, value in received(kind, buffers, sent, args[3:5], reductions.asked(), group):
-            _write(tensor, value)
+            write(tensor, value)
     results = [_done(buffers) if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -146,18 +146,22 @@ def carry_over(kind: CollectiveKind, args: Any, result: Any) -> None:
     sent, results = list(_tensors(args[:1])), list(_tensors((result,)))
     reduction = next((each for each in args[1:2] if isinstance(each, str)), "")
     for tensor, value in received(kind, results, sent, args[1:3], reduction, group_of(args)):
-        _write(tensor, value)
+        write(tensor, value)
 
 
-def _write(tensor: Tensor, value: Tensor | None) -> None:
-    """Let `tensor` have a `value`. Without one it stays as it is on the CPU, and is unknown on the GPU."""
+def write(
+    tensor: Tensor, value: Tensor | None, read_as: str = REDUCED_IS_ONE, assumption: str | None = EXCHANGED_ARE_ALIKE
+) -> None:
+    """Let `tensor` have a `value`, which is so by an `assumption`. Without one it stays as it is on the CPU, and is
+    unknown on the GPU, where it is taken for what `read_as` says.
+    """
     if not is_meta(tensor):
         if value is not None:
-            tensor.copy_(value)
+            tensor.detach().copy_(value)
         return
-    set_unknown(tensor, REDUCED_IS_ONE)
+    set_unknown(tensor, read_as)
     if value is not None:
-        set_constant(tensor, value.clone(), ConstantState(EXCHANGED_ARE_ALIKE))
+        set_constant(tensor, value.clone(), ConstantState(assumption))
 
 
 def _done(buffers: Sequence[Tensor]) -> Any:

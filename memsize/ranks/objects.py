@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memsize.constants.assumptions import ITEM_IS_ONE
-from memsize.constants.values import constant_of, is_small, set_constant, set_unknown
+from memsize.constants.values import constant_of, is_small
 from memsize.errors import InputError
 from memsize.internals.meta import is_meta
 from memsize.internals.switchboard import Line
+from memsize.ranks.collectives import write
 from memsize.ranks.group import Replacement
 
 _ALIKE: Final = "what other ranks send as objects is taken to be what this rank sends"
@@ -94,7 +95,7 @@ def _broadcast_tensor(original: Callable[..., Any], assume: Assume, line: Line |
             value = constant_of(tensor)
             _tell(line, [None if value is None else value.tolist()], group)
         elif (told := _told(line, source, group)) is not None:
-            _write(tensor, told[0])
+            write(tensor, _as_told(told[0], tensor), ITEM_IS_ONE, None)
         else:
             assume(_NUMBERS_KEPT)
         return work
@@ -107,15 +108,9 @@ def _is_read(tensor: Tensor) -> bool:
     return is_small(tensor) and (not is_meta(tensor) or tensor.numel() == 1 or not tensor.is_floating_point())
 
 
-def _write(tensor: Tensor, numbers: Any) -> None:
-    """Let `tensor` have these `numbers`; None where nobody knows them, on the GPU."""
-    value = None if numbers is None else torch.tensor(numbers, dtype=tensor.dtype, device="cpu").reshape(tensor.shape)
-    if is_meta(tensor):
-        set_unknown(tensor, ITEM_IS_ONE)
-        if value is not None:
-            set_constant(tensor, value)
-    elif value is not None:
-        tensor.detach().copy_(value)
+def _as_told(numbers: Any, tensor: Tensor) -> Tensor | None:
+    """The `numbers` that the sender told, for `tensor`; None where nobody knows it, on the GPU."""
+    return None if numbers is None else torch.tensor(numbers, dtype=tensor.dtype, device="cpu").reshape(tensor.shape)
 
 
 def _scatter(assume: Assume, line: Line | None) -> Callable[..., None]:
