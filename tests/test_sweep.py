@@ -245,7 +245,7 @@ def test_trainings_on_several_gpus_are_those_of_a_report(folder: Path) -> None:
     assert {row.outcome for row in failed} == {"failed"} and "quantized weights" in (failed[0].reason or "")
     assert found.rows["gpus"].tolist() == [1, 2, 1, 2] * 2
     assert memsize.sweep(grid, jobs=1, results="r.jsonl").reused == 8
-    assert found.findings[0].text() == "Of the cells that ran, these fit: on Tesla T4 2 of 2 (1 and 2 GPUs)."
+    assert found.findings[0].text() == "Of the cells that ran, these fit: on Tesla T4 2 of 2 each with 1 and 2 GPUs."
     assert found.findings[1].text() == "The fewest GPUs that fit all are 1 x Tesla T4."
 
 
@@ -485,8 +485,8 @@ def test_what_fits_is_told_card_by_card_by_their_number() -> None:
     ]
     told = {finding.code: finding.text() for finding in RULES.findings(rows)}
     assert told["sweep-fits"] == (
-        "Of the cells that ran, these fit: on T4 0 of 2 (1 GPU), 1 of 2 (2 and 4 GPUs), 2 of 2 (8 GPUs); "
-        "on A100 1 of 2 (1 GPU), 2 of 2 (2 to 8 GPUs)."
+        "Of the cells that ran, these fit: on T4 0 of 2 with 1 GPU, 1 of 2 each with 2 and 4 GPUs, 2 of 2 with 8 GPUs; "
+        "on A100 1 of 2 with 1 GPU, 2 of 2 each with 2 to 8 GPUs."
     )
     assert told["sweep-smallest-card"] == "The fewest GPUs that fit all are 2 x A100."  # no more memory than 8 x T4
 

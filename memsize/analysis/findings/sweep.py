@@ -45,8 +45,8 @@ def _fitting(found: tuple[int, Rows]) -> tuple[int, int]:
 
 def _gpus(first: int, *others: int) -> str:
     if others:
-        return f" ({first:,} {'and' if len(others) == 1 else 'to'} {others[-1]:,} GPUs)"
-    return " (1 GPU)" if first == 1 else f" ({first:,} GPUs)"
+        return f" each with {first:,} {'and' if len(others) == 1 else 'to'} {others[-1]:,} GPUs"
+    return " with 1 GPU" if first == 1 else f" with {first:,} GPUs"
 
 
 @RULES.rule("sweep-smallest-card", "sweep-no-card")
