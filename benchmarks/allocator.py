@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from memsize.device.allocator import replay
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
 
 Events = list[tuple[int, int]]
 

@@ -37,12 +37,12 @@ from memsize.analysis.verify.measure import measure
 from memsize.analysis.verify.prediction import predict
 from memsize.analysis.verify.verification import Experiment
 from memsize.cuda.autocast import autocast_region
+from memsize.cuda.autocast_region import cuda_semantics
 from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
-from memsize.cuda.region import cuda_semantics
 from memsize.cuda.registry import TEMPORARIES
 from memsize.loading.weightless import Weightless
-from memsize.model.inputs import inputs_from_specs
+from memsize.model.input_tensors import inputs_from_specs
 from memsize.records.verification import Alignment, AllocationDifference
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named

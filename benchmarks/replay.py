@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks.allocator import rate, scattered, training
 from benchmarks.measure import Line
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
 
 
 def lines(quick: bool) -> Iterator[Line]:

@@ -13,7 +13,7 @@ import memsize
 from benchmarks.measure import Line, compared, in_turn
 from benchmarks.nets.residual import ResNet50
 from memsize.analysis.runner import Runner
-from memsize.model.inputs import inputs_from_specs
+from memsize.model.input_tensors import inputs_from_specs
 from memsize.spec.inputs import InputSpec
 from memsize.spec.scenario import DEFAULT, SCENARIOS
 from memsize.workloads.forward import Forward

@@ -22,8 +22,8 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.library import Library, installed
 from memsize.cuda.cudnn.plans import Plans, estimate
 from memsize.device.allocator import replay
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.device.workspace_bounds import requests, variants
 from memsize.records.measurement import SoftwareStack
 from memsize.records.trace import Trace

@@ -32,7 +32,7 @@ class MemoryCheck(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Predict, and warn or stop."""
-        from memsize.internals.isolation import isolated
+        from memsize.torch_internals.isolation import isolated
 
         with isolated():  # reading a sample may draw random numbers
             batch = self._batch if self._batch is not None else _first_batch(given["train_dataloader"], args)

@@ -15,7 +15,7 @@ from memsize import api
 from memsize.analysis.guard import Guard
 from memsize.api.guarding import OnExcess, budget_of, remade, warn_or_stop
 from memsize.errors import BudgetError, MemsizeError
-from memsize.loading.own_step import LightningStep
+from memsize.loading.model_defined_step import LightningStep
 
 _LOG = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memsize.ranks import sharding
 from memsize.records.trace import Trace
 from memsize.tracing.ledger import Ledger
-from memsize.tracing.run import Machine, Run, Setup
+from memsize.tracing.run import Run, RunDevice, Setup
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.training import gradients_marked
 from tests.ranks import LOOPS, Step
@@ -28,7 +28,7 @@ from tests.ranks import LOOPS, Step
 STEPS = 2
 
 
-class _Real(Machine):
+class _Real(RunDevice):
     """The CPU of a process that computes and sends."""
 
     def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memsize.device import limited
+from memsize.device import bounded_replay
 from memsize.device.allocator import replay
-from memsize.device.config import AllocatorConfig
-from memsize.device.limited import Limited, replay_within
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.bounded_replay import Limited, replay_within
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
 
@@ -700,7 +700,7 @@ def test_a_run_that_needs_a_fuller_card_is_told_as_it_ends_there(monkeypatch):
     """Giving back early may leave room where a larger block would have been split: then the fuller card decides."""
     fails, ends = replay([(0, 40 * MiB)], capacity=30 * MiB), replay([(0, 30 * MiB)], capacity=50 * MiB)
     ends = replace(ends, refused=60 * MiB)
-    monkeypatch.setattr(limited, "replay", lambda *_, capacity, **__: ends if capacity == 50 * MiB else fails)
+    monkeypatch.setattr(bounded_replay, "replay", lambda *_, capacity, **__: ends if capacity == 50 * MiB else fails)
     assert replay_within([], AllocatorConfig(), 70 * MiB, Interval(10 * MiB, 20 * MiB)) == Limited(ends, ends)
 
 

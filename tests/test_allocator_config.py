@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsize.device.config import IGNORED, AllocatorConfig, settings_in
+from memsize.device.allocator_config import IGNORED, AllocatorConfig, settings_in
 from memsize.errors import InputError
 
 MiB = 1 << 20

@@ -19,13 +19,13 @@ from memsize.analysis.generation.generator import Generator, Sample
 from memsize.analysis.runner import Runner
 from memsize.api.opened import assisted, model_of, prompts_of
 from memsize.cli import run
-from memsize.constants.values import set_constant, set_filled
 from memsize.device.cards import card
 from memsize.errors import InputError
+from memsize.known_values.values import set_constant, set_filled
 from memsize.records.generation import GenerationReport
 from memsize.spec.generation import Draft, Generation
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import scenario_named
-from memsize.spec.subject import Subject
 from memsize.workloads import drafts
 from tests.test_generation import HEAD, SMALL, TOKEN, traced_whole
 
@@ -79,7 +79,7 @@ def report(targets: tuple[str, str], assistant: Any) -> GenerationReport:
 
 @contextmanager
 def generator_of(target: str, assistant: Any, lookup: int | None = None) -> Iterator[tuple[Generator, Draft]]:
-    subject = Subject.of(target, mode="eval")
+    subject = ModelRequest.of(target, mode="eval")
     draft = Draft.of(assistant, lookup)
     with model_of(subject) as loaded, assisted(loaded, draft, assistant, lambda _: None) as found:
         prompts = prompts_of(subject, loaded)

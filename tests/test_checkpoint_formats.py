@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from memsize.checkpoint import read
+from memsize.checkpoint.checkpoint_report import CheckpointReport
+from memsize.checkpoint.contents import Contents, Tensor
 from memsize.checkpoint.dtypes import BITS, GGML, SAFETENSORS, STORAGES
-from memsize.checkpoint.record import Contents, Tensor
-from memsize.checkpoint.report import CheckpointReport
 from memsize.errors import CheckpointError
 from memsize.render import render
 from tests.checkpoints import entry, gguf_bytes, write_safetensors, write_zip

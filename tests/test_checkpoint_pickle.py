@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memsize.checkpoint import pickle_names, read
+from memsize.checkpoint.checkpoint_report import CheckpointReport
 from memsize.checkpoint.pickle_names import is_allowed, is_refused
 from memsize.checkpoint.pickle_values import Blob, Dict, Object
-from memsize.checkpoint.report import CheckpointReport
 from memsize.checkpoint.source import Source
 from memsize.checkpoint.unpickler import Unpickler
 from memsize.errors import CheckpointError

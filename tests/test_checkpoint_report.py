@@ -20,8 +20,8 @@ from torch import nn
 import memsize
 from memsize.checkpoint import read
 from memsize.checkpoint.breakdown import Breakdown, halved
-from memsize.checkpoint.record import USES, Contents, FileRecord, Mark, Match, Storage, Tensor, View
-from memsize.checkpoint.report import CheckpointReport
+from memsize.checkpoint.checkpoint_report import CheckpointReport
+from memsize.checkpoint.contents import USES, Contents, FileRecord, Mark, Match, Storage, Tensor, View
 from memsize.checkpoint.source import Claims
 from memsize.checkpoint.state_dict_diff import Expected, compared, expected_from
 from memsize.checkpoint.storage_index import Piece, share_out, strided_extent

@@ -24,8 +24,8 @@ from memsize.errors import ForwardError, InputError
 from memsize.records.report import Report
 from memsize.records.trace import Failure, Layer, Trace
 from memsize.spec.inputs import InputSpec
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.stack import Stack
-from memsize.spec.subject import Subject
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,11 +43,11 @@ class Asked:
     """Stands where the API is: keeps what it was asked, answers or raises what it is told to."""
 
     def __init__(self) -> None:
-        self.subject: Subject | None = None
+        self.subject: ModelRequest | None = None
         self.options: dict[str, Any] = {}
         self.answer: Report | BaseException = Report("model.py:Net", trace())
 
-    def __call__(self, subject: Subject, **options: Any) -> Report:
+    def __call__(self, subject: ModelRequest, **options: Any) -> Report:
         self.subject, self.options = subject, options
         print("what the user's model prints")
         if isinstance(self.answer, BaseException):
@@ -79,7 +79,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_the_plain_command(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", "model.py:Net", "--input", "3,64,64"]) == 0
-    assert asked.subject == Subject("model.py:Net", (InputSpec(None, (3, 64, 64)),), batch_size=1, mode="train")
+    assert asked.subject == ModelRequest("model.py:Net", (InputSpec(None, (3, 64, 64)),), batch_size=1, mode="train")
     progress = asked.options.pop("progress")
     assert callable(progress)
     assert asked.options == {
@@ -102,7 +102,7 @@ def test_every_option_of_the_run(asked: Asked) -> None:
     assert run([*command.split(), "--scenario", "fp16,amp-bf16"]) == 0
     specs = (InputSpec(None, (3, 8), "float16"), InputSpec("ids", (5,), "int64"))
     built_with = {"width": 64, "kind": "wide"}
-    assert asked.subject == Subject("model.py:Net", specs, batch_size=4, arguments=built_with, mode="eval")
+    assert asked.subject == ModelRequest("model.py:Net", specs, batch_size=4, arguments=built_with, mode="eval")
     assert asked.options["scenarios"] == "fp16,amp-bf16"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsize.device.flow import flow_of
+from memsize.device.allocation_events import flow_of
 from memsize.records.aggregates import alive
 from memsize.records.codec import decode, encode
 from memsize.records.columns import Columns, in_columns, numbers, places

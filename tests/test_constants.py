@@ -21,7 +21,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import memsize
-from memsize.constants.assumptions import (
+from memsize.cuda.autocast_region import cuda_semantics
+from memsize.errors import DataDependentError
+from memsize.known_values.assumptions import (
     ALL_FINITE,
     ALL_SELECTED,
     BALANCED,
@@ -36,10 +38,8 @@ from memsize.constants.assumptions import (
     first_assumption,
     spread_evenly,
 )
-from memsize.constants.toeplitz import diagonals_of, filled
-from memsize.constants.values import constant_of, state_of
-from memsize.cuda.region import cuda_semantics
-from memsize.errors import DataDependentError
+from memsize.known_values.toeplitz import diagonals_of, filled
+from memsize.known_values.values import constant_of, state_of
 from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.ledger import Ledger
 from tests.conftest import Python
@@ -169,7 +169,7 @@ def test_what_is_known_of_a_large_mask_is_never_wrong(steps: list[str], diagonal
     """The same with matrices that are known by their diagonals; 8 elements count as large here."""
     pairs = []
     with (
-        mock.patch.multiple("memsize.constants.values", MAX_FLOAT_ELEMENTS=8, MAX_INTEGER_ELEMENTS=8),
+        mock.patch.multiple("memsize.known_values.values", MAX_FLOAT_ELEMENTS=8, MAX_INTEGER_ELEMENTS=8),
         MetaDispatchMode(),
     ):
         for device in (META, CPU):
@@ -582,7 +582,7 @@ def test_a_printed_number_needs_no_value() -> None:
 
 @pytest.mark.parametrize("asks", ["item", "compare"])
 def test_a_loop_that_waits_for_the_data_names_its_line(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.constants.evaluation._MOST_READS", 50)
+    monkeypatch.setattr("memsize.known_values.evaluation._MOST_READS", 50)
 
     class Loop(nn.Module):
         def __init__(self) -> None:
@@ -603,7 +603,7 @@ def test_a_loop_that_waits_for_the_data_names_its_line(asks: str, monkeypatch: p
 
 def test_loops_with_limits_of_their_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each line counts by itself, and what is known is no assumption."""
-    monkeypatch.setattr("memsize.constants.evaluation._MOST_READS", 50)
+    monkeypatch.setattr("memsize.known_values.evaluation._MOST_READS", 50)
     with MetaDispatchMode():
         total = 0.0
         for _ in range(50):

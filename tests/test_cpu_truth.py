@@ -17,8 +17,8 @@ from benchmarks import cpu_truth
 from benchmarks.cpu_truth import BY_DESIGN, GRAPHS, RUNS, SMALL, EvenChoices, Held, Run, held, line, main
 from benchmarks.truth.suite import NETS
 from memsize.analysis.verify.verification import Experiment
-from memsize.constants.values import constant_of
-from memsize.model.inputs import inputs_from_specs
+from memsize.known_values.values import constant_of
+from memsize.model.input_tensors import inputs_from_specs
 from memsize.records.measurement import OpLocation
 from memsize.records.verification import Alignment, AllocationDifference
 from memsize.spec.inputs import parse_inputs

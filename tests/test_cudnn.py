@@ -22,13 +22,13 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.library import OLDEST, Library, Plan, installed
 from memsize.cuda.cudnn.plans import Plans, estimate
 from memsize.device.allocator import replay
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.workspace_bounds import is_estimated, requests, variants
 from memsize.errors import InputError
 from memsize.loading.weightless import Weightless
-from memsize.model.inputs import inputs_from_data
+from memsize.model.input_tensors import inputs_from_data
 from memsize.records.trace import Event, Trace
 from memsize.spec.scenario import SCENARIOS
 from memsize.tracing.ledger import Ledger, Workspaces

@@ -19,7 +19,7 @@ from memsize.documents.layers import COLUMNS, layer_table
 from memsize.documents.sections import Bars, Column, Findings, Label, Missing, Notes, Part, Stop, Table, Title, Verdict
 from memsize.records import report as report_records
 from memsize.records.aggregates import Totals, totals
-from memsize.records.answer import Drawable, FlatTable
+from memsize.records.answer import FlatTable, Renderable
 from memsize.records.finding import Finding
 from memsize.records.layout import Audit, LayerFormats, LayoutReport
 from memsize.records.layout import Run as LayoutRun
@@ -203,7 +203,7 @@ def test_small_parts_of_a_whole_share_a_bar() -> None:
     assert [bar.labels[0].text for bar in alone.bars] == ["large", "tiny"]
 
 
-def answers() -> dict[str, Drawable]:
+def answers() -> dict[str, Renderable]:
     """An answer of each kind that can be made without torch."""
     report = records.toy_report()
     comparison = compare_traces(records.toy(), records.toy("fp16", "float16"))

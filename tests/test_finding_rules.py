@@ -15,7 +15,7 @@ from memsize.analysis.findings.report import RULES
 from memsize.records.finding import Finding
 from memsize.records.gpu import GpuEstimate, Interval, Shortage
 from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run
-from memsize.records.trace import InputTensor, Layer, Reading, Storage, StoredPart, StoredTensor, TensorSpec, Trace
+from memsize.records.trace import InputTensor, Layer, Storage, StoredPart, StoredTensor, TensorSpec, ToolReport, Trace
 from tests.records import layer, spec, stored
 
 Rule = Callable[[Evidence], Iterator[Finding]]
@@ -71,7 +71,7 @@ def test_the_first_scenario_that_halves_is_compared() -> None:
 
 
 def test_other_tools_are_quoted_in_units_of_a_million_bytes() -> None:
-    readings = (Reading("torchinfo", 10, 2_500_000), Reading("Lightning", 10, 1_000_000))
+    readings = (ToolReport("torchinfo", 10, 2_500_000), ToolReport("Lightning", 10, 1_000_000))
     finding = one(
         precision.summary_assumes_four_bytes,
         Evidence(trace(stored("a.weight", "float16", 10, 10)), readings=readings),
@@ -573,7 +573,7 @@ def test_no_buffers_are_no_finding() -> None:
     ],
 )
 def test_why_another_summary_counts_differently(tensors: tuple[StoredTensor, ...], reason: str) -> None:
-    evidence = Evidence(trace(*tensors), readings=(Reading("torchinfo", 7, 28), Reading("Lightning", 10, 40)))
+    evidence = Evidence(trace(*tensors), readings=(ToolReport("torchinfo", 7, 28), ToolReport("Lightning", 10, 40)))
     finding = one(omissions.torchinfo_counts_differently, evidence)
     assert finding.text().startswith("torchinfo counts 7 parameters where 10 are stored:")
     assert reason in finding.text()

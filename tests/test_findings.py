@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 import memsize
 from memsize.analysis.compare import compare_traces
 from memsize.analysis.crossover import find_crossover
-from memsize.records.answer import Why
+from memsize.records.answer import FindingList
 from memsize.records.finding import Finding, Rules
 from memsize.render import render
 from memsize.units import Bytes
@@ -200,8 +200,8 @@ def test_in_a_notebook_they_are_pages() -> None:
     assert repr(comparison.why()).startswith("1. What is stored went from")
     listed = comparison.why()._repr_html_()
     assert listed.count("<li>") == len(comparison.findings)
-    assert "nothing to explain" in Why(())._repr_html_()
-    assert "&lt;b&gt;" in Why([Finding("code", None, (), "<b>")])._repr_html_()
+    assert "nothing to explain" in FindingList(())._repr_html_()
+    assert "&lt;b&gt;" in FindingList([Finding("code", None, (), "<b>")])._repr_html_()
 
 
 def test_golden_comparison() -> None:

@@ -31,21 +31,21 @@ from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_
 from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, peak_has_left_the_optimizer
 from memsize.analysis.fit.footprint import Footprint, bind
 from memsize.analysis.fit.generations import GenerationTrials
+from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.search import MOST_RUNS, Forecast, Search, largest
-from memsize.analysis.fit.trials import RunVariant, Trials
 from memsize.cli import run
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.budget import budgets
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError
-from memsize.model.inputs import inputs_from_data, inputs_from_specs
+from memsize.model.input_tensors import inputs_from_data, inputs_from_specs
 from memsize.records.finding import Finding
 from memsize.records.fit import Bind, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.trace import Event, InputTensor, Storage, TensorSpec, Trace
 from memsize.render import render
 from memsize.spec.inputs import parse_input
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import SCENARIOS
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
@@ -474,10 +474,10 @@ VARIANT = RunVariant(SCENARIOS["fp32"], card("a100"), Training("adamw"))
 
 
 @cache
-def trials(name: str) -> Trials:
+def trials(name: str) -> RunCache:
     build, size = ZOO[name]
     feed = inputs_from_specs((parse_input(size),), 1)
-    return Trials(name, build(), feed, True, Vary(), lambda _: None)
+    return RunCache(name, build(), feed, True, Vary(), lambda _: None)
 
 
 @cache
@@ -529,7 +529,7 @@ def check_against_brute_force(name: str, place: float) -> None:
 
 
 def test_runs_are_made_once() -> None:
-    own = Trials("m", Narrow(), inputs_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
+    own = RunCache("m", Narrow(), inputs_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
     for _ in range(2):
         own.run(VARIANT, 8)
         own.run(replace(VARIANT, card=card("a100-80gb"), config=AllocatorConfig(expandable_segments=True)), 8)
@@ -539,7 +539,7 @@ def test_runs_are_made_once() -> None:
 
 
 def test_runs_of_the_same_events_share_their_replays() -> None:
-    own = Trials("m", Narrow(), inputs_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
+    own = RunCache("m", Narrow(), inputs_from_specs((parse_input("10,64"),), 1), True, Vary(), lambda _: None)
     half, brain, full = (own.run(replace(VARIANT, scenario=SCENARIOS[name]), 8) for name in ("fp16", "bf16", "fp32"))
     assert half.replays is brain.replays and half.replays is not full.replays
     assert half.trace.scenario == "fp16" and brain.trace.scenario == "bf16"
@@ -914,7 +914,7 @@ def test_inputs_that_disagree_on_a_batch() -> None:
 
 
 def test_given_tensors_are_grown() -> None:
-    own = Trials("m", Narrow(), inputs_from_data(torch.zeros(4, 10, 64)), True, parse_vary("0:1"), lambda _: None)
+    own = RunCache("m", Narrow(), inputs_from_data(torch.zeros(4, 10, 64)), True, parse_vary("0:1"), lambda _: None)
     assert own.asked == 10
     assert own.run(VARIANT, 25).trace.inputs[0].spec.shape == (4, 25, 64)
 
@@ -1050,7 +1050,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
     """What the command passes to the API, which answers with a fit made by hand; the folder holds a model.py."""
     kept: dict[str, object] = {}
 
-    def fake(subject: Subject, **options: object) -> Fit:
+    def fake(subject: ModelRequest, **options: object) -> Fit:
         kept.update(options, subject=subject)
         return made_by_hand()
 
@@ -1063,7 +1063,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
 def test_the_plain_command(asked: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["fit", "model.py:Net", "--input", "3,64,64", "--gpu", "t4"]) == 0
     assert capsys.readouterr().out == render(made_by_hand(), "text")
-    assert asked["subject"] == Subject("model.py:Net", (parse_input("3,64,64"),))
+    assert asked["subject"] == ModelRequest("model.py:Net", (parse_input("3,64,64"),))
     assert (asked["gpu"], asked["vary"]) == ("t4", "batch")
     assert asked["train"] is None and asked["remedies"] is None and asked["crossovers"] is False
 
@@ -1078,9 +1078,9 @@ def test_every_option_reaches_the_api(asked: dict[str, object], tmp_path: Path) 
     assert (asked["vary"], asked["budget"], asked["margin"]) == ("0:1", "10GiB", "5%")
     assert (asked["remedies"], asked["crossovers"]) == (False, True)
     specs = (parse_input("3,64"),)
-    assert asked["subject"] == Subject("model.py:Net", specs, batch_size=32, arguments={"width": 64}, mode="eval")
+    assert asked["subject"] == ModelRequest("model.py:Net", specs, batch_size=32, arguments={"width": 64}, mode="eval")
     assert run(["fit", "model.py:Net", "--inputs", "model.py:make", "--seq-len", "64"]) == 0
-    assert asked["subject"] == Subject("model.py:Net", source="model.py:make", seq_len=64)
+    assert asked["subject"] == ModelRequest("model.py:Net", source="model.py:make", seq_len=64)
     assert json.loads((tmp_path / "fit.json").read_text())["schema"] == "memsize.fit/1"
 
 

@@ -14,7 +14,7 @@ from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
 from memsize.analysis.generation.generator import Generator, Sample, Traced
 from memsize.cli import run
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.records.fit import Fit, FitRow
 from memsize.spec.generation import Generation

@@ -26,16 +26,16 @@ from memsize.analysis.generation.steps import Step, Structure
 from memsize.analysis.runner import Runner
 from memsize.api.opened import model_of, prompts_of
 from memsize.cli import run
+from memsize.device.allocation_events import flow_of
 from memsize.device.cards import card
-from memsize.device.flow import flow_of
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import InputError, UnknownInputError
-from memsize.internals.workers import side_by_side
 from memsize.loading import load_loop
+from memsize.processes.workers import side_by_side
 from memsize.records.aggregates import split_phase
 from memsize.spec.generation import Generation
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import scenario_named
-from memsize.spec.subject import Subject
 from memsize.workloads import cache_limits
 from memsize.workloads.generation import GenerationSteps
 
@@ -80,7 +80,7 @@ def config(tmp_path: Path) -> Callable[..., str]:
 
 @contextmanager
 def generator_of(target: Any, *edits: Any, **kwargs: torch.Tensor) -> Iterator[Generator]:
-    subject = Subject.of(target, kwargs=kwargs or None, mode="eval")
+    subject = ModelRequest.of(target, kwargs=kwargs or None, mode="eval")
     with model_of(subject) as loaded:
         prompts = prompts_of(subject, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(8), False, gpu=card("a100"))

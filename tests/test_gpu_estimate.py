@@ -12,8 +12,8 @@ from torch import nn
 import memsize
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator import NOTHING
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.workspace_bounds import is_estimated, requests, variants
 from memsize.records.gpu import Card, LiveStorage, Platform, Shortage

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import memsize
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.records.trace import Trace
 from memsize.tracing.ledger import Workspaces
 from memsize.units import format_bytes
-from memsize.virtual import seat
-from memsize.virtual.tensors import is_stand_in
+from memsize.virtual import device_assignment
+from memsize.virtual.gpu_tensors import is_stand_in
 from memsize.workloads.program import Program
 from tests.ranks import PARAMETERS, Model, fsdp
 
@@ -135,7 +135,7 @@ def offloaded(small: int) -> Trace:
 
     patch = pytest.MonkeyPatch()
     with patch.context() as replaced:
-        replaced.setattr(seat, "_LARGE", small)
+        replaced.setattr(device_assignment, "_LARGE", small)
         step = fsdp(offload_policy=CPUOffloadPolicy())
         ids = torch.zeros(2, 8, dtype=torch.long)
         return memsize.trace(Model(), ids, world=memsize.World(8, 3), step=step, gpu="t4", steps=3).trace

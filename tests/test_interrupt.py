@@ -24,10 +24,10 @@ from memsize import interrupt
 from memsize.analysis.report import _Parts
 from memsize.cli import run
 from memsize.cli.working import interrupts_raised
-from memsize.internals import ctrl_c
-from memsize.internals.ctrl_c import deferred, raise_waiting
-from memsize.internals.isolation import isolated
-from memsize.internals.workers import side_by_side
+from memsize.processes import ctrl_c
+from memsize.processes.ctrl_c import deferred, raise_waiting
+from memsize.processes.workers import side_by_side
+from memsize.torch_internals.isolation import isolated
 from tests.conftest import ROOT, Write
 from tests.process import changes, process_state
 

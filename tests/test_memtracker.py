@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from memsize.model.inputs import inputs_from_data
+from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import peak
 from memsize.records.trace import Trace

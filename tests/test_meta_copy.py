@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import memsize
-from memsize.constants.toeplitz import diagonals_of, filled
-from memsize.constants.values import constant_of
-from memsize.model.inputs import resized
+from memsize.known_values.toeplitz import diagonals_of, filled
+from memsize.known_values.values import constant_of
+from memsize.model.input_tensors import resized
 from memsize.model.meta_copy import meta_copy
 from memsize.model.stored import stored_tensors
 from memsize.tracing.dispatch import MetaDispatchMode

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsize.internals.meta_memo import MetaMemo
+from memsize.torch_internals.meta_memo import MetaMemo
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

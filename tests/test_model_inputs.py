@@ -18,10 +18,10 @@ from torch.nn.utils.rnn import pack_sequence
 
 import memsize
 from memsize.errors import InputError
-from memsize.internals.pytree import map_tensors, tensors_in
-from memsize.model.inputs import cast_floating, inputs_from_data, inputs_from_specs
+from memsize.model.input_tensors import cast_floating, inputs_from_data, inputs_from_specs
 from memsize.model.tensor_storage import tensor_bytes
 from memsize.spec.inputs import parse_inputs
+from memsize.torch_internals.pytree import map_tensors, tensors_in
 
 Pair = namedtuple("Pair", "left right")
 

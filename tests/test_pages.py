@@ -18,7 +18,7 @@ from torch import nn
 import memsize
 from memsize.analysis.timeline import timeline
 from memsize.documents.sections import Bars, Label, Limit, Part
-from memsize.records.answer import Drawable
+from memsize.records.answer import Renderable
 from memsize.records.finding import Finding, Moment
 from memsize.records.report import Report
 from memsize.render import render
@@ -31,7 +31,7 @@ from tests.browser import Opened, browser, wait_until
 from tests.test_program_document import program
 from tests.test_timeline import two_steps
 
-PAGES: dict[str, Callable[[], Drawable]] = {
+PAGES: dict[str, Callable[[], Renderable]] = {
     "toy": records.toy_report,
     "structures": records.structures_report,
     "failing": records.failing_report,
@@ -51,7 +51,7 @@ def chromium() -> Iterator[Any]:
         yield launched
 
 
-def opened(chromium: Any, folder: Path, answer: Drawable, unit: str = "MiB", **how: Any) -> Opened:
+def opened(chromium: Any, folder: Path, answer: Renderable, unit: str = "MiB", **how: Any) -> Opened:
     """The page of `answer`, opened from disk."""
     path = folder / "page.html"
     path.write_text(render(answer, "html", unit=unit), encoding="utf-8")

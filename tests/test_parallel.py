@@ -24,7 +24,7 @@ from memsize.documents import document
 from memsize.documents.fit import overview_table, size_bars
 from memsize.documents.sections import Table
 from memsize.errors import InputError, ScenarioError
-from memsize.ranks.blocks import blocks_of
+from memsize.ranks.model_blocks import blocks_of
 from memsize.records.fit import FitRow
 from memsize.records.trace import Trace
 from memsize.records.world import World

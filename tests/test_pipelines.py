@@ -14,12 +14,12 @@ from memsize.analysis.runner import Runner
 from memsize.api.opened import opened
 from memsize.device.cards import card
 from memsize.errors import InputError
-from memsize.ranks.blocks import blocks_in_line
+from memsize.ranks.model_blocks import blocks_in_line
 from memsize.records.trace import Trace
 from memsize.records.world import World
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import parse_parallel
 from memsize.spec.scenario import scenario_named
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.tracing.run import Setup
 from memsize.workloads.parallel import spread_setup
@@ -58,7 +58,7 @@ def ranks(
 ) -> list[Trace]:
     """What one rank of each stage holds."""
     each = _Each(Training(**training), parallel)
-    with opened(Subject.of(model or Model(), input_data=given), gpu="t4", own=False) as found:
+    with opened(ModelRequest.of(model or Model(), input_data=given), gpu="t4", own=False) as found:
         Runner(*found.run, gpu=card("t4")).run(each, scenario_named(scenario))
     return each.traces
 

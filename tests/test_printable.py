@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memsize import cli
-from memsize.analysis.saved import load
+from memsize.analysis.saved_runs import load
 from memsize.analysis.timeline import timeline
 from memsize.checkpoint import read
-from memsize.checkpoint.report import CheckpointReport
+from memsize.checkpoint.checkpoint_report import CheckpointReport
 from memsize.cli import run
 from memsize.cli.progress import Progress
 from memsize.documents import Document
 from memsize.errors import CheckpointError, ForwardError, MemsizeError, UnknownInputError
 from memsize.printable import LONGEST, printable, printable_lines
-from memsize.records.answer import Drawable, FlatTable, Why
+from memsize.records.answer import FindingList, FlatTable, Renderable
 from memsize.records.finding import Finding
 from memsize.render import FORMATS, render
 from memsize.render.csv import draw as draw_csv
@@ -74,7 +74,7 @@ def spoilt_checkpoint(folder: Path) -> CheckpointReport:
     return CheckpointReport(read(path))
 
 
-ANSWERS: dict[str, Callable[[], Drawable]] = {
+ANSWERS: dict[str, Callable[[], Renderable]] = {
     "toy": records.toy_report,
     "structures": records.structures_report,
     "failing": records.failing_report,
@@ -116,7 +116,7 @@ def test_a_name_stays_in_its_row() -> None:
 
 def test_what_prints_itself() -> None:
     finding = Finding("a", None, (), "{name}", {"name": HOSTILE})
-    for shown in (repr(Why((finding,))), str(spoilt(load(SAVED / "step.1.memsize")))):
+    for shown in (repr(FindingList((finding,))), str(spoilt(load(SAVED / "step.1.memsize")))):
         assert not obeyed(shown)
     compared = load(SAVED / "comparison.1.memsize")
     assert not obeyed(str(dataclasses.replace(compared, findings=(finding,))))

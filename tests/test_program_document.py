@@ -13,10 +13,10 @@ import pytest
 
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.timeline import timeline
-from memsize.constants.assumptions import UNCOMPILED
 from memsize.device.cards import card
 from memsize.documents import document
 from memsize.documents.sections import Findings
+from memsize.known_values.assumptions import UNCOMPILED
 from memsize.records.gpu import GpuEstimate, Interval
 from memsize.records.peak_by_module import ModuleShare, peak_by_module
 from memsize.records.program import Assumed, Growth, Holder, KeptGradients, LiveTensor, ProgramRun, Refused, WentOn

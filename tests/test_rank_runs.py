@@ -22,9 +22,9 @@ import memsize
 from memsize.analysis.findings.ranks import RULES
 from memsize.analysis.ranks import run_ranks
 from memsize.cli import run as command
-from memsize.constants.assumptions import UNCOMPILED
 from memsize.documents import document
-from memsize.internals.forks import can_fork
+from memsize.known_values.assumptions import UNCOMPILED
+from memsize.processes.forks import can_fork
 from memsize.records.aggregates import traffic
 from memsize.records.gpu import Interval
 from memsize.records.program import ProgramRun, Refused, WentOn
@@ -340,7 +340,7 @@ def test_a_rank_gets_the_numbers_that_another_broadcasts(tmp_path: Path, place: 
 
 
 def test_numbers_that_nobody_sends_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.internals.switchboard.can_fork", lambda: False)
+    monkeypatch.setattr("memsize.processes.rank_processes.can_fork", lambda: False)
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\nimport torch.distributed as dist\ndist.init_process_group()\n"

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 import memsize
-from memsize.analysis.findings.memory import out_of_memory
+from memsize.analysis.findings.out_of_memory import out_of_memory
 from memsize.analysis.program import run_program
 from memsize.analysis.timeline import timeline
 from memsize.cli import run
-from memsize.constants.assumptions import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, MemsizeError
-from memsize.internals.forks import can_fork
+from memsize.known_values.assumptions import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
+from memsize.processes.forks import can_fork
 from memsize.ranks.sharding import _chunked
 from memsize.ranks.store import LonelyStore
 from memsize.records.aggregates import alive
@@ -479,7 +479,7 @@ def most_of_shape(trace: Trace, shape: tuple[int, ...]) -> int:
 
 
 def test_stages_that_would_ask_others_for_shapes_are_refused_where_none_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.internals.switchboard.can_fork", lambda: False)
+    monkeypatch.setattr("memsize.processes.rank_processes.can_fork", lambda: False)
     with pytest.raises(InputError, match=r"stage 1 of the pipeline would ask its neighbours .* input_args") as error:
         traced(pipeline("Schedule1F1B", known=False), World(2, 1))
     assert "\n" not in str(error.value)

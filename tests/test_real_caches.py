@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from memsize.analysis.generation import generator as generators
-from memsize.internals.pytree import tensors_in
 from memsize.spec.generation import Generation
+from memsize.torch_internals.pytree import tensors_in
 from tests.test_generation import SMALL, T5, WINDOW, generator_of
 
 transformers = pytest.importorskip("transformers")

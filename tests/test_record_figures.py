@@ -32,7 +32,7 @@ from memsize.records.measurement import (
 )
 from memsize.records.report import figures
 from memsize.records.roles import FIXED, PER_PARAMETER, in_order, noun
-from memsize.records.timeline import Phase, Summit, Timeline, courses
+from memsize.records.timeline import PeakMoment, Phase, Timeline, courses
 from memsize.records.trace import Event, StoredPart, StoredTensor
 from memsize.records.verification import (
     Alignment,
@@ -457,7 +457,7 @@ def test_the_summit_of_a_stretch_counts_what_was_there_before_it() -> None:
     assert (found.peak.event, found.peak.bytes, found.peak.op) == (1, 8, "op1")
     assert found.summit(2, 5).event == 1  # the 8 bytes before event 2
     assert found.summit(3, 5).event == 4
-    assert found.summit(3, 3).event == 2 and found.summit(0, 0) == Summit(-1, 0, None, "", {})
+    assert found.summit(3, 3).event == 2 and found.summit(0, 0) == PeakMoment(-1, 0, None, "", {})
     assert line(5, -5, 5).peak.event == 0
     assert [found.before(event) for event in range(3)] == [0, 5, 8]
 
@@ -480,9 +480,9 @@ def test_phases_and_steps_of_a_timeline() -> None:
 
 def test_a_moment_has_its_layer_and_the_roles_that_are_alive() -> None:
     found = line(1, 1, layer=(1, -1), live={"input": (1, 0), "output": (0, 2)})
-    assert found.moment(0) == Summit(0, 1, "a", "op0", {"input": 1})
+    assert found.moment(0) == PeakMoment(0, 1, "a", "op0", {"input": 1})
     assert line(1, layer=(0,)).moment(0).layer == ""
-    assert found.moment(1) == Summit(1, 2, None, "op1", {"output": 2})
+    assert found.moment(1) == PeakMoment(1, 2, None, "op1", {"output": 2})
 
 
 def test_a_release_of_a_parent_ends_its_childs_stretch() -> None:

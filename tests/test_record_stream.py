@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memsize
-from memsize.analysis.findings.memory import lagging
+from memsize.analysis.findings.out_of_memory import lagging
 from memsize.analysis.program import program_run
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator import replay
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.documents import document
-from memsize.records.gpu import Lag
+from memsize.records.gpu import RecordStreamCost
 from memsize.records.program import ProgramRun
 from memsize.records.trace import DeferredFree, Trace
 from memsize.tracing.ledger import Workspaces
-from memsize.virtual.streams import StreamOrder
+from memsize.virtual.stream_order import StreamOrder
 from memsize.workloads.program import Program
 from tests.ranks import Model, flat
 
@@ -289,7 +289,7 @@ def test_what_waits_for_the_stream_frees_the_block(what: str) -> None:
     # a block of 10 MiB is a segment of its own; the numbers and copies beside it have one of 2 MiB
     small = found.peak.reserved - large
     assert small in (0, 2 * MiB)
-    assert found.peak.lag == (None if what in WAITS else Lag(1, 2 * large + small))
+    assert found.peak.lag == (None if what in WAITS else RecordStreamCost(1, 2 * large + small))
     assert found.peak.device.high - found.peak.device.low >= (0 if what in WAITS else large)
 
 
@@ -299,11 +299,11 @@ def test_an_event_of_before_is_not_waited_for_long_enough() -> None:
         handed_over()
         early.synchronize()
         torch.empty(10 * MiB, dtype=torch.uint8, device="cuda")
-    assert program_run(program, "test", None).peak.lag == Lag(1, 20 * MiB)
+    assert program_run(program, "test", None).peak.lag == RecordStreamCost(1, 20 * MiB)
 
 
 def test_a_lag_may_reserve_no_more_and_still_run_out_of_memory() -> None:
-    assert lagging(Lag(2, 10 * MiB, runs_out=True), 10 * MiB).text() == (
+    assert lagging(RecordStreamCost(2, 10 * MiB, runs_out=True), 10 * MiB).text() == (
         "No more than 10.00 MiB are reserved where the GPU lags behind: record_stream handed 2 tensors to another "
         "stream, and what is freed of them can be reused only when that stream is done with it; PyTorch waits for it "
         "before it gives up, and may still run out of memory."
@@ -343,7 +343,7 @@ def test_batches_that_are_fetched_ahead_wait_for_the_stream_that_computes(tmp_pa
     run = memsize.run(script, gpu="t4", steps=0)
     assert isinstance(run, ProgramRun)
     # six batches of 16 MiB, of which five are freed, each when the next one is there: two at once, or else all of them
-    assert run.peak.lag == Lag(5, run.peak.reserved + 4 * 16 * MiB)
+    assert run.peak.lag == RecordStreamCost(5, run.peak.reserved + 4 * 16 * MiB)
     (finding,) = (each for each in run.findings if each.code == "run-lags")
     assert finding.bytes == 64 * MiB
     assert "64.00 MiB more: record_stream handed 5 tensors to another stream" in finding.text()

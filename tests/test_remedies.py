@@ -18,10 +18,10 @@ from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.optimizations import OPTIMIZATIONS, RANK, accumulation
 from memsize.analysis.fit.optimized_models import Adam8bit, repeated_blocks
 from memsize.analysis.fit.remedies import Attempts, try_optimizations
-from memsize.analysis.fit.trials import NotApplicable, RunVariant, Trials
+from memsize.analysis.fit.run_cache import NotApplicable, RunCache, RunVariant
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
-from memsize.model.inputs import inputs_from_specs
+from memsize.model.input_tensors import inputs_from_specs
 from memsize.records.fit import Fit, RemedyRow
 from memsize.records.trace import Event, Storage, Trace
 from memsize.spec.inputs import parse_input
@@ -103,8 +103,8 @@ class HeadOnly(Stack):
 
 
 @cache
-def trials(build: Callable[[], nn.Module], size: str) -> Trials:
-    return Trials("m", build(), inputs_from_specs((parse_input(size),), 1), True, Vary(), lambda _: None)
+def trials(build: Callable[[], nn.Module], size: str) -> RunCache:
+    return RunCache("m", build(), inputs_from_specs((parse_input(size),), 1), True, Vary(), lambda _: None)
 
 
 BASE = RunVariant(SCENARIOS["fp32"], card("a100"), Training("adamw"))

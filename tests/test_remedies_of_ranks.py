@@ -9,8 +9,8 @@ from torch import nn
 
 import memsize
 from memsize.analysis.fit.optimizations import OPTIMIZATIONS
-from memsize.analysis.fit.strategies import more_gpus, optimizations_of
-from memsize.analysis.fit.trials import NotApplicable, RunVariant
+from memsize.analysis.fit.parallel_strategies import more_gpus, optimizations_of
+from memsize.analysis.fit.run_cache import NotApplicable, RunVariant
 from memsize.device.cards import card
 from memsize.records.fit import Fit
 from memsize.spec.parallel import parse_parallel

@@ -26,7 +26,7 @@ from memsize.records.answer import FlatTable
 from memsize.records.report import Report
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, format_of, pieces, render
-from memsize.render.cells import draw_specs, shorten_path
+from memsize.render.cell_text import draw_specs, shorten_path
 from memsize.render.json import draw as draw_json
 from memsize.render.unit import unit_of
 from tests import records

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import memsize
-from memsize.analysis.saved import COMMANDS, KINDS, load, load_step
+from memsize.analysis.saved_runs import COMMANDS, KINDS, load, load_step
 from memsize.cli import run
 from memsize.errors import InputError, ScenarioError
 from memsize.records.run_file import NEWEST, read_data

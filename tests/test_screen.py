@@ -13,7 +13,7 @@ from memsize.cli.output import Color, destination
 from memsize.documents.sections import Column, Path, Table
 from memsize.records.report import Report
 from memsize.render import render
-from memsize.render.cells import columns_of, padded, shorten
+from memsize.render.cell_text import columns_of, padded, shorten
 from memsize.render.screen import Screen
 from memsize.render.text import _table
 from memsize.units import Bytes

@@ -20,10 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memsize.cuda.attention import Attention, choose_backend
 from memsize.cuda.autocast import autocast_region
+from memsize.cuda.autocast_region import cuda_semantics
 from memsize.cuda.kernels import kernel_temporaries
-from memsize.cuda.region import cuda_semantics
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import KEY, suspended
+from memsize.torch_internals.dispatch_key import KEY, suspended
 from memsize.tracing.ledger import Ledger
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -291,7 +291,7 @@ def test_suspended_passes_the_kernels_over() -> None:
 def test_registering_imports_nothing_heavy() -> None:
     code = (
         "import sys, torch\nfrom memsize.cuda.autocast import autocast_region\n"
-        "from memsize.cuda.region import cuda_semantics\n"
+        "from memsize.cuda.autocast_region import cuda_semantics\n"
         "with cuda_semantics(), autocast_region(torch.bfloat16):\n    pass\n"
         "assert not {'sympy', 'torch._dynamo'} & set(sys.modules)"
     )

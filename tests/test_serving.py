@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memsize
-from memsize.analysis.serving.blocks import FULL, SLIDING, block_layout
-from memsize.analysis.serving.report import LEAST_OUTSIDE
+from memsize.analysis.serving.kv_blocks import FULL, SLIDING, block_layout
+from memsize.analysis.serving.server import LEAST_OUTSIDE
 from memsize.cli import run
 from memsize.device.cards import card
 from memsize.device.context import context

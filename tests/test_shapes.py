@@ -16,11 +16,11 @@ from torch._ops import OpOverload
 
 from memsize.cuda.attention_memory import efficient_rows
 from memsize.cuda.kernels import kernel_temporaries
-from memsize.internals.meta_memo import MetaMemo
-from memsize.internals.sparse import in_coordinates
 from memsize.meta_kernels import factories, matmul, norms, rules, spatial, strides
 from memsize.meta_kernels.reductions import reduced_shape
 from memsize.meta_kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
+from memsize.torch_internals.meta_memo import MetaMemo
+from memsize.torch_internals.sparse_tensors import in_coordinates
 from memsize.tracing.dispatch import MetaDispatchMode
 
 Tensor = torch.Tensor

@@ -16,14 +16,14 @@ import memsize
 from memsize.analysis.report import ReportBuilder
 from memsize.analysis.runner import Runner
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
-from memsize.constants.values import constant_of
-from memsize.model.inputs import inputs_from_data
+from memsize.known_values.values import constant_of
+from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import MetaCopier, in_mode, meta_copy
 from memsize.model.stored import stored_tensors
 from memsize.precision.recipes import apply_scenario
 from memsize.records.aggregates import totals
 from memsize.spec.scenario import SCENARIOS
-from memsize.tracing.module_calls import Calls
+from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
 from memsize.workloads.forward import Forward, kept_for_backward
 from tests import test_torchinfo_cases as structures
@@ -260,9 +260,9 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Tensor, bool]] = {
 """Models, their inputs, and whether torchinfo need not run them."""
 
 
-def heard(model: nn.Module, value: Tensor) -> tuple[Calls, Any]:
+def heard(model: nn.Module, value: Tensor) -> tuple[ModuleCallRecorder, Any]:
     """The calls of one forward, and its arguments."""
-    found: list[Calls] = []
+    found: list[ModuleCallRecorder] = []
     call = inputs_from_data(value).call()
     Forward().run(Setup("m", "as-given", meta_copy(model), call, True, listener=found.append))
     return found[0], call

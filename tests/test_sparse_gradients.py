@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, SparseAdam
 
 import memsize
-from memsize.constants.assumptions import ALL_DISTINCT, ALL_SELECTED
 from memsize.cuda.kernels import kernel_temporaries
 from memsize.cuda.registry import TEMPORARIES
 from memsize.errors import MemsizeError
-from memsize.internals.sparse import in_coordinates, zeros_in_coordinates
+from memsize.known_values.assumptions import ALL_DISTINCT, ALL_SELECTED
+from memsize.torch_internals.sparse_tensors import in_coordinates, zeros_in_coordinates
 from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.ledger import Ledger
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import memsize
 from memsize.cli import run
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.budget import budgets
-from memsize.device.config import AllocatorConfig
 from memsize.device.context import EAGER, LAZY
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import InputError

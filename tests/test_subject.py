@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import memsize
 from memsize.errors import InputError
 from memsize.spec.inputs import InputSpec
-from memsize.spec.subject import InputOptions, Subject, call_of
+from memsize.spec.model_request import InputOptions, ModelRequest, call_of
 
 ROW = torch.zeros(4, 8)
 ROWS = InputSpec(None, (3, 64, 64))
@@ -47,7 +47,7 @@ class Weighted(nn.Module):
     ],
 )
 def test_a_size_in_any_form(size: Any, specs: tuple[InputSpec, ...]) -> None:
-    subject = Subject.of("model.py:Net", size)
+    subject = ModelRequest.of("model.py:Net", size)
     assert (subject.specs, subject.call, subject.source) == (specs, None, None)
     assert subject.has_input
 
@@ -58,23 +58,23 @@ def make() -> Tensor:
 
 @pytest.mark.parametrize("data", [ROW, (ROW, ROW), [ROW], {"x": ROW}, torch.nn.utils.rnn.pack_sequence([ROW])])
 def test_real_inputs_are_no_size(data: Any) -> None:
-    for subject in (Subject.of("m:f", data), Subject.of("m:f", input_data=data)):
+    for subject in (ModelRequest.of("m:f", data), ModelRequest.of("m:f", input_data=data)):
         assert (subject.specs, subject.call, subject.source) == ((), call_of(data), None)
 
 
 def test_keywords_beside_data() -> None:
     mask = torch.ones(2)
-    assert Subject.of("m:f", ROW, kwargs={"mask": mask}).call == ((ROW,), {"mask": mask})
-    assert Subject.of("m:f", input_data=(ROW,), kwargs={"mask": mask}).call == ((ROW,), {"mask": mask})
-    assert Subject.of("m:f", {"x": ROW}, kwargs={"mask": mask}).call == ((), {"x": ROW, "mask": mask})
+    assert ModelRequest.of("m:f", ROW, kwargs={"mask": mask}).call == ((ROW,), {"mask": mask})
+    assert ModelRequest.of("m:f", input_data=(ROW,), kwargs={"mask": mask}).call == ((ROW,), {"mask": mask})
+    assert ModelRequest.of("m:f", {"x": ROW}, kwargs={"mask": mask}).call == ((), {"x": ROW, "mask": mask})
     with pytest.raises(InputError, match="'mask' is given twice"):
-        Subject.of("m:f", {"mask": ROW}, kwargs={"mask": mask})
+        ModelRequest.of("m:f", {"mask": ROW}, kwargs={"mask": mask})
 
 
 def test_functions_that_make_inputs() -> None:
-    assert Subject.of("m:f", make).source is make
-    assert Subject.of("m:f", input_data="inputs.py:make").source == "inputs.py:make"
-    assert not Subject.of("m:f").has_input
+    assert ModelRequest.of("m:f", make).source is make
+    assert ModelRequest.of("m:f", input_data="inputs.py:make").source == "inputs.py:make"
+    assert not ModelRequest.of("m:f").has_input
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_functions_that_make_inputs() -> None:
 )
 def test_an_input_that_is_given_twice(given: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="give the input once"):
-        Subject.of("m:f", **given)
+        ModelRequest.of("m:f", **given)
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_an_input_that_is_given_twice(given: dict[str, Any]) -> None:
 )
 def test_what_cannot_be(given: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        Subject.of("m:f", **given)
+        ModelRequest.of("m:f", **given)
 
 
 def test_a_subject_is_taken_as_it_is() -> None:
-    subject = Subject(nn.Linear(8, 2), (InputSpec(None, (8,)),), batch_size=4)
-    assert Subject.of(subject) is subject
+    subject = ModelRequest(nn.Linear(8, 2), (InputSpec(None, (8,)),), batch_size=4)
+    assert ModelRequest.of(subject) is subject
     assert memsize.trace(subject, optimizer=None).trace.inputs[0].bytes == 4 * 8 * 4
 
 
@@ -129,7 +129,7 @@ def test_args_and_kwargs_together() -> None:
 def test_every_question_takes_the_same(name: str) -> None:
     function: Callable[..., Any] = getattr(memsize, name)
     shown = list(inspect.signature(function).parameters)
-    shared = list(inspect.signature(Subject.of).parameters)[2:]
+    shared = list(inspect.signature(ModelRequest.of).parameters)[2:]
     assert shown[:2] == ["model_or_target", "input_size"] and shown[2 : 2 + len(shared)] == shared
     assert set(shared) == set(InputOptions.__annotations__)
     with pytest.raises(TypeError, match="batch"):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from memsize.internals import forks
-from memsize.internals.switchboard import Line, connected, opened
+from memsize.processes import forks
+from memsize.processes.rank_processes import RankConnection, connected, opened
 
 pytestmark = pytest.mark.skipif(not forks.can_fork(), reason="this platform does not fork")
-Rank = Callable[[Line], None]
+Rank = Callable[[RankConnection], None]
 
 
 @contextmanager
@@ -32,12 +32,12 @@ def received(receiver: int, *senders: int) -> list[bytes | None]:
         return [line.receive(sender, receiver) for sender in senders]
 
 
-def first(line: Line) -> None:
+def first(line: RankConnection) -> None:
     line.send(1, b"0")
     line.send(3, b"from 0")
 
 
-def second(line: Line) -> None:
+def second(line: RankConnection) -> None:
     message = line.receive(0, 1)
     assert message is not None
     line.send(2, message + b"1")
@@ -58,7 +58,7 @@ def test_a_job_may_keep_its_files_far_away(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_message_may_come_from_one_that_waits_for_this_rank() -> None:
-    def echo(line: Line) -> None:
+    def echo(line: RankConnection) -> None:
         line.send(0, (line.receive(0, 1) or b"") * 2)
 
     with job({1: echo}), connected(0) as line:
@@ -68,7 +68,7 @@ def test_a_message_may_come_from_one_that_waits_for_this_rank() -> None:
 
 
 def test_each_runs_only_as_far_as_it_is_asked(tmp_path: Path) -> None:
-    def steps(line: Line) -> None:
+    def steps(line: RankConnection) -> None:
         for number in range(3):
             (tmp_path / f"step {number}").touch()
             line.send(0, b"%d" % number)
@@ -98,7 +98,7 @@ def test_what_a_rank_sends_twice_is_one_message() -> None:
 
 
 def test_a_rank_that_ends_or_fails_sends_nothing_more() -> None:
-    def fails(line: Line) -> None:
+    def fails(line: RankConnection) -> None:
         raise ValueError
 
     with job({1: lambda line: line.send(0, b"all"), 2: fails}):
@@ -106,7 +106,7 @@ def test_a_rank_that_ends_or_fails_sends_nothing_more() -> None:
 
 
 def test_ranks_that_wait_for_one_another_are_told() -> None:
-    def waits(line: Line) -> None:
+    def waits(line: RankConnection) -> None:
         line.send(0, b"got none" if line.receive(0, 1) is None else b"")
 
     with job({1: waits}):
@@ -119,7 +119,7 @@ def test_outside_of_a_job_there_is_no_line() -> None:
 
 
 def test_what_is_sent_to_a_group_reaches_each_of_it() -> None:
-    def tells(line: Line) -> None:
+    def tells(line: RankConnection) -> None:
         line.send((0, 1, 2), b"all")
 
     with job({0: tells}):

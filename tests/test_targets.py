@@ -23,14 +23,14 @@ from torch.nn.utils.rnn import pack_sequence
 from benchmarks.zoo.operators import declare
 from memsize import api
 from memsize.cli import run
-from memsize.constants.values import constant_of
 from memsize.errors import InputError, TargetError
-from memsize.internals.pytree import tensors_in
+from memsize.known_values.values import constant_of
 from memsize.loading import hubs, load, load_inputs
 from memsize.loading.target import Target, parse_target
-from memsize.model.inputs import inputs_from_data, inputs_from_maker, inputs_from_specs
+from memsize.model.input_tensors import inputs_from_data, inputs_from_maker, inputs_from_specs
+from memsize.spec.input_maker import InputRequest
 from memsize.spec.inputs import InputSpec, parse_input
-from memsize.spec.request import Request
+from memsize.torch_internals.pytree import tensors_in
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[[str, str], Path]
@@ -117,10 +117,10 @@ def tiny(write: Write, transformers: Any) -> Path:
     return write("tiny/config.json", json.dumps(TINY)).parent
 
 
-def made(target: str, request: Request | None = None, **arguments: object) -> dict[str, Any]:
+def made(target: str, request: InputRequest | None = None, **arguments: object) -> dict[str, Any]:
     maker = load(target, arguments).inputs
     assert maker is not None
-    found = maker.make(request or Request())
+    found = maker.make(request or InputRequest())
     assert isinstance(found, dict)
     return found
 
@@ -237,7 +237,7 @@ def test_models_that_cannot_be_divided(tiny: Path, target: str, message: str) ->
 
 def test_the_length_of_texts_follows_the_config(tiny: Path) -> None:
     assert shapes(made(f"hf:{tiny}")) == {"input_ids": (1, 64), "attention_mask": (1, 64)}
-    assert shapes(made(f"hf:{tiny}", Request(3, 128)))["input_ids"] == (3, 128)
+    assert shapes(made(f"hf:{tiny}", InputRequest(3, 128)))["input_ids"] == (3, 128)
     # RoBERTa's 514 positions have room for 512 tokens.
     assert shapes(made("hf:roberta?num_hidden_layers=1&max_position_embeddings=130"))["input_ids"] == (1, 128)
 
@@ -323,12 +323,12 @@ def test_architectures_and_their_inputs(
     loaded = load(f"hf:{target}")
     assert type(loaded.module).__name__ == kind
     assert loaded.inputs is not None
-    assert shapes(loaded.inputs.make(Request())) == expected
+    assert shapes(loaded.inputs.make(InputRequest())) == expected
 
 
 @pytest.mark.thorough
 def test_an_image_stands_among_the_ids(transformers: Any) -> None:
-    found = made("hf:llava", Request(2, 10))
+    found = made("hf:llava", InputRequest(2, 10))
     # 576 patches of a 336-pixel image, then the text.
     assert shapes(found)["input_ids"] == (2, 586)
     config = load("hf:llava").module.config
@@ -411,7 +411,7 @@ def test_the_model_really_takes_these_inputs(kind: str, transformers: Any) -> No
     loaded = load(f"hf:{kind}", entries)
     maker = loaded.inputs
     assert maker is not None
-    given: Any = maker.make(Request(2, training=False))
+    given: Any = maker.make(InputRequest(2, training=False))
     assert {name: tuple(given[name].shape) for name in expected} == expected
     assert "only text" not in (maker.note or "")
     real = type(loaded.module)(loaded.module.config).eval()  # type: ignore[operator,arg-type]
@@ -470,7 +470,7 @@ def test_the_processors_size_is_taken_where_the_model_has_none(write: Write, tra
 
 def test_sequences_are_for_texts(transformers: Any) -> None:
     with pytest.raises(InputError, match="takes images"):
-        made("hf:resnet?depths=[1,1,1,1]", Request(1, 128))
+        made("hf:resnet?depths=[1,1,1,1]", InputRequest(1, 128))
 
 
 @pytest.mark.parametrize(
@@ -563,10 +563,10 @@ def test_a_timm_model_has_the_size_of_its_config(monkeypatch: pytest.MonkeyPatch
     loaded = load("timm:tiny?in_chans=1", {"drop": 0.5})
     assert asked == {"name": "tiny", "pretrained": False, "in_chans": 1, "drop": 0.5}
     assert loaded.inputs is not None and loaded.name == "timm:tiny"
-    assert [t.shape for t in loaded.inputs.make(Request(4))] == [(4, 1, 96, 64)]
+    assert [t.shape for t in loaded.inputs.make(InputRequest(4))] == [(4, 1, 96, 64)]
     resized = load("timm:tiny?img_size=32").inputs
     assert resized is not None
-    assert [t.shape for t in resized.make(Request())] == [(1, 3, 32, 32)]
+    assert [t.shape for t in resized.make(InputRequest())] == [(1, 3, 32, 32)]
     assert "did you mean tiny?" in refused("timm:tyni")
     assert "downloaded" in refused("timm:hf-hub:org/name")
     assert "no pretrained weights" in refused("timm:tiny?pretrained=True")
@@ -631,23 +631,23 @@ def test_torchvision_models(
         real = real_torchvision.models.get_model(name, weights=None, **none, **options)
     assert sum(p.numel() for p in loaded.module.parameters()) == sum(p.numel() for p in real.parameters())
     assert loaded.inputs is not None
-    assert [tuple(t.shape) for t in loaded.inputs.make(Request(2))] == expected
+    assert [tuple(t.shape) for t in loaded.inputs.make(InputRequest(2))] == expected
 
 
 def test_a_detector_is_given_objects_in_training(real_torchvision: Any) -> None:
     maker = load("torchvision:maskrcnn_resnet50_fpn").inputs
     assert maker is not None
-    images, objects = maker.make(Request(2))
+    images, objects = maker.make(InputRequest(2))
     assert [tuple(image.shape) for image in images] == [(3, 800, 1066)] * 2
     assert {name: tuple(t.shape) for name, t in objects[0].items()} == {
         "boxes": (2, 4),
         "labels": (2,),
         "masks": (2, 800, 1066),
     }
-    assert len(maker.make(Request(2, training=False))) == 1
+    assert len(maker.make(InputRequest(2, training=False))) == 1
     ssd = load("torchvision:ssd300_vgg16").inputs
     assert ssd is not None
-    assert tuple(ssd.make(Request())[0][0].shape) == (3, 300, 300)
+    assert tuple(ssd.make(InputRequest())[0][0].shape) == (3, 300, 300)
 
 
 @pytest.mark.thorough
@@ -674,7 +674,7 @@ def test_timm_models(real_torchvision: Any) -> None:
     real = timm.create_model("test_vit", num_classes=7)
     assert {n: p.shape for n, p in loaded.module.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
     assert loaded.inputs is not None
-    assert [tuple(t.shape) for t in loaded.inputs.make(Request(2))] == [(2, *real.pretrained_cfg["input_size"])]
+    assert [tuple(t.shape) for t in loaded.inputs.make(InputRequest(2))] == [(2, *real.pretrained_cfg["input_size"])]
 
 
 # Inputs from the user's function
@@ -722,27 +722,27 @@ def functions(write: Write) -> str:
     return str(write("inputs.py", INPUTS))
 
 
-def first_shape(functions: str, name: str, request: Request | None = None) -> tuple[int, ...]:
-    feed = inputs_from_maker(load_inputs(f"{functions}:{name}"), request or Request())
+def first_shape(functions: str, name: str, request: InputRequest | None = None) -> tuple[int, ...]:
+    feed = inputs_from_maker(load_inputs(f"{functions}:{name}"), request or InputRequest())
     args, kwargs = feed.call()
     return tuple((*args, *kwargs.values())[0].shape)
 
 
 def test_a_function_is_asked_for_what_it_can_give(functions: str) -> None:
-    assert first_shape(functions, "batched", Request(4)) == (4, 6)
-    assert first_shape(functions, "lengthy", Request(4)) == (4, 4)
-    assert first_shape(functions, "lengthy", Request(4, 9)) == (4, 9)
+    assert first_shape(functions, "batched", InputRequest(4)) == (4, 6)
+    assert first_shape(functions, "lengthy", InputRequest(4)) == (4, 4)
+    assert first_shape(functions, "lengthy", InputRequest(4, 9)) == (4, 9)
     assert first_shape(functions, "fixed") == (3, 5)
 
 
 def test_its_values_stay_known(functions: str) -> None:
-    _, kwargs = inputs_from_maker(load_inputs(f"{functions}:batched"), Request(2)).call()
+    _, kwargs = inputs_from_maker(load_inputs(f"{functions}:batched"), InputRequest(2)).call()
     values = constant_of(kwargs["ids"])
     assert values is not None and int(values.max()) < 50
 
 
 def test_large_tensors_are_never_made(functions: str) -> None:
-    feed = inputs_from_maker(load_inputs(f"{functions}:huge"), Request(64))
+    feed = inputs_from_maker(load_inputs(f"{functions}:huge"), InputRequest(64))
     assert feed.call()[1]["scale"].shape == (64, 2**30)  # 256 GiB
 
 
@@ -776,9 +776,9 @@ def test_what_is_no_function(functions: str) -> None:
 
 def test_sizes_that_a_function_does_not_take(functions: str) -> None:
     with pytest.raises(InputError, match="takes no batch_size"):
-        first_shape(functions, "fixed", Request(4))
+        first_shape(functions, "fixed", InputRequest(4))
     with pytest.raises(InputError, match="takes no seq_len"):
-        first_shape(functions, "batched", Request(1, 7))
+        first_shape(functions, "batched", InputRequest(1, 7))
 
 
 def test_the_command_takes_a_function(write: Write, functions: str, capsys: pytest.CaptureFixture[str]) -> None:

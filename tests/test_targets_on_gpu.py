@@ -14,8 +14,8 @@ from torch import nn
 
 import memsize
 from memsize.cli import run as command
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.tracing.ledger import Workspaces
 from memsize.workloads.program import Program
 

@@ -37,7 +37,7 @@ from memsize.cuda.cudnn.convolution import Convolution
 from memsize.cuda.cudnn.plans import Plans
 from memsize.errors import InputError, OutputError, ScenarioError
 from memsize.loading.weightless import Weightless
-from memsize.model.inputs import inputs_from_data, inputs_from_specs
+from memsize.model.input_tensors import inputs_from_data, inputs_from_specs
 from memsize.model.materialize import executable, materialize
 from memsize.records.gpu import Interval
 from memsize.records.measurement import (

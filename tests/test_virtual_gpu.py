@@ -27,13 +27,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 import memsize
 from memsize.analysis.program import program_run, run_program
 from memsize.cli import run as command
-from memsize.constants.assumptions import ALL_DISTINCT
 from memsize.device.allocator import replay
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.documents import document
 from memsize.documents.sections import Table
 from memsize.errors import ForwardError, InputError
+from memsize.known_values.assumptions import ALL_DISTINCT
 from memsize.records.aggregates import split_phase
 from memsize.records.gpu import Interval
 from memsize.records.program import Holder, KeptGradients, ProgramRun, WentOn

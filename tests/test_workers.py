@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from memsize.cli import run
-from memsize.internals import forks
-from memsize.internals.workers import Workers, side_by_side
+from memsize.processes import forks
+from memsize.processes.workers import Workers, side_by_side
 
 pytestmark = pytest.mark.skipif(not forks.can_fork(), reason="this platform does not fork")
 

@@ -22,7 +22,7 @@ from benchmarks.zoo.inputs import inputs
 from benchmarks.zoo.runner import Limits, outcomes
 from benchmarks.zoo.trial import parts
 from memsize.errors import InputError
-from memsize.loading import Request, load
+from memsize.loading import InputRequest, load
 
 FEW = {"num_hidden_layers": 2}
 SAMPLE = (
@@ -88,7 +88,7 @@ def test_the_model_really_takes_the_zoos_own_inputs(name: str) -> None:
     loaded = load(case.target, entries)
     assert loaded.inputs is not None
     with pytest.raises(InputError, match=missing):
-        loaded.inputs.make(Request())
+        loaded.inputs.make(InputRequest())
     make = inputs(case)
     assert make is not None
     given = make(2, False)

@@ -21,7 +21,7 @@ from benchmarks.nets.residual import ResNet18, ResNet50
 from benchmarks.nets.visual import SwinTiny, ViTBase
 from memsize.analysis.verify.verification import Experiment
 from memsize.loading.weightless import Weightless
-from memsize.model.inputs import inputs_from_specs
+from memsize.model.input_tensors import inputs_from_specs
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training

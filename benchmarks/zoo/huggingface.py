@@ -137,12 +137,12 @@ def refusal(case: Case) -> str:
 
 def _fails(model: Any, case: Case) -> bool:
     """Whether transformers' own model fails too, with the inputs that it is given here."""
-    from memsize.loading import Request, load
+    from memsize.loading import InputRequest, load
 
     own, maker = inputs(case), load(case.target, case.arguments).inputs
     assert maker is not None  # a library's model comes with one
     try:
-        given: Any = own(BATCH, False) if own else maker.make(Request(BATCH, training=False))
+        given: Any = own(BATCH, False) if own else maker.make(InputRequest(BATCH, training=False))
         with torch.device("meta"), torch.no_grad():
             model.eval()(**{name: value.to("meta") for name, value in given.items()})
     except Exception:  # whatever its code raises

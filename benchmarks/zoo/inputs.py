@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo.case import Case
-from memsize.loading import Request, load
-from memsize.loading.hubs.huggingface_inputs import images, input_maker, signals, text
-from memsize.loading.hubs.huggingface_inputs.config import Batch, Maker, ones, rows, unknown, whole, zeros
+from memsize.loading import InputRequest, load
+from memsize.loading.hubs.huggingface_inputs import image_inputs, input_maker, signal_inputs, text_inputs
+from memsize.loading.hubs.huggingface_inputs.model_config import Batch, Maker, ones, rows, unknown, whole, zeros
 
 REGIONS = 36
 """Regions that a detector found in an image."""
@@ -32,7 +32,7 @@ DURATION = 4
 def _ids(batch: Batch, length: int | None = None, **tokens: int) -> Tensor:
     """Ids of `length` tokens, with placeholders for what `tokens` count by the config's entry."""
     request = replace(batch.request, seq_len=length or batch.request.seq_len)
-    return text.ids(Batch(batch.model, {}, request, batch.makers, tokens or batch.tokens))
+    return text_inputs.ids(Batch(batch.model, {}, request, batch.makers, tokens or batch.tokens))
 
 
 def _axial(batch: Batch) -> Tensor:
@@ -52,7 +52,7 @@ def _ids_and_codes(batch: Batch) -> Tensor:
 
 def _steps_of_codes(batch: Batch) -> Tensor:
     """The codes of each step side by side (batch, steps, channels)."""
-    decoded = text.decoder_ids(batch)
+    decoded = text_inputs.decoder_ids(batch)
     assert decoded is not None
     return decoded[..., None].repeat(1, 1, batch.config.decoder_config.num_channels)
 
@@ -83,27 +83,27 @@ def _contexts(batch: Batch) -> Tensor:
 
 def _prompted(batch: Batch) -> Tensor:
     """An image that stands above another, each of half the height."""
-    height, width = images.sides(batch)
-    return unknown(batch.size, images.channels(batch), height // 2, width)
+    height, width = image_inputs.sides(batch)
+    return unknown(batch.size, image_inputs.channels(batch), height // 2, width)
 
 
 def _side_of_each(batch: Batch) -> Tensor:
-    return ones(batch.size) * images.sides(batch)[0]
+    return ones(batch.size) * image_inputs.sides(batch)[0]
 
 
 def _question_mask(batch: Batch) -> Tensor:
-    return ones(*text.question(batch).shape)
+    return ones(*text_inputs.question(batch).shape)
 
 
 def _merged_patches(batch: Batch) -> Tensor:
     """Patches that are merged already as they come, with their channels last."""
-    _, height, width = images.grid(batch)
+    _, height, width = image_inputs.grid(batch)
     merge, side = 2, 2 * whole(batch.vision, "patch_size", default=14)
-    return unknown(batch.size * (height // merge) * (width // merge), side, side, images.channels(batch))
+    return unknown(batch.size * (height // merge) * (width // merge), side, side, image_inputs.channels(batch))
 
 
 def _merged_grid(batch: Batch) -> Tensor:
-    _, height, width = images.grid(batch)
+    _, height, width = image_inputs.grid(batch)
     return rows([[1, height // 2, width // 2]] * batch.size)
 
 
@@ -120,7 +120,7 @@ def _first_width(batch: Batch) -> int:
 
 
 def _frames(batch: Batch) -> Tensor:
-    return unknown(batch.size, signals.FRAMES, _first_width(batch))
+    return unknown(batch.size, signal_inputs.FRAMES, _first_width(batch))
 
 
 def _codes(batch: Batch) -> Tensor:
@@ -130,9 +130,9 @@ def _codes(batch: Batch) -> Tensor:
 def _heard_and_read(hop: int) -> dict[str, Maker]:
     """A sound and its spectrogram, of a frame per `hop` samples."""
     return {
-        "input_values": lambda batch: unknown(batch.size, 1, signals.SAMPLES),
-        "input_features": lambda batch: unknown(batch.size, signals.SAMPLES // hop, 160),
-        "input_features_mask": lambda batch: ones(batch.size, signals.SAMPLES // hop),
+        "input_values": lambda batch: unknown(batch.size, 1, signal_inputs.SAMPLES),
+        "input_features": lambda batch: unknown(batch.size, signal_inputs.SAMPLES // hop, 160),
+        "input_features_mask": lambda batch: ones(batch.size, signal_inputs.SAMPLES // hop),
     }
 
 
@@ -152,7 +152,7 @@ _SPOKEN: dict[str, Maker] = {
 
 def _steps(batch: Batch) -> int:
     """As many as there are positions for the three tokens of each."""
-    return max(1, (batch.request.seq_len or text.length_of(batch)) // 3)
+    return max(1, (batch.request.seq_len or text_inputs.length_of(batch)) // 3)
 
 
 EXTRA: Mapping[str, Mapping[str, Maker]] = {
@@ -174,22 +174,22 @@ EXTRA: Mapping[str, Mapping[str, Maker]] = {
     # Its experts take bfloat16 only where nothing says how many tokens an image makes.
     "dots3_note": {
         "input_ids": lambda batch: _ids(batch, image_token_id=64),
-        "pixel_values": images.pixels,
-        "image_grid_thw": images.MAKERS["image_grid_thw"],
+        "pixel_values": image_inputs.pixels,
+        "image_grid_thw": image_inputs.MAKERS["image_grid_thw"],
     },
     "fastspeech2_conformer": _SPOKEN,
     "fastspeech2_conformer_with_hifigan": _SPOKEN,
     "flava_multimodal_model": {"hidden_states": lambda batch: unknown(batch.size, 512, batch.config.hidden_size)},
-    "florence_vision": {"hidden_states": images.pixels},
-    "fun_asr_nano": {"input_features": lambda batch: unknown(batch.size, signals.FRAMES, 560)},
+    "florence_vision": {"hidden_states": image_inputs.pixels},
+    "fun_asr_nano": {"input_features": lambda batch: unknown(batch.size, signal_inputs.FRAMES, 560)},
     "fun_asr_nano_encoder": {"input_features": _frames},
     "gemma3n_audio": {
-        "audio_mel": signals.spectrogram,
+        "audio_mel": signal_inputs.spectrogram,
         "audio_mel_mask": lambda batch: zeros(*batch.shape("audio_mel")[:2]).bool(),
     },
     "gemma4_vision": {
-        "pixel_values": lambda batch: unknown(batch.size, math.prod(images.grid(batch)), 3 * 16 * 16),
-        "pixel_position_ids": images.patch_places,
+        "pixel_values": lambda batch: unknown(batch.size, math.prod(image_inputs.grid(batch)), 3 * 16 * 16),
+        "pixel_position_ids": image_inputs.patch_places,
     },
     "granite_speech5_ctc": {"input_features": _frames},
     "granite_speech5_encoder": {"input_features": _frames},
@@ -226,23 +226,23 @@ EXTRA: Mapping[str, Mapping[str, Maker]] = {
     },
     "neucodec": _heard_and_read(480),
     "omdet-turbo": {
-        "classes_input_ids": text.question,
+        "classes_input_ids": text_inputs.question,
         "classes_attention_mask": _question_mask,
-        "tasks_input_ids": text.question,
+        "tasks_input_ids": text_inputs.question,
         "tasks_attention_mask": _question_mask,
         "classes_structure": lambda batch: ones(batch.size),
     },
-    "paddleocr_vl_vision": {"pixel_values": lambda batch: images.pixels(batch)[None]},
+    "paddleocr_vl_vision": {"pixel_values": lambda batch: image_inputs.pixels(batch)[None]},
     "pi0": {
-        "pixel_values": lambda batch: unknown(batch.size, 1, 3, *images.sides(batch)),
+        "pixel_values": lambda batch: unknown(batch.size, 1, 3, *image_inputs.sides(batch)),
         "pixel_attention_mask": lambda batch: ones(batch.size, 1).bool(),
         "state": lambda batch: unknown(batch.size, batch.config.max_state_dim),
         "actions": lambda batch: unknown(batch.size, batch.config.chunk_size, batch.config.max_action_dim),
     },
     "pocket_tts_audio_tokenizer_decoder": {"latents": lambda batch: unknown(batch.size, 32, CODES)},
-    "prompt_depth_anything": {"prompt_depth": lambda batch: unknown(batch.size, 1, *images.sides(batch))},
+    "prompt_depth_anything": {"prompt_depth": lambda batch: unknown(batch.size, 1, *image_inputs.sides(batch))},
     "qwen2_5_omni_bigvgan": {
-        "mel_spectrogram": lambda batch: unknown(batch.size, batch.config.mel_dim, signals.FRAMES)
+        "mel_spectrogram": lambda batch: unknown(batch.size, batch.config.mel_dim, signal_inputs.FRAMES)
     },
     "rag": {
         "context_input_ids": _contexts,
@@ -252,14 +252,16 @@ EXTRA: Mapping[str, Mapping[str, Maker]] = {
     "reformer": {"input_ids": _axial},
     "seggpt": {"pixel_values": _prompted, "prompt_pixel_values": _prompted, "prompt_masks": _prompted},
     "vibevoice_acoustic_tokenizer_decoder": {"hidden_states": _codes},
-    "vibevoice_acoustic_tokenizer_encoder": {"hidden_states": lambda batch: unknown(batch.size, 1, signals.SAMPLES)},
+    "vibevoice_acoustic_tokenizer_encoder": {
+        "hidden_states": lambda batch: unknown(batch.size, 1, signal_inputs.SAMPLES)
+    },
     "video_llama_3_vision": {"merge_sizes": lambda batch: ones(batch.size)},
     # It hears a sound at each of its tokens, which are half as many as the sound has frames, by its factor.
     "voxtral_realtime": {
-        "input_ids": lambda batch: _ids(batch, signals.FRAMES // (2 * batch.config.downsample_factor))
+        "input_ids": lambda batch: _ids(batch, signal_inputs.FRAMES // (2 * batch.config.downsample_factor))
     },
     # Each of a clip's frames is an image.
-    "xclip_vision_model": {"pixel_values": lambda batch: unknown(8 * batch.size, 3, *images.sides(batch))},
+    "xclip_vision_model": {"pixel_values": lambda batch: unknown(8 * batch.size, 3, *image_inputs.sides(batch))},
     "xcodec2": _heard_and_read(320),
     "xmod": {"lang_ids": lambda batch: zeros(batch.size)},
 }
@@ -273,6 +275,6 @@ def inputs(case: Case) -> Callable[[int, bool], Any] | None:
 
     def make(batch_size: int, training: bool) -> Any:
         module = load(case.target, case.arguments).module
-        return input_maker(module, {}, EXTRA[case.name]).make(Request(batch_size, training=training))
+        return input_maker(module, {}, EXTRA[case.name]).make(InputRequest(batch_size, training=training))
 
     return make

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.zoo.case import Attempt, Case, Outcome
 from memsize.errors import in_one_line
-from memsize.internals.spread import Died, TimeLimitError, spread, time_limited
+from memsize.processes.spread import Died, TimeLimitError, spread, time_limited
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from benchmarks.zoo.case import BATCH, Case
 from benchmarks.zoo.inputs import inputs
 from benchmarks.zoo.sources import source
 from memsize.errors import MemsizeError
-from memsize.internals.spread import TimeLimitError, is_late
+from memsize.processes.spread import TimeLimitError, is_late
 
 Part = tuple[str, Any]
 STEPS = 1

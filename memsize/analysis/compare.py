@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from memsize.analysis.comparison_sides import Side
 from memsize.analysis.differences import figure_changes, layer_changes, living_changes, new_findings, paired_tensors
 from memsize.analysis.findings.evidence import Evidence, layers_of
 from memsize.analysis.findings.precision import mixed_dtypes, wrappers_that_misreport
 from memsize.analysis.matching import matched
-from memsize.analysis.sides import Side
 from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.comparison import Change, Comparison, FigureChange, stored_as
 from memsize.records.finding import Finding, Rules

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Final
 
+from memsize.analysis.comparison_sides import Side
 from memsize.analysis.matching import Node, Pair, local_name
-from memsize.analysis.sides import Side
 from memsize.records.aggregates import COUNTED, split_phase, totals
 from memsize.records.comparison import Change, FigureChange, FigureOf, How, LayerChange, LayerSizes, LivingChange
 from memsize.records.finding import Finding

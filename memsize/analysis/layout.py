@@ -19,17 +19,17 @@ from torch import nn
 
 from memsize.cuda.convolution import format_for, is_last
 from memsize.cuda.kernels import kernel_copies
-from memsize.internals.isolation import collector_paused
-from memsize.internals.pytree import map_tensors, tensors_in
-from memsize.internals.user_code import running_line
 from memsize.meta_kernels import strides as layout
-from memsize.model.inputs import input_tensors
+from memsize.model.input_tensors import input_tensors
 from memsize.model.tensor_storage import spec_of
+from memsize.processes.user_code import running_line
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, Loss
 from memsize.records.layout import Run as FormatsRun
-from memsize.spec.subject import Call
+from memsize.spec.model_request import Call
+from memsize.torch_internals.isolation import collector_paused
+from memsize.torch_internals.pytree import map_tensors, tensors_in
 from memsize.tracing.ledger import Ledger
-from memsize.tracing.module_calls import Calls
+from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Run, Setup
 
 _aten = torch.ops.aten
@@ -166,7 +166,7 @@ def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
     return sorted(dims, key=lambda dim: -before[dim]) == sorted(dims, key=lambda dim: -after[dim])
 
 
-class FormatCalls(Calls):
+class FormatCalls(ModuleCallRecorder):
     """The calls of modules, with the formats of what they were given and returned in the first forward."""
 
     def __init__(self, model: nn.Module, ledger: Ledger) -> None:

@@ -19,11 +19,9 @@ from memsize.analysis.findings.program import RULES
 from memsize.analysis.real_gpu import needs_gpu
 from memsize.analysis.runner import plans_of, workspaces
 from memsize.analysis.snapshot import snapshot
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import device_since, estimate_gpu
 from memsize.errors import InputError
-from memsize.internals.isolation import isolated
-from memsize.internals.settings import default_device_kept
 from memsize.records.aggregates import alive, live_bytes, split_phase
 from memsize.records.codec import plain
 from memsize.records.gpu import Card
@@ -31,10 +29,12 @@ from memsize.records.program import Growth, Holder, KeptGradients, LiveTensor, P
 from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
-from memsize.virtual.files import Files
+from memsize.torch_internals.isolation import isolated
+from memsize.torch_internals.settings import default_device_kept
+from memsize.virtual.allocator_state import DeviceMemory
+from memsize.virtual.cpu_restore import Kept
+from memsize.virtual.file_guard import Files
 from memsize.virtual.holders import Held
-from memsize.virtual.kept import Kept
-from memsize.virtual.memory import DeviceMemory
 from memsize.workloads.program import Program, StopProgram
 from memsize.workloads.program_steps import Zeroed
 

@@ -18,11 +18,11 @@ from typing import Any, Final
 from memsize.analysis.findings.ranks import RULES
 from memsize.analysis.program import run_program
 from memsize.analysis.script_imports import import_packages
-from memsize.device.config import AllocatorConfig
-from memsize.internals.forks import can_fork
-from memsize.internals.silence import silent
-from memsize.internals.switchboard import opened
-from memsize.internals.workers import Workers, cores, side_by_side
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.processes.forks import can_fork
+from memsize.processes.rank_processes import opened
+from memsize.processes.silence import silent
+from memsize.processes.workers import Workers, cores, side_by_side
 from memsize.records.gpu import Card
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankGroup, RankRuns, Which

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from memsize.errors import message_of
-from memsize.internals.user_code import is_library, is_outside, line_of
+from memsize.processes.user_code import is_library, is_outside, line_of
 from memsize.records.program import NeedsGpu
 
 _SDPA: Final = (

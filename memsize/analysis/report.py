@@ -15,28 +15,28 @@ from memsize.analysis.findings.interruption import interrupted
 from memsize.analysis.findings.report import RULES
 from memsize.analysis.runner import Runner, is_float32, own_autocast
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
-from memsize.internals.ctrl_c import found_kept
-from memsize.internals.isolation import collector_paused
-from memsize.internals.workers import Workers
 from memsize.loading.signature import wanted_inputs
 from memsize.model.meta_copy import in_mode
 from memsize.precision.modelled import modelled
 from memsize.precision.recipes import floating_dtype
+from memsize.processes.ctrl_c import found_kept
+from memsize.processes.workers import Workers
 from memsize.ranks.strategies import how
 from memsize.records.aggregates import Totals, totals
 from memsize.records.codec import plain
 from memsize.records.finding import join_names
 from memsize.records.gpu import GpuEstimate
 from memsize.records.report import Report, ScenarioResult
-from memsize.records.trace import Reading, Trace
+from memsize.records.trace import ToolReport, Trace
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.training import Training
+from memsize.torch_internals.isolation import collector_paused
 from memsize.tracing.ddp import bucket_bytes
-from memsize.tracing.module_calls import Calls
+from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import stored_only, wants_shapes
 from memsize.workloads.forward import Forward, Inference
 from memsize.workloads.parallel import ParallelSteps
@@ -63,7 +63,7 @@ class _Own:
 
     results: tuple[ScenarioResult, ...]
     trace: Trace
-    readings: tuple[Reading, ...]
+    readings: tuple[ToolReport, ...]
     told: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -310,7 +310,7 @@ class ReportBuilder:
             return self.runner.run(workload, scenario)
         return self.runner.run(workload, scenario, listener=self._observe)
 
-    def _observe(self, calls: Calls) -> None:
+    def _observe(self, calls: ModuleCallRecorder) -> None:
         """Note that the model was run as it is, and whether torchinfo may read that very copy instead of running
         another.
         """
@@ -341,7 +341,7 @@ class ReportBuilder:
             spread=self.parallel,
         )
 
-    def readings(self) -> tuple[Reading, ...]:
+    def readings(self) -> tuple[ToolReport, ...]:
         """torchinfo's reading of the model, where it has one."""
         self.say("torchinfo's reading")
         if self._readable is not None:

@@ -15,9 +15,8 @@ from memsize.cuda.cudnn.plans import Plans
 from memsize.device.cards import card
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError
-from memsize.internals.isolation import forget_run, undisturbed
-from memsize.loading.own_step import own_step_of
-from memsize.model.inputs import ModelInputs
+from memsize.loading.model_defined_step import own_step_of
+from memsize.model.input_tensors import ModelInputs
 from memsize.model.materialize import executable, executable_call
 from memsize.model.meta_copy import MetaCopier
 from memsize.model.stored import stored_tensors
@@ -26,12 +25,13 @@ from memsize.precision.recipes import apply_scenario, floating_dtype
 from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.trace import StoredTensor, Trace
+from memsize.spec.model_request import Call
 from memsize.spec.scenario import Scenario
 from memsize.spec.stack import INSTALLED, Stack
-from memsize.spec.subject import Call
+from memsize.torch_internals.isolation import forget_run, undisturbed
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
-from memsize.tracing.module_calls import Calls
+from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup, give_shapes, gpu_semantics
 from memsize.workloads import Workload
 from memsize.workloads.forward import kept_for_backward
@@ -81,7 +81,7 @@ class Runner:
         self._stored: dict[_HeldAs, tuple[StoredTensor, ...]] = {}
 
     def run(
-        self, workload: Workload, scenario: Scenario, *, listener: Callable[[Calls], None] = lambda _: None
+        self, workload: Workload, scenario: Scenario, *, listener: Callable[[ModuleCallRecorder], None] = lambda _: None
     ) -> Trace:
         """The trace of `workload` under `scenario`; `listener` receives the calls that the run recorded.
 
@@ -93,7 +93,7 @@ class Runner:
         finally:
             forget_run()
 
-    def _run(self, workload: Workload, scenario: Scenario, listener: Callable[[Calls], None]) -> Trace:
+    def _run(self, workload: Workload, scenario: Scenario, listener: Callable[[ModuleCallRecorder], None]) -> Trace:
         setup = replace(self.setup(scenario), listener=listener)
         if scenario.recipe != "quantized" and not self.late:
             setup = replace(setup, stored=partial(self._stored_tensors, _held_as(scenario)))

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from memsize.analysis.program import virtual_gpu
-from memsize.device.config import AllocatorConfig
-from memsize.internals.user_code import is_library, parsed
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.processes.user_code import is_library, parsed
 from memsize.records.gpu import Card
 
 _LATE: Final = ("torch._dynamo", "torch.distributed.optim")

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from memsize.analysis.timeline import phases
 from memsize.device.allocator import Segment, replay
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.records.aggregates import split_phase
 from memsize.records.trace import Event, Trace
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from memsize import files
-from memsize.analysis.findings.memory import lagging, out_of_memory
+from memsize.analysis.findings.out_of_memory import lagging, out_of_memory
 from memsize.analysis.timeline import timeline
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.printable import printable
 from memsize.records.aggregates import live_bytes, split_phase
-from memsize.records.answer import FlatTable, Savable
+from memsize.records.answer import FlatTable, Saveable
 from memsize.records.codec import decode, encode
 from memsize.records.finding import moment_in_words
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class StepTrace(Savable):
+class StepTrace(Saveable):
     """A run of some training steps, or of one inference, and its peak on a GPU.
 
     `trace` is the record itself; `gpu` names the simulated card, and `config` sets the allocator.

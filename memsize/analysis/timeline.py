@@ -11,11 +11,11 @@ from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import Final
 
-from memsize.analysis.findings.memory import lagging, out_of_memory
-from memsize.device.config import AllocatorConfig
-from memsize.device.flow import flow_of
+from memsize.analysis.findings.out_of_memory import lagging, out_of_memory
+from memsize.device.allocation_events import flow_of
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, lag, replay_on
-from memsize.device.streams import stream_shares
+from memsize.device.stream_memory import stream_shares
 from memsize.records.aggregates import split_phase, traffic
 from memsize.records.gpu import Card
 from memsize.records.roles import Role, in_order

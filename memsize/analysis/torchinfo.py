@@ -7,14 +7,14 @@ from importlib.metadata import version
 from torch import nn
 
 from memsize.errors import exits_caught
-from memsize.internals.isolation import undisturbed
-from memsize.records.trace import Reading
-from memsize.spec.subject import Call
+from memsize.records.trace import ToolReport
+from memsize.spec.model_request import Call
+from memsize.torch_internals.isolation import undisturbed
 from memsize.tracing.dispatch import MetaDispatchMode
-from memsize.tracing.module_calls import Calls, Seen
+from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord
 
 
-def torchinfo_reading(model: nn.Module, call: Call) -> Reading | None:
+def torchinfo_reading(model: nn.Module, call: Call) -> ToolReport | None:
     """What `torchinfo.summary` says of a meta copy (it is run, hooked and left to the caller); None if it fails.
 
     torchinfo walks anything that PyTorch runs, so it runs here as everything does: on `meta`, answered by shape rules.
@@ -31,10 +31,10 @@ def torchinfo_reading(model: nn.Module, call: Call) -> Reading | None:
             )
     except Exception:  # torchinfo wraps whatever a model raises; that it has no answer is the answer
         return None
-    return Reading(f"torchinfo {version('torchinfo')}", summary.total_params, summary.total_param_bytes)
+    return ToolReport(f"torchinfo {version('torchinfo')}", summary.total_params, summary.total_param_bytes)
 
 
-def counts_without_running(calls: Calls) -> bool:
+def counts_without_running(calls: ModuleCallRecorder) -> bool:
     """Whether torchinfo counts the same for a model without running it as it does when it runs it.
 
     It does where each module is registered once and is first called by the module that holds it, during that one's own
@@ -53,5 +53,5 @@ def counts_without_running(calls: Calls) -> bool:
     return registered == len(seen) - 1 and all(times) and all(map(_is_ordinary, seen))
 
 
-def _is_ordinary(layer: Seen) -> bool:
+def _is_ordinary(layer: ModuleRecord) -> bool:
     return layer.plain and all(output.spec.shape for output in layer.outputs)

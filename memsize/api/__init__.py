@@ -2,7 +2,7 @@
 
 from memsize.api.checking import check
 from memsize.api.comparing import compare
-from memsize.api.files import explain, load, read_checkpoint
+from memsize.api.file_readers import explain, load, read_checkpoint
 from memsize.api.fitting import fit
 from memsize.api.generating import generate, serve
 from memsize.api.guarding import guard

@@ -137,7 +137,7 @@ def _place(target: CheckedTarget, project: Project) -> tuple[Path, int]:
 
 def _measured(target: CheckedTarget, say: Callable[[str], None]) -> Measured:
     from memsize.analysis.check import Measured
-    from memsize.device.config import AllocatorConfig
+    from memsize.device.allocator_config import AllocatorConfig
 
     software = Stack.of(target.stack)
     subject = target.subject

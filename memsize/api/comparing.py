@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from memsize.api.files import load, read_checkpoint
+from memsize.api.file_readers import load, read_checkpoint
 from memsize.api.models import report
 from memsize.loading.revision import parse_revision
 from memsize.loading.target import LIBRARIES, is_checkpoint
-from memsize.records.answer import Savable
+from memsize.records.answer import Saveable
 from memsize.records.run_file import is_run_file
 from memsize.records.trace import Trace
-from memsize.spec.subject import InputOptions, InputSize, Subject
+from memsize.spec.model_request import InputOptions, InputSize, ModelRequest
 
 if TYPE_CHECKING:
     from memsize.records.comparison import Comparison
@@ -31,20 +31,20 @@ def compare(before: Any, after: Any, input_size: InputSize | Any = None, **optio
     Raises `MemsizeError` for anything else, and what `report` and `read_checkpoint` raise.
     """
     from memsize.analysis.compare import compare_sides
-    from memsize.analysis.sides import Side
+    from memsize.analysis.comparison_sides import Side
 
     given = {name: options.pop(name) for name in InputOptions.__annotations__ if name in options}
 
     def side(of: Any) -> Side:
-        if isinstance(of, Trace | Savable):
+        if isinstance(of, Trace | Saveable):
             return Side.of(of)
-        subject = Subject.of(os.fspath(of) if isinstance(of, os.PathLike) else of, input_size, **given)
+        subject = ModelRequest.of(os.fspath(of) if isinstance(of, os.PathLike) else of, input_size, **given)
         return Side.of(answer_of(subject, options), subject.model if isinstance(subject.model, str) else "")
 
     return compare_sides(side(before), side(after))
 
 
-def answer_of(subject: Subject, options: Mapping[str, Any]) -> Any:
+def answer_of(subject: ModelRequest, options: Mapping[str, Any]) -> Any:
     """The answer about a subject: the one that a file holds, or a report on a model with `options`.
 
     Of a model without an input that is what it stores.
@@ -54,7 +54,7 @@ def answer_of(subject: Subject, options: Mapping[str, Any]) -> Any:
         if is_run_file(text):
             return load(text)
         if revision := parse_revision(text):
-            from memsize.api.elsewhere import answer_at
+            from memsize.api.revision_process import answer_at
 
             if say := options.get("progress"):
                 say(f"running {text}")

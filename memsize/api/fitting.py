@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Unpack
 from memsize.api.opened import model_of, opened, prompts_of
 from memsize.api.question import asks_about_a_model, training_of
 from memsize.errors import InputError
+from memsize.spec.model_request import InputOptions, InputSize, ModelRequest
 from memsize.spec.parallel import on_each, spread_of
 from memsize.spec.scenario import select
 from memsize.spec.stack import Stack
-from memsize.spec.subject import InputOptions, InputSize, Subject
 from memsize.spec.training import Training
 
 if TYPE_CHECKING:
     from torch import nn
 
     from memsize.analysis.fit.fit import FitRequest
-    from memsize.device.config import AllocatorConfig
+    from memsize.device.allocator_config import AllocatorConfig
     from memsize.records.finding import Finding
     from memsize.records.fit import Fit
     from memsize.spec.vary import Vary
@@ -29,7 +29,7 @@ _NO_STEP = "is about a step of the model's own, not about tokens that it generat
 
 @asks_about_a_model
 def fit(
-    model_or_target: nn.Module | str | Subject,
+    model_or_target: nn.Module | str | ModelRequest,
     input_size: InputSize | Any = None,
     *,
     vary: str = "batch",
@@ -77,13 +77,13 @@ def fit(
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
     from memsize.analysis.fit.fit import FitRequest, find_fit
-    from memsize.analysis.fit.trials import Trials
+    from memsize.analysis.fit.run_cache import RunCache
+    from memsize.device.allocator_config import AllocatorConfig
     from memsize.device.budget import budgets, spread_over
-    from memsize.device.config import AllocatorConfig
     from memsize.spec.generation import GENERATED, asked_generation
     from memsize.spec.vary import parse_vary
 
-    subject = Subject.of(model_or_target, input_size, **given)
+    subject = ModelRequest.of(model_or_target, input_size, **given)
     varied = parse_vary(vary)
     held = {"cache": cache, "kv_dtype": kv_dtype, "beams": beams, "chunk": chunk, "uneven": uneven}
     generation = asked_generation(varied, prompt=prompt, new=new, **held)
@@ -105,11 +105,11 @@ def fit(
     if generation:
         return _fit_of_generations(run_as, request, varied, software, say, tell)
     with opened(run_as, say, capacities[0].card.name, trained is not None and trained.is_own) as model:
-        return find_fit(Trials(*model.run, varied, say, stack=software), request, model.notes, tell)
+        return find_fit(RunCache(*model.run, varied, say, stack=software), request, model.notes, tell)
 
 
 def _fit_of_generations(
-    subject: Subject,
+    subject: ModelRequest,
     request: FitRequest,
     varied: Vary,
     software: Stack,

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 from memsize.api.opened import assisted, model_of, prompts_of
 from memsize.api.question import asks_about_a_model
 from memsize.errors import InputError
+from memsize.spec.model_request import InputOptions, InputSize, ModelRequest
 from memsize.spec.scenario import select
 from memsize.spec.stack import Stack
-from memsize.spec.subject import InputOptions, InputSize, Subject
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from memsize.device.config import AllocatorConfig
+    from memsize.device.allocator_config import AllocatorConfig
     from memsize.records.generation import GenerationReport
     from memsize.records.serving import ServingReport
     from memsize.spec.generation import Generation
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @asks_about_a_model
 def generate(
-    model_or_target: nn.Module | str | Subject,
+    model_or_target: nn.Module | str | ModelRequest,
     input_size: InputSize | Any = None,
     *,
     prompt: int | Iterable[int] = 512,
@@ -62,12 +62,12 @@ def generate(
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
+    from memsize.device.allocator_config import AllocatorConfig
     from memsize.device.cards import card
-    from memsize.device.config import AllocatorConfig
     from memsize.records.gpu import DEFAULT_GPU
     from memsize.spec.generation import GENERATED, Draft, Generation
 
-    subject = replace(Subject.of(model_or_target, input_size, **given), mode="eval")
+    subject = replace(ModelRequest.of(model_or_target, input_size, **given), mode="eval")
     where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
     asked = select(GENERATED if scenarios is None else scenarios)
     lengths, sizes = ((each,) if isinstance(each, int) else tuple(each) for each in (prompt, batches))
@@ -77,7 +77,7 @@ def generate(
     settings = AllocatorConfig.of(config, software.release)
     with model_of(subject, say, where.name) as loaded, assisted(loaded, draft, assistant, say) as draft:
         from memsize.analysis.fit.generation_remedies import generation_remedies
-        from memsize.analysis.generation.report import GenerationRequest, report_generation
+        from memsize.analysis.generation.generation_rows import GenerationRequest, report_generation
         from memsize.analysis.runner import Runner
         from memsize.loading import load_loop
         from memsize.workloads.generation import generate_of
@@ -107,7 +107,7 @@ def _check(generation: Generation, sizes: Sequence[int], *, own_step: bool) -> N
 
 @asks_about_a_model
 def serve(
-    model_or_target: nn.Module | str | Subject,
+    model_or_target: nn.Module | str | ModelRequest,
     input_size: InputSize | Any = None,
     *,
     utilization: float = 0.9,
@@ -138,7 +138,7 @@ def serve(
     from memsize.records.gpu import DEFAULT_GPU
     from memsize.spec.serving import SERVED, Serving
 
-    subject = replace(Subject.of(model_or_target, input_size, **given), mode="eval")
+    subject = replace(ModelRequest.of(model_or_target, input_size, **given), mode="eval")
     serving = Serving(utilization, block, batched_tokens, seqs, context, tp, kv_dtype)
     where, software, say = card(gpu or DEFAULT_GPU), Stack.of(stack), progress or (lambda _: None)
     asked = select(SERVED if scenarios is None else scenarios)
@@ -146,7 +146,7 @@ def serve(
         subject = _one_of(tp, subject, say)
     with model_of(subject, say, where.name) as loaded:
         from memsize.analysis.runner import Runner
-        from memsize.analysis.serving.report import Server
+        from memsize.analysis.serving.server import Server
         from memsize.workloads.generation import generate_of
 
         generate_of(loaded.model, loaded.name)  # before a prompt is made, as for a generation
@@ -155,7 +155,7 @@ def serve(
         return Server(runner, prompts, serving, say).report(asked, loaded.notes)
 
 
-def _one_of(tp: int, subject: Subject, say: Callable[[str], None]) -> Subject:
+def _one_of(tp: int, subject: ModelRequest, say: Callable[[str], None]) -> ModelRequest:
     """The part of a model that one of `tp` cards holds. Raises `InputError` where they cannot share it."""
     if not (isinstance(subject.model, str) and subject.model.startswith("hf:")):
         raise InputError("only a target such as hf:config.json can be divided among cards: its config says how")

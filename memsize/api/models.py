@@ -1,6 +1,6 @@
 """Questions about a model: what it holds, step by step, and in which layout.
 
-All take the same `Subject`: what `memsize.spec.subject.Subject.of` says of its arguments is true of every one of them.
+All take the same `ModelRequest`: what `ModelRequest.of` says of its arguments is true of every one of them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Unpack
 from memsize.api.opened import model_of, opened, with_inputs
 from memsize.api.question import asks_about_a_model, training_of
 from memsize.errors import InputError
+from memsize.spec.model_request import InputOptions, InputSize, ModelRequest
 from memsize.spec.parallel import Parallel, spread_of
 from memsize.spec.scenario import scenario_named, select
 from memsize.spec.stack import Stack
-from memsize.spec.subject import InputOptions, InputSize, Subject
 from memsize.spec.training import Training
 
 if TYPE_CHECKING:
     from torch import nn
 
     from memsize.analysis.step import StepTrace
-    from memsize.device.config import AllocatorConfig
+    from memsize.device.allocator_config import AllocatorConfig
     from memsize.records.layout import LayoutReport
     from memsize.records.report import Report
     from memsize.records.trace import Trace
@@ -39,7 +39,7 @@ _ONE_RANK = (
 
 @asks_about_a_model
 def report(
-    model_or_target: nn.Module | str | Subject,
+    model_or_target: nn.Module | str | ModelRequest,
     input_size: InputSize | Any = None,
     *,
     scenarios: str | Iterable[str] | None = None,
@@ -79,7 +79,7 @@ def report(
     from memsize.device.cards import card
     from memsize.records.gpu import DEFAULT_GPU
 
-    subject = Subject.of(model_or_target, input_size, **given)
+    subject = ModelRequest.of(model_or_target, input_size, **given)
     asked, say, software = select(scenarios), progress or (lambda _: None), Stack.of(stack)
     trained = training_of(train)
     spread = spread_of(parallel, trained, execute=execute)
@@ -99,7 +99,7 @@ def report(
 
 @asks_about_a_model
 def trace(
-    model_or_target: nn.Module | str | Subject,
+    model_or_target: nn.Module | str | ModelRequest,
     input_size: InputSize | Any = None,
     *,
     scenario: str = "as-given",
@@ -137,11 +137,11 @@ def trace(
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
     from memsize.analysis.step import StepTrace
+    from memsize.device.allocator_config import AllocatorConfig
     from memsize.device.cards import card
-    from memsize.device.config import AllocatorConfig
     from memsize.records.gpu import DEFAULT_GPU
 
-    subject = Subject.of(model_or_target, input_size, **given)
+    subject = ModelRequest.of(model_or_target, input_size, **given)
     where, asked, software = card(gpu or DEFAULT_GPU), scenario_named(scenario), Stack.of(stack)
     training = None if optimizer is None else Training(optimizer, loss, steps, accumulate, set_to_none, ema, scaler)
     settings = AllocatorConfig.of(config, software.release)
@@ -151,8 +151,8 @@ def trace(
     with opened(subject, gpu=where.name, own=training is not None and training.is_own) as found:
         from memsize.analysis.ranks import others_asked
         from memsize.analysis.runner import Runner, plans_of
+        from memsize.workloads.distributed_step import RankLoop
         from memsize.workloads.parallel import steps_on
-        from memsize.workloads.ranks import RankLoop
         from memsize.workloads.training import OwnLoop
 
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans_of(where), stack=software)
@@ -169,7 +169,7 @@ def trace(
 
 @asks_about_a_model
 def verify(
-    model_or_target: nn.Module | str | Subject,
+    model_or_target: nn.Module | str | ModelRequest,
     input_size: InputSize | Any = None,
     *,
     scenario: str = "as-given",
@@ -191,7 +191,7 @@ def verify(
     """
     from memsize.records.verification import read_measurements
 
-    subject = Subject.of(model_or_target, input_size, **given)
+    subject = ModelRequest.of(model_or_target, input_size, **given)
     asked, say, trained = scenario_named(scenario), progress or (lambda _: None), training_of(train)
     saved = None if against is None else read_measurements(os.fspath(against))
     if saved is None:
@@ -209,7 +209,7 @@ def verify(
 
 @asks_about_a_model
 def audit_layout(
-    model_or_target: nn.Module | str | Subject,
+    model_or_target: nn.Module | str | ModelRequest,
     input_size: InputSize | Any = None,
     *,
     scenario: str = "as-given",
@@ -224,7 +224,7 @@ def audit_layout(
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
     asked = scenario_named(scenario)
-    with opened(Subject.of(model_or_target, input_size, **given), progress or (lambda _: None)) as found:
+    with opened(ModelRequest.of(model_or_target, input_size, **given), progress or (lambda _: None)) as found:
         from memsize.analysis.findings.layout import RULES
         from memsize.analysis.layout import audit
         from memsize.analysis.runner import Runner

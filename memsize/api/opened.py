@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from memsize.errors import ExitError, MemsizeError, exits_caught
-from memsize.spec.subject import Subject
+from memsize.spec.model_request import ModelRequest
 
 if TYPE_CHECKING:
     from torch import nn
 
     from memsize.analysis.generation.prompts import Prompts
-    from memsize.loading import Machine
-    from memsize.model.inputs import ModelInputs
+    from memsize.loading import GpuContextFactory
+    from memsize.model.input_tensors import ModelInputs
     from memsize.spec.generation import Draft
-    from memsize.spec.request import InputMaker
+    from memsize.spec.input_maker import InputMaker
 
 
 class Opened(NamedTuple):
@@ -36,20 +36,20 @@ class Loaded(NamedTuple):
     model: nn.Module
     notes: tuple[str, ...]
     maker: InputMaker | None
-    machine: Machine
+    machine: GpuContextFactory
 
 
 @contextmanager
 def opened(
-    subject: Subject, say: Callable[[str], None] = lambda _: None, gpu: str | None = None, own: bool = False
+    subject: ModelRequest, say: Callable[[str], None] = lambda _: None, gpu: str | None = None, own: bool = False
 ) -> Iterator[Opened]:
     """The subject with its model built; while open, a target's own imports work as it expects."""
     with model_of(subject, say, gpu, own) as loaded:
         yield with_inputs(subject, loaded)
 
 
-def with_inputs(subject: Subject, loaded: Loaded) -> Opened:
-    from memsize.model.inputs import inputs_for
+def with_inputs(subject: ModelRequest, loaded: Loaded) -> Opened:
+    from memsize.model.input_tensors import inputs_for
 
     training = subject.mode != "eval"
     inputs = inputs_for(subject, loaded.model, loaded.maker, training, loaded.machine)
@@ -57,7 +57,7 @@ def with_inputs(subject: Subject, loaded: Loaded) -> Opened:
     return Opened(run, (*loaded.notes, *filter(None, [inputs.note])))
 
 
-def prompts_of(subject: Subject, loaded: Loaded) -> Prompts:
+def prompts_of(subject: ModelRequest, loaded: Loaded) -> Prompts:
     """The prompts of a model that generates, by their length. Raises `InputError` where they have none."""
     from memsize.analysis.generation.prompts import prompts_of
 
@@ -81,7 +81,7 @@ def assisted(
     if draft is None or assistant is None:
         yield draft
         return
-    with model_of(Subject.of(assistant, mode="eval"), say) as found:
+    with model_of(ModelRequest.of(assistant, mode="eval"), say) as found:
         generate_of(found.model, found.name)
         with drafts.assisted(loaded.model, found.model):
             yield replace(draft, assistant=found.name, tokens=drafts.proposed(found.model) or draft.tokens)
@@ -89,7 +89,7 @@ def assisted(
 
 @contextmanager
 def model_of(
-    subject: Subject, say: Callable[[str], None] = lambda _: None, gpu: str | None = None, own: bool = False
+    subject: ModelRequest, say: Callable[[str], None] = lambda _: None, gpu: str | None = None, own: bool = False
 ) -> Iterator[Loaded]:
     """The subject's model. While open, a target's own imports work as it expects.
 
@@ -135,7 +135,7 @@ def _untouched(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _users_code_runs() -> Iterator[None]:
-    from memsize.internals.isolation import isolated
+    from memsize.torch_internals.isolation import isolated
 
     try:
         with exits_caught(), isolated():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
     from memsize.analysis.program import VirtualGpu
-    from memsize.device.config import AllocatorConfig
+    from memsize.device.allocator_config import AllocatorConfig
     from memsize.records.finding import Finding
     from memsize.records.fit import Fit
     from memsize.records.program import ProgramRun
@@ -96,11 +96,11 @@ def run(
     from memsize.analysis.findings.program import CAUSES
     from memsize.analysis.ranks import others_asked, run_as_rank, run_ranks
     from memsize.analysis.script_imports import import_packages
+    from memsize.device.allocator_config import AllocatorConfig
     from memsize.device.cards import card
-    from memsize.device.config import AllocatorConfig
     from memsize.errors import ForwardError
     from memsize.records.gpu import DEFAULT_GPU
-    from memsize.spec.ranks import asked_world
+    from memsize.spec.rank_choice import asked_world
     from memsize.spec.stack import Stack
 
     where, software = card(gpu or DEFAULT_GPU), Stack.of(stack)
@@ -153,16 +153,16 @@ def fit_script(
     Raises `InputError` where there is no such script or argument, or where it has no effect on the GPU's memory; and
     `ForwardError` where the script fails with the value that it is given.
     """
+    from memsize.device.allocator_config import AllocatorConfig
     from memsize.device.budget import budgets
-    from memsize.device.config import AllocatorConfig
-    from memsize.spec.script import VariedScript
+    from memsize.spec.script_command import VariedScript
     from memsize.spec.stack import Stack
 
     varied = VariedScript.of(os.fspath(script), tuple(arguments), vary)
     settings = AllocatorConfig.given(config)
     fraction = (settings or AllocatorConfig.of_environment(os.environ)).memory_fraction
     capacities = budgets(gpu, budget, margin, Stack.of(None), fraction)
-    from memsize.analysis.fit.script import fit_script as fitted
+    from memsize.analysis.fit.script_search import fit_script as fitted
 
     say, tell = progress or (lambda _: None), found or (lambda _: None)
     return fitted(varied, capacities, settings, steps=steps, say=say, tell=tell)
@@ -187,8 +187,8 @@ def virtual_gpu(
     a distributed job. Raises `InputError` when one is open already, and for a process that is in a group already.
     """
     from memsize.analysis import program
+    from memsize.device.allocator_config import AllocatorConfig
     from memsize.device.cards import card
-    from memsize.device.config import AllocatorConfig
     from memsize.records.gpu import DEFAULT_GPU
 
     where = card(gpu or DEFAULT_GPU)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from memsize.spec.subject import Subject
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.training import Training
 
 Question = TypeVar("Question", bound=Callable[..., Any])
@@ -16,7 +16,7 @@ def asks_about_a_model(question: Question) -> Question:
     """Spell out the arguments of `InputOptions` in the signature that `help` and notebooks show."""
     signature = inspect.signature(question)
     subject, size, *own = (p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD)
-    shared = list(inspect.signature(Subject.of).parameters.values())[2:]
+    shared = list(inspect.signature(ModelRequest.of).parameters.values())[2:]
     question.__signature__ = signature.replace(parameters=[subject, size, *shared, *own])  # type: ignore[attr-defined]
     return question
 

@@ -14,8 +14,8 @@ from memsize import files
 from memsize.api.models import report
 from memsize.errors import InputError, OutputError
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.project import NAME, SECTION, parse_section
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.units import UNITS
 
@@ -24,7 +24,7 @@ _ROOM: Final = 1.1
 
 
 def start_project(
-    folder: Path, subject: Subject, train: Training | None, gpu: str | None, scenario: str = "as-given"
+    folder: Path, subject: ModelRequest, train: Training | None, gpu: str | None, scenario: str = "as-given"
 ) -> tuple[Path, str]:
     """Append a section about `subject` to the nearest pyproject.toml, or to a new one in `folder`: the file, and what
     was added. The rest of the file stays as it is, byte for byte.
@@ -71,7 +71,7 @@ def _above(size: int) -> str:
 
 
 def _section(
-    subject: Subject,
+    subject: ModelRequest,
     train: Training | None,
     gpu: str | None,
     scenario: str,

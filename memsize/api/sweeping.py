@@ -11,14 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from memsize.api.cells import Task, failed, run_cells, trace_of
+from memsize.api.sweep_cells import Task, failed, run_cells, trace_of
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
-from memsize.internals.spread import BACKENDS, Backend, Died, spread
 from memsize.interrupt import Interrupted
 from memsize.loading.patterns import targets_of
 from memsize.loading.target import parse_target
+from memsize.processes.spread import BACKENDS, Backend, Died, spread
 from memsize.records.results_file import ResultsFile, results_file
 from memsize.records.sweep import Sweep, SweepRow, phrase_of, varying
 from memsize.spec.sweep import Cell, Grid, grid_of, read_grid

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
+from memsize.checkpoint.contents import KINDS, Contents, Group, PartKind, Place, Tensor, View
 from memsize.checkpoint.dtypes import BITS, is_float
-from memsize.checkpoint.record import KINDS, Contents, Group, PartKind, Place, Tensor, View
 
 MOST_ROWS = 30
 """How many rows of modules are shown unasked."""

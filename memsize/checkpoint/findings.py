@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memsize.checkpoint.breakdown import Breakdown, halved
+from memsize.checkpoint.contents import PROBLEMS, Contents, Match, Tensor
 from memsize.checkpoint.dtypes import is_float
-from memsize.checkpoint.record import PROBLEMS, Contents, Match, Tensor
 from memsize.records.finding import Finding, Rules
 from memsize.units import Bytes
 

@@ -11,8 +11,8 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
+from memsize.checkpoint.contents import Contents, Storage
 from memsize.checkpoint.dtypes import GGML
-from memsize.checkpoint.record import Contents, Storage
 from memsize.checkpoint.source import Claims, Source, printable
 from memsize.checkpoint.storage_index import Piece, check_apart, file_contents
 from memsize.records.trace import TensorSpec

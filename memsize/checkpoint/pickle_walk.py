@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from memsize.checkpoint.contents import Mark, PartKind
 from memsize.checkpoint.dtypes import BITS
 from memsize.checkpoint.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue, array_of
-from memsize.checkpoint.record import Mark, PartKind
 from memsize.checkpoint.source import MOST_TENSORS, Source, printable
 from memsize.checkpoint.storage_index import Piece, strided_extent
 from memsize.errors import CheckpointError

@@ -13,7 +13,7 @@ from typing import Any
 
 from memsize import files
 from memsize.checkpoint import gguf, safetensors, torch_files
-from memsize.checkpoint.record import Contents, Storage, Tensor
+from memsize.checkpoint.contents import Contents, Storage, Tensor
 from memsize.checkpoint.source import Source, opened, printable
 from memsize.errors import CheckpointError
 from memsize.printable import shortened

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from memsize.checkpoint.contents import Contents, Storage
 from memsize.checkpoint.dtypes import SAFETENSORS
-from memsize.checkpoint.record import Contents, Storage
 from memsize.checkpoint.source import Claims, Source, printable
 from memsize.checkpoint.storage_index import Piece, check_apart, file_contents
 from memsize.files import MOST_VALUES, parse_json

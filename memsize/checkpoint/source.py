@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from memsize import files
-from memsize.checkpoint.record import USES, Use
+from memsize.checkpoint.contents import USES, Use
 from memsize.errors import CheckpointError
 from memsize.printable import printable as text_printable
 from memsize.printable import shortened

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from memsize.checkpoint.contents import Contents, FileRecord, Storage, Tensor
 from memsize.checkpoint.dtypes import BITS
 from memsize.checkpoint.pickle_values import Blob, StorageValue
-from memsize.checkpoint.record import Contents, FileRecord, Storage, Tensor
 from memsize.checkpoint.source import Claims, Source
 from memsize.records.trace import TensorSpec
 

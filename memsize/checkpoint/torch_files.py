@@ -16,11 +16,11 @@ import zlib
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+from memsize.checkpoint.contents import Contents, Storage, Use
 from memsize.checkpoint.dtypes import BITS
 from memsize.checkpoint.pickle_names import is_allowed
 from memsize.checkpoint.pickle_values import Blob, Dict, StorageValue
 from memsize.checkpoint.pickle_walk import Found, Locate, walk
-from memsize.checkpoint.record import Contents, Storage, Use
 from memsize.checkpoint.source import Claims, Source, printable
 from memsize.checkpoint.storage_index import StorageIndex, file_contents
 from memsize.checkpoint.unpickler import Unpickler

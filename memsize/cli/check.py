@@ -19,9 +19,9 @@ from memsize.loading.target import parse_target
 from memsize.records.check import SEVERITIES, Check
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.render import FORMATS
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.project import find_project
 from memsize.spec.scenario import scenario_named
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
 _FORMATS = {"terminal": (), **FORMATS, "github": (), "sarif": (".sarif",), "junit": (".xml",)}
@@ -70,7 +70,7 @@ def check(
     ignore: str | None,
     fail_on: str,
     target: str | None,
-    subject: Subject,
+    subject: ModelRequest,
     training: Training | None,
     gpu: str | None,
     scenario: str,
@@ -112,7 +112,7 @@ def _codes(text: str | None) -> list[str]:
 
 
 def _begin(
-    paths: tuple[Path, ...], subject: Subject, training: Training | None, gpu: str | None, scenario: str
+    paths: tuple[Path, ...], subject: ModelRequest, training: Training | None, gpu: str | None, scenario: str
 ) -> None:
     parse_target(str(subject.model))
     card(gpu or DEFAULT_GPU)

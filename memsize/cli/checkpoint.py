@@ -63,7 +63,7 @@ def checkpoint(
 
     with working() as progress:
         from memsize import api
-        from memsize.analysis.saved import load_kind
+        from memsize.analysis.saved_runs import load_kind
 
         progress(f"reading {path}")
         if is_saved(str(path)):

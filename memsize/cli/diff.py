@@ -20,16 +20,16 @@ from memsize.cli.saved import refuse_options
 from memsize.cli.subject import several_subjects_options, training_options
 from memsize.cli.values import listed
 from memsize.cli.working import working
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
-from memsize.internals.workers import side_by_side
 from memsize.loading.revision import parse_revision
 from memsize.loading.target import is_checkpoint, parse_target
+from memsize.processes.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.run_file import is_run_file
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import select
 from memsize.spec.stack import Stack
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
 
@@ -70,7 +70,7 @@ def _files(context: click.Context, parameter: click.Parameter, incomplete: str) 
 def diff(
     before: str,
     after: str,
-    subject: Subject,
+    subject: ModelRequest,
     training: Training | None,
     gpu: str | None,
     stack: str | None,

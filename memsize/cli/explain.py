@@ -42,7 +42,7 @@ def explain(path: Path, beside: Path | None, device: int | None, output: Destina
     """
     with working() as progress:
         from memsize import api
-        from memsize.analysis.saved import load_kind
+        from memsize.analysis.saved_runs import load_kind
 
         progress(f"reading {path}")
         if is_saved(str(path)):

@@ -21,16 +21,16 @@ from memsize.cli.saved import is_saved
 from memsize.cli.subject import fit_subject_options, step_options
 from memsize.cli.values import listed
 from memsize.cli.working import working
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.budget import LOCAL, budgets
-from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
-from memsize.internals.workers import side_by_side
+from memsize.processes.workers import side_by_side
 from memsize.render.unit import USUAL
 from memsize.spec.generation import asked_generation
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import on_each, spread_of
 from memsize.spec.scenario import select
 from memsize.spec.stack import Stack
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 from memsize.spec.vary import parse_vary
 
@@ -93,7 +93,7 @@ from memsize.spec.vary import parse_vary
 @output_options
 @click.argument("script_arguments", metavar="[-- SCRIPT'S ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 def fit(
-    subject: Subject,
+    subject: ModelRequest,
     vary: str,
     argument: str | None,
     gpu: str | None,
@@ -171,9 +171,9 @@ def _check(
         budgets(gpu, budget, margin, stack, config.memory_fraction)
 
 
-def _saved(subject: Subject) -> Any:
+def _saved(subject: ModelRequest) -> Any:
     """The answer in a saved run, where the target is one."""
-    from memsize.analysis.saved import load_kind
+    from memsize.analysis.saved_runs import load_kind
 
     return load_kind(str(subject.model), "fit") if is_saved(subject.model) else None
 

@@ -20,15 +20,15 @@ from memsize.cli.saved import is_saved
 from memsize.cli.subject import generation_subject_options
 from memsize.cli.values import grouped, listed
 from memsize.cli.working import working
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
-from memsize.internals.workers import side_by_side
+from memsize.processes.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.generation import CACHES, KV_DTYPES, Draft, Generation
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import select
 from memsize.spec.stack import Stack
-from memsize.spec.subject import Subject
 
 
 def counts(text: str, what: str) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ generating_options: Callable[..., Any] = grouped(
 @jobs_option
 @output_options
 def generate(
-    subject: Subject,
+    subject: ModelRequest,
     generations: tuple[Generation, ...],
     batch: str,
     step: str | None,
@@ -132,7 +132,7 @@ def generate(
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
     with working() as progress, side_by_side(jobs):
         from memsize import api
-        from memsize.analysis.saved import load_kind
+        from memsize.analysis.saved_runs import load_kind
 
         found = (
             load_kind(str(subject.model), "generation")

@@ -9,8 +9,8 @@ from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options
 from memsize.cli.working import working
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import scenario_named
-from memsize.spec.subject import Subject
 
 
 @click.command(
@@ -26,7 +26,7 @@ from memsize.spec.subject import Subject
 @scenario_option
 @depth_option
 @output_options
-def layout(subject: Subject, scenario: str, depth: int | None, output: Destination) -> None:
+def layout(subject: ModelRequest, scenario: str, depth: int | None, output: Destination) -> None:
     """Show which operations of TARGET lose channels last, and what is copied only to rearrange it.
 
     TARGET is path.py:Name, package.module:name or a library's model, as for memsize report. It is run twice: as it is,
@@ -37,7 +37,7 @@ def layout(subject: Subject, scenario: str, depth: int | None, output: Destinati
     # What the user's model prints goes to stderr: stdout holds the report and nothing else.
     with working() as progress:
         from memsize import api
-        from memsize.analysis.saved import load_kind
+        from memsize.analysis.saved_runs import load_kind
 
         found = (
             load_kind(str(subject.model), "layout")

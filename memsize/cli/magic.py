@@ -15,10 +15,10 @@ import click
 
 from memsize.cli.options import allocator_option, gpu_option
 from memsize.cli.program import steps_option, writes_option
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.errors import MemsizeError
-from memsize.internals.user_code import CELLS, shown_as_python_would
+from memsize.processes.user_code import CELLS, shown_as_python_would
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
 

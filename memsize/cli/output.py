@@ -16,7 +16,7 @@ from memsize.cli.messages import say
 from memsize.cli.working import interrupts_raised
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.interrupt import Interrupted
-from memsize.records.answer import Drawable, Savable
+from memsize.records.answer import Renderable, Saveable
 from memsize.records.run_file import check_writable
 from memsize.render import FORMATS, IMAGES, check_images, format_of, image, pieces
 from memsize.render.screen import Screen
@@ -40,14 +40,14 @@ class Destination:
     height: int | None = None
     colour: bool = False
 
-    def keep(self, answer: Savable) -> None:
+    def keep(self, answer: Saveable) -> None:
         """Save `answer` where that was asked for, and say so on stderr."""
         if self.saved is not None:
             with interrupts_raised():
                 answer.save(self.saved, overwrite=self.overwrite)
             say(f"Wrote {self.saved}")
 
-    def drawn(self, answer: Drawable, **view: Any) -> files.Content:
+    def drawn(self, answer: Renderable, **view: Any) -> files.Content:
         """`answer` in this format, drawn piece by piece as it is written; `view` as `memsize.render.render` takes it.
         What is chosen is shown however long.
         """

@@ -25,14 +25,14 @@ from memsize.cli.output import Destination
 from memsize.cli.progress import Progress
 from memsize.cli.saved import is_saved
 from memsize.cli.working import interrupts_raised, working
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.errors import InputError
 from memsize.interrupt import INTERRUPTED
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankRuns
-from memsize.spec.ranks import asked_world, parse_rank
+from memsize.spec.rank_choice import asked_world, parse_rank
 from memsize.spec.stack import Stack
 
 _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
@@ -118,7 +118,7 @@ def run(
     if not module and is_saved(program):
         if arguments:
             raise InputError(f"{program} is a saved run, which takes no arguments: write {arguments[0]} before it")
-        from memsize.analysis.saved import load_kind
+        from memsize.analysis.saved_runs import load_kind
 
         _answer(load_kind(program, ProgramRun.kind, RankRuns.kind), output)
         return 0
@@ -214,7 +214,7 @@ def _answer(found: ProgramRun | RankRuns, output: Destination) -> None:
 
 def _show(error: BaseException) -> None:
     """The program's own traceback, from its first line on; nothing where it was asked to end."""
-    from memsize.internals.user_code import shown_as_python_would
+    from memsize.processes.user_code import shown_as_python_would
 
     if not isinstance(error, (SystemExit, KeyboardInterrupt)):
         shown_as_python_would(error)

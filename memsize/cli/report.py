@@ -22,18 +22,18 @@ from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options, training_options
 from memsize.cli.values import listed
 from memsize.cli.working import working
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.documents.layers import COLUMNS, column_keys
 from memsize.errors import ForwardError, OutputError
-from memsize.internals.workers import side_by_side
+from memsize.processes.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report
 from memsize.records.trace import Failure
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import spread_of
 from memsize.spec.scenario import SCENARIOS, select
 from memsize.spec.stack import Stack
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
 
@@ -69,7 +69,7 @@ from memsize.spec.training import Training
 @listed("--columns", metavar="NAMES", help="Columns of the layer table, separated by commas.")
 @output_options
 def report(
-    subject: Subject,
+    subject: ModelRequest,
     training: Training | None,
     parallel: str | None,
     gpu: str | None,
@@ -132,7 +132,7 @@ def _gpu(name: str | None, form: str) -> str | None:
     return card(name).name
 
 
-def _found(subject: Subject, **options: Any) -> tuple[Report, ForwardError | None]:
+def _found(subject: ModelRequest, **options: Any) -> tuple[Report, ForwardError | None]:
     """What the API reports, and the error of a forward that failed: the layers that ran before it are shown too."""
     from memsize import api
 
@@ -147,7 +147,7 @@ def _found(subject: Subject, **options: Any) -> tuple[Report, ForwardError | Non
 
 def _shown(path: Any) -> tuple[Report, ForwardError | None]:
     """A saved report, and the error of a forward that had failed."""
-    from memsize.analysis.saved import load_kind
+    from memsize.analysis.saved_runs import load_kind
 
     found: Report = load_kind(path, Report.kind)
     return found, _stopped(found)

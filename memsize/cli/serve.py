@@ -15,10 +15,10 @@ from memsize.cli.values import grouped
 from memsize.cli.working import working
 from memsize.device.cards import card
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import select
 from memsize.spec.serving import KV_BYTES, Serving
 from memsize.spec.stack import Stack
-from memsize.spec.subject import Subject
 
 
 def _serving(
@@ -85,7 +85,7 @@ serving_options: Callable[..., Any] = grouped(
 @stack_option
 @output_options
 def serve(
-    subject: Subject,
+    subject: ModelRequest,
     serving: Serving,
     scenarios: str | None,
     gpu: str | None,
@@ -104,7 +104,7 @@ def serve(
     # What the user's model prints goes to stderr: stdout holds the answer and nothing else.
     with working() as progress:
         from memsize import api
-        from memsize.analysis.saved import load_kind
+        from memsize.analysis.saved_runs import load_kind
 
         found = (
             load_kind(str(subject.model), "serving")

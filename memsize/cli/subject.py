@@ -18,11 +18,11 @@ from memsize.errors import InputError
 from memsize.loading.target import parse_target
 from memsize.records.run_file import is_run_file
 from memsize.spec.inputs import parse_inputs
-from memsize.spec.subject import Mode, Subject
+from memsize.spec.model_request import Mode, ModelRequest
 from memsize.spec.training import LOSSES, Training
 
 
-def _subject(target: str, maker: str | None, **given: Any) -> Subject:
+def _subject(target: str, maker: str | None, **given: Any) -> ModelRequest:
     if not is_run_file(target):
         parse_target(target)
     return replace(_question(maker=maker, **given), model=target)
@@ -35,16 +35,16 @@ def _question(
     arguments: tuple[str, ...],
     batch_size: int | None,
     mode: Mode | None,
-) -> Subject:
+) -> ModelRequest:
     if maker is not None:
         if inputs:
             raise InputError("give the inputs with --input or with --inputs, not with both")
         parse_target(maker)
     specs, built_with = parse_inputs(inputs), parse_arguments(arguments)
-    return Subject("", specs, None, maker, batch_size, seq_len, built_with, mode)
+    return ModelRequest("", specs, None, maker, batch_size, seq_len, built_with, mode)
 
 
-def _generating(target: str, inputs: tuple[str, ...], arguments: tuple[str, ...]) -> Subject:
+def _generating(target: str, inputs: tuple[str, ...], arguments: tuple[str, ...]) -> ModelRequest:
     rest = {"seq_len": None, "batch_size": None, "mode": "eval"}
     return _subject(target, None, inputs=inputs, arguments=arguments, **rest)
 
@@ -156,10 +156,10 @@ _STEP = (
 )
 
 subject_options = grouped("subject", (_TARGET, *_INPUTS, _BATCH, _ARGUMENTS, _MODE), _subject)
-"""The parameter `subject`: a `Subject` with the size of its batch and its mode."""
+"""The parameter `subject`: a `ModelRequest` with the size of its batch and its mode."""
 
 several_subjects_options = grouped("subject", (*_INPUTS, _BATCH, _ARGUMENTS, _MODE), _question)
-"""The same for a command that names its targets itself: a `Subject` of the model ``""``."""
+"""The same for a command that names its targets itself: a `ModelRequest` of the model ``""``."""
 
 generation_subject_options = grouped("subject", (_TARGET, _INPUTS[0], _ARGUMENTS), _generating)
 """The same for a model that generates: its prompts and batches are asked for by options of their own."""

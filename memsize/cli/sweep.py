@@ -11,7 +11,7 @@ from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
 from memsize.cli.working import interrupts_raised, working
 from memsize.errors import OutputError
-from memsize.internals.spread import BACKENDS, Backend
+from memsize.processes.spread import BACKENDS, Backend
 from memsize.records.sweep import Sweep
 
 
@@ -84,7 +84,7 @@ def sweep(
 
         found: Sweep
         if is_saved(str(grid)):
-            from memsize.analysis.saved import load_kind
+            from memsize.analysis.saved_runs import load_kind
 
             found = load_kind(grid, Sweep.kind)
         else:

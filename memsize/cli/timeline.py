@@ -22,14 +22,14 @@ from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options, training_options
 from memsize.cli.working import working
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.files import Content
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import spread_of
 from memsize.spec.scenario import scenario_named
 from memsize.spec.stack import Stack
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 @scenario_option
 @output_options_for(WITH_SNAPSHOT)
 def timeline(
-    subject: Subject,
+    subject: ModelRequest,
     training: Training | None,
     parallel: str | None,
     gpu: str | None,
@@ -81,7 +81,7 @@ def timeline(
     # What the user's model prints goes to stderr: stdout holds the timeline and nothing else.
     with working() as progress:
         from memsize import api
-        from memsize.analysis.saved import load_step
+        from memsize.analysis.saved_runs import load_step
 
         if is_saved(subject.model, "scenario", "allocator"):
             traced = load_step(str(subject.model), _given("scenario", scenario))

@@ -14,8 +14,8 @@ from memsize.cli.output import Destination
 from memsize.cli.saved import is_saved
 from memsize.cli.subject import subject_options, training_options
 from memsize.cli.working import working
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import scenario_named
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
 
@@ -42,7 +42,7 @@ from memsize.spec.training import Training
 )
 @output_options
 def verify(
-    subject: Subject,
+    subject: ModelRequest,
     training: Training | None,
     scenario: str,
     device: int,
@@ -61,7 +61,7 @@ def verify(
     # What the user's model prints goes to stderr: stdout holds the comparison and nothing else.
     with working() as progress:
         from memsize import __version__, api
-        from memsize.analysis.saved import load_kind
+        from memsize.analysis.saved_runs import load_kind
 
         if is_saved(subject.model):
             found = load_kind(str(subject.model), "verification")

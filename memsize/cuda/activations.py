@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import Kernel, key_excluded, overload
-from memsize.internals.meta import is_meta
+from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.torch_internals.meta import is_meta
 
 
 def kernels() -> Mapping[str, Kernel]:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from memsize.cuda import autocast
 from memsize.cuda.semantics import Semantics, current
-from memsize.internals.dispatch_key import KEY, Kernel, exclude, key_excluded, overload
-from memsize.internals.meta import is_meta
+from memsize.torch_internals.dispatch_key import KEY, Kernel, exclude, key_excluded, overload
+from memsize.torch_internals.meta import is_meta
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 _HALVES = (torch.float16, torch.bfloat16)

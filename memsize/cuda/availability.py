@@ -25,7 +25,7 @@ from torch.optim import optimizer, swa_utils
 from torch.utils import _foreach_utils
 
 from memsize.cuda.semantics import current
-from memsize.internals.patching import Function, Patch, PatchSet
+from memsize.torch_internals.patching import Function, Patch, PatchSet
 
 _LIST_KERNELS = "_get_foreach_kernels_supported_devices"
 """Optimizers import this function by name; gradient clipping calls it where it is defined."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
 
 
 def kernels() -> Mapping[str, Kernel]:

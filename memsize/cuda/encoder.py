@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from memsize.cuda.attention import Attention, choose_backend
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import Kernel, overload
 from memsize.meta_kernels.registry import shape_rule
 from memsize.meta_kernels.tensors import are_plain, empty, like
+from memsize.torch_internals.dispatch_key import Kernel, overload
 
 _ALIGNED_HEAD = 8
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memsize.cuda.registry import copies_of, copy_unless_contiguous
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
 
 _aten = torch.ops.aten
 

@@ -30,8 +30,8 @@ from memsize.cuda import (
     sparse,
 )
 from memsize.cuda.registry import COPIES, TEMPORARIES, Copies, Temporary
-from memsize.internals.dispatch_key import Kernel
 from memsize.model.tensor_storage import dtype_name
+from memsize.torch_internals.dispatch_key import Kernel
 
 NOT_ON_KEY = (attention_memory, convolution, losses, matmul, foreach, sparse)
 """Families with nothing on the dispatch key: kernels of libraries, of losses, for lists of tensors and for sparse ones,

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, int32, ops, sparse_coo, strided
 
 from memsize.cuda.registry import Copies, Temporary, copies_of, result_first, same_dtype, temporaries_of
-from memsize.internals.sparse import stored_elements
 from memsize.meta_kernels.strides import is_dense
+from memsize.torch_internals.sparse_tensors import stored_elements
 
 _aten = ops.aten
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from memsize.cuda.registry import Temporary, copies_of, copy_unless_contiguous, same_dtype, temporaries_of
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import Kernel, key_excluded, overload
-from memsize.internals.meta import is_meta
 from memsize.meta_kernels.tensors import accumulation, has_inner_channels
+from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.torch_internals.meta import is_meta
 
 _TRAINING_BATCH, _EVALUATION_BATCH = 880_801, 65_535
 _INDEXED = 2**31 - 1

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from memsize.cuda import autocast
 from memsize.cuda.semantics import Semantics, current
-from memsize.internals.dispatch_key import Kernel, key_excluded, overload
-from memsize.internals.meta import is_meta
 from memsize.meta_kernels.registry import shape_rule
 from memsize.meta_kernels.strides import Shape, contiguous
 from memsize.meta_kernels.tensors import are_plain, empty, like
+from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.torch_internals.meta import is_meta
 
 _RELU, _TANH, _LSTM, _GRU = range(4)
 MODES = {"rnn_relu": _RELU, "rnn_tanh": _TANH, "lstm": _LSTM, "gru": _GRU}
@@ -109,7 +109,7 @@ def _values(sizes: Tensor) -> list[int] | None:
     """How many sequences take part in each step; None where only the data could tell."""
     if not is_meta(sizes):
         return sizes.tolist()
-    from memsize.constants.values import constant_of
+    from memsize.known_values.values import constant_of
 
     value = constant_of(sizes)
     return None if value is None else value.tolist()

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from memsize.internals.dispatch_key import KEY, exclude, include, is_excluded, is_included
-from memsize.internals.meta import is_meta
+from memsize.torch_internals.dispatch_key import KEY, exclude, include, is_excluded, is_included
+from memsize.torch_internals.meta import is_meta
 
 CastObserver = Callable[[Tensor, Tensor], None]
 STAND_INS = frozenset({"meta", "cpu"})

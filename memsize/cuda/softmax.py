@@ -15,8 +15,8 @@ from torch import Tensor
 
 from memsize.cuda.registry import Temporary, copies_of, copy_unless_contiguous, result_first, temporaries_of
 from memsize.cuda.semantics import current
-from memsize.internals.dispatch_key import Kernel, key_excluded, overload
-from memsize.internals.meta import is_meta
+from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.torch_internals.meta import is_meta
 
 _aten = torch.ops.aten
 

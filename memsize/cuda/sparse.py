@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, int64, sparse_coo, strided, uint8
 
 from memsize.cuda.registry import Temporary, temporaries_of
-from memsize.internals.sparse import places
+from memsize.torch_internals.sparse_tensors import places
 
 _aten = torch.ops.aten
 _MEAN = 1

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from memsize.device.config import BLOCK, SMALL, SMALL_SEGMENT, AllocatorConfig
+from memsize.device.allocator_config import BLOCK, SMALL, SMALL_SEGMENT, AllocatorConfig
 from memsize.device.pools import ADDRESS, SHIFT, ExpandablePool, LimitedPool, Memory, Pool
 from memsize.errors import InputError
 

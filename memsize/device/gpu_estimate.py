@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.allocator import Replay, replay
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.bounded_replay import Limited, replay_within
 from memsize.device.context import context, context_on, nccl
-from memsize.device.flow import Flow, flow_of
-from memsize.device.limited import Limited, replay_within
-from memsize.device.streams import stream_shares
+from memsize.device.stream_memory import stream_shares
 from memsize.device.workspace_bounds import dispensable, factors, requests
 from memsize.records.aggregates import split_phase, traffic
 from memsize.records.columns import places
-from memsize.records.gpu import Card, GpuEstimate, Interval, Lag, LiveStorage, Shortage
+from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, RecordStreamCost, Shortage
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
 from memsize.spec.stack import Stack
@@ -28,7 +28,7 @@ class Replays:
         self._timeline = timeline
         self._made: dict[object, Limited] = {}
 
-    def of(self, trace: Trace, events: Flow, where: Card | None, *, lags: bool = False) -> Limited:
+    def of(self, trace: Trace, events: AllocationEvents, where: Card | None, *, lags: bool = False) -> Limited:
         """`events` of the trace, or of one like it, on a card (None: one whose memory never ends), whose streams have
         always done what they were given; with `lags` only when the program has waited for them.
         """
@@ -38,7 +38,9 @@ class Replays:
             self._made[key] = self._replayed(events, optional, card, lags)
         return self._made[key]
 
-    def _replayed(self, events: Flow, optional: Set[int], card: tuple[int, Interval] | None, lags: bool) -> Limited:
+    def _replayed(
+        self, events: AllocationEvents, optional: Set[int], card: tuple[int, Interval] | None, lags: bool
+    ) -> Limited:
         how: Any = {"streams": events.streams, "emptied": events.emptied, "timeline": self._timeline}
         how["deferred"] = events.deferred if lags else None
         if card is None:
@@ -90,7 +92,7 @@ def estimate_gpu(
     )
 
 
-def lag(trace: Trace, where: Card | None, replays: Replays) -> Lag | None:
+def lag(trace: Trace, where: Card | None, replays: Replays) -> RecordStreamCost | None:
     """How much more is reserved where the GPU lags behind the program; None where that makes no difference."""
     flow = flow_of(trace)
     if not flow.deferred:
@@ -98,7 +100,7 @@ def lag(trace: Trace, where: Card | None, replays: Replays) -> Lag | None:
     prompt, late = (replays.of(trace, flow, where, lags=each) for each in (False, True))
     reserved, most = prompt.replay.reserved.bytes, late.replay.reserved.bytes
     runs_out = late.failure is not None and prompt.failure is None
-    return Lag(len(flow.deferred), max(reserved, most), runs_out) if most > reserved or runs_out else None
+    return RecordStreamCost(len(flow.deferred), max(reserved, most), runs_out) if most > reserved or runs_out else None
 
 
 def replay_on(
@@ -111,7 +113,9 @@ def replay_on(
     return _on_card(trace, flow_of(trace), where, Replays(config, timeline=timeline))
 
 
-def _on_card(trace: Trace, flow: Flow, where: Card | None, replays: Replays) -> tuple[Replay, Shortage | None]:
+def _on_card(
+    trace: Trace, flow: AllocationEvents, where: Card | None, replays: Replays
+) -> tuple[Replay, Shortage | None]:
     found = replays.of(trace, flow, where)
     return found.replay, _shortage(trace, where, found) if where else None
 
@@ -170,7 +174,7 @@ def _shortage(trace: Trace, where: Card, found: Limited) -> Shortage | None:
     )
 
 
-def _most_of_tensors(trace: Trace, flow: Flow) -> int:
+def _most_of_tensors(trace: Trace, flow: AllocationEvents) -> int:
     """The most bytes alive beside workspaces."""
     import numpy as np
 
@@ -186,7 +190,7 @@ def _roles(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
     return dict(sorted(roles.items(), key=lambda item: -item[1]))
 
 
-def _largest(trace: Trace, flow: Flow, live: Mapping[int, int], count: int) -> tuple[LiveStorage, ...]:
+def _largest(trace: Trace, flow: AllocationEvents, live: Mapping[int, int], count: int) -> tuple[LiveStorage, ...]:
     shown = sorted(live, key=lambda storage: (-live[storage], storage))[:count]
     return tuple(_live_storage(trace, index, live[index], flow.born(index)) for index in shown)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.records.codec import coder
 from memsize.records.generation import GenerationReport
 from memsize.records.program import ProgramRun

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.allocator import NOTHING
-from memsize.device.flow import Flow, flow_of
 from memsize.records.columns import places
 from memsize.records.trace import Trace
 
@@ -18,7 +18,7 @@ is).
 """
 
 
-def requests(trace: Trace, factor: int = 1) -> Flow:
+def requests(trace: Trace, factor: int = 1) -> AllocationEvents:
     """The events of a trace, with the workspaces of its convolutions `factor` times as large; 0 leaves them out."""
     import numpy as np
 
@@ -41,7 +41,7 @@ def factors(trace: Trace) -> tuple[int, ...]:
     return (1, 0, DOUBLED) if is_estimated(trace) else (1,)
 
 
-def variants(trace: Trace) -> list[Flow]:
+def variants(trace: Trace) -> list[AllocationEvents]:
     """The events as they are; where workspaces are estimates, also without those and with twice as much (`DOUBLED`)."""
     return [requests(trace, factor) for factor in factors(trace)]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from memsize.documents.sections import Bars, Chart, Findings, Phrase, Scene, Section, Verdict
-from memsize.records.answer import Drawable, FlatTable
+from memsize.documents.sections import Bars, Chart, Findings, Phrase, ScenarioView, Section, Verdict
+from memsize.records.answer import FlatTable, Renderable
 from memsize.records.finding import Finding
 
-A = TypeVar("A", bound=Drawable)
+A = TypeVar("A", bound=Renderable)
 MOST_SENTENCES: Final = 4
 """How many a verdict has at most: what is read before one scrolls."""
 
@@ -94,7 +94,7 @@ class Document(ABC, Generic[A]):
         verdict, bars = self.verdict(), self.bars()
         return (*((Verdict(verdict),) if verdict else ()), *((bars,) if bars and bars.bars else ()))
 
-    def scenes(self) -> tuple[Scene, ...]:
+    def scenes(self) -> tuple[ScenarioView, ...]:
         """What a page has room for: the answer's scenarios from the inside, of which its reader chooses one.
 
         They are shown in the place of the section that is a table of the same name as one of theirs.
@@ -148,7 +148,7 @@ _DOCUMENTS: Final = {
 """The document of each kind of answer, imported when it is asked for: drawing one answer costs no other's code."""
 
 
-def document(answer: Drawable, **view: Any) -> Document[Any]:
+def document(answer: Renderable, **view: Any) -> Document[Any]:
     """The document of `answer`. `view` are the document's own fields, such as a report's `depth` and `columns`.
 
     Raises `OutputError` for a column or a depth that there is not.

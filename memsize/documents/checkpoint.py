@@ -7,9 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from memsize.checkpoint.breakdown import halved
+from memsize.checkpoint.checkpoint_report import CheckpointReport
+from memsize.checkpoint.contents import (
+    PROBLEMS,
+    USES,
+    Difference,
+    FileRecord,
+    Group,
+    Match,
+    PartKind,
+    Tensor,
+    Use,
+    View,
+)
 from memsize.checkpoint.dtypes import BITS
-from memsize.checkpoint.record import PROBLEMS, USES, Difference, FileRecord, Group, Match, PartKind, Tensor, Use, View
-from memsize.checkpoint.report import CheckpointReport
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
 from memsize.documents.sections import (
     Bars,

@@ -28,7 +28,7 @@ from memsize.documents.sections import (
     role_part,
 )
 from memsize.records.aggregates import Totals, stored_dtypes, totals
-from memsize.records.answer import Why
+from memsize.records.answer import FindingList
 from memsize.records.comparison import Comparison, FigureChange, LayerChange, LivingChange
 from memsize.records.finding import Finding, optimizer_in_words
 from memsize.records.gpu import LiveStorage
@@ -308,7 +308,7 @@ def _tensor(living: LiveStorage) -> str:
     return f"{living.dtype}[{','.join(map(str, living.shape))}]"
 
 
-class WhyDocument(Document[Why]):
+class WhyDocument(Document[FindingList]):
     """Findings without the answer that they are of."""
 
     def sections(self) -> tuple[Section, ...]:

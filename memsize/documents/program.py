@@ -18,7 +18,7 @@ from memsize.documents.sections import (
     Label,
     Path,
     Phrase,
-    Scene,
+    ScenarioView,
     Section,
     Specs,
     Table,
@@ -70,13 +70,13 @@ class ProgramDocument(Document[ProgramRun]):
             *listed("Notes", run.trace.notes),
         )
 
-    def scenes(self) -> tuple[Scene, ...]:
+    def scenes(self) -> tuple[ScenarioView, ...]:
         """The program's run over time."""
         run = self.answer
         if not run.trace.events:
             return ()
         found = self._timeline
-        return (Scene("run", run.program, lambda: (Chart(found), course_table(step_courses(found)))),)
+        return (ScenarioView("run", run.program, lambda: (Chart(found), course_table(step_courses(found)))),)
 
     def verdict(self) -> tuple[Finding, ...]:
         """What was found, most important first."""

@@ -16,7 +16,7 @@ from memsize.documents.sections import (
     Label,
     Path,
     Remark,
-    Scene,
+    ScenarioView,
     Section,
     Table,
     Title,
@@ -57,7 +57,7 @@ class RanksDocument(Document[RankRuns]):
         remarks = (*rest, *own)
         return (Findings("Why", remarks),) if remarks else ()
 
-    def scenes(self) -> tuple[Scene, ...]:
+    def scenes(self) -> tuple[ScenarioView, ...]:
         """The run of the rank that needs most over time."""
         return self._worst.scenes()
 

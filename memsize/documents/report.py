@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Final
 
 from memsize.analysis.timeline import timeline
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.config import AllocatorConfig
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
 from memsize.documents.collectives import compared_collectives
 from memsize.documents.layers import COLUMNS, FILE_NAMES, column_keys, layer_table
@@ -28,7 +28,7 @@ from memsize.documents.sections import (
     Part,
     Phrase,
     Remark,
-    Scene,
+    ScenarioView,
     Section,
     Share,
     Stop,
@@ -113,7 +113,7 @@ class ReportDocument(Document[Report]):
             return peak_bars(report)
         return scenario_bars(report) if report.scenario_results else None
 
-    def scenes(self) -> tuple[Scene, ...]:
+    def scenes(self) -> tuple[ScenarioView, ...]:
         """The layers of the model as given, and those of each scenario that was run, with the run over time."""
         report = self.answer
         runs = {result.name: (result.title, result.trace) for result in report.scenario_results if result.trace}
@@ -123,7 +123,7 @@ class ReportDocument(Document[Report]):
         )
         first = next(same, report.trace.scenario)
         runs = {first: ("the model as it is", report.trace)} | {n: run for n, run in runs.items() if n != first}
-        return tuple(Scene(name, hint, partial(self._inside, trace)) for name, (hint, trace) in runs.items())
+        return tuple(ScenarioView(name, hint, partial(self._inside, trace)) for name, (hint, trace) in runs.items())
 
     def _inside(self, trace: Trace) -> tuple[Table | Chart, ...]:
         report = self.answer

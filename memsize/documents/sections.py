@@ -314,7 +314,7 @@ class Chart:
     title: str = "Live bytes over the run"
 
 
-class Scene(NamedTuple):
+class ScenarioView(NamedTuple):
     """What one scenario looks like from the inside. Its sections are made where they are drawn: they cost a replay."""
 
     name: str

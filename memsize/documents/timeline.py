@@ -24,7 +24,7 @@ from memsize.documents.streams import stream_tables
 from memsize.documents.versions import versions
 from memsize.records.finding import Finding, Moment
 from memsize.records.roles import in_order, noun
-from memsize.records.timeline import Course, Timeline, courses, to_data
+from memsize.records.timeline import PhaseSummary, Timeline, courses, to_data
 from memsize.units import Bytes
 
 
@@ -94,7 +94,7 @@ def peak_finding(found: Timeline) -> Finding:
     return Finding("peak", peak.bytes, (), template, values, moment=Moment(found.scenario, peak.event))
 
 
-def course_table(told: Sequence[Course]) -> Table:
+def course_table(told: Sequence[PhaseSummary]) -> Table:
     """One row per phase: what it starts with, and when and where it is highest."""
     columns = (
         *_PHASE,
@@ -110,7 +110,7 @@ def course_table(told: Sequence[Course]) -> Table:
     return table.without_empty("steps")
 
 
-def _course_cells(course: Course) -> tuple[Cell, ...]:
+def _course_cells(course: PhaseSummary) -> tuple[Cell, ...]:
     summit = course.summit
     return (
         *_phase_cells(course),
@@ -123,7 +123,7 @@ def _course_cells(course: Course) -> tuple[Cell, ...]:
     )
 
 
-def alive_table(told: Sequence[Course]) -> Table:
+def alive_table(told: Sequence[PhaseSummary]) -> Table:
     """One row per phase: what is alive by role at its highest moment. Roles add up to what is live then."""
     roles = in_order(role for course in told for role in course.summit.roles)
     columns = (*_PHASE, *role_columns([course.summit.roles for course in told]))
@@ -138,5 +138,5 @@ _PHASE: Final = (
 )
 
 
-def _phase_cells(course: Course) -> tuple[Cell, ...]:
+def _phase_cells(course: PhaseSummary) -> tuple[Cell, ...]:
     return Words((course.name,)), Words(str(step) for step in course.steps if step)

@@ -22,24 +22,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from memsize.errors import ExitError, InputError, TargetError, UnknownTargetError, exits_caught, quoted
 from memsize.loading.building import build, gpu_advice, lacks_gpu, random_numbers_kept, user_traceback
-from memsize.loading.inputs import input_maker
-from memsize.loading.own_step import is_trainer, own_step, own_step_of
+from memsize.loading.input_functions import input_maker
+from memsize.loading.model_defined_step import is_trainer, own_step, own_step_of
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import Target, parse_target
-from memsize.spec.request import InputMaker, Request
+from memsize.spec.input_maker import InputMaker, InputRequest
 
 if TYPE_CHECKING:
     from torch import nn
 
-Machine = Callable[[], AbstractContextManager[Any]]
+GpuContextFactory = Callable[[], AbstractContextManager[Any]]
 """Opens a region in which this process has a GPU."""
 _Found = TypeVar("_Found")
 
 __all__ = [
+    "GpuContextFactory",
     "InputMaker",
+    "InputRequest",
     "LoadedModel",
-    "Machine",
-    "Request",
     "Target",
     "input_maker",
     "load",
@@ -74,7 +74,7 @@ class LoadedModel:
 def load(
     target: str | Target,
     arguments: Mapping[str, object] | None = None,
-    machine: Machine = nullcontext,
+    machine: GpuContextFactory = nullcontext,
     own: bool = False,
 ) -> LoadedModel:
     """The model that `target` names, built with `arguments` where it is a class or a function.
@@ -111,7 +111,7 @@ def load(
     return _with_gpu_where_wanted(loaded, machine)
 
 
-def load_inputs(text: str, machine: Machine = nullcontext) -> InputMaker:
+def load_inputs(text: str, machine: GpuContextFactory = nullcontext) -> InputMaker:
     """The function that ``file.py:make_inputs`` or ``package.module:make_inputs`` names, as a maker of inputs.
 
     What fails on this machine is done once more on `machine`, as for `load`. Raises `TargetError` where there is no
@@ -121,7 +121,7 @@ def load_inputs(text: str, machine: Machine = nullcontext) -> InputMaker:
     return _made_on(machine, scope, input_maker(function, label, scope))
 
 
-def load_loop(text: str, machine: Machine = nullcontext) -> Callable[..., Any]:
+def load_loop(text: str, machine: GpuContextFactory = nullcontext) -> Callable[..., Any]:
     """The function that ``file.py:generate`` names, a loop that generates tokens. Raises as `load_inputs` does."""
     scope, function, _ = _function(text, machine, "generates tokens", "loop.py:generate")
 
@@ -133,7 +133,9 @@ def load_loop(text: str, machine: Machine = nullcontext) -> Callable[..., Any]:
     return loop
 
 
-def _function(text: str, machine: Machine, what: str, example: str) -> tuple[ImportScope, Callable[..., Any], str]:
+def _function(
+    text: str, machine: GpuContextFactory, what: str, example: str
+) -> tuple[ImportScope, Callable[..., Any], str]:
     """The function that `text` names, the scope of its imports, and its label."""
     target = parse_target(text)
     if target.library is not None or target.name is None:
@@ -151,10 +153,10 @@ def _function(text: str, machine: Machine, what: str, example: str) -> tuple[Imp
     return scope, function, label
 
 
-def _made_on(machine: Machine, scope: ImportScope, maker: InputMaker) -> InputMaker:
+def _made_on(machine: GpuContextFactory, scope: ImportScope, maker: InputMaker) -> InputMaker:
     """What `maker` makes, with the imports of `scope`, and on `machine` where it fails here."""
 
-    def make(request: Request) -> Any:
+    def make(request: InputRequest) -> Any:
         with scope.entered():
             return _with_gpu_where_wanted(lambda: maker.make(request), machine)
 
@@ -178,7 +180,7 @@ def _loading(scope: ImportScope) -> Iterator[None]:
         yield
 
 
-def _with_gpu_where_wanted(attempt: Callable[[], _Found], machine: Machine) -> _Found:
+def _with_gpu_where_wanted(attempt: Callable[[], _Found], machine: GpuContextFactory) -> _Found:
     """What `attempt` returns: on this machine where it runs here, else on `machine`.
 
     Code looks for a GPU in more ways than one can list (``assert torch.cuda.is_available()``), so whatever fails here
@@ -186,7 +188,7 @@ def _with_gpu_where_wanted(attempt: Callable[[], _Found], machine: Machine) -> _
     """
     import torch
 
-    from memsize.internals.settings import settings_read
+    from memsize.torch_internals.settings import settings_read
 
     put_back = settings_read()
     try:

@@ -27,7 +27,7 @@ from memsize.errors import (
     message_of,
     quoted,
 )
-from memsize.loading.own_step import is_trainer
+from memsize.loading.model_defined_step import is_trainer
 from memsize.loading.scope import is_users
 
 IsTheirs = Callable[[str], bool]

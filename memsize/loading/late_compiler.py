@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch._compile import _disable_dynamo
 
-from memsize.internals.patching import Function, Patch, PatchSet
+from memsize.torch_internals.patching import Function, Patch, PatchSet
 
 _COMPILER = "torch._dynamo"
 _LATE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from memsize.internals.patching import Function, Patch, PatchSet
+from memsize.torch_internals.patching import Function, Patch, PatchSet
 
 SCHEMAS = (
     "_cuda_version() -> int",

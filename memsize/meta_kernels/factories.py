@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memsize.constants.values import constant_of, is_uniform
+from memsize.known_values.values import constant_of, is_uniform
 from memsize.meta_kernels.registry import overloads, shape_rule
 from memsize.meta_kernels.strides import Shape
 from memsize.meta_kernels.tensors import (

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from memsize.internals.meta import is_meta
-from memsize.internals.sparse import PARTS, with_parts
 from memsize.meta_kernels.registry import shape_rule
 from memsize.meta_kernels.strides import Shape, broadcast
 from memsize.meta_kernels.tensors import are_alike, are_plain, empty, like, strided
+from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.sparse_tensors import PARTS, with_parts
 
 
 def product(one: Shape, other: Shape) -> tuple[int, ...] | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from memsize.internals.meta import is_meta
 from memsize.meta_kernels.registry import overloads, shape_rule
 from memsize.meta_kernels.tensors import META, Tensor, empty
+from memsize.torch_internals.meta import is_meta
 
 _UNARY = (
     "abs neg sqrt rsqrt reciprocal exp expm1 log log1p log2 log10 sign sigmoid tanh floor ceil round trunc cos sin erf"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from memsize.internals.meta import is_meta
 from memsize.meta_kernels import strides as layout
 from memsize.meta_kernels.registry import Rule, overloads, shape_rule
 from memsize.meta_kernels.tensors import (
@@ -25,6 +24,7 @@ from memsize.meta_kernels.tensors import (
     overlaps,
     sorted_elementwise,
 )
+from memsize.torch_internals.meta import is_meta
 
 _FLOATING = (
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "

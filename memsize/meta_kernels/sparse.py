@@ -1,7 +1,7 @@
 """Sparse tensors in coordinates (COO), as the gradients of tables are: copies, sums, products with numbers, selections.
 
 Of most of these ops PyTorch's `meta` kernels return no elements, and of the others it has none. What equal indices add
-up to (`_coalesce`) depends on the data: see `memsize.constants.data_dependent`.
+up to (`_coalesce`) depends on the data: see `memsize.known_values.data_dependent`.
 
 Source: aten/src/ATen/native/sparse/SparseTensor.cpp, SparseTensorMath.cpp and cuda/SparseCUDATensorMath.cu.
 """
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from memsize.internals.sparse import in_coordinates, is_in_coordinates, with_parts
 from memsize.meta_kernels.registry import overloads, sparse_rule
 from memsize.meta_kernels.tensors import Tensor, are_plain, empty, like, overlaps
+from memsize.torch_internals.sparse_tensors import in_coordinates, is_in_coordinates, with_parts
 
 _data: Any = vars(torch._C.TensorBase)["data"]
 """PyTorch's own attribute, even where that of `Tensor` is replaced."""

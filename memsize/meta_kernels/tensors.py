@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from memsize.internals.meta import is_meta
 from memsize.meta_kernels import strides as layout
+from memsize.torch_internals.meta import is_meta
 
 Tensor = torch.Tensor
 META = torch.device("meta")

@@ -18,11 +18,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from memsize.constants.values import constant_of
 from memsize.errors import MemsizeError
-from memsize.internals.isolation import undisturbed
-from memsize.internals.pytree import arguments_in, map_tensors, tensors_in
-from memsize.spec.subject import Call
+from memsize.known_values.values import constant_of
+from memsize.spec.model_request import Call
+from memsize.torch_internals.isolation import undisturbed
+from memsize.torch_internals.pytree import arguments_in, map_tensors, tensors_in
 from memsize.units import format_bytes
 
 _CPU: Final = torch.device("cpu")

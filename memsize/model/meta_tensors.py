@@ -1,7 +1,8 @@
 """Meta tensors that stand in for real ones: same shape, strides, dtype, ties and flags, and no memory.
 
-Values that models look at are kept with them (`memsize.constants.values`): those of small integer and boolean tensors,
-and of large ones that are one number; of small floating buffers and inputs, and of parameters with a single element.
+Values that models look at are kept with them (`memsize.known_values.values`): those of small integer and boolean
+tensors, and of large ones that are one number; of small floating buffers and inputs, and of parameters with a single
+element.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from memsize.constants.toeplitz import diagonals_in, diagonals_of, set_diagonals
-from memsize.constants.values import (
+from memsize.known_values.toeplitz import diagonals_in, diagonals_of, set_diagonals
+from memsize.known_values.values import (
     UNREADABLE,
     ConstantState,
     constant_of,
@@ -23,8 +24,8 @@ from memsize.constants.values import (
     set_constant,
     state_of,
 )
-from memsize.internals.sparse import PARTS, with_parts
 from memsize.model.traced import refuse_traced
+from memsize.torch_internals.sparse_tensors import PARTS, with_parts
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 

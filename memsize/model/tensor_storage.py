@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memsize.internals.sparse import PARTS
 from memsize.records.trace import TensorSpec
+from memsize.torch_internals.sparse_tensors import PARTS
 
 PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 """The classes of tensors that wrap no others."""

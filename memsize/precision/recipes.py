@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from memsize.constants.toeplitz import cast
 from memsize.cuda.autocast import autocast_region
 from memsize.errors import ScenarioError, first_line
-from memsize.model.inputs import cast_floating
+from memsize.known_values.toeplitz import cast
+from memsize.model.input_tensors import cast_floating
 from memsize.precision.layouts import LAYOUTS
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
 from memsize.records.trace import StoredTensor, TensorSpec

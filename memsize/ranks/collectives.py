@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memsize.constants.assumptions import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
-from memsize.constants.values import ConstantState, set_constant, set_unknown
 from memsize.errors import InputError
-from memsize.internals.meta import is_meta
-from memsize.internals.pytree import arguments_in
-from memsize.ranks import reductions
-from memsize.ranks.alike import received
+from memsize.known_values.assumptions import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
+from memsize.known_values.values import ConstantState, set_constant, set_unknown
+from memsize.ranks import reduced_values
+from memsize.ranks.symmetric import received
 from memsize.records.world import CollectiveKind
+from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.pytree import arguments_in
 
 _KINDS: Final[dict[str, CollectiveKind | None]] = {
     "c10d::allreduce_": "all-reduce",
@@ -133,7 +133,7 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     buffers, group = list(_tensors(args[:1])), group_of(args)
     sent = buffers if kind in _IN_PLACE else list(_tensors(args[1:2]))
     if kind not in _LEFT and (kind != "reduce" or group.rank() == args[_ROOT]):
-        for tensor, value in received(kind, buffers, sent, args[3:5], reductions.asked(), group):
+        for tensor, value in received(kind, buffers, sent, args[3:5], reduced_values.asked(), group):
             write(tensor, value)
     results = [_done(buffers) if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)

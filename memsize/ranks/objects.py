@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memsize.constants.assumptions import ITEM_IS_ONE
-from memsize.constants.values import constant_of, is_small
 from memsize.errors import InputError
-from memsize.internals.meta import is_meta
-from memsize.internals.switchboard import Line
+from memsize.known_values.assumptions import ITEM_IS_ONE
+from memsize.known_values.values import constant_of, is_small
+from memsize.processes.rank_processes import RankConnection
 from memsize.ranks.collectives import write
 from memsize.ranks.group import Replacement
+from memsize.torch_internals.meta import is_meta
 
 _ALIKE: Final = "what other ranks send as objects is taken to be what this rank sends"
 _KEPT: Final = "objects that another rank sends to this one stay as they are here"
@@ -30,7 +30,7 @@ Assume = Callable[[str], None]
 """Is told of what is taken for granted, when it is."""
 
 
-def replacements(assume: Assume, line: Line | None) -> Iterator[Replacement]:
+def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Replacement]:
     """The functions that send objects and numbers between ranks, by `line` where there are others, and a barrier that
     only one backend has.
     """
@@ -66,7 +66,7 @@ def _gather(assume: Assume) -> Callable[..., None]:
     return gather
 
 
-def _broadcast(assume: Assume, line: Line | None) -> Callable[..., None]:
+def _broadcast(assume: Assume, line: RankConnection | None) -> Callable[..., None]:
     def broadcast(
         object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: Any = None
     ) -> None:
@@ -83,7 +83,7 @@ def _broadcast(assume: Assume, line: Line | None) -> Callable[..., None]:
     return broadcast
 
 
-def _broadcast_tensor(original: Callable[..., Any], assume: Assume, line: Line | None) -> Callable[..., Any]:
+def _broadcast_tensor(original: Callable[..., Any], assume: Assume, line: RankConnection | None) -> Callable[..., Any]:
     def broadcast(
         tensor: Tensor, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None
     ) -> Any:
@@ -113,7 +113,7 @@ def _as_told(numbers: Any, tensor: Tensor) -> Tensor | None:
     return None if numbers is None else torch.tensor(numbers, dtype=tensor.dtype, device="cpu").reshape(tensor.shape)
 
 
-def _scatter(assume: Assume, line: Line | None) -> Callable[..., None]:
+def _scatter(assume: Assume, line: RankConnection | None) -> Callable[..., None]:
     def scatter(
         scatter_object_output_list: list[Any],
         scatter_object_input_list: list[Any] | None = None,
@@ -137,21 +137,21 @@ def _scatter(assume: Assume, line: Line | None) -> Callable[..., None]:
     return scatter
 
 
-def _tell(line: Line | None, objects: list[Any], group: Any) -> None:
+def _tell(line: RankConnection | None, objects: list[Any], group: Any) -> None:
     """Send `objects` to all of `group`."""
     ranks = _ranks(group)
     if line is not None and len(ranks) > 1:
         line.send(ranks, pickle.dumps(objects))
 
 
-def _told(line: Line | None, source: int, group: Any) -> list[Any] | None:
+def _told(line: RankConnection | None, source: int, group: Any) -> list[Any] | None:
     """What `source` sends all of `group`; None where no answer comes."""
     message = None if line is None else line.receive(source, _ranks(group))
     objects: list[Any] | None = None if message is None else pickle.loads(message)
     return objects
 
 
-def _send(line: Line | None) -> Callable[..., None]:
+def _send(line: RankConnection | None) -> Callable[..., None]:
     def send(
         object_list: list[Any],
         dst: int | None = None,
@@ -166,7 +166,7 @@ def _send(line: Line | None) -> Callable[..., None]:
     return send
 
 
-def _receive(assume: Assume, line: Line | None) -> Callable[..., int]:
+def _receive(assume: Assume, line: RankConnection | None) -> Callable[..., int]:
     def receive(
         object_list: list[Any],
         src: int | None = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import nn
 
-from memsize.ranks.blocks import blocks_in_line, blocks_of
+from memsize.ranks.model_blocks import blocks_in_line, blocks_of
 from memsize.ranks.tensor_plans import divide, plan_in_words
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import Scenario

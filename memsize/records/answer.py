@@ -49,7 +49,7 @@ class FlatTable(NamedTuple):
         return frame
 
 
-class Drawable:
+class Renderable:
     """What `memsize.render` draws in any format. `kind` names the module of `memsize.documents` that says how."""
 
     __slots__ = ()
@@ -84,7 +84,7 @@ class Drawable:
         return self._drawn("notebook")
 
 
-class Why(tuple[Finding, ...], Drawable):
+class FindingList(tuple[Finding, ...], Renderable):
     """The findings of an answer, most important first; it prints as numbered sentences, in a notebook as a list."""
 
     kind = "why"
@@ -99,7 +99,7 @@ class Why(tuple[Finding, ...], Drawable):
         return lines or "nothing to explain"
 
 
-class Savable:
+class Saveable:
     """What a file can hold whole. `kind` is the name that the file gives it."""
 
     __slots__ = ()
@@ -116,7 +116,7 @@ class Savable:
         write_run(path, self, overwrite=overwrite)
 
 
-class Answer(Drawable, Savable):
+class Answer(Renderable, Saveable):
     """The base of the answers."""
 
     __slots__ = ()
@@ -127,9 +127,9 @@ class Answer(Drawable, Savable):
         def findings(self) -> tuple[Finding, ...]:
             """What was found out, most important first."""
 
-    def why(self) -> Why:
+    def why(self) -> FindingList:
         """The findings, most important first."""
-        return Why(self.findings)
+        return FindingList(self.findings)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The answer as JSON text, also written to `path` when given."""

@@ -86,7 +86,7 @@ class StreamShare(NamedTuple):
         return named or f"stream {self.stream}"
 
 
-class Lag(NamedTuple):
+class RecordStreamCost(NamedTuple):
     """What it may cost that `record_stream` handed tensors to other streams: freed, `tensors` of them wait for those.
 
     `reserved` is its peak where the GPU is so far behind the program that each waits until the program does. `runs_out`
@@ -160,4 +160,4 @@ class GpuEstimate:
     collectives: tuple[Traffic, ...] = ()
     nccl: Interval | None = None
     streams: tuple[StreamShare, ...] = ()
-    lag: Lag | None = None
+    lag: RecordStreamCost | None = None

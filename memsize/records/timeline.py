@@ -9,7 +9,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.errors import InputError
-from memsize.records.answer import Drawable, FlatTable
+from memsize.records.answer import FlatTable, Renderable
 from memsize.records.gpu import Card, StreamShare
 from memsize.records.roles import ROLES, Role
 from memsize.records.trace import Storage
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
     bytes: int
 
 
-class Summit(NamedTuple):
+class PeakMoment(NamedTuple):
     """The moment of most live bytes: after which event (-1: before any), where that is, and what is alive by role."""
 
     event: int
@@ -62,7 +62,7 @@ class Summit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline(Drawable):
+class Timeline(Renderable):
     """One value per event in each of its columns; `live` has a column for each role that occurs, in order of `ROLES`.
 
     `layer` indexes `layers`, the paths of modules; -1 is outside the model. `delta` is what the event itself changes.
@@ -115,7 +115,7 @@ class Timeline(Drawable):
         return tuple(accumulate(self.delta))
 
     @cached_property
-    def peak(self) -> Summit:
+    def peak(self) -> PeakMoment:
         """The first moment of most live bytes."""
         return self.summit(0, len(self))
 
@@ -125,17 +125,17 @@ class Timeline(Drawable):
         runs = [(step, list(phases)) for step, phases in groupby(self.phases, key=lambda phase: phase.step)]
         return tuple(Phase("step", step, phases[0].start, phases[-1].stop) for step, phases in runs if step)
 
-    def summit(self, start: int, stop: int) -> Summit:
+    def summit(self, start: int, stop: int) -> PeakMoment:
         """The first moment of most live bytes from just before event `start` up to event `stop`."""
         first = max(start - 1, 0)
         if first >= stop:
-            return Summit(-1, 0, None, "", {})
+            return PeakMoment(-1, 0, None, "", {})
         return self.moment(max(range(first, stop), key=self.total.__getitem__))
 
-    def moment(self, event: int) -> Summit:
+    def moment(self, event: int) -> PeakMoment:
         """What is alive after `event`."""
         roles = {role: column[event] for role, column in self.live.items() if column[event]}
-        return Summit(event, self.total[event], self._path(event), self.op[event], roles)
+        return PeakMoment(event, self.total[event], self._path(event), self.op[event], roles)
 
     def phase_at(self, event: int) -> Phase:
         """The phase that `event` happens in."""
@@ -210,7 +210,7 @@ def _holds(path: str | None, inner: str | None) -> bool:
     return path is not None and inner is not None and (not path or inner.startswith(f"{path}."))
 
 
-class Course(NamedTuple):
+class PhaseSummary(NamedTuple):
     """How a phase runs: the bytes it starts with and its highest moment. Steps that run alike are one course.
 
     A phase that only frees is highest before its first event: then no layer or op of its own is at its summit.
@@ -219,14 +219,14 @@ class Course(NamedTuple):
     name: str
     steps: tuple[int, ...]
     before: int
-    summit: Summit
+    summit: PeakMoment
     allocated: int
     reserved: int
 
 
-def courses(found: Timeline) -> tuple[Course, ...]:
+def courses(found: Timeline) -> tuple[PhaseSummary, ...]:
     """The phases of a run in order; one that comes again just so, in another step, is told once."""
-    told: dict[object, Course] = {}
+    told: dict[object, PhaseSummary] = {}
     for phase in found.phases:
         course = _course(found, phase)
         # The same but for the step and for where in the run it is.
@@ -238,14 +238,14 @@ def courses(found: Timeline) -> tuple[Course, ...]:
     return tuple(told.values())
 
 
-def step_courses(found: Timeline) -> tuple[Course, ...]:
+def step_courses(found: Timeline) -> tuple[PhaseSummary, ...]:
     """The phases of a program, which come and go several times in a step: each phase of a step is one course.
 
     What happens outside of them belongs to the forward before it (the loss), or else to what comes next (batches going
     to the GPU, gradients being clipped). Steps whose phases have equal peaks are told once; `allocated` and `reserved`
     are the most of them.
     """
-    told: dict[object, Course] = {}
+    told: dict[object, PhaseSummary] = {}
     for (name, step), phases in _settled(found.phases).items():
         course = max((_course(found, phase) for phase in phases), key=lambda each: each.summit.bytes)
         course = course._replace(name=name, steps=(step,), before=found.before(phases[0].start))
@@ -273,18 +273,18 @@ def _settled(phases: Sequence[Phase]) -> dict[tuple[str, int], list[Phase]]:
     return found
 
 
-def _together(known: Course, course: Course) -> Course:
+def _together(known: PhaseSummary, course: PhaseSummary) -> PhaseSummary:
     steps = tuple(dict.fromkeys((*known.steps, *course.steps)))
     allocated, reserved = max(known.allocated, course.allocated), max(known.reserved, course.reserved)
     return known._replace(steps=steps, allocated=allocated, reserved=reserved)
 
 
-def _course(found: Timeline, phase: Phase) -> Course:
+def _course(found: Timeline, phase: Phase) -> PhaseSummary:
     summit = found.summit(phase.start, phase.stop)
     levels = found.allocated[summit.event], found.reserved[summit.event]
     if summit.event < phase.start:
         summit = summit._replace(layer=None, op="")
-    return Course(phase.name, (phase.step,), found.before(phase.start), summit, *levels)
+    return PhaseSummary(phase.name, (phase.step,), found.before(phase.start), summit, *levels)
 
 
 def to_data(found: Timeline) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class DeferredFree(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ToolReport:
     """What a summary tool says of the same model: its count of parameters, and the bytes that it derives from them."""
 
     tool: str

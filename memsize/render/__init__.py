@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from memsize.documents import Document, document
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.printable import printable_lines
-from memsize.records.answer import Drawable
+from memsize.records.answer import Renderable
 from memsize.render.screen import WHOLE, Screen, painted
 from memsize.render.unit import USUAL, unit_of
 from memsize.units import DECIMAL, UNITS
@@ -53,7 +53,7 @@ IMAGES: Final[Mapping[str, tuple[str, ...]]] = {"png": (".png",), "svg": (".svg"
 
 
 def render(
-    answer: Drawable,
+    answer: Renderable,
     format: str,
     *,
     unit: str | None = None,
@@ -76,7 +76,7 @@ def render(
 
 
 def pieces(
-    answer: Drawable, format: str, screen: Screen = WHOLE, *, unit: str | None = None, **view: Any
+    answer: Renderable, format: str, screen: Screen = WHOLE, *, unit: str | None = None, **view: Any
 ) -> Iterator[str]:
     """The text of `render` piece by piece, where a format can draw it so: it may have hundreds of megabytes."""
     if format not in _FORMATS:
@@ -92,7 +92,7 @@ def pieces(
     return (printable_lines(text, escape=_in_json if format in ("json", "sarif") else None) for text in texts)
 
 
-def plotted(answer: Drawable, picture: Literal["overview", "layers"], unit: str | None, **view: Any) -> Figure:
+def plotted(answer: Renderable, picture: Literal["overview", "layers"], unit: str | None, **view: Any) -> Figure:
     """One `picture` of `answer` as a figure of plotly; `view` as in `render`.
 
     Raises `OutputError` without plotly, where there is nothing to plot, and for an unknown unit or column.
@@ -102,7 +102,7 @@ def plotted(answer: Drawable, picture: Literal["overview", "layers"], unit: str 
     return resolve_name(f"memsize.render.figures:{picture}")(shown, unit or unit_of(shown))
 
 
-def styler(answer: Drawable, table: str, unit: str) -> Styler:
+def styler(answer: Renderable, table: str, unit: str) -> Styler:
     """One of `answer`'s tables, the first without a name; raises `OutputError` for an unknown table or unit."""
     _check_unit(unit)
     tables = answer.tables()
@@ -112,7 +112,7 @@ def styler(answer: Drawable, table: str, unit: str) -> Styler:
     return chosen
 
 
-def image(answer: Drawable, format: str, *, unit: str | None = None, **view: Any) -> bytes:
+def image(answer: Renderable, format: str, *, unit: str | None = None, **view: Any) -> bytes:
     """The first picture of `answer` as a file in one of `IMAGES`; `view` as in `render`.
 
     Raises `OutputError` as `check_images` and `plotted` do, and without a browser.

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from memsize.documents.sections import Bar, Bars, Limit
 from memsize.printable import printable
-from memsize.render.cells import columns_of, draw_bytes, draw_cell, shorten
+from memsize.render.cell_text import columns_of, draw_bytes, draw_cell, shorten
 from memsize.render.screen import styled
 
 WIDTH: Final = 100

@@ -8,7 +8,7 @@ from typing import Final
 from memsize.printable import printable
 from memsize.records.roles import noun
 from memsize.records.timeline import Timeline
-from memsize.render.cells import draw_bytes
+from memsize.render.cell_text import draw_bytes
 from memsize.render.screen import styled
 from memsize.units import format_bytes
 

@@ -18,7 +18,7 @@ from memsize.printable import printable
 from memsize.records.roles import TITLES, noun
 from memsize.records.timeline import Phase, Timeline
 from memsize.render.bars import longest_drawn
-from memsize.render.cells import MODEL, draw_phrases
+from memsize.render.cell_text import MODEL, draw_phrases
 from memsize.units import DECIMAL, UNITS, format_bytes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from memsize.documents.sections import (
     Bars,
     Chart,
     Label,
-    Scene,
+    ScenarioView,
     Section,
     Table,
     Title,
@@ -32,7 +32,7 @@ from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage
 from memsize.render import bars, markdown, page_cells, plot
 from memsize.render.assets import hashed, script, style
-from memsize.render.cells import MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
+from memsize.render.cell_text import MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
 from memsize.render.screen import WHOLE, Screen
 from memsize.render.text import LEFT
 from memsize.units import DECIMAL, UNITS
@@ -99,7 +99,7 @@ def _scenes(document: Document[Any], unit: str) -> dict[str, Any]:
     }
 
 
-def _scene(scene: Scene, unit: str) -> str:
+def _scene(scene: ScenarioView, unit: str) -> str:
     """What takes the place of another scene. Only scripts can choose it, so that its pictures are left to them."""
     context = {"parts": _typed(scene.sections()), "is_scene": True, "is_still": False}
     return _template().render(_shared(unit, True) | context)

@@ -23,7 +23,7 @@ from memsize.documents.sections import (
 )
 from memsize.printable import printable
 from memsize.render import bars, chart
-from memsize.render.cells import MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
+from memsize.render.cell_text import MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
 from memsize.render.screen import WHOLE, Screen
 from memsize.render.text import LEFT
 

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from memsize.documents.sections import Cell, Column, Label, Missing, Path, Signed, Table
 from memsize.printable import printable
 from memsize.records.roles import Role
-from memsize.render.cells import draw_cell
+from memsize.render.cell_text import draw_cell
 from memsize.units import Bytes
 
 KEPT: Final = 2**15

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from memsize.records.roles import Role, noun
 from memsize.records.timeline import Timeline
-from memsize.render.cells import MODEL, draw_bytes, shorten_path
+from memsize.render.cell_text import MODEL, draw_bytes, shorten_path
 from memsize.units import DECIMAL, UNITS, format_bytes
 
 POINTS: Final = 900

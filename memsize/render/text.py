@@ -13,7 +13,7 @@ from memsize.documents import Document
 from memsize.documents.sections import Bars, Chart, Column, Findings, Notes, Section, Stop, Table, Title, Verdict
 from memsize.printable import printable
 from memsize.render import bars, chart
-from memsize.render.cells import (
+from memsize.render.cell_text import (
     MODELLED,
     columns_of,
     draw_cell,

@@ -11,10 +11,10 @@ from typing import Any, Final
 from memsize.errors import InputError, quoted
 from memsize.records.check import SEVERITIES, Severity
 from memsize.spec.limits import LIMITS, Bound, Growth, parse_limits
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import scenario_named
 from memsize.spec.section import MODEL_KEYS, Keys, check_type, parsed_toml, refuse_unknown, subject_of, training_of
 from memsize.spec.stack import Stack
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
 NAME: Final = "pyproject.toml"
@@ -26,7 +26,7 @@ class CheckedTarget:
     """One section: a target, how it is run, and what it must hold. `line` is that of the section in the file."""
 
     name: str
-    subject: Subject
+    subject: ModelRequest
     line: int
     training: Training | None = None
     scenario: str = "as-given"

@@ -14,7 +14,7 @@ from typing import Any, Final
 from memsize import files
 from memsize.errors import InputError, UnknownInputError, quoted
 from memsize.spec.inputs import parse_input
-from memsize.spec.subject import Subject
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.training import Training
 
 Keys = Mapping[str, tuple[type, ...]]
@@ -60,7 +60,7 @@ def check_type(key: str, value: object, types: tuple[type, ...]) -> None:
         raise InputError(f"{key} is {quoted(str(value))}: it should be {_words(types)}")
 
 
-def subject_of(section: Mapping[str, Any]) -> Subject:
+def subject_of(section: Mapping[str, Any]) -> ModelRequest:
     """The model of a section, and its input."""
     given = section.get("input", [])
     texts = [given] if isinstance(given, str) else given
@@ -69,7 +69,7 @@ def subject_of(section: Mapping[str, Any]) -> Subject:
     specs = tuple(map(parse_input, texts))
     if specs and "inputs" in section:
         raise InputError("give the inputs as input or as inputs, not as both")
-    return Subject(
+    return ModelRequest(
         section["target"],
         specs,
         source=section.get("inputs"),

@@ -12,11 +12,11 @@ from typing import Any, Final, TypeVar
 
 from memsize.errors import InputError, ScenarioError, TargetError, UnknownValueError, quoted
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import Parallel, on_each, spread_of
 from memsize.spec.scenario import scenario_named
 from memsize.spec.section import MODEL_KEYS, Keys, check_type, parsed_toml, refuse_unknown, subject_of, training_of
 from memsize.spec.stack import Stack
-from memsize.spec.subject import Subject
 from memsize.spec.training import Training
 
 AXES: Final[tuple[str, ...]] = (
@@ -55,7 +55,7 @@ class Cell:
     """One model run in one way on one GPU. `settings` is what makes it this cell, by the keys of the file."""
 
     settings: Settings
-    subject: Subject
+    subject: ModelRequest
     scenario: str
     training: Training | None
     stack: Stack

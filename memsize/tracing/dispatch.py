@@ -14,15 +14,15 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsize.constants.evaluation import Evaluator, is_special
-from memsize.constants.op_traits import traits_of
-from memsize.constants.propagation import carry_over, propagate, tell_sign
 from memsize.cuda.convolution import BACKWARD, FORWARD
 from memsize.cuda.kernels import refuse_mixed
 from memsize.cuda.matmul import BIASED, CUBLAS
 from memsize.cuda.registry import COPIES, RESULT_FIRST, SAME_DTYPE, TEMPORARIES
-from memsize.internals.sparse import with_parts
+from memsize.known_values.evaluation import Evaluator, is_special
+from memsize.known_values.op_traits import traits_of
+from memsize.known_values.propagation import carry_over, propagate, tell_sign
 from memsize.meta_kernels import rules, sparse_rules
+from memsize.torch_internals.sparse_tensors import with_parts
 from memsize.tracing.multiply_adds import formula_of
 from memsize.tracing.overrides import overridden
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memsize.errors import first_line, message_of
-from memsize.internals.user_code import is_outside
+from memsize.processes.user_code import is_outside
 from memsize.records.trace import Failure
 from memsize.tracing.ledger import Ledger
-from memsize.tracing.module_calls import Calls, Seen
+from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 
-def explain(error: Exception, calls: Calls, ledger: Ledger) -> tuple[str, Failure]:
+def explain(error: Exception, calls: ModuleCallRecorder, ledger: Ledger) -> tuple[str, Failure]:
     """What failed, in words, and its record: the layer, its inputs, and the reason, with advice where the cause is a
     common one.
     """
@@ -52,7 +52,7 @@ def _what_failed(phase: str, failure: Failure) -> str:
     return _WITHOUT_LAYER.get(phase, f"the {phase} failed in {where}")
 
 
-def _reason(error: Exception, seen: Seen, phase: str) -> str:
+def _reason(error: Exception, seen: ModuleRecord, phase: str) -> str:
     said = message_of(error)
     text = first_line(error).partition(". This could be because")[0]
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
@@ -66,7 +66,7 @@ def _reason(error: Exception, seen: Seen, phase: str) -> str:
     return "\n  ".join(parts)
 
 
-def _wanted(seen: Seen) -> str:
+def _wanted(seen: ModuleRecord) -> str:
     """How the layer was built, from its own `extra_repr`."""
     try:
         described = seen.module.extra_repr() if seen.leaf else ""

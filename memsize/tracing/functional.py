@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from memsize.internals.patching import Function, Patch, PatchSet
+from memsize.torch_internals.patching import Function, Patch, PatchSet
 
 
 class _Thread(threading.local):

@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memsize.constants.propagation import carry_over
 from memsize.cuda.convolution import Convolutions
 from memsize.cuda.matmul import takes_cublas, takes_cublaslt
 from memsize.cuda.registry import Temporary
-from memsize.internals.meta import is_meta
-from memsize.internals.sparse import PARTS, parts_of
-from memsize.internals.user_code import Lines, line_in_forward, shown
+from memsize.known_values.propagation import carry_over
 from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors, shape_of
+from memsize.processes.user_code import Lines, line_in_forward, shown
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
-from memsize.tracing.clock import Clock
+from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.sparse_tensors import PARTS, parts_of
 from memsize.tracing.dispatch import DETACH, MetaDispatchMode, Op, has_own_dispatch
 from memsize.tracing.functional import of_the_same_level
 from memsize.tracing.multiply_adds import FLOPS_OF_ONE
-from memsize.tracing.saved import SavedTensor
+from memsize.tracing.run_position import RunPosition
+from memsize.tracing.saved_tensors import SavedTensor
 
 _NOT_KEPT: frozenset[Role] = frozenset(("parameter", "buffer", "gathered parameter"))
 """What is there anyway does not count as kept for backward."""
@@ -90,7 +90,7 @@ class Ledger(MetaDispatchMode):
 
     def __init__(self, device: str = "meta", workspaces: Workspaces = _NO_WORKSPACES) -> None:
         super().__init__(device)
-        self.clock = Clock()
+        self.clock = RunPosition()
         self.workspaces = workspaces
         self.last_op = ""
         self.events: list[Event] = []

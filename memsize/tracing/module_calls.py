@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from memsize.errors import exits_caught
-from memsize.internals.ctrl_c import raise_waiting
-from memsize.internals.isolation import CompilerImport
-from memsize.internals.pytree import arguments_in, tensors_in
-from memsize.loading.own_step import own_step_of
+from memsize.loading.model_defined_step import own_step_of
 from memsize.model.tensor_storage import plain_tensors, spec_of
+from memsize.processes.ctrl_c import raise_waiting
 from memsize.records.trace import Memory, Output, TensorSpec
+from memsize.torch_internals.isolation import CompilerImport
+from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.ledger import Ledger
 
 
@@ -46,7 +46,7 @@ def parameters_reached(outputs: Iterable[torch.Tensor]) -> set[int]:
 
 
 @dataclass(slots=True)
-class Seen:
+class ModuleRecord:
     """What a run showed of one module."""
 
     path: str
@@ -72,7 +72,7 @@ class Running:
     inputs: tuple[str, ...]
 
 
-class Calls:
+class ModuleCallRecorder:
     """The modules of one model, and their calls as the ledger's clock sees them."""
 
     def __init__(self, model: nn.Module | None, ledger: Ledger) -> None:
@@ -206,7 +206,7 @@ def _first(args: tuple[Any, ...]) -> Any:
     return args[0] if args else None
 
 
-def _all_seen(model: nn.Module) -> list[Seen]:
+def _all_seen(model: nn.Module) -> list[ModuleRecord]:
     paths = {module: path for path, module in model.named_modules()}
     aliases: dict[nn.Module, list[str]] = {}
     for module, path in paths.items():
@@ -217,10 +217,10 @@ def _all_seen(model: nn.Module) -> list[Seen]:
     return [_seen(path, module, tuple(aliases.get(module, ()))) for module, path in paths.items()]
 
 
-def _seen(path: str, module: nn.Module, aliases: tuple[str, ...]) -> Seen:
+def _seen(path: str, module: nn.Module, aliases: tuple[str, ...]) -> ModuleRecord:
     depth = path.count(".") + 1 if path else 0
     leaf = not any(True for _ in module.children())
-    return Seen(path, module_type(module), depth, leaf, module, aliases, kernel_size(module))
+    return ModuleRecord(path, module_type(module), depth, leaf, module, aliases, kernel_size(module))
 
 
 def kernel_size(module: nn.Module) -> tuple[int, ...]:

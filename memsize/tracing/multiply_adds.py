@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-from memsize.internals.sparse import PARTS, stored_elements
+from memsize.torch_internals.sparse_tensors import PARTS, stored_elements
 
 FLOPS_OF_ONE: Final = 2
 """The registry counts a multiplication and an addition as two operations."""

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from memsize.internals.meta import is_meta
-from memsize.internals.patching import Function, Patch
+from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.patching import Function, Patch
 from memsize.tracing.places import gpu_place, host_place, named_gpu, place_of, place_on
 
 _device: Any = vars(torch._C.TensorBase)["device"]

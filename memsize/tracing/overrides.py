@@ -23,13 +23,13 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
-from memsize.constants.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
-from memsize.constants.values import ConstantState, constant_of, set_constant
 from memsize.cuda import autocast
-from memsize.internals.meta import is_meta
-from memsize.internals.patching import Function, Patch, PatchSet
-from memsize.internals.pytree import map_tensors, tensors_in
-from memsize.internals.sparse import is_in_coordinates
+from memsize.known_values.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
+from memsize.known_values.values import ConstantState, constant_of, set_constant
+from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.patching import Function, Patch, PatchSet
+from memsize.torch_internals.pytree import map_tensors, tensors_in
+from memsize.torch_internals.sparse_tensors import is_in_coordinates
 from memsize.tracing.named_devices import by_device, on_meta
 from memsize.tracing.places import means_stand_ins, named_gpu, place_of
 

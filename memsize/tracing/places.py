@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memsize.internals.meta import is_meta
+from memsize.torch_internals.meta import is_meta
 
 _CPU = torch.device("cpu")
 

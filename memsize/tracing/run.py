@@ -11,26 +11,26 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memsize.cuda.region import cuda_semantics
+from memsize.cuda.autocast_region import cuda_semantics
 from memsize.cuda.semantics import CUDNN, Semantics
 from memsize.errors import ForwardError, MemsizeError, exits_caught
-from memsize.internals.isolation import undisturbed
-from memsize.internals.pytree import tensors_in
 from memsize.model.globals_kept import globals_kept
-from memsize.model.inputs import input_tensors
+from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors
 from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
+from memsize.spec.model_request import Call
 from memsize.spec.stack import INSTALLED, Stack
-from memsize.spec.subject import Call
+from memsize.torch_internals.isolation import undisturbed
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
 from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.ledger import Ledger, Workspaces
-from memsize.tracing.module_calls import Calls, Seen
+from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord
 from memsize.tracing.resizes import resizes_seen
-from memsize.tracing.saved import saving
+from memsize.tracing.saved_tensors import saving
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def gpu_semantics(
         yield semantics
 
 
-class Machine:
+class RunDevice:
     """Where the tensors of a run are: what records them, and what is open around the run."""
 
     def ledger(self, setup: Setup) -> Ledger:
@@ -98,9 +98,9 @@ class Setup:
     workspaces: Workspaces = field(default_factory=Workspaces)
     stack: Stack = INSTALLED
     stored: Callable[[nn.Module], tuple[StoredTensor, ...]] = stored_tensors
-    listener: Callable[[Calls], None] = lambda _: None
+    listener: Callable[[ModuleCallRecorder], None] = lambda _: None
     notes: tuple[str, ...] = ()
-    machine: Machine = field(default_factory=Machine)
+    machine: RunDevice = field(default_factory=RunDevice)
 
 
 def stored_only(name: str, model: nn.Module) -> Trace:
@@ -120,7 +120,7 @@ class Run:
         self.tensors = setup.stored(setup.model) if tables else ()
         self.ledger = setup.machine.ledger(setup)
         self.ledger.counts = tables
-        self.calls = Calls(setup.model, self.ledger)
+        self.calls = ModuleCallRecorder(setup.model, self.ledger)
         self._notes: list[str] = []
         if enter:
             self.enter_inputs()
@@ -254,7 +254,7 @@ def wants_shapes(model: nn.Module) -> bool:
 
 
 def layer_rows(
-    seen: list[Seen],
+    seen: list[ModuleRecord],
     tensors: Iterable[StoredTensor],
     storages: tuple[Storage, ...],
     kept: Set[int],
@@ -278,7 +278,7 @@ def layer_rows(
     return tuple(_layer(s, own.get(s.path, []), saved[i], cast[i], counts[i]) for i, s in enumerate(seen))
 
 
-def _layer(seen: Seen, own: list[StoredTensor], saved: int, cast: int, multiply_adds: int | None) -> Layer:
+def _layer(seen: ModuleRecord, own: list[StoredTensor], saved: int, cast: int, multiply_adds: int | None) -> Layer:
     weights = [t for t in own if t.kind in ("parameter", "packed")]
     return Layer(
         path=seen.path,

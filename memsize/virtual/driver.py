@@ -20,12 +20,12 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.records.gpu import Card
 from memsize.spec.stack import INSTALLED, Stack
-from memsize.virtual.memory import DeviceMemory
-from memsize.virtual.seat import SEAT, check_index
-from memsize.virtual.streams import Moment, Queue, StreamOrder
+from memsize.virtual.allocator_state import DeviceMemory
+from memsize.virtual.device_assignment import ASSIGNMENT, check_index
+from memsize.virtual.stream_order import Moment, Queue, StreamOrder
 
 _TYPE: Final = 1
 """The number of the device type in streams (c10/core/DeviceType.h)."""
@@ -103,7 +103,7 @@ class Stream:
     """Of new streams: each GPU has a pool of them, handed out in turn."""
 
     def __init__(self, device: Any = None, priority: int = 0, **known: Any) -> None:
-        self.device_index, self.device_type = SEAT.named(known.get("device_index", _number(device))), _TYPE
+        self.device_index, self.device_type = ASSIGNMENT.named(known.get("device_index", _number(device))), _TYPE
         self.device = torch.device("cuda", self.device_index)
         self.priority = priority
         self.stream_id: int = known["stream_id"] if "stream_id" in known else next(self.numbers[self.device_index])
@@ -160,7 +160,7 @@ class Event:
     """A CUDA event: the time on the host when it was recorded, and the `moment` at which it has come."""
 
     def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
-        self.device = SEAT.device
+        self.device = ASSIGNMENT.device
         self.cuda_event = self.event_id = 0
         self._time = 0.0
         self.moment: Moment = {}
@@ -217,10 +217,10 @@ class Driver:
     @property
     def stream(self) -> int:
         """The stream that this thread works on; 0 is the default one."""
-        return self._stream_on(SEAT.index)
+        return self._stream_on(ASSIGNMENT.index)
 
     def _stream_on(self, device: int | None) -> int:
-        return self._current.streams.get(SEAT.named(device), 0)
+        return self._current.streams.get(ASSIGNMENT.named(device), 0)
 
     @property
     def properties(self) -> Properties:
@@ -232,11 +232,11 @@ class Driver:
         memory = self.memory
         arch = " ".join(f"sm_{major}{minor}" for major, minor in [self.card.capability])
         return {
-            "_cuda_getDeviceCount": _returning(SEAT.count),
-            "_cuda_getDevice": lambda: SEAT.current,
-            "_cuda_setDevice": SEAT.choose,
-            "_cuda_exchangeDevice": SEAT.choose,
-            "_cuda_maybeExchangeDevice": SEAT.choose,
+            "_cuda_getDeviceCount": _returning(ASSIGNMENT.count),
+            "_cuda_getDevice": lambda: ASSIGNMENT.current,
+            "_cuda_setDevice": ASSIGNMENT.choose,
+            "_cuda_exchangeDevice": ASSIGNMENT.choose,
+            "_cuda_maybeExchangeDevice": ASSIGNMENT.choose,
             "_cuda_isInBadFork": _returning(False),
             "_cuda_init": _returning(None),
             "_cuda_synchronize": lambda *device: Stream.order.synchronize_all(),
@@ -248,8 +248,8 @@ class Driver:
             "_cuda_isCurrentStreamCapturing": _returning(False),
             "_cuda_get_sync_debug_mode": _returning(0),
             "_cuda_set_sync_debug_mode": _returning(None),
-            "_cuda_getCurrentStream": lambda device: (self._stream_on(device), SEAT.named(device), _TYPE),
-            "_cuda_getDefaultStream": lambda device: (0, SEAT.named(device), _TYPE),
+            "_cuda_getCurrentStream": lambda device: (self._stream_on(device), ASSIGNMENT.named(device), _TYPE),
+            "_cuda_getDefaultStream": lambda device: (0, ASSIGNMENT.named(device), _TYPE),
             "_cuda_getCurrentRawStream": self._stream_on,
             "_cuda_setStream": self._set_stream,
             "_cuda_memoryStats": lambda device: self._memory_on(device).stats(),
@@ -268,14 +268,14 @@ class Driver:
             "_cuda_record_memory_history": _returning(None),
             "_cuda_record_memory_history_legacy": _returning(None),
             "_cuda_memorySnapshot": lambda *pool: self.snapshot(),
-            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, SEAT.named(device), _TYPE),
+            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, ASSIGNMENT.named(device), _TYPE),
             "_get_accelerator": _returning(torch.device("cuda")),
             "_accelerator_getAccelerator": _returning(torch.device("cuda")),
             "_accelerator_getDeviceCapability": lambda device: {"supported_dtypes": set(_TYPES_THERE)},
-            "_accelerator_getDeviceIndex": lambda: SEAT.current,
-            "_accelerator_setDeviceIndex": SEAT.choose,
-            "_accelerator_exchangeDevice": SEAT.choose,
-            "_accelerator_maybeExchangeDevice": SEAT.choose,
+            "_accelerator_getDeviceIndex": lambda: ASSIGNMENT.current,
+            "_accelerator_setDeviceIndex": ASSIGNMENT.choose,
+            "_accelerator_exchangeDevice": ASSIGNMENT.choose,
+            "_accelerator_maybeExchangeDevice": ASSIGNMENT.choose,
             "_accelerator_getStream": lambda device: Stream(device, stream_id=self._stream_on(device)),
             "_accelerator_setStream": lambda stream: self._set_stream(stream.stream_id, stream.device_index),
             "_accelerator_synchronizeDevice": lambda device: Stream.order.synchronize_all(),
@@ -289,17 +289,17 @@ class Driver:
 
     def _memory_on(self, device: int) -> DeviceMemory:
         """What this process holds on a device; raises PyTorch's error for one that isn't there."""
-        if not 0 <= device < SEAT.count:
+        if not 0 <= device < ASSIGNMENT.count:
             raise RuntimeError(f"Invalid device argument {device}: did you call init?")
-        return self.memory if device == SEAT.index else self._elsewhere
+        return self.memory if device == ASSIGNMENT.index else self._elsewhere
 
     def _memory_info(self, device: int) -> tuple[int, int]:
         check_index(device)
         return self.memory.free, self.memory.total
 
     def _set_stream(self, stream_id: int, device_index: int = -1, device_type: int = _TYPE) -> None:
-        SEAT.choose(device_index)
-        self._current.streams[SEAT.current] = stream_id
+        ASSIGNMENT.choose(device_index)
+        self._current.streams[ASSIGNMENT.current] = stream_id
 
 
 def _returning(answer: Any) -> Callable[..., Any]:

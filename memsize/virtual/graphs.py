@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memsize.virtual.tensors import Replacement
+from memsize.virtual.gpu_tensors import Replacement
 
 _EAGER = (
     "CUDA graphs are not captured: what they would replay runs once, and memory that a graph keeps for itself until it "

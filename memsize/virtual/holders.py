@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memsize.internals.meta import is_meta
-from memsize.internals.user_code import line_of, parsed, users_frames, variables
+from memsize.processes.user_code import line_of, parsed, users_frames, variables
 from memsize.records.program import Holder
+from memsize.torch_internals.meta import is_meta
 
 _MOST: Final = 20_000
 """How many objects are looked at."""

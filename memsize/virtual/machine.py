@@ -9,21 +9,21 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.context import context
 from memsize.records.gpu import Card
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing.ledger import Ledger, Workspaces
-from memsize.tracing.run import Machine, Setup
+from memsize.tracing.run import RunDevice, Setup
+from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.driver import Driver
-from memsize.virtual.ledger import VirtualLedger
-from memsize.virtual.memory import DeviceMemory
+from memsize.virtual.gpu_ledger import VirtualLedger
 from memsize.virtual.region import virtual_gpu
 
 
 @dataclass(frozen=True)
-class VirtualMachine(Machine):
+class VirtualMachine(RunDevice):
     """The GPU `card` of a process, which is one of `world` if there are others; what is larger than its memory is there
     all the same.
     """

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from memsize.internals.pytree import arguments_in, tensors_in
-from memsize.internals.user_code import users_frames, variables
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors, spec_of
+from memsize.processes.user_code import users_frames, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import InputTensor, StoredTensor
-from memsize.tracing.module_calls import Calls, Seen, kernel_size, module_type, version_of
-from memsize.virtual.ledger import VirtualLedger
-from memsize.virtual.seat import SEAT
+from memsize.torch_internals.pytree import arguments_in, tensors_in
+from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord, kernel_size, module_type, version_of
+from memsize.virtual.device_assignment import ASSIGNMENT
+from memsize.virtual.gpu_ledger import VirtualLedger
 
 
 class Root:
@@ -41,7 +41,7 @@ class Root:
         self.called = False
 
 
-class ProgramCalls(Calls):
+class ProgramCalls(ModuleCallRecorder):
     """The calls of every module that works on the GPU; `before_forward` is called before each one of a root."""
 
     def __init__(self, ledger: VirtualLedger, before_forward: Callable[[], None]) -> None:
@@ -98,7 +98,7 @@ class ProgramCalls(Calls):
                 depth = path.count(".") + 1 if path else 0
                 leaf = not any(True for _ in each.children())
                 held: Any = weakref.proxy(each)
-                self.seen.append(Seen(path, module_type(each), depth, leaf, held, kernel=kernel_size(each)))
+                self.seen.append(ModuleRecord(path, module_type(each), depth, leaf, held, kernel=kernel_size(each)))
                 self.root_of.append(len(self.roots))
         self.roots.append(root)
         return first
@@ -157,7 +157,7 @@ class ProgramCalls(Calls):
         clock = self.ledger.clock
         self._compiler.forget()
         outer, start = clock.enter(index), self.ledger.count
-        is_open = not self.roots[self.root_of[index]].trained and SEAT.current == SEAT.index
+        is_open = not self.roots[self.root_of[index]].trained and ASSIGNMENT.current == ASSIGNMENT.index
         given = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs))] if is_open else []
         try:
             result = module._call_impl(*args, **kwargs)

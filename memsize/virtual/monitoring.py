@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from memsize.virtual.device_assignment import check_index
 from memsize.virtual.driver import Driver
-from memsize.virtual.seat import check_index
-from memsize.virtual.tensors import Replacement
+from memsize.virtual.gpu_tensors import Replacement
 
 _SUCCESS = 0
 _IDLE = ("utilization", "temperature", "power_draw", "clock_rate")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from memsize.internals.meta import is_meta
+from memsize.torch_internals.meta import is_meta
 
 _storages: dict[int, weakref.finalize[Any, Any]] = {}
 """The addresses of their storages; what removes each when its storage dies."""

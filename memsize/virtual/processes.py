@@ -13,30 +13,30 @@ import torch
 import torch.multiprocessing
 
 from memsize.errors import InputError
-from memsize.internals.switchboard import Line
-from memsize.ranks import group, objects, others, reductions, sharding
+from memsize.processes.rank_processes import RankConnection
+from memsize.ranks import group, objects, peer_checks, reduced_values, sharding
 from memsize.records.world import World
-from memsize.virtual.ledger import VirtualLedger
-from memsize.virtual.tensors import Replacement
+from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.gpu_tensors import Replacement
 
 
-def replacements(world: World, ledger: VirtualLedger, line: Line | None) -> Iterator[Replacement]:
+def replacements(world: World, ledger: VirtualLedger, line: RankConnection | None) -> Iterator[Replacement]:
     """What starts processes, and what joins them to a group, in which they send each other objects by `line`."""
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         yield owner, "spawn", _spawning(world)
     if group.is_available():
         yield from group.replacements(world)
         yield from objects.replacements(ledger.evaluator.rely_on, line)
-        yield from others.replacements(ledger.evaluator.rely_on)
-        yield from reductions.replacements()
+        yield from peer_checks.replacements(ledger.evaluator.rely_on)
+        yield from reduced_values.replacements()
         yield from sharding.replacements(ledger.in_pytorch)
 
 
-def later(ledger: VirtualLedger, line: Line | None) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+def later(ledger: VirtualLedger, line: RankConnection | None) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
     """What is replaced in PyTorch's modules for many processes, by their names, once the program has imported them."""
     if not group.is_available():
         return {}
-    return {**sharding.later(ledger, ledger.aside, alone=line is None), **others.later()}
+    return {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
 
 
 def _spawning(world: World) -> Callable[..., Any]:

@@ -20,38 +20,38 @@ import torch.cuda.nvtx
 import torch.utils.checkpoint
 import torch.utils.data
 
-from memsize.constants.assumptions import UNCOMPILED
 from memsize.errors import InputError
-from memsize.internals.switchboard import Line, connected
-from memsize.ranks import group, others
+from memsize.known_values.assumptions import UNCOMPILED
+from memsize.processes.rank_processes import RankConnection, connected
+from memsize.ranks import group, peer_checks
 from memsize.records.world import World
 from memsize.tracing import overrides
 from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.places import there
 from memsize.tracing.resizes import resizes_seen
 from memsize.tracing.run import gpu_semantics
-from memsize.tracing.saved import saving
+from memsize.tracing.saved_tensors import saving
 from memsize.virtual import (
     device_numbers,
+    gpu_tensors,
     graphs,
     monitoring,
     processes,
     several_gpus,
-    tensors,
     torch_script,
     triton_kernels,
 )
+from memsize.virtual.device_assignment import ASSIGNMENT, seated
 from memsize.virtual.driver import Driver, Event, Stream
-from memsize.virtual.ledger import VirtualLedger
-from memsize.virtual.seat import SEAT, seated
-from memsize.virtual.tensors import Replacement
+from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.gpu_tensors import Replacement
 from memsize.virtual.threads import Threads
 
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
-_APART = frozenset({"torch._dynamo", overrides.FLEX, triton_kernels.MODULE, *_SHARDING, *others.REACHING})
+_APART = frozenset({"torch._dynamo", overrides.FLEX, triton_kernels.MODULE, *_SHARDING, *peer_checks.REACHING})
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
     "transformers.utils.import_utils",
@@ -88,7 +88,7 @@ def virtual_gpu(
         regions.enter_context(seated(world or World()))
         _forget_answers()
         hooks = saving(ledger.saved)
-        regions.enter_context(there(SEAT))
+        regions.enter_context(there(ASSIGNMENT))
         for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
             regions.enter_context(region)
         kernels = gpu_semantics(ledger, capability=driver.card.capability, release=driver.stack.release)
@@ -116,7 +116,9 @@ def _forget_answers() -> None:
                 known.cache_clear()
 
 
-def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Line | None) -> Iterator[Replacement]:
+def _replacements(
+    driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None
+) -> Iterator[Replacement]:
     yield torch, "compile", _uncompiled(ledger)
     yield from _kept_by_checkpointing(ledger)
     yield from device_numbers.replacements()
@@ -125,7 +127,7 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Lin
     yield from monitoring.replacements(driver)
     yield from processes.replacements(world, ledger, line)
     yield from several_gpus.replacements(ledger)
-    yield from tensors.replacements(ledger)
+    yield from gpu_tensors.replacements(ledger)
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
     yield from _of_backends()
@@ -152,10 +154,10 @@ def _of_cuda(driver: Driver) -> Iterator[Replacement]:
     yield cuda, "_cached_device_count", None
     yield cuda, "_is_in_bad_fork", lambda: False
     yield cuda, "_get_device_properties", lambda device: driver.properties
-    yield cuda, "current_device", lambda: SEAT.current
+    yield cuda, "current_device", lambda: ASSIGNMENT.current
     yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
     yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
-    yield cuda, "default_generators", (driver.seed,) * SEAT.count
+    yield cuda, "default_generators", (driver.seed,) * ASSIGNMENT.count
     yield torch.storage, "_to", _storage_to(torch._utils._to)
     yield cuda.nvtx, "_nvtx", _Silent()
     for owner in (torch, cuda, cuda.streams):

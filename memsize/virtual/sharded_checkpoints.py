@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from memsize.internals.meta import is_meta
-from memsize.internals.pytree import tensors_in
 from memsize.model.tensor_storage import plain_tensors
-from memsize.virtual.files import Files
-from memsize.virtual.tensors import Replacement
+from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.pytree import tensors_in
+from memsize.virtual.file_guard import Files
+from memsize.virtual.gpu_tensors import Replacement
 
 _PACKAGE = "torch.distributed.checkpoint"
 _METADATA = ".metadata"

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from memsize.cuda.semantics import Semantics, switched_on
 from memsize.tracing.overrides import overridden_here
-from memsize.tracing.saved import saving
-from memsize.virtual.ledger import VirtualLedger
-from memsize.virtual.tensors import Replacement
+from memsize.tracing.saved_tensors import saving
+from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.gpu_tensors import Replacement
 
 
 class Threads:

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from memsize.constants.values import state_of
-from memsize.internals.pytree import arguments_in
-from memsize.virtual.ledger import VirtualLedger
-from memsize.virtual.tensors import Replacement
+from memsize.known_values.values import state_of
+from memsize.torch_internals.pytree import arguments_in
+from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.gpu_tensors import Replacement
 
 MODULE: Final = "triton.runtime.autotuner"
 """What imports the rest of Triton's launching, and is imported with it."""

@@ -9,7 +9,7 @@ import ast
 from collections import Counter
 from typing import Final
 
-from memsize.internals.user_code import line_of, parsed
+from memsize.processes.user_code import line_of, parsed
 
 MOST_READS: Final = 1000
 """How often a line inside a ``while`` may read a number that is assumed."""

@@ -9,14 +9,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from memsize.internals.pytree import tensors_in
 from memsize.model.tensor_storage import plain_tensors
 from memsize.records.gpu import Card
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Run, Setup
-from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.device_assignment import ASSIGNMENT
+from memsize.virtual.gpu_ledger import VirtualLedger
 from memsize.virtual.machine import VirtualMachine
-from memsize.virtual.seat import SEAT
 
 _CACHES: Final = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
 """The names by which models of transformers take and return their caches."""
@@ -84,7 +84,7 @@ def _marked(ledger: Ledger, layer: Any) -> list[int]:
 def _on_host(ledger: Ledger, layer: Any) -> Iterator[int]:
     """The bytes of each tensor that a layer of an offloaded cache has on the host."""
     if isinstance(ledger, VirtualLedger):
-        yield from (piece.untyped_storage().nbytes() for piece in _pieces(layer) if SEAT.is_on_host(piece))
+        yield from (piece.untyped_storage().nbytes() for piece in _pieces(layer) if ASSIGNMENT.is_on_host(piece))
 
 
 def _pieces(layer: Any) -> Iterator[torch.Tensor]:

@@ -11,8 +11,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-from memsize.constants.values import set_filled
 from memsize.errors import InputError
+from memsize.known_values.values import set_filled
 from memsize.spec.generation import Draft
 from memsize.workloads.caches import CachedLayer
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from memsize.constants.values import MAX_INTEGER_ELEMENTS, set_constant
 from memsize.errors import InputError
+from memsize.known_values.values import MAX_INTEGER_ELEMENTS, set_constant
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.tracing.run import Run, Setup

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from memsize.constants.values import set_constant
 from memsize.errors import InputError
-from memsize.internals.pytree import tensors_in
+from memsize.known_values.values import set_constant
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 
 Loss = Callable[[Any], torch.Tensor]

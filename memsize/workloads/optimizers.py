@@ -14,8 +14,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from memsize.errors import InputError
-from memsize.internals.pytree import tensors_in
 from memsize.spec.training import parse_optimizer
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 
 

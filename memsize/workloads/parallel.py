@@ -23,10 +23,10 @@ from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training
 from memsize.tracing.run import Run, Setup
 from memsize.units import format_bytes
-from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.gpu_ledger import VirtualLedger
 from memsize.workloads import Workload
+from memsize.workloads.distributed_step import run_rank
 from memsize.workloads.pipelines import run_stages
-from memsize.workloads.ranks import run_rank
 from memsize.workloads.training import Loop, step_workload
 
 _LARGEST: Final = 4

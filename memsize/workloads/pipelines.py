@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memsize.model.inputs import input_tensors
-from memsize.ranks.blocks import blocks_in_line
+from memsize.model.input_tensors import input_tensors
+from memsize.ranks.model_blocks import blocks_in_line
 from memsize.ranks.strategies import mesh_of, policy_of, shared_out, spread
 from memsize.ranks.tensor_plans import divide
 from memsize.records.aggregates import peak
 from memsize.records.gpu import Card
 from memsize.records.trace import StoredTensor, Trace
+from memsize.spec.model_request import Call
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import scenario_named
-from memsize.spec.subject import Call
 from memsize.spec.training import Training
 from memsize.tracing.run import Run, Setup
 from memsize.units import format_bytes
-from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.workloads.distributed_step import run_rank
 from memsize.workloads.losses import Losses
-from memsize.workloads.ranks import run_rank
 from memsize.workloads.stages import Stage, line_of
 from memsize.workloads.training import Loop, one_number
 

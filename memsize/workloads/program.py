@@ -14,28 +14,28 @@ from typing import Any
 
 import torch
 
-from memsize.device.config import AllocatorConfig, settings_in
+from memsize.device.allocator_config import AllocatorConfig, settings_in
 from memsize.device.context import context, nccl_notes
 from memsize.errors import first_line
-from memsize.internals.user_code import Lines, running_lines, shown
+from memsize.processes.user_code import Lines, running_lines, shown
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
 from memsize.records.trace import Failure, Layer, StoredTensor, Trace
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing.ledger import Workspaces
-from memsize.tracing.module_calls import Seen
+from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
 from memsize.units import GiB, KiB, MiB
 from memsize.virtual import sharded_checkpoints
+from memsize.virtual.allocator_state import DeviceMemory, OutOfDeviceMemoryError
 from memsize.virtual.driver import Driver
-from memsize.virtual.files import Files
+from memsize.virtual.file_guard import Files
+from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.gpu_tensors import Replacement
 from memsize.virtual.holders import Held, holders
-from memsize.virtual.ledger import VirtualLedger
-from memsize.virtual.memory import DeviceMemory, OutOfDeviceMemoryError
 from memsize.virtual.modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
-from memsize.virtual.tensors import Replacement
 from memsize.virtual.trackers import trackers_off
 from memsize.virtual.waiting import Waits
 from memsize.workloads.optimizers import steps_watched
@@ -274,7 +274,7 @@ class Program:
         """What every root module that was called is told apart by; one alone needs no name."""
         return [root.name for root in self.calls.roots] if len(self.calls.roots) > 1 else [""]
 
-    def _seen_layers(self) -> list[Seen]:
+    def _seen_layers(self) -> list[ModuleRecord]:
         """The layers that were called, their paths with the names of their roots."""
         calls, names = self.calls, self._root_names()
         return [replace(each, path=_path(names[calls.root_of[i]], each.path)) for i, each in enumerate(calls.seen)]

@@ -19,14 +19,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memsize.internals.pytree import tensors_in
 from memsize.model.tensor_storage import plain_tensors
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import Event
 from memsize.records.world import Collective
-from memsize.virtual.ledger import VirtualLedger
-from memsize.virtual.tensors import Replacement
+from memsize.torch_internals.pytree import tensors_in
+from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.gpu_tensors import Replacement
 
 _WAITED_FOR: Final = 2
 """For how many times the asked steps of the leader an optimizer is waited for that has made none."""

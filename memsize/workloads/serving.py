@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from memsize.errors import InputError
-from memsize.internals.pytree import tensors_in
 from memsize.records.trace import Trace
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
 
 

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from memsize.errors import InputError
-from memsize.internals.pytree import arguments_in, tensors_in
-from memsize.ranks.blocks import Blocks
-from memsize.spec.subject import Call
+from memsize.ranks.model_blocks import Blocks
+from memsize.spec.model_request import Call
+from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.module_calls import parameters_reached
 from memsize.tracing.run import Run
-from memsize.virtual.ledger import VirtualLedger
+from memsize.virtual.gpu_ledger import VirtualLedger
 
 
 class Returned(NamedTuple):

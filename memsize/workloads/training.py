@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from memsize.errors import InputError
-from memsize.internals.pytree import tensors_in
-from memsize.loading.own_step import OwnStep, own_step_of
+from memsize.loading.model_defined_step import OwnStep, own_step_of
 from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.records.trace import Trace
 from memsize.spec.training import USUAL_STEPS, Training
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.repetition import Steps
 from memsize.tracing.run import Run, Setup

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from memsize.analysis.explain.reading import Block, Entry, Segment, Stack
-from memsize.analysis.explain.stacks import Stage, Told, told
+from memsize.analysis.explain.stacks import StackSummary, Stage, told
 
 EARLIER: Final = -1
 """When a block was made that is older than the history."""
@@ -41,9 +41,9 @@ class History:
 
     entries: tuple[Entry, ...]
     segments: tuple[Segment, ...]
-    _told: dict[int, Told] = field(default_factory=dict)
+    _told: dict[int, StackSummary] = field(default_factory=dict)
 
-    def told(self, stack: Stack) -> Told:
+    def told(self, stack: Stack) -> StackSummary:
         """What a stack tells; many blocks have the same."""
         found = self._told.get(id(stack))
         if found is None:

@@ -42,7 +42,7 @@ _PYTORCH: Final = re.compile(r"(^|/)(site-packages|dist-packages)/torch/|torchin
 _LIBRARY: Final = re.compile(r"(^|/)(site-packages|dist-packages|lib/python3\.\d+|torchinductor_\w+)/|^<|^/usr/lib/")
 
 
-class Told(NamedTuple):
+class StackSummary(NamedTuple):
     """What a stack tells: the stage, the line above PyTorch that allocates (``"modeling_llama.py:216"``), the function
     that it is in, and the program's own line that led to it, where that is another one.
     """
@@ -53,17 +53,17 @@ class Told(NamedTuple):
     called_from: str | None = None
 
 
-def told(stack: Stack) -> Told:
+def told(stack: Stack) -> StackSummary:
     """What `stack` tells. Without a call of Python, as in backward, the function is that of autograd."""
     if not stack:
-        return Told("unrecorded", None, "")
+        return StackSummary("unrecorded", None, "")
     calls = python_calls(stack)
     if not calls:
         nodes = (_NODE.search(frame.name) for frame in stack)
-        return Told(_stage(stack), None, next((node[1] for node in nodes if node), ""))
+        return StackSummary(_stage(stack), None, next((node[1] for node in nodes if node), ""))
     above = next((call for call in calls if not _call(call).pytorch), calls[0])
     own = next((call for call in calls if not _call(call).library), above)
-    return Told(_stage(stack), line_of(above), above.name, line_of(own) if own != above else None)
+    return StackSummary(_stage(stack), line_of(above), above.name, line_of(own) if own != above else None)
 
 
 def python_calls(stack: Stack) -> tuple[Frame, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from memsize.analysis.crossover import Crossover
 from memsize.records.aggregates import Totals, totals
 from memsize.records.gpu import GpuEstimate
-from memsize.records.trace import Reading, StoredTensor, Trace
+from memsize.records.trace import StoredTensor, ToolReport, Trace
 from memsize.spec.parallel import Parallel
 
 
@@ -26,7 +26,7 @@ class Evidence:
     given: Trace
     runs: Mapping[str, Trace] = field(default_factory=dict)
     left: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    readings: tuple[Reading, ...] = ()
+    readings: tuple[ToolReport, ...] = ()
     crossover: Crossover | None = None
     peaks: Mapping[str, GpuEstimate] = field(default_factory=dict)
     inference: Mapping[str, GpuEstimate] = field(default_factory=dict)

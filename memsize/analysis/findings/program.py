@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from memsize.analysis.findings.memory import lagging
-from memsize.constants.assumptions import UNCOMPILED
+from memsize.analysis.findings.out_of_memory import lagging
 from memsize.device.settings_of import config_of
+from memsize.known_values.assumptions import UNCOMPILED
 from memsize.ranks.group import environment
-from memsize.ranks.heads import undivided
+from memsize.ranks.tp_head_split import undivided
 from memsize.records import aggregates
 from memsize.records.finding import Finding, Moment, Rules, moment_in_words
 from memsize.records.program import ProgramRun, WentOn

@@ -13,8 +13,8 @@ from typing import Final, Literal
 
 from memsize.analysis.crossover import first_size
 from memsize.analysis.fit.footprint import phase_name
+from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.search import Forecast, forecast
-from memsize.analysis.fit.trials import RunVariant, Trials
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Crossing
 from memsize.records.roles import Role
@@ -28,7 +28,7 @@ Deltas = Sequence[tuple[int, int]]
 """The events of a run or of a forecast: a storage of the trace, and the bytes that it gains or loses."""
 
 
-def crossings(trials: Trials, scenarios: Sequence[Scenario], base: RunVariant) -> Iterator[Crossing]:
+def crossings(trials: RunCache, scenarios: Sequence[Scenario], base: RunVariant) -> Iterator[Crossing]:
     """The crossovers of the first of `scenarios` that can be run and does not cast on the way, otherwise as `base`."""
     plain = next((each for each in scenarios if each.recipe != "autocast" and not each.is_modelled), None)
     if plain is None or not trials.resizable:
@@ -54,7 +54,7 @@ def crossings(trials: Trials, scenarios: Sequence[Scenario], base: RunVariant) -
         yield crossing("peak", peak_has_left_the_optimizer)
 
 
-def _autocast_crossing(trials: Trials, plain: RunVariant, foreseen: Forecast) -> Iterator[Crossing]:
+def _autocast_crossing(trials: RunCache, plain: RunVariant, foreseen: Forecast) -> Iterator[Crossing]:
     name = "amp-bf16" if plain.card.capability >= (8, 0) else "amp-fp16"
     lower = replace(plain, scenario=SCENARIOS[name])
     with_it = _foreseen(trials, lower)
@@ -78,7 +78,7 @@ def _first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool]
     return first_size(foretold, holds, FARTHEST)
 
 
-def _foreseen(trials: Trials, variant: RunVariant) -> Forecast | None:
+def _foreseen(trials: RunCache, variant: RunVariant) -> Forecast | None:
     """A forecast for small sizes, from the runs made so far and up to two more; None where the model refuses those."""
     for size in (trials.asked, 8, 13):
         if len(trials.known(variant)) > 1:

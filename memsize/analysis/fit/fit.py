@@ -13,14 +13,13 @@ from memsize.analysis.fit.crossovers import crossings
 from memsize.analysis.fit.generations import MOST_SEQUENCES
 from memsize.analysis.fit.remedies import Tries
 from memsize.analysis.fit.rows import asked_row, growing_row, likely_size
+from memsize.analysis.fit.run_cache import NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.search import Search
-from memsize.analysis.fit.trials import Made, RunVariant, Trials
 from memsize.analysis.runner import is_float32
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
-from memsize.internals.ctrl_c import found_kept
-from memsize.internals.isolation import collector_paused
-from memsize.internals.workers import Workers
+from memsize.processes.ctrl_c import found_kept
+from memsize.processes.workers import Workers
 from memsize.records.finding import Finding, join_names
 from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied
 from memsize.records.trace import Trace
@@ -28,6 +27,7 @@ from memsize.spec.generation import Generation
 from memsize.spec.parallel import parse_parallel
 from memsize.spec.scenario import Scenario
 from memsize.spec.training import Training
+from memsize.torch_internals.isolation import collector_paused
 from memsize.tracing.run import stored_only
 from memsize.units import format_bytes
 
@@ -66,7 +66,7 @@ class FitRequest:
 
 
 def find_fit(
-    trials: Trials, request: FitRequest, notes: Sequence[str] = (), found: Callable[[Finding], None] = lambda _: None
+    trials: RunCache, request: FitRequest, notes: Sequence[str] = (), found: Callable[[Finding], None] = lambda _: None
 ) -> Fit:
     """The answer to `request`. A scenario that fails is reported in its own row.
 
@@ -103,7 +103,7 @@ class _Answered(NamedTuple):
 class _RowsSoFar:
     """The rows that there are by now, by scenario and GPU; `found` is told of each that is complete."""
 
-    def __init__(self, request: FitRequest, trials: Trials, found: Callable[[Finding], None]) -> None:
+    def __init__(self, request: FitRequest, trials: RunCache, found: Callable[[Finding], None]) -> None:
         self.of: dict[tuple[str, str], _Answered] = {}
         self.asked = [(each.name, budget.name) for each, budget in product(request.scenarios, request.budgets)]
         self._several, self._vary, self._found = len(request.budgets) > 1, trials.vary.text, found
@@ -130,7 +130,7 @@ class _RowsSoFar:
         return (row for key in self.asked if key in self.of for row in self.of[key].rows)
 
 
-def _so_far(trials: Trials, request: FitRequest, found: _RowsSoFar, notes: Sequence[str]) -> Fit | None:
+def _so_far(trials: RunCache, request: FitRequest, found: _RowsSoFar, notes: Sequence[str]) -> Fit | None:
     """The answer from what was found; None where that says nothing."""
     rows = tuple(found)
     if all(row.status == "unavailable" for row in rows):
@@ -150,7 +150,7 @@ def _missing(request: FitRequest, found: _RowsSoFar) -> Iterator[str]:
 
 
 def _fit(
-    trials: Trials,
+    trials: RunCache,
     request: FitRequest,
     rows: Sequence[FitRow],
     notes: Sequence[str],
@@ -193,7 +193,7 @@ def _optimizer(training: Training | None) -> str:
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _rows(trials: Trials, request: FitRequest, workers: Workers) -> tuple[FitRow, ...]:
+def _rows(trials: RunCache, request: FitRequest, workers: Workers) -> tuple[FitRow, ...]:
     found: dict[tuple[str, str], list[FitRow]] = {}
     for some, made in workers.each([("rows", each) for each in _alike(request.scenarios)]):
         for row in some:
@@ -206,7 +206,7 @@ def _rows(trials: Trials, request: FitRequest, workers: Workers) -> tuple[FitRow
     return rows
 
 
-def _fail(trials: Trials, request: FitRequest) -> None:
+def _fail(trials: RunCache, request: FitRequest) -> None:
     """Raise what the first scenario that could have been run failed with."""
     own = _Work(trials, request)
     own.rows(request.scenarios)
@@ -225,13 +225,13 @@ def _alike(scenarios: Sequence[Scenario]) -> list[tuple[Scenario, ...]]:
 class _Work(Tries):
     """What a fit consists of, piece by piece; `failures` are what scenarios failed with."""
 
-    def __init__(self, trials: Trials, request: FitRequest) -> None:
+    def __init__(self, trials: RunCache, request: FitRequest) -> None:
         super().__init__(trials)
         self.request = request
         self.found: Callable[[_Answered], None] = lambda _: None
         self.failures: list[Exception] = []
 
-    def rows(self, scenarios: Sequence[Scenario]) -> tuple[list[FitRow], Made]:
+    def rows(self, scenarios: Sequence[Scenario]) -> tuple[list[FitRow], NewRuns]:
         """The rows of some scenarios, one for each budget, and the runs that they took."""
         rows: list[FitRow] = []
         before = self.trials.made()
@@ -345,7 +345,7 @@ def _short(request: FitRequest, rows: Sequence[FitRow]) -> FitRow | None:
 
 
 def _notes(
-    trials: Trials, traces: Mapping[FitRun, Trace], budgets: Sequence[Budget], rows: Sequence[FitRow]
+    trials: RunCache, traces: Mapping[FitRun, Trace], budgets: Sequence[Budget], rows: Sequence[FitRow]
 ) -> Iterator[str]:
     """What a reader must know about how the answers were found."""
     yield from (note for budget in budgets for note in budget.notes)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.allocator import Replay, replay
-from memsize.device.config import SEGMENT_STEP, AllocatorConfig
-from memsize.device.flow import Flow, flow_of
+from memsize.device.allocator_config import SEGMENT_STEP, AllocatorConfig
 from memsize.records.fit import Alike, Bind
 from memsize.records.roles import Role
 from memsize.records.trace import TensorSpec, Trace
@@ -36,7 +36,7 @@ class Footprint:
     of: Trace | Callable[[], Trace]
     config: AllocatorConfig
     replays: Replays = field(default_factory=dict)
-    given: Flow | None = None
+    given: AllocationEvents | None = None
 
     @property
     def trace(self) -> Trace:
@@ -44,7 +44,7 @@ class Footprint:
         return self.of if isinstance(self.of, Trace) else self.of()
 
     @cached_property
-    def flow(self) -> Flow:
+    def flow(self) -> AllocationEvents:
         """The events as the allocator takes them."""
         return self.given or flow_of(self.trace)
 

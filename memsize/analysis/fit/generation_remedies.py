@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from memsize.analysis.fit.generations import GenerationTrials
 from memsize.analysis.fit.remedies import Tries
-from memsize.analysis.fit.trials import RunVariant
+from memsize.analysis.fit.run_cache import RunVariant
+from memsize.analysis.generation.generation_rows import GenerationRequest
 from memsize.analysis.generation.generator import Generator
 from memsize.analysis.generation.prompts import Prompts
-from memsize.analysis.generation.report import GenerationRequest
 from memsize.analysis.runner import Runner
 from memsize.device.budget import budget_of
-from memsize.internals.workers import Workers
+from memsize.processes.workers import Workers
 from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationRow
 from memsize.spec.vary import Vary

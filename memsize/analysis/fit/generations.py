@@ -9,12 +9,12 @@ from typing import ClassVar, Final
 
 from torch import nn
 
+from memsize.analysis.fit.run_cache import Run, RunCache, RunVariant
 from memsize.analysis.fit.search import LIMIT
-from memsize.analysis.fit.trials import Run, RunVariant, Trials
 from memsize.analysis.generation.generator import Generator
 from memsize.analysis.generation.prompts import Prompts, positions
 from memsize.errors import ForwardError, InputError
-from memsize.model.inputs import input_tensors
+from memsize.model.input_tensors import input_tensors
 from memsize.spec.generation import Generation
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.vary import Vary
@@ -30,7 +30,7 @@ _MOST_TOKENS: Final = 1 << 23
 _INEXACT = "some steps are close to what was derived for them, not equal"
 
 
-class GenerationTrials(Trials):
+class GenerationTrials(RunCache):
     """The generations of one model by variant and size: a batch, or the tokens of a context, the new ones included.
 
     `generation` is what is asked for; where the context varies, its prompt is where the search begins. No context

@@ -17,7 +17,7 @@ from memsize.analysis.fit.optimized_models import (
     recompute_blocks,
     write_in_place,
 )
-from memsize.analysis.fit.trials import NotApplicable, RunVariant
+from memsize.analysis.fit.run_cache import NotApplicable, RunVariant
 from memsize.records.gpu import Card
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import SCENARIOS, quantized_from

@@ -23,11 +23,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memsize.analysis.fit.trials import NotApplicable
+from memsize.analysis.fit.run_cache import NotApplicable
 from memsize.analysis.serving.tensor_parallel import part_of
-from memsize.internals.pytree import tensors_in
 from memsize.model.stored import stored_tensors
 from memsize.spec.scenario import scenario_named
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Setup
 
 TOKENS = 1024

@@ -10,11 +10,11 @@ from typing import Final
 
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.optimizations import Optimization, in_parts, on
-from memsize.analysis.fit.strategies import more_gpus, optimizations_of
-from memsize.analysis.fit.trials import Made, NotApplicable, RunVariant, Trials
+from memsize.analysis.fit.parallel_strategies import more_gpus, optimizations_of
+from memsize.analysis.fit.run_cache import NewRuns, NotApplicable, RunCache, RunVariant
 from memsize.device.budget import larger_budgets
 from memsize.errors import ForwardError, InputError, ScenarioError
-from memsize.internals.workers import Workers
+from memsize.processes.workers import Workers
 from memsize.records.fit import Budget, Remedied, RemedyRow
 
 Run = Callable[[RunVariant], Footprint]
@@ -34,10 +34,10 @@ _GRAIN: Final = 2 << 20
 class Tries:
     """Optimizations of the variants of `trials`, each tried in whichever process has time for it."""
 
-    def __init__(self, trials: Trials) -> None:
+    def __init__(self, trials: RunCache) -> None:
         self.trials = trials
 
-    def alone(self, base: RunVariant, size: int, capacity: int, name: str) -> tuple[RemedyRow, Made]:
+    def alone(self, base: RunVariant, size: int, capacity: int, name: str) -> tuple[RemedyRow, NewRuns]:
         """What the optimization `name` does to a size of `base`, and the runs that it took."""
         before = self.trials.made()
         optimization = next(each for each in optimizations_of(base) if each.name == name)

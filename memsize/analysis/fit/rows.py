@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from memsize.analysis.fit.crossovers import most_alive
 from memsize.analysis.fit.footprint import Footprint, bind, phase_name
+from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.search import Search
-from memsize.analysis.fit.trials import RunVariant, Trials
 from memsize.records.fit import Budget, FitRow, Status
 from memsize.records.roles import FIXED, Role
 
 
-def asked_row(trials: Trials, variant: RunVariant, row: FitRow, size: int) -> FitRow:
+def asked_row(trials: RunCache, variant: RunVariant, row: FitRow, size: int) -> FitRow:
     """Whether one size fits."""
     run = trials.run(variant, size)
     return replace(

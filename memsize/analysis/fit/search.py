@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from memsize.analysis.fit.footprint import Footprint
+from memsize.device.allocation_events import AllocationEvents
 from memsize.device.allocator import replay
-from memsize.device.flow import Flow
 from memsize.errors import ForwardError, InputError
 from memsize.records.roles import FIXED
 from memsize.records.trace import Storage
@@ -290,7 +290,7 @@ class Forecast:
         """The events of `size` one by one."""
         return list(self.flow(size))
 
-    def flow(self, size: int) -> Flow:
+    def flow(self, size: int) -> AllocationEvents:
         """The events of `size` as the allocator takes them."""
         return replace(self._flow, deltas=self._deltas(size).astype(int))
 

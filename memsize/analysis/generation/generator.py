@@ -13,15 +13,22 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from memsize.analysis.generation.curve import Curve, Piece
-from memsize.analysis.generation.law import ALIGNED, Box, Law, Place, Steps, law_of
 from memsize.analysis.generation.prompts import Prompts, positions
-from memsize.analysis.generation.record import put_together
+from memsize.analysis.generation.run_record import put_together
+from memsize.analysis.generation.step_polynomials import (
+    ALIGNED,
+    GenerationPoint,
+    GenerationRange,
+    StepPolynomial,
+    Steps,
+    law_of,
+)
 from memsize.analysis.generation.steps import Step, steps_of
 from memsize.analysis.runner import Runner
-from memsize.device.config import SMALL
-from memsize.device.flow import Flow, flow_of
+from memsize.device.allocation_events import AllocationEvents, flow_of
+from memsize.device.allocator_config import SMALL
 from memsize.errors import ForwardError, InputError
-from memsize.model.inputs import input_tensors
+from memsize.model.input_tensors import input_tensors
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
@@ -82,7 +89,7 @@ class Generated:
         return replace(self, begun=self.begun._replace(trace=replace(rest, notes=(*rest.notes, note))))
 
     @property
-    def flow(self) -> Flow:
+    def flow(self) -> AllocationEvents:
         """The events of its record."""
         return flow_of(self.trace)
 
@@ -119,7 +126,7 @@ class Generator:
         self.loop = loop
         self.ahead: Callable[[Sequence[Traced]], None] = lambda _: None
         self.samples: dict[Traced, Sample] = {}
-        self._laws: list[tuple[Generation, Law]] = []
+        self._laws: list[tuple[Generation, StepPolynomial]] = []
 
     def run(self, generation: Generation, batch: int) -> Generated:
         """A generation for `batch` sequences. Raises what running the model raises."""
@@ -177,7 +184,7 @@ class Generator:
         if len(batches) * len(prompts) < 2:  # nothing is shared
             return
         apart = 1 if between or len({prompt % ALIGNED for prompt in prompts}) > 1 else ALIGNED
-        box = Box((batches[0], batches[-1]), (prompts[0], prompts[-1]), asked.steps + 1, _BEGIN, apart)
+        box = GenerationRange((batches[0], batches[-1]), (prompts[0], prompts[-1]), asked.steps + 1, _BEGIN, apart)
         if law := law_of(box, lambda places: self._beginnings(asked, box, places)):
             if (_steady(self._largest(law, asked).steps) or LOOKED) <= _BEGIN:
                 self._laws.append((replace(asked, prompt=1), law))
@@ -240,16 +247,16 @@ class Generator:
             return None
         return _generated(begun, generation, pieces, {*held, lengths[0], lengths[-1]})
 
-    def _beginnings(self, asked: Generation, box: Box, places: Sequence[Place]) -> list[Steps]:
+    def _beginnings(self, asked: Generation, box: GenerationRange, places: Sequence[GenerationPoint]) -> list[Steps]:
         wanted = [_traced(asked, box, place) for place in places]
         self.ahead([each for each in wanted if each not in self.samples])
         return [self.sample(each).steps[: box.begin + 2] for each in wanted]
 
-    def _largest(self, law: Law, generation: Generation) -> Sample:
+    def _largest(self, law: StepPolynomial, generation: Generation) -> Sample:
         """The generation of the most sequences after the longest prompt."""
         return self.sample(_traced(generation, law.box, law.box.largest))
 
-    def _law(self, generation: Generation, batch: int) -> Law | None:
+    def _law(self, generation: Generation, batch: int) -> StepPolynomial | None:
         alike = (law for asked, law in self._laws if asked == replace(generation, prompt=1))
         return next((law for law in alike if law.box.holds(batch, generation.prompt)), None)
 
@@ -258,17 +265,17 @@ class Generator:
         return bool(getattr(getattr(self.runner.model, "config", None), "is_encoder_decoder", False))
 
 
-def _traced(asked: Generation, box: Box, place: Place) -> Traced:
+def _traced(asked: Generation, box: GenerationRange, place: GenerationPoint) -> Traced:
     """What is traced at a place: more steps of the largest, which tell from which on they are alike."""
     proposed = asked.draft.tokens if asked.draft else 0
     generation = replace(asked, prompt=place.start, new=place.last - place.start + 1 + proposed)
     return generation, place.batch, LOOKED if place == box.largest else box.begin
 
 
-def _begun(law: Law, generation: Generation, batch: int) -> Steps | None:
+def _begun(law: StepPolynomial, generation: Generation, batch: int) -> Steps | None:
     """The steps that `run` would trace of a generation."""
     start, last = generation.start, generation.last
-    begun = law.at(Place(batch, start, last))
+    begun = law.at(GenerationPoint(batch, start, last))
     later = (law.step(batch, start + number, last) for number in range(law.box.begin + 1, LOOKED + 1))
     return begun and (*begun, *filter(None, later))
 

@@ -8,8 +8,8 @@ from functools import cache
 
 from torch import nn
 
-from memsize.model.inputs import ModelInputs, input_tensors, resized_call
-from memsize.spec.subject import Subject
+from memsize.model.input_tensors import ModelInputs, input_tensors, resized_call
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.vary import parse_vary
 
 Prompts = Callable[[int], ModelInputs]
@@ -22,7 +22,7 @@ def positions(model: nn.Module) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def prompts_of(subject: Subject, inputs: Callable[[Subject], ModelInputs]) -> Prompts:
+def prompts_of(subject: ModelRequest, inputs: Callable[[ModelRequest], ModelInputs]) -> Prompts:
     """The prompts of a subject; `inputs` makes those of one like it. Raises `InputError` where they have no length."""
     if not subject.has_input:
         return cache(lambda length: inputs(replace(subject, seq_len=length)))

@@ -27,7 +27,7 @@ SETUP = -1
 """The `age` of what was there before the prefill, which is numbered on its own."""
 
 
-class Happening(NamedTuple):
+class StepEvent(NamedTuple):
     """An event of a step: the storage that step − `age` made as its `place`th, in which layer and by which op.
 
     `stage` tells phases of one step apart.
@@ -58,7 +58,7 @@ class Structure:
     many tensors each of them has on the host.
     """
 
-    events: tuple[Happening, ...]
+    events: tuple[StepEvent, ...]
     storages: tuple[Made, ...]
     cached: tuple[str, ...]
     hosted: tuple[int, ...] = ()
@@ -122,7 +122,7 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
             born, place = places[event.storage]
             age = SETUP if born == SETUP else number - born
             stage = split_phase(trace.phases[event.phase])[0]
-            happenings.append(Happening(age, place, event.layer, event.op, stage))
+            happenings.append(StepEvent(age, place, event.layer, event.op, stage))
         storages = [trace.storages[index] for index in made]
         layers = cached[number] if number >= 0 else ()
         kinds = tuple(

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from memsize.device.config import settings_in
+from memsize.device.allocator_config import settings_in
 from memsize.errors import InputError
 from memsize.records.measurement import DeviceUse, Peaks, SoftwareStack
 

@@ -22,8 +22,6 @@ from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import IndexPair, gaps, matched
 from memsize.analysis.verify.cuda_memory import AllocationEvent, DeviceMemory
 from memsize.errors import InputError, ScenarioError
-from memsize.internals.isolation import collector_paused
-from memsize.internals.pytree import tensors_in
 from memsize.model.materialize import executable_call, materialize, real_copy
 from memsize.model.meta_copy import in_mode, inside
 from memsize.precision.quantized import apply_torchao
@@ -40,8 +38,10 @@ from memsize.records.measurement import (
 )
 from memsize.spec.scenario import TORCHAO, Scenario
 from memsize.spec.training import Training
+from memsize.torch_internals.isolation import collector_paused
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
-from memsize.tracing.module_calls import Calls
+from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup, give_shapes
 from memsize.units import format_bytes
 from memsize.workloads.optimizers import steps_watched
@@ -227,7 +227,7 @@ class OpMarker(Ledger):
     @contextmanager
     def listening(self, setup: Setup) -> Iterator[list[OpSpan]]:
         """While open, the ops of the setup's model are marked."""
-        calls = Calls(setup.model, self)
+        calls = ModuleCallRecorder(setup.model, self)
         calls.complete = True  # no tables are needed, only which module is running
         self._paths = [seen.path for seen in calls.seen]
         with calls.watched(), steps_watched(self), self:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memsize.device.config import AllocatorConfig
+from memsize.device.allocation_events import AllocationEvents
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.bounded_replay import replay_within
 from memsize.device.context import context
-from memsize.device.flow import Flow
-from memsize.device.limited import replay_within
 from memsize.device.workspace_bounds import CONVOLUTIONS, dispensable, requests, variants
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.gpu import Interval
@@ -57,7 +57,9 @@ def convolves(trace: Trace) -> bool:
     return any(event.op in CONVOLUTIONS for event in trace.events)
 
 
-def _peaks(events: Flow, config: AllocatorConfig, trace: Trace, total: int, outside: Interval) -> Iterator[Peaks]:
+def _peaks(
+    events: AllocationEvents, config: AllocatorConfig, trace: Trace, total: int, outside: Interval
+) -> Iterator[Peaks]:
     """The peaks on a card of `total` bytes, beside the least and the most that is taken `outside` the allocator."""
     optional = dispensable(trace)
     found = replay_within(events, config, total, outside, streams=events.streams, optional=optional)

@@ -21,8 +21,7 @@ from memsize.cuda.cudnn.plans import Plans
 from memsize.cuda.semantics import CUDNN
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import InputError
-from memsize.internals.isolation import collector_paused
-from memsize.model.inputs import ModelInputs, input_tensors
+from memsize.model.input_tensors import ModelInputs, input_tensors
 from memsize.records.gpu import Card
 from memsize.records.measurement import (
     ConvolutionWorkspace,
@@ -35,6 +34,7 @@ from memsize.records.trace import Trace
 from memsize.records.verification import Prediction, Verification, VerifiedRun
 from memsize.spec.scenario import Scenario
 from memsize.spec.training import Training
+from memsize.torch_internals.isolation import collector_paused
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import gpu_semantics
 from memsize.units import dotted_cudnn

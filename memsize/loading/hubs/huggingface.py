@@ -18,7 +18,7 @@ from memsize.errors import TargetError, first_line
 from memsize.files import parse_json, read
 from memsize.loading.hubs import Named, constructed, imported, is_broken, unknown
 from memsize.loading.hubs.huggingface_inputs import input_maker
-from memsize.loading.hubs.huggingface_inputs.config import PLACEHOLDERS, TEXT, part
+from memsize.loading.hubs.huggingface_inputs.model_config import PLACEHOLDERS, TEXT, part
 
 _LONGEST = 16 * 2**20
 _MOST_VALUES = 500_000

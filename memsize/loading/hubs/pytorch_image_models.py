@@ -7,7 +7,7 @@ from typing import Any
 
 from memsize.errors import InputError, TargetError
 from memsize.loading.hubs import Named, constructed, imported, unknown
-from memsize.spec.request import InputMaker, Request
+from memsize.spec.input_maker import InputMaker, InputRequest
 
 
 def names() -> list[str]:
@@ -33,7 +33,7 @@ def load(name: str, arguments: Mapping[str, object]) -> Named:
     module, notes = constructed(create_model, label, {"pretrained": False, **arguments})
     size = input_size(module, arguments)
 
-    def make(request: Request) -> Any:
+    def make(request: InputRequest) -> Any:
         import torch
 
         if request.seq_len is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from memsize.errors import InputError, TargetError
 from memsize.loading.hubs import Named, constructed, imported, unknown
-from memsize.spec.request import InputMaker, Request
+from memsize.spec.input_maker import InputMaker, InputRequest
 
 FRAMES = 16
 """Frames of a clip, where the weights do not ask for more."""
@@ -45,11 +45,11 @@ def load(name: str, arguments: Mapping[str, object]) -> Named:
     return Named(module, label, InputMaker(_maker(models, name, module, builder.__module__, label)), notes)
 
 
-def _maker(models: Any, name: str, module: Any, place: str, label: str) -> Callable[[Request], Any]:
+def _maker(models: Any, name: str, module: Any, place: str, label: str) -> Callable[[InputRequest], Any]:
     arguments = _detection if ".detection" in place else _pair if ".optical_flow" in place else _images
     shape = _detection_size(module) if arguments is _detection else _size(models, name, place, module)
 
-    def make(request: Request) -> Any:
+    def make(request: InputRequest) -> Any:
         if request.seq_len is not None:
             raise InputError(f"{label} takes images: --seq-len means nothing to it")
         return arguments(request, shape, module)
@@ -72,11 +72,11 @@ def _size(models: Any, name: str, place: str, module: Any) -> tuple[int, ...]:
     return (3, *sides)
 
 
-def _images(request: Request, shape: tuple[int, ...], _: Any) -> Any:
+def _images(request: InputRequest, shape: tuple[int, ...], _: Any) -> Any:
     return (_unknown(request.batch_size, *shape),)
 
 
-def _pair(request: Request, shape: tuple[int, ...], _: Any) -> Any:
+def _pair(request: InputRequest, shape: tuple[int, ...], _: Any) -> Any:
     """Two frames, between which the flow is looked for."""
     return tuple(_unknown(request.batch_size, *shape) for _ in range(2))
 
@@ -91,7 +91,7 @@ def _detection_size(module: Any) -> tuple[int, ...]:
     return (3, short, min(short * 4 // 3, transform.max_size))
 
 
-def _detection(request: Request, shape: tuple[int, ...], module: Any) -> Any:
+def _detection(request: InputRequest, shape: tuple[int, ...], module: Any) -> Any:
     """A list of images; in training also the objects in each, which a detector then wants."""
     images = [_unknown(*shape) for _ in range(request.batch_size)]
     return (images, [_objects(shape, module) for _ in images]) if request.training else (images,)

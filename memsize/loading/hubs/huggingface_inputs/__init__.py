@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from memsize.errors import InputError
-from memsize.loading.hubs.huggingface_inputs import images, signals, text
-from memsize.loading.hubs.huggingface_inputs.config import PERCEIVED, Batch, Maker, entry
+from memsize.loading.hubs.huggingface_inputs import image_inputs, signal_inputs, text_inputs
+from memsize.loading.hubs.huggingface_inputs.model_config import PERCEIVED, Batch, Maker, entry
 from memsize.loading.weightless import SMALLEST, Weightless
-from memsize.spec.request import InputMaker, Request
+from memsize.spec.input_maker import InputMaker, InputRequest
 
 __all__ = ["input_maker"]
 
-MAKERS = {**text.MAKERS, **images.MAKERS, **signals.MAKERS}
+MAKERS = {**text_inputs.MAKERS, **image_inputs.MAKERS, **signal_inputs.MAKERS}
 """What makes each argument, by its name in the forward; None from it says that this model does without."""
 
 ALWAYS = frozenset({
@@ -82,12 +82,12 @@ def input_maker(model: Any, preprocessor: Mapping[str, Any], extra: Mapping[str,
     """
     extra = extra or {}
     makers = {**MAKERS, **extra}
-    one = Batch(model, preprocessor, Request(), makers)
+    one = Batch(model, preprocessor, InputRequest(), makers)
     tokens, why = _placeholders(one) if one.mixes else ({}, "")
     names = tuple(dict.fromkeys((*_chosen(one, tokens), *(name for name in extra if name in one.taken))))
     missing = [name for name in names if name not in extra and _is_unknown(one, name)]
 
-    def make(request: Request) -> dict[str, Tensor]:
+    def make(request: InputRequest) -> dict[str, Tensor]:
         if missing or not names:
             raise InputError(_asked(one, names, missing))
         if request.seq_len is not None and not _SEQUENCES.intersection(names):

@@ -1,0 +1,213 @@
+"""What generation holds, row by row: scenarios, batches and prompts, each as one whole run on a card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+from memsize.analysis.findings.generation import RULES, Evidence
+from memsize.analysis.generation.generator import Generated, Generator, Sample, Traced
+from memsize.analysis.generation.prompts import Prompts, positions
+from memsize.analysis.runner import Runner
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.gpu_estimate import estimate_gpu
+from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.processes.workers import Workers
+from memsize.records.aggregates import split_phase
+from memsize.records.codec import plain
+from memsize.records.columns import numbers, places
+from memsize.records.fit import Remedied
+from memsize.records.generation import CachedLayers, GenerationReport, GenerationRow, Phase
+from memsize.records.trace import Trace
+from memsize.spec.generation import Generation
+from memsize.spec.scenario import Scenario
+from memsize.torch_internals.isolation import collector_paused
+from memsize.workloads.caches import CachedLayer
+from memsize.workloads.drafts import is_assistants
+from memsize.workloads.generation import DECODE, PREFILL
+
+_WEIGHTS = ("parameter", "buffer")
+_NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more than those that are taken then"
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What is asked: each of `generations` at each of `batches` under each of `scenarios`.
+
+    `default` says that the scenarios are the usual ones: those that store the same are then left out.
+    """
+
+    generations: Sequence[Generation]
+    batches: Sequence[int]
+    scenarios: Sequence[Scenario]
+    config: AllocatorConfig = field(default_factory=AllocatorConfig)
+    loop: Callable[..., Any] | None = None
+    """What generates in place of the model's own `generate`."""
+
+    @property
+    def points(self) -> Iterable[Point]:
+        """What each row is about."""
+        return product(self.scenarios, self.batches, self.generations)
+
+
+Point = tuple[Scenario, int, Generation]
+
+
+class Found(NamedTuple):
+    """A row, what it is about, what was traced for it, and why it has no figures where it has none."""
+
+    point: Point
+    row: GenerationRow
+    samples: Mapping[Traced, Sample]
+    error: Exception | None = None
+
+
+def report_generation(
+    runner: Runner,
+    prompts: Prompts,
+    request: GenerationRequest,
+    notes: Sequence[str],
+    say: Callable[[str], None],
+    remedies: Callable[[Sequence[GenerationRow], Collection[Generator]], Remedied | None] = lambda *_: None,
+) -> GenerationReport:
+    """The answer to `request`. A scenario that fails is reported in its own rows. `remedies` looks for what would make
+    rows fit.
+
+    Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
+    """
+    work, draft = _Work(runner, prompts, request), request.generations[-1].draft
+    with collector_paused():
+        with work.workers(say) as workers:
+            work.cover(workers)
+        with work.workers(say) as workers:  # which know all that was traced so far
+            found: list[Found] = workers.each([("row", *point) for point in request.points])
+        rows = tuple(each.row for each in found)
+        if all(row.estimate is None for row in rows):
+            raise next(each.error for each in found if each.error)
+        remedied = remedies(rows, work.generators.values())
+        largest = work.trace(max(found, key=lambda each: each.row.estimate.requested if each.row.estimate else 0))
+    return GenerationReport(
+        model=runner.name,
+        card=runner.gpu,
+        inputs=largest.inputs,
+        generation_rows=rows,
+        findings=RULES.findings(Evidence(rows, draft, remedied)),
+        remedied=remedied,
+        notes=tuple(dict.fromkeys((*notes, *largest.notes, *_beyond(runner, request.generations)))),
+        assumptions=(*largest.assumptions, *([_NONE_RIGHT] if draft else [])),
+        asked=request.generations[-1].arguments,
+        allocator=json.dumps(plain(request.config)),
+        trace=largest,
+    )
+
+
+def _beyond(runner: Runner, generations: Sequence[Generation]) -> Iterable[str]:
+    """A note where the model is asked for more tokens than it has positions for."""
+    config, most = getattr(runner.model, "config", None), positions(runner.model)
+    tokens = max(generation.prompt + generation.new for generation in generations)
+    if most and tokens > most and not getattr(config, "is_encoder_decoder", False):
+        yield f"the model has positions for {most:,} tokens: its answers to {tokens:,} have no meaning"
+
+
+class _Work:
+    """The rows of a report, piece by piece."""
+
+    def __init__(self, runner: Runner, prompts: Prompts, request: GenerationRequest) -> None:
+        self.request = request
+        self.gpu = runner.gpu
+        self.generators = {each.name: Generator(runner, prompts, each, loop=request.loop) for each in request.scenarios}
+
+    def workers(self, say: Callable[[str], None]) -> Workers:
+        """Processes that share the work."""
+        workers = Workers(self, say)
+        for generator in self.generators.values():
+            generator.say = workers.say
+        return workers
+
+    def cover(self, workers: Workers) -> None:
+        """Trace what the rows of a scenario have in common, several generations at a time."""
+        generations = {each.prompt: each for each in self.request.generations}
+        for name, generator in self.generators.items():
+            generator.ahead = partial(self._ahead, workers, name)
+            with suppress(ScenarioError, ForwardError, InputError):  # whose rows will say it
+                generator.cover(next(iter(generations.values())), sorted({*self.request.batches}), sorted(generations))
+
+    def _ahead(self, workers: Workers, name: str, missing: Sequence[Traced]) -> None:
+        samples = workers.each([("sample", name, each) for each in missing])
+        self.generators[name].samples.update(zip(missing, samples, strict=True))
+
+    def sample(self, name: str, traced: Traced) -> Sample:
+        """What a scenario's generator traces."""
+        return self.generators[name].sample(traced)
+
+    def row(self, scenario: Scenario, batch: int, generation: Generation) -> Found:
+        """The row of a generation."""
+        row = GenerationRow(scenario.name, scenario.title, batch, generation.prompt, generation.new)
+        generator = self.generators[scenario.name]
+        before = set(generator.samples)
+        try:
+            row, error = self._row(row, generator.derive(generation, batch)), None
+        except (ScenarioError, ForwardError, InputError) as raised:
+            row, error = replace(row, reason=str(raised)), raised
+        samples = {traced: sample for traced, sample in generator.samples.items() if traced not in before}
+        return Found((scenario, batch, generation), row, samples, error)
+
+    def trace(self, found: Found) -> Trace:
+        """The whole run behind a row."""
+        scenario, batch, generation = found.point
+        generator = self.generators[scenario.name]
+        generator.samples.update(found.samples)
+        trace = generator.run(generation, batch).trace
+        return replace(trace, storages=tuple(trace.storages), events=tuple(trace.events))
+
+    def _row(self, row: GenerationRow, generated: Generated) -> GenerationRow:
+        trace = generated.trace
+        prefill, decode = _phases(trace, PREFILL, DECODE)
+        return replace(
+            row,
+            weights=int(numbers(trace.storages, "bytes")[places(trace.storages, "role", _WEIGHTS)].sum()),
+            assistant=_of_assistant(trace),
+            prefill=prefill,
+            decode=decode,
+            cache=sum(layer.bytes for layer in generated.cached),
+            per_token=generated.per_token,
+            hosted=sum(size for layer in generated.cached for size in layer.hosted),
+            pinned=generated.pinned,
+            transient=max(decode.peak - decode.end, 0),
+            layers=tuple(_kinds(generated, row.batch)),
+            estimate=estimate_gpu(trace, self.gpu, config=self.request.config),
+            traced=generated.lengths,
+            exact=generated.exact,
+        )
+
+
+def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
+    """For each name the most that tensors hold during the phases called so, and what is left at the end of the last."""
+    import numpy as np
+
+    inside = np.array([split_phase(label)[0] for label in trace.phases])
+    levels, phases = numbers(trace.events, "delta").cumsum(), numbers(trace.events, "phase")
+    for name in names:
+        held = levels[inside[phases] == name] if len(levels) else levels
+        yield Phase(int(held.max()), int(held[-1])) if len(held) else Phase(0, 0)
+
+
+def _of_assistant(trace: Trace) -> int:
+    """What of the weights is the assistant's."""
+    its = {index for index, layer in enumerate(trace.layers) if is_assistants(layer.path)}
+    kept = (trace.storages[place] for place in places(trace.storages, "role", _WEIGHTS)) if its else ()
+    return sum(storage.bytes for storage in kept if storage.layer in its)
+
+
+def _kinds(generated: Generated, batch: int) -> Iterable[CachedLayers]:
+    """The layers of the cache by their kind, for one sequence."""
+    pairs = list(zip(generated.cached, generated.before, strict=True))
+    for kind in dict.fromkeys(layer.kind for layer in generated.cached):
+        alike: list[tuple[CachedLayer, CachedLayer]] = [pair for pair in pairs if pair[0].kind == kind]
+        held, before = (sum(layer.bytes for layer in layers) for layers in zip(*alike, strict=True))
+        yield CachedLayers(kind, len(alike), held // batch, (held - before) // batch)

@@ -1,0 +1,215 @@
+"""What a paged server holds, row by row: the memory of a card, less weights, the largest step and what isn't PyTorch's.
+
+It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/worker/gpu_worker.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+import torch
+
+from memsize.analysis.findings.serving import RULES
+from memsize.analysis.generation.prompts import Prompts, positions
+from memsize.analysis.runner import Runner
+from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
+from memsize.analysis.serving.remedies import Served, try_remedies
+from memsize.device.context import context_on
+from memsize.device.gpu_estimate import estimate_gpu
+from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.records.fit import Remedied
+from memsize.records.gpu import Interval
+from memsize.records.serving import ServingReport, ServingRow
+from memsize.records.trace import Trace
+from memsize.spec.generation import Generation
+from memsize.spec.scenario import Scenario
+from memsize.spec.serving import KV_BYTES, Serving
+from memsize.torch_internals.isolation import collector_paused
+from memsize.units import GiB
+from memsize.workloads.caches import CachedLayer
+from memsize.workloads.generation import GenerationSteps
+from memsize.workloads.serving import ProfileRun, text_model
+
+LEAST_OUTSIDE: Final = GiB // 100
+"""The least that vLLM's logs in public repositories call non_torch_memory: 0.01 to 0.08 GiB on one card, 0.16 on an
+H100 (vllm-project/vllm#12126), 0.20 on each of sixteen (#14447). That is what came after the CUDA context was made. The
+most is the whole context, which engines counted until vllm-project/vllm#19312.
+"""
+_WEIGHTS = ("parameter", "buffer")
+_LOOKED = 8
+"""The tokens of the prompt from which the bytes of one more in the cache are found."""
+_ASSUMED = (
+    "the largest step runs transformers' own forward: the fused kernels of a server need less between its layers",
+    "CUDA graphs come on top of what the server may take, and so do adapters and the models of speculative decoding",
+)
+_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it"
+_STATEFUL = ("linear", "mamba", "recurrent", "conv")
+"""Words in the names of layers that keep a state."""
+_PLAIN = (
+    "layers with a state run transformers' plain PyTorch code, which needs far more for a moment than a server's "
+    "kernels: the cache has at least these blocks"
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model as one card has it, and how it is served."""
+
+    runner: Runner
+    prompts: Prompts
+    serving: Serving
+    say: Callable[[str], None] = lambda _: None
+    _profiles: dict[tuple[object, ...], tuple[int, int]] = field(default_factory=dict)
+    """The weights of each model that was looked at, and what its largest step needs beyond them."""
+
+    def report(self, scenarios: Sequence[Scenario], notes: Sequence[str]) -> ServingReport:
+        """One row for each scenario. Raises `InputError` where the model's cache is not covered, and what running the
+        model raises where it runs under no scenario.
+        """
+        config = _text_config(self.runner)
+        context = self._context()
+        rows: list[ServingRow] = []
+        layouts: list[BlockLayout] = []
+        errors: list[Exception] = []
+        with collector_paused():
+            for scenario in scenarios:
+                row = ServingRow(scenario.name, scenario.title)
+                try:
+                    layouts.append(self._layout(scenario, config))
+                    rows.append(self._row(row, scenario, layouts[-1], context))
+                except (ScenarioError, ForwardError) as error:
+                    errors.append(error)
+                    rows.append(replace(row, reason=str(error)))
+        if not layouts or len(errors) == len(rows):
+            raise errors[0]
+        asked = replace(self.serving, context=context)
+        ran = next(number for number, row in enumerate(rows) if row.reason is None)
+        remedied = None if _starts(rows[ran]) else self._remedied(scenarios[ran], config, context)
+        return ServingReport(
+            model=self.runner.name,
+            card=self.runner.gpu,
+            asked=asdict(asked),
+            budget=self._budget,
+            groups=layouts[0].groups,
+            serving_rows=tuple(rows),
+            remedied=remedied,
+            findings=RULES.findings((tuple(rows), asked, self.runner.gpu, self._budget, remedied)),
+            notes=tuple(dict.fromkeys((*notes, *self._beyond(context), *layouts[0].notes(self.serving.block)))),
+            assumptions=(*_ASSUMED, *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else [])),
+        )
+
+    @property
+    def _budget(self) -> int:
+        return int(self.runner.gpu.bytes * self.serving.utilization)
+
+    def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
+        """What would leave room for one request."""
+
+        def needs(served: Served) -> int:
+            server = replace(self, runner=served.runner, serving=served.serving)
+            layout = server._layout(served.scenario, config)
+            row = server._row(ServingRow("", ""), served.scenario, layout, context)
+            request = layout.request(served.serving, context) * layout.block_bytes
+            return row.weights + row.profile + row.non_torch.high + request
+
+        return try_remedies(Served(self.runner, self.serving, scenario), context, needs)
+
+    def _context(self) -> int:
+        context = self.serving.context or positions(self.runner.model)
+        if context is None:
+            raise InputError(f"{self.runner.name} does not say how long a request may be: give --context")
+        return context
+
+    def _beyond(self, context: int) -> Iterator[str]:
+        """A note where a request is longer than the model has positions for."""
+        most = positions(self.runner.model)
+        if most and context > most:
+            yield f"the model has positions for {most:,} tokens: vLLM takes no longer context on its own ({_ALLOWED})"
+
+    def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
+        """The blocks of the cache, from one more token in the model's own."""
+        self.say(f"{scenario.name}: the cache of one token")
+        steps: dict[int, tuple[CachedLayer, ...]] = {}
+        workload = GenerationSteps(Generation(_LOOKED, 2), None, steps.__setitem__)
+        trace = self.runner.given(self.prompts(_LOOKED), 1).run(workload, scenario)
+        own = _width(trace)
+        width = own if self.serving.kv_dtype is None else KV_BYTES[self.serving.kv_dtype]
+        _check_states(config, steps[1], self.runner.name)
+        layers: list[CachedLayer] = []
+        for before, now in zip(steps[0], steps[1], strict=True):
+            if now.states:
+                layers.append(CachedLayer(STATE, state_bytes(now, _state_width(config))))
+            if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
+                layers.append(CachedLayer(kind, (now.bytes - before.bytes) // own * width))
+        if self.serving.tp > 1 and any(layer.states for layer in steps[1]):
+            raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among cards")
+        window = getattr(config, "sliding_window", None)
+        return block_layout(layers, window, self.serving.block, self.runner.name)
+
+    def _row(self, row: ServingRow, scenario: Scenario, layout: BlockLayout, context: int) -> ServingRow:
+        serving, runner = self.serving, self.runner
+        run = runner, scenario, serving.batched_tokens, serving.rows, serving.tp
+        weights, profile = self._profiles.get(run) or self._profiles.setdefault(run, self._profiled(scenario))
+        outside = Interval(LEAST_OUTSIDE, context_on(runner.gpu, runner.stack.cuda).high)
+        left = [self._budget - weights - profile - taken for taken in reversed(outside)]
+        row = replace(row, weights=weights, profile=profile, non_torch=outside)
+        if left[1] < layout.block_bytes:
+            return replace(row, shortage=layout.block_bytes - left[1])
+        available = Interval(max(left[0], 0), left[1])
+        return replace(row, paged=layout.paged(available, serving, context))
+
+    def _profiled(self, scenario: Scenario) -> tuple[int, int]:
+        """The bytes of the weights, and what the largest step needs beyond them."""
+        self.say(f"{scenario.name}: a step of {self.serving.batched_tokens:,} tokens")
+        serving = self.serving
+        length = serving.batched_tokens // serving.rows
+        texts = -(-serving.batched_tokens // length)
+        runner = self.runner.given(self.prompts(length), texts)
+        trace = runner.run(ProfileRun(serving.rows, serving.tp), scenario)
+        weights = sum(storage.bytes for storage in trace.storages if storage.role in _WEIGHTS)
+        return weights, estimate_gpu(trace, runner.gpu).allocated - weights
+
+
+def _starts(row: ServingRow) -> bool:
+    """Whether there is room for one request, whatever is outside PyTorch."""
+    return row.paged is not None and row.paged.concurrency.low >= 1
+
+
+def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None:
+    """Raise `InputError` for a model with states that are not those of transformers' linear attention."""
+    kinds = " ".join(
+        map(str, next(filter(None, (getattr(config, entry, None) for entry in ("layer_types", "block_types"))), ()))
+    )
+    hidden = any(kind in kinds for kind in _STATEFUL) and not any(layer.states for layer in layers)
+    if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
+        raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")
+
+
+def _width(trace: Trace) -> int:
+    """The bytes of one number in a cache of keys and values; 1 where there is no cache. States may have wider ones."""
+    cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
+    return min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
+
+
+def _state_width(config: Any) -> int | None:
+    """The bytes of one number in a recurrent state, where the config says its dtype."""
+    named = (getattr(config, name, None) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
+    dtypes = (getattr(torch, str(name).removeprefix("torch."), None) for name in named if name)
+    return next((dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
+
+
+def _text_config(runner: Runner) -> Any:
+    """The config of a model that is served; raises `InputError` for one that is not covered."""
+    config: Any = getattr(runner.model, "config", None)
+    for name, what in (("vision_config", "images"), ("audio_config", "sound")):
+        if getattr(config, name, None) is not None:
+            raise InputError(f"{runner.name} also reads {what}: serve the config of its text model")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
+        what = "chunked attention" if "chunked_attention" in kinds else "an encoder"
+        raise InputError(f"{runner.name} has {what}: only full and latent attention, windows and states are covered")
+    text_model(runner.model, runner.name)
+    return config

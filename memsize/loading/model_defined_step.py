@@ -1,0 +1,215 @@
+"""Models that say themselves how they are trained: a LightningModule, and the model of a Hugging Face `Trainer`.
+
+Their step takes the place of the model's forward: it is called with a batch and returns the loss, and the modules in it
+are called from there. That is how Lightning itself puts a training step behind a wrapper such as DDP
+(lightning/pytorch/strategies/strategy.py, `_ForwardRedirection`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from memsize.errors import InputError, TargetError, message_of
+from memsize.spec.input_maker import InputMaker, InputRequest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class OwnStep(ABC):
+    """The forward of `model` that is a whole training step, up to the loss; `optimizer` makes what it is updated by."""
+
+    name: str
+    """What runs, in the words of the library."""
+    autocast: str | None = None
+    """The lower precision of the autocast region that its trainer opens."""
+    accumulate: int = 1
+    """How many batches make a step."""
+    clip: float = 0
+    """The norm to which gradients are clipped; 0: they are not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.__signature__ = inspect.signature(model.forward)  # by which a Trainer chooses columns of its data
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that this is the forward of."""
+        model = self._model()
+        assert model is not None  # which holds this
+        return model
+
+    @property
+    def note(self) -> str:
+        """What a reader must know of the step."""
+        return f"the training step is the target's own, {self.name}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with self._own_forward():
+            return {"loss": self.loss(kwargs or (args[0] if len(args) == 1 else args))}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch; raises `InputError` where none is returned."""
+        found = self.result(batch)
+        loss: torch.Tensor | None = found.get("loss") if isinstance(found, Mapping) else found
+        if loss is None:
+            raise InputError(f"{self.name}: no loss was returned")
+        return loss
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnStep:
+        copied = copy.copy(self)
+        copied._model = weakref.ref(copy.deepcopy(self.model, memo))
+        return copied
+
+    @contextmanager
+    def _own_forward(self) -> Iterator[None]:
+        attributes = vars(self.model)
+        del attributes["forward"]
+        try:
+            yield
+        finally:
+            attributes["forward"] = self
+
+    @abstractmethod
+    def result(self, batch: Any) -> Any:
+        """The loss of a batch, or a mapping that holds it."""
+
+    @abstractmethod
+    def optimizer(self) -> torch.optim.Optimizer:
+        """A new optimizer of the model's parameters."""
+
+    @abstractmethod
+    def batches(self) -> Any:
+        """What the model is trained with, to be iterated over."""
+
+    def inputs(self) -> InputMaker:
+        """Its first batch, as it comes."""
+
+        def make(request: InputRequest) -> Any:
+            try:
+                return next(iter(self.batches()))
+            except Exception as error:
+                why = f"{type(error).__name__}: {message_of(error)}"
+                raise InputError(f"the target has no batch of its own, give one with --inputs ({why})") from error
+
+        return InputMaker(make, resizable=False, untyped=False)
+
+
+class LightningStep(OwnStep):
+    """`training_step` and `configure_optimizers` of a LightningModule."""
+
+    name = "training_step with configure_optimizers"
+
+    @property
+    def note(self) -> str:
+        """As the base class; what its Trainer would add nobody knows here."""
+        return f"{super().note}: how gradients are accumulated and clipped, and the precision, are not known from it"
+
+    def result(self, batch: Any) -> Any:
+        model: Any = self.model
+        if not model.automatic_optimization:
+            raise InputError("the module optimizes by itself (automatic_optimization): memsize run shows its script")
+        given = {"batch": batch, "batch_idx": 0, "dataloader_idx": 0}
+        taken = list(inspect.signature(model.training_step).parameters)[: len(given)]
+        return model.training_step(*list(given.values())[: len(taken)])
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        made: Any = self.model.configure_optimizers()  # type: ignore[operator]
+        while not hasattr(made, "step"):
+            made = made.get("optimizer") if isinstance(made, Mapping) else made[0] if made else None
+            if made is None:
+                raise InputError("configure_optimizers returned no optimizer")
+        optimizer: torch.optim.Optimizer = made
+        return optimizer
+
+    def batches(self) -> Any:
+        return self.model.train_dataloader()  # type: ignore[operator]
+
+
+class TrainerStep(OwnStep):
+    """`compute_loss` and `create_optimizer` of a Hugging Face `Trainer`, with what its arguments say of a step.
+
+    Source: `_inner_training_loop` and `training_step` of transformers/trainer.py; `prepare_model` of
+    accelerate/accelerator.py.
+    """
+
+    name = "the Trainer's compute_loss with create_optimizer"
+
+    def __init__(self, model: nn.Module, trainer: Any) -> None:
+        super().__init__(model)
+        self._trainer, arguments = trainer, trainer.args
+        self.autocast = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
+        self.accumulate, self.clip = arguments.gradient_accumulation_steps, arguments.max_grad_norm or 0
+        if arguments.gradient_checkpointing:
+            _checkpoint(model, dict(arguments.gradient_checkpointing_kwargs or {}))
+
+    @property
+    def note(self) -> str:
+        """As the base class, with what is taken from the Trainer's arguments."""
+        autocast = f", under autocast to {self.autocast}" if self.autocast else ""
+        accumulate = f", {self.accumulate} batches a step" if self.accumulate > 1 else ""
+        clip = f", gradients clipped to a norm of {self.clip:g}" if self.clip else ""
+        return f"{super().note}{autocast}{accumulate}{clip}"
+
+    def result(self, batch: Any) -> Any:
+        """The loss; where autocast is on, it is on in the model's forward alone, whose results are then float32."""
+        import torch
+
+        if not torch.is_autocast_enabled("cuda"):
+            return self._trainer.compute_loss(self.model, dict(batch))
+        from accelerate.utils import convert_outputs_to_fp32
+
+        region = torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"))
+        vars(self.model)["forward"] = convert_outputs_to_fp32(region(self.model.forward))
+        with torch.autocast("cuda", enabled=False):
+            return self._trainer.compute_loss(self.model, dict(batch))
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        other = copy.copy(self._trainer)
+        other.model = other.model_wrapped = self.model
+        other.optimizer = None
+        other.create_optimizer()
+        made: torch.optim.Optimizer = other.optimizer
+        return made
+
+    def batches(self) -> Any:
+        return self._trainer.get_train_dataloader()
+
+
+def _checkpoint(model: Any, options: dict[str, Any]) -> None:
+    """Turn checkpointing on, whose method transformers renamed."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    apart = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    enable(options or None, **apart)
+
+
+def own_step_of(model: nn.Module) -> OwnStep | None:
+    """The step that is the forward of `model`, which `load` gave it; None for a forward like any other."""
+    step = vars(model).get("forward")
+    return step if isinstance(step, OwnStep) else None
+
+
+def is_trainer(found: Any) -> bool:
+    """Whether `found` is a Hugging Face `Trainer`, or one of those that derive from it."""
+    return any(
+        kind.__name__ == "Trainer" and kind.__module__.startswith("transformers.") for kind in type(found).__mro__
+    )
+
+
+def own_step(model: nn.Module, trainer: Any = None) -> OwnStep:
+    """The step by which `model` is trained, by `trainer` where there is one; raises `TargetError` if it has none."""
+    if trainer is not None:
+        return TrainerStep(model, trainer)
+    if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
+        return LightningStep(model)
+    raise TargetError(
+        f"{type(model).__name__} has no training step of its own, as a LightningModule or a Hugging Face Trainer has: "
+        "name an optimizer, such as --train adamw"
+    )

@@ -1,0 +1,208 @@
+"""Independent work side by side, in processes forked from this one.
+
+A forked process has the imports, the model and everything else that its parent had, and shares its memory until either
+writes. What it computes comes back pickled. Whatever goes wrong in it (an exception, a crash, an answer that cannot be
+pickled) makes the parent do that piece of work itself, so that an error is reported as if there were no workers.
+
+Only the command line forks (`side_by_side`): a process that holds threads, locks or a GPU must not be forked unasked.
+Windows cannot fork, and macOS's own libraries do not survive it: there everything runs in this process.
+
+Known limits: threads that a model's file starts on import are not there in a worker; what the model writes to stderr
+comes in the order in which the workers get to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from memsize.processes.forks import can_fork, forked, use_pytorch
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+_jobs: ContextVar[int] = ContextVar("jobs", default=1)
+_PATIENCE = 0.1
+"""Seconds after which a Ctrl-C that came while all workers were busy is noticed."""
+
+Say = Callable[[str], None]
+Request = tuple[Any, ...]
+"""The name of a method of the subject, and its arguments."""
+
+
+@contextlib.contextmanager
+def side_by_side(jobs: int | None) -> Iterator[None]:
+    """While open, `Workers` fork up to `jobs` processes; None: one for each core that this process may use."""
+    outer = _jobs.set(cores() if jobs is None else jobs)
+    try:
+        yield
+    finally:
+        _jobs.reset(outer)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Workers:
+    """Processes that answer requests from their own copy of `subject`; none where no forking was asked for.
+
+    They are forked when there is work for more than one, and gone when this is closed. A worker in which PyTorch would
+    refuse to work ends at once: where there is a GPU, that is one whose parent has used it or has run a backward.
+    """
+
+    def __init__(self, subject: Any, say: Say, found: Callable[[Any], None] = lambda _: None) -> None:
+        self._subject = subject
+        self._say = say
+        self._found = found
+        self._workers: dict[Connection, int] = {}
+        """The process at the other end of each connection."""
+        self._parent: Connection | None = None
+        self._warned: dict[Any, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._workers.values():
+            os.kill(process, signal.SIGKILL)
+        for connection in tuple(self._workers):
+            self._bury(connection)
+        self._subject = None
+
+    def say(self, text: str) -> None:
+        """Say what is being done, from whichever process."""
+        if self._parent is None:
+            self._say(text)
+        else:
+            self._parent.send(("said", text))
+
+    def found(self, part: Any) -> None:
+        """Hand over a part of an answer as soon as it is there, from whichever process; work that is done again hands
+        it over again.
+        """
+        if self._parent is None:
+            self._found(part)
+        else:
+            self._parent.send(("found", part))
+
+    def each(self, requests: Sequence[Request]) -> list[Any]:
+        """What the subject returns for each request, in their order; raises what one of them raises."""
+        count = min(_jobs.get(), len(requests))
+        if count < 2 or not can_fork():
+            return list(map(self._answer, requests))
+        self._hire(count)
+        return self._shared_out(requests)
+
+    def apart(self, request: Request) -> Any:
+        """What the subject returns for one request, from a process that is used for nothing else."""
+        self._hire(len(self._workers) + 1)
+        return self._shared_out([request])[0]
+
+    def _answer(self, request: Request) -> Any:
+        method, *arguments = request
+        return getattr(self._subject, method)(*arguments)
+
+    # -- in the parent ------------------------------------------------------------------------------------------------
+
+    def _hire(self, count: int) -> None:
+        """Fork until there are `count` workers."""
+        from multiprocessing import Pipe
+
+        while len(self._workers) < count:
+            here, there = Pipe()
+            process = forked(partial(self._serve, there, (here, *self._workers)))
+            there.close()
+            self._workers[here] = process
+
+    def _bury(self, connection: Connection) -> None:
+        connection.close()
+        os.waitpid(self._workers.pop(connection), 0)
+
+    def _shared_out(self, requests: Sequence[Request]) -> list[Any]:
+        from multiprocessing.connection import wait
+
+        from memsize.processes.ctrl_c import raise_waiting
+
+        waiting, idle = deque(range(len(requests))), list(self._workers)
+        answers: dict[int, Any] = {}
+        busy: dict[Any, int] = {}
+        while waiting or busy:
+            while waiting and idle:
+                busy[connection := idle.pop()] = waiting.popleft()
+                with contextlib.suppress(OSError):  # a worker that is gone: `_heard` finds out
+                    connection.send(requests[busy[connection]])
+            if not busy:  # all are gone, and nothing will come
+                index = waiting.popleft()
+                answers[index] = self._answer(requests[index])
+                continue
+            ready: list[Any] = wait(list(busy), _PATIENCE)
+            raise_waiting()
+            for connection in ready:
+                kind, value = _heard(connection)
+                if kind in ("said", "found", "warned"):
+                    self._relay(kind, value)
+                    continue
+                index = busy.pop(connection)
+                if kind == "gone":
+                    self._bury(connection)
+                else:
+                    idle.append(connection)
+                answers[index] = value if kind == "done" else self._answer(requests[index])
+        return [answers[index] for index in range(len(requests))]
+
+    def _relay(self, kind: str, value: Any) -> None:
+        if kind == "said":
+            self._say(value)
+        elif kind == "found":
+            self._found(value)
+        else:
+            message, category, filename, line = value
+            warnings.warn_explicit(message, category, filename, line, registry=self._warned)
+
+    # -- in a worker --------------------------------------------------------------------------------------------------
+
+    def _serve(self, parent: Connection, others: Sequence[Connection]) -> None:
+        """Answer the parent's requests until it is gone, or has no use for this process."""
+        for other in others:
+            other.close()
+        _jobs.set(1)
+        self._parent, self._workers = parent, {}
+        use_pytorch()
+        warnings.showwarning = self._warn  # type: ignore[assignment]
+        while True:
+            request = parent.recv()
+            try:
+                parent.send(("done", self._answer(request)))
+            except BaseException:  # whatever it is: the parent meets it again
+                parent.send(("failed", None))
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    def _warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+        """A warning, shown by the parent: each worker meets the same ones."""
+        if self._parent is not None:
+            self._parent.send(("warned", (str(message), category, filename, lineno)))
+
+
+def _heard(connection: Any) -> tuple[str, Any]:
+    """The next message of a worker; ``gone`` where it has ended, killed for its memory perhaps."""
+    try:
+        message = connection.recv_bytes()
+    except (EOFError, OSError):
+        return "gone", None
+    try:
+        kind, value = pickle.loads(message)
+    except Exception:  # an exception, say, whose class wants other arguments than it keeps
+        return "failed", None
+    return kind, value

@@ -1,0 +1,104 @@
+"""What waits for other processes, or reaches into them: they are taken to be as far as this one, or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from memsize.errors import InputError
+from memsize.ranks.group import Replacement
+from memsize.torch_internals.meta import is_meta
+
+_AT_ONCE: Final = "all ranks have equally many batches: they leave Join together"
+_FROM_NEXT: Final = "what is received from any rank is taken to come from the next one"
+_SHARED: Final = "memory that GPUs share (torch.distributed._symmetric_memory)"
+REACHING: Final = {
+    "torch.distributed.rpc": (("init_rpc",), "torch.distributed.rpc calls functions of other processes"),
+    "torch.distributed._symmetric_memory": (
+        ("empty", "rendezvous", "get_symm_mem_workspace", "enable_symm_mem_for_group"),
+        f"{_SHARED} is that of other processes",
+    ),
+}
+"""The functions of a module that need the other processes to be there, and why."""
+_PEERS: Final = ("dst", "src", "root_rank")
+"""What operators call a rank that they name."""
+Assume = Callable[[str], None]
+
+
+def replacements(assume: Assume) -> Iterator[Replacement]:
+    """What PyTorch has for processes that are at different places, or know each other's addresses."""
+    from torch.distributed.algorithms.join import Join
+
+    from memsize.ranks.store import LonelyStore
+
+    def nobody_left(_: Any) -> int:
+        assume(_AT_ONCE)
+        return 0
+
+    yield Join, "_get_num_nonjoined_procs", nobody_left
+    for name in ("irecv", "recv"):
+        receive = _from_somebody(getattr(dist, name), assume)  # the same for both: P2POp compares
+        yield from ((owner, name, receive) for owner in (dist, dist.distributed_c10d))
+    # Where TORCH_DIST_INIT_BARRIER is set, processes that open a group wait until the last of them has said so.
+    yield dist.distributed_c10d, "_store_based_barrier", lambda *args, **options: None
+    yield dist, "TCPStore", LonelyStore
+    yield dist, "FileStore", LonelyStore
+
+
+def later() -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+    """The functions that are refused, by the modules that have them."""
+    return {module: _refusing(*found) for module, found in REACHING.items()}
+
+
+def check_ranks(func: Any, args: Any, size: int) -> None:
+    """Raises `InputError` where the arguments of a collective name a rank that is not in its group of `size`."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name in _PEERS and not 0 <= value < size:
+            last = size - 1
+            raise InputError(f"no rank {value} among {size}, which {func} names: they are counted from 0 to {last}")
+
+
+def check_devices(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
+    """Raises PyTorch's error where a collective moves tensors on the CPU, and the group's backend is not there."""
+    devices: Any = group
+    where = {each.type for each in devices._device_types}
+    if "cpu" not in where and any(not is_meta(tensor) and tensor.device.type == "cpu" for tensor in tensors):
+        raise RuntimeError("No backend type associated with device type cpu")
+
+
+def check_layouts(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
+    """Raises NCCL's error where a collective would add up sparse tensors: those of the GPU, unless another backend does
+    it (ProcessGroupNCCL.cpp, `allreduce_sparse`). `DistributedDataParallel` does so with sparse gradients."""
+    sparse = any(is_meta(each) and each.layout is not torch.strided for each in tensors)
+    if (
+        sparse
+        and dist.distributed_c10d.BackendConfig(dist.get_backend(group)).get_device_backend_map()["cuda"] == "nccl"
+    ):
+        raise RuntimeError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
+
+
+def _from_somebody(original: Callable[..., Any], assume: Assume) -> Callable[..., Any]:
+    """PyTorch then asks who it was."""
+
+    def receive(
+        tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+    ) -> Any:
+        if src is None and group_src is None and dist.get_rank(group) >= 0:
+            assume(_FROM_NEXT)
+            group_src = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        return original(tensor, src, group, tag, group_src)
+
+    return receive
+
+
+def _refusing(names: tuple[str, ...], why: str) -> Callable[[Any], Iterator[Replacement]]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InputError(f"{why}, which are not there: switch it off for this run, or use collectives instead")
+
+    def refused(module: Any) -> Iterator[Replacement]:
+        yield from ((module, name, refuse) for name in names if hasattr(module, name))
+
+    return refused

@@ -1,0 +1,250 @@
+"""The caching allocator of a virtual GPU while a program runs: what `torch.cuda.memory_stats` and its like answer.
+
+The blocks and segments are those of `memsize.device.allocator`; here they are followed event by event, and counted as
+PyTorch counts them (c10/core/CachingDeviceAllocator.h, DeviceStats).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Final
+
+from memsize.device.allocator import Allocator
+from memsize.device.allocator_config import BLOCK, SMALL, AllocatorConfig
+from memsize.device.pools import ADDRESS, SHIFT, Pool
+from memsize.records.trace import Event
+
+_BLOCKS: Final = ("allocation", "active", "allocated_bytes", "active_bytes", "requested_bytes")
+_SEGMENTS: Final = ("segment", "reserved_bytes")
+_SPLIT: Final = ("inactive_split", "inactive_split_bytes")
+_SINGLE: Final = ("oversize_allocations", "oversize_segments")
+_POOLS: Final = ("all", "small_pool", "large_pool")
+_ZEROS: Final = ("num_sync_all_streams", "num_device_alloc", "num_device_free")
+
+
+class OutOfDeviceMemoryError(Exception):
+    """The card cannot hold `request` more bytes for `storage`."""
+
+    def __init__(self, storage: int, request: int) -> None:
+        super().__init__(storage, request)
+        self.storage = storage
+        self.request = request
+
+
+class _Stat:
+    """One figure as PyTorch keeps it: now, at most, and all that was ever added and taken away."""
+
+    __slots__ = ("allocated", "current", "freed", "peak")
+
+    def __init__(self) -> None:
+        self.current = self.peak = self.allocated = self.freed = 0
+
+    def add(self, amount: int) -> None:
+        self.current += amount
+        if amount > 0:
+            self.allocated += amount
+            self.peak = max(self.peak, self.current)
+        else:
+            self.freed -= amount
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("current", "peak", "allocated", "freed")}
+
+
+class DeviceMemory:
+    """What the allocator of one process holds on a card of `total` bytes, of which `outside` are not PyTorch's own.
+
+    `settings` are asked for when the allocator is first used, as PyTorch reads them. `events` is the list of all
+    events, which grows while the program runs; `streams` has the stream of each storage that is not on the default one.
+    Where it is not `bounded`, nothing is too large for the card.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        outside: int,
+        settings: Callable[[], AllocatorConfig],
+        events: Sequence[Event],
+        streams: Mapping[int, int],
+        bounded: bool = True,
+    ) -> None:
+        self.total = total
+        self.outside = outside
+        self._events = events
+        self._streams = streams
+        self._failures = self._retries = 0
+        self._settings = settings
+        self._bounded = bounded
+        self._live: dict[int, tuple[int, int, Pool]] = {}
+        self._stats = {(name, pool): _Stat() for name in (*_BLOCKS, *_SEGMENTS, *_SPLIT) for pool in _POOLS}
+        self._done = 0
+        self.emptied: list[int] = []
+        """The events before which all that was cached was given back."""
+
+    @cached_property
+    def config(self) -> AllocatorConfig:
+        """The allocator's settings, with the share of the card that the program lets it have."""
+        return self._settings()
+
+    @cached_property
+    def _allocator(self) -> Allocator:
+        return Allocator(self.config, self.total - self.outside if self._bounded else None, self._enforced)
+
+    @property
+    def allowed(self) -> int | None:
+        """The bytes that the allocator may hold at most; None where its share is the whole card."""
+        return self.config.allowed(self.total)
+
+    @property
+    def _enforced(self) -> int | None:
+        return self.allowed if self._bounded else None
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all segments."""
+        self.follow()
+        return self._allocator.memory.reserved * BLOCK
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all blocks in use."""
+        self.follow()
+        return self._stats["allocated_bytes", "all"].current
+
+    @property
+    def free(self) -> int:
+        """Bytes of the card that are not taken."""
+        return max(self.total - self.outside - self.reserved, 0)
+
+    @property
+    def left(self) -> int:
+        """Bytes that the allocator may still take of the card."""
+        return self.free if self.allowed is None else max(min(self.free, self.allowed - self.reserved), 0)
+
+    def follow(self) -> None:
+        """Do what the events say, from where the last call left off.
+
+        Raises `OutOfDeviceMemoryError` at an event that the card has no memory for; the caller has to remove it.
+        """
+        while self._done < len(self._events):
+            event = self._events[self._done]
+            self._follow(event.storage, event.delta)
+            self._done += 1
+
+    def _follow(self, storage: int, delta: int) -> None:
+        held = self._live.get(storage)
+        size = delta if held is None else held[0] + delta
+        if size > 0:
+            self._allocate(storage, size)
+        elif held is not None:
+            del self._live[storage]
+        if held is not None:
+            self._give(held)
+
+    def _allocate(self, storage: int, request: int) -> None:
+        size = self.config.block_size(request) // BLOCK
+        pool = self._allocator.pool(self._streams.get(storage, 0), size * BLOCK <= SMALL)
+        block = pool.take(size)
+        if not block:
+            block = self._allocator.grow(pool, size)
+            self._retries += self._count_segments()
+            if not block:
+                self._failures += 1
+                self.emptied.append(self._done)
+                raise OutOfDeviceMemoryError(storage, request)
+        self._live[storage] = (request, block, pool)
+        self._count_block(pool, 1, request, (block >> SHIFT) * BLOCK)
+        self._count_rests(pool, _rests_after_taking(pool, block))
+
+    def _give(self, held: tuple[int, int, Pool]) -> None:
+        request, block, pool = held
+        self._count_rests(pool, _rests_after_giving(pool, block))
+        self._count_block(pool, -1, -request, -(block >> SHIFT) * BLOCK)
+
+    def _count_block(self, pool: Pool, one: int, request: int, size: int) -> None:
+        for place in ("all", self._name(pool)):
+            for name, amount in zip(_BLOCKS, (one, one, size, size, request), strict=True):
+                self._stats[name, place].add(amount)
+
+    def _count_rests(self, pool: Pool, change: tuple[int, int]) -> None:
+        if self.config.expandable_segments:
+            return  # PyTorch counts none there
+        for place in ("all", self._name(pool)):
+            for name, amount in zip(_SPLIT, change, strict=True):
+                self._stats[name, place].add(amount)
+
+    def _count_segments(self) -> bool:
+        """Bring the figures of segments up to date; whether some were given back."""
+        now = {(kind, name): 0 for kind in _SEGMENTS for name in _POOLS}
+        for pool in self._allocator.pools.values():
+            segments = pool.ranges()
+            for name in ("all", self._name(pool)):
+                now["segment", name] += len(segments)
+                now["reserved_bytes", name] += sum(end - start for start, end in segments) * BLOCK
+        changes = {key: figure - self._stats[key].current for key, figure in now.items()}
+        for key, change in changes.items():
+            self._stats[key].add(change)
+        return any(change < 0 for change in changes.values())
+
+    def _name(self, pool: Pool) -> str:
+        return next(
+            "small_pool" if small else "large_pool"
+            for (_, small), each in self._allocator.pools.items()
+            if each is pool
+        )
+
+    def set_fraction(self, fraction: float) -> None:
+        """Let the allocator hold that share of the card from now on."""
+        self.config = replace(self.config, memory_fraction=fraction)
+        self._allocator.allowed = self._enforced
+
+    def empty_cache(self) -> None:
+        """Give back every segment that no block uses."""
+        self.follow()
+        self._allocator.release()
+        self.emptied.append(self._done)
+        self._count_segments()
+
+    def reset_peaks(self) -> None:
+        """Let every peak be the present figure."""
+        self.follow()
+        for stat in self._stats.values():
+            stat.peak = stat.current
+
+    def reset_accumulated(self) -> None:
+        """Forget what was ever allocated and freed."""
+        self.follow()
+        for stat in self._stats.values():
+            stat.allocated = stat.freed = 0
+
+    def stats(self) -> dict[str, Any]:
+        """The nested dictionary that `torch.cuda.memory_stats_as_nested_dict` returns."""
+        self.follow()
+        nothing = _Stat().as_dict()
+        found: dict[str, Any] = {
+            name: {pool: self._stats[name, pool].as_dict() for pool in _POOLS}
+            for name in (*_BLOCKS, *_SEGMENTS, *_SPLIT)
+        }
+        found |= {name: dict(nothing) for name in _SINGLE}
+        split = -1 if self.config.max_split_size is None else self.config.max_split_size
+        counts = {"num_ooms": self._failures, "num_alloc_retries": self._retries, "max_split_size": split}
+        return found | dict.fromkeys(_ZEROS, 0) | counts
+
+
+def _rests_after_taking(pool: Pool, block: int) -> tuple[int, int]:
+    """How the free rests of split segments, and their bytes, changed when `block` was cut off."""
+    size, start = block >> SHIFT, block & ADDRESS
+    rest = pool.starts.get(start + size, 0) >> SHIFT
+    whole = pool.segments.get(start) == size + rest
+    return bool(rest) - (not whole), (rest if whole else -size) * BLOCK
+
+
+def _rests_after_giving(pool: Pool, block: int) -> tuple[int, int]:
+    """Give `block` back, and how that changes the free rests of split segments, and their bytes."""
+    size, start = block >> SHIFT, block & ADDRESS
+    neighbours = (start in pool.ends) + (start + size in pool.starts)
+    merged = pool.give(block)
+    whole = pool.segments.get(merged & ADDRESS) == merged >> SHIFT
+    return (not whole) - neighbours, (size - (merged >> SHIFT) if whole else size) * BLOCK

@@ -1,0 +1,149 @@
+"""Which of its machine's GPUs this process has: the first, unless it is one of several processes.
+
+One process may also drive all of them, as `nn.DataParallel` does. Then one GPU is looked at: what is on it is recorded,
+and of a tensor on another nothing is known but the number of that GPU. What is large, and is copied from a GPU to the
+host, is a stand-in there as well: of its values nothing is known, and its memory is what a program may want to know.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from memsize.errors import InputError
+from memsize.model.tensor_storage import is_wrapper, plain_tensors
+from memsize.records.world import World
+from memsize.torch_internals.meta import is_meta
+from memsize.virtual.own_meta import is_own_meta
+
+HOST: Final = 127
+"""The number that stands for the host: the last that PyTorch has for devices."""
+_LARGE: Final = 2**20
+"""Bytes from which a copy on the host is a stand-in."""
+
+
+_CPU: Final = torch.device("cpu")
+
+
+class DeviceAssignment:
+    """GPU `index` of `count`, which is looked at; a process has one seat, as one region is open at a time."""
+
+    def __init__(self) -> None:
+        self.take(World())
+
+    def take(self, world: World) -> None:
+        """Be where a launcher would put a process of `world`: each has the GPU of its number on its own machine."""
+        self.index = world.local_rank
+        self.count = world.local_size
+        self.drives_all = world.one_process
+        self._device = torch.device("cuda", self.index)
+        self._thread = threading.local()
+        self._elsewhere: dict[int, int] = {}
+        """The GPU of each storage that is on another than this one, or `HOST`, by its address."""
+
+    @property
+    def current(self) -> int:
+        """The GPU that this thread has chosen: at first the process's own, or the first of all."""
+        number: int = getattr(self._thread, "current", 0 if self.drives_all else self.index)
+        return number
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU that ``device="cuda"`` means in this thread."""
+        return torch.device("cuda", self.current)
+
+    def choose(self, number: int) -> int:
+        """Let this thread work on GPU `number` (below 0: where it is); returns the GPU that it worked on before."""
+        check_index(number)
+        before = self.current
+        if number >= 0:
+            self._thread.current = number
+        return before
+
+    def named(self, number: int | None) -> int:
+        """The GPU that a device of this `number` means; raises PyTorch's error where there is none."""
+        if number is None or number < 0:
+            return self.current
+        if number == HOST:
+            return HOST
+        check_index(number)
+        return number
+
+    @property
+    def has_others(self) -> bool:
+        """Whether a stand-in may be somewhere else than on the GPU that is looked at."""
+        return self.drives_all or bool(self._elsewhere)
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The GPU that a stand-in is on, or `HOST`."""
+        if not self._elsewhere:
+            return self.index
+        pieces = plain_tensors(tensor) if is_wrapper(tensor) else (tensor,)
+        return next((self._elsewhere.get(_address(piece), self.index) for piece in pieces), self.index)
+
+    def number_on_host(self, tensor: Tensor) -> int | None:
+        """`HOST` where a copy of a stand-in on the host is one too."""
+        if is_own_meta(tensor) or tensor.layout is not torch.strided:
+            return None
+        large = tensor.numel() * tensor.element_size() >= _LARGE
+        return HOST if large or self.number_of(tensor) == HOST else None
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the host, with memory or as a stand-in."""
+        return not is_meta(tensor) or self.number_of(tensor) == HOST
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """The same as a device."""
+        if not self._elsewhere:
+            return self._device
+        number = self.number_of(tensor)
+        return _CPU if number == HOST else torch.device("cuda", number)
+
+    def put(self, tensor: Tensor, number: int) -> bool:
+        """Say that a stand-in is on GPU `number`, or on the `HOST`; whether that was not known of its storage."""
+        address = _address(tensor)
+        is_new = number != self.index and bool(address) and address not in self._elsewhere
+        if is_new:
+            self._elsewhere[address] = number
+            weakref.finalize(tensor.untyped_storage(), self._elsewhere.pop, address, None)
+        return is_new
+
+
+ASSIGNMENT: Final = DeviceAssignment()
+
+
+@contextmanager
+def seated(world: World) -> Iterator[None]:
+    """While open, this process has the GPU of a process of `world`."""
+    ASSIGNMENT.take(world)
+    try:
+        yield
+    finally:
+        ASSIGNMENT.take(World())
+
+
+def check_index(device: int) -> None:
+    """PyTorch's error for a device that isn't there (c10/cuda/CUDAFunctions.cpp), and `InputError` for those of
+    others.
+    """
+    if device >= ASSIGNMENT.count:
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+    if device not in (ASSIGNMENT.index, -1) and not ASSIGNMENT.drives_all:
+        raise InputError(
+            f"cuda:{device} is the GPU of another process, this one has cuda:{ASSIGNMENT.index}: "
+            "memsize runs one of them (--one-process gives a single process all GPUs)"
+        )
+
+
+def _address(tensor: Any) -> int:
+    try:
+        address: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return 0
+    return address

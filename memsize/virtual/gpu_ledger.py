@@ -1,0 +1,437 @@
+"""The ledger of a virtual GPU: only what happens on the GPU is recorded, work on the CPU is really done.
+
+Code that asks for ``device="cuda"`` below Python (``torch.set_default_device``, ``with torch.device("cuda")``, names
+imported with ``from torch import zeros``) is answered here, where its op is dispatched.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memsize.known_values.evaluation import as_stand_ins
+from memsize.model.tensor_storage import plain_tensors
+from memsize.processes.user_code import Lines
+from memsize.ranks.collectives import (
+    NAMESPACES,
+    alike,
+    answer,
+    bytes_moved,
+    carry_over,
+    group_of,
+    is_given_buffers,
+    kind_of,
+    waited,
+    waits,
+)
+from memsize.ranks.peer_checks import check_devices, check_layouts, check_ranks
+from memsize.records.roles import Role
+from memsize.records.trace import Storage
+from memsize.records.world import Collective, CollectiveKind
+from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.pytree import arguments_in
+from memsize.tracing.dispatch import has_own_dispatch
+from memsize.tracing.ledger import Ledger, Workspaces
+from memsize.tracing.run_position import RunPosition
+from memsize.virtual.device_assignment import ASSIGNMENT, HOST
+from memsize.virtual.host_memory import HostMemory
+from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
+from memsize.virtual.several_gpus import gpu_of
+from memsize.virtual.stream_order import StreamOrder, host_waits
+
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+_TO_COPY = torch.ops.aten._to_copy.default
+_SET_STORAGE = torch.ops.aten.set_.source_Storage_storage_offset
+"""As `torch.load` makes tensors."""
+
+
+class _Thread(threading.local):
+    depth = 0
+    clock: RunPosition | None = None
+
+
+_thread = _Thread()
+
+
+def below_autograd() -> bool:
+    """Whether this thread is inside an op: PyTorch's own kernels in Python must see the real device of a tensor."""
+    return _thread.depth > 0
+
+
+class _ClockBeside(RunPosition):
+    """The clock of one more thread: it is in the step and phase that the `main` one shows, unless it opens its own."""
+
+    def __init__(self, main: RunPosition) -> None:
+        self._main, step = main, main.step
+        super().__init__()
+        self.phases, self.step = main.phases, step
+        self._opened = 0
+
+    @property
+    def step(self) -> int:
+        return self._main.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._main.step = number
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        self._opened += 1
+        try:
+            with super().during(name):
+                yield
+        finally:
+            self._opened -= 1
+
+    def tick(self) -> None:
+        if not self._opened and self._outside is None:
+            self.phase = self._main.phase
+        super().tick()
+
+
+class VirtualLedger(Ledger):
+    """Records the ops on stand-ins; `observer` is called after each, when its events are there."""
+
+    def __init__(self, workspaces: Workspaces, observer: Callable[[], None]) -> None:
+        self._turn = threading.RLock()
+        """One op at a time is recorded, whichever thread runs it."""
+        self.current_stream: Callable[[], int] = lambda: 0
+        self.streams: dict[int, int] = {}
+        """The stream of each storage that is not on the default one."""
+        self.order = StreamOrder(lambda: len(self.events))
+        """What streams and the program wait for."""
+        self.collectives: list[Collective] = []
+        self._groups: dict[str, int] = {}
+        """The groups of processes that collectives on the GPU were among, by name: each with its number."""
+        self.alone = True
+        """Whether this process runs without the others of its group, if it is in one: collectives are answered here."""
+        self.host_memory = HostMemory()
+        self.absent = False
+        """Whether what runs is the work of another rank: it is done here without memory, and not recorded."""
+        self._in_pytorch = False
+        self._elsewhere: dict[int, torch.UntypedStorage] = {}
+        super().__init__("meta", workspaces)
+        self.evaluator.lenient = True
+        self._observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and has_own_dispatch(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func.namespace in NAMESPACES and self.alone:
+            return self._between_ranks(func, types, args, kwargs)
+        return self._run(func, types, args, kwargs)
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = self._placed(func, types, args, kwargs)
+        if self.order.waiting and host_waits(func, args, kwargs):
+            self.order.synchronize(self.order.moment((ASSIGNMENT.index, self.current_stream())))
+        return result
+
+    def _placed(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op where its arguments are."""
+        device = kwargs.get("device")
+        if not self._is_on_gpu(func, args, device):
+            return self._off_gpu(func, args, kwargs, device)
+        gpu = ASSIGNMENT.index
+        if device is not None and _names_gpu(device):
+            gpu = ASSIGNMENT.named(device.index)
+            kwargs = {**kwargs, "device": _META}
+        elif ASSIGNMENT.has_others:
+            gpu = gpu_of(func, args)
+        pins = bool(kwargs.get("pin_memory")) or (func is _TO_COPY and bool(kwargs.get("non_blocking")))
+        kwargs = _unpinned(kwargs)
+        if self.absent or gpu != ASSIGNMENT.index:
+            result = self._on_other(gpu, func, args, kwargs)
+            return self.host_memory.pin(result) if pins and gpu == HOST else result
+        with self._turn:
+            _thread.depth += 1
+            try:
+                for tensor in taken_to_gpu(args) if device is None else ():
+                    self.enter(tensor, "temporary", self.known[func].name)
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+                on_cpu = device is not None and device.type == "cpu"
+                return self.host_memory.pin(result) if pins and on_cpu else result
+            finally:
+                _thread.depth -= 1
+                self._observer()
+
+    def _on_other(self, gpu: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on a GPU that nobody looks at, or on the host."""
+        with self._turn:
+            self.clock.tick()
+            self.last_op = func._overloadpacket.__name__
+            _thread.depth += 1
+            try:
+                if gpu == HOST and not _writes_into_memory(func, args):
+                    args, kwargs = as_stand_ins((args, kwargs))
+                result = self.run_op(func, args, kwargs)
+                for tensor in arguments_in(result if isinstance(result, (tuple, list)) else (result,)):
+                    new = is_meta(tensor) and self.index_of(tensor) < 0 and ASSIGNMENT.put(tensor, gpu)
+                    if new and gpu == HOST:
+                        self.host_memory.copies.enter(tensor.untyped_storage())
+                return result
+            finally:
+                _thread.depth -= 1
+                self._observer()
+
+    def _between_ranks(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A collective; one on the GPU is recorded, and the buffers that it works on are marked."""
+        kind, given = kind_of(func), is_given_buffers(func)
+        if waits(func):
+            return waited(func, args[0])
+        with self._turn:
+            self.clock.tick()
+            before = len(self.events)
+            if kind is not None and given:
+                group = group_of(args)
+                check_ranks(func, args, group.size())
+                check_devices(arguments_in(args), group)
+                if kind == "all-reduce":
+                    check_layouts(arguments_in(args), group)
+            result = answer(kind, func, args) if given else self._run(func, types, args, kwargs)
+            self.last_op = func._overloadpacket.__name__
+            if kind is not None and not given:
+                carry_over(kind, args, result)
+            if kind is not None and on_gpu(args) and not self.absent:
+                group = group_of(args)
+                number = self._groups.setdefault(group.group_name, len(self._groups))
+                buffers = list(arguments_in(args if given else (result,)))
+                moved, stream = bytes_moved(args, None if given else result), self._stream_of(buffers)
+                self.sent(kind, moved, group.size(), before, number, stream)
+                for tensor in buffers:
+                    self.mark(tensor, "communication")
+            elif kind is not None and given:
+                self.evaluator.rely_on(alike(kind))
+        return result
+
+    def _stream_of(self, buffers: Sequence[torch.Tensor]) -> int:
+        """The stream of the first of a collective's buffers, which is what it writes."""
+        return self.streams.get(self.index_of(buffers[0]), 0) if buffers else 0
+
+    def sent(
+        self, kind: CollectiveKind, size: int, ranks: int, before: int | None = None, group: int = -1, stream: int = 0
+    ) -> None:
+        """A collective of `size` bytes among so many ranks of a group, after so many events: by default now."""
+        clock, place = self.clock, len(self.events) if before is None else before
+        self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, place, group, stream))
+
+    @contextmanager
+    def absently(self) -> Iterator[None]:
+        """While open, what runs is the work of other ranks."""
+        before, self.absent = self.absent, True
+        try:
+            yield
+        finally:
+            self.absent = before
+
+    @contextmanager
+    def in_pytorch(self) -> Iterator[None]:
+        """While open, PyTorch's own C++ code makes tensors like those that it has: on the GPU."""
+        self._in_pytorch = True
+        try:
+            yield
+        finally:
+            self._in_pytorch = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While open, this thread asks PyTorch about shapes: it runs ops that are none of the program's."""
+        with _disable_current_modes():
+            _thread.depth += 1
+            try:
+                yield
+            finally:
+                _thread.depth -= 1
+
+    def _is_on_gpu(self, func: Any, args: Any, device: torch.device | None) -> bool:
+        if on_gpu(args) or (func is _SET_STORAGE and is_meta(args[0])):
+            return True
+        if device is None or device.type == "cpu" or (func is _TO_COPY and is_own_meta(args[0])):
+            return False
+        return _names_gpu(device) or self._in_pytorch or self.clock.layer >= 0 or bool(self.clock.backward)
+
+    def _off_gpu(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> Any:
+        """Run an op on the CPU, or on the program's own `meta` tensors, which nobody records."""
+        if not any_own_meta(args) and (device is None or device.type != "meta"):
+            result = func(*args, **_unpinned(kwargs))
+            return self.host_memory.pin(result) if kwargs.get("pin_memory") else result
+        if func is _TO_COPY and device is not None and (device.type == "cpu" or _names_gpu(device)):
+            return func(args[0], device=_CPU)  # PyTorch's error: there is no data
+        if device is not None and device.type == "cpu":
+            return func(*args, **kwargs)
+        _thread.depth += 1
+        try:
+            return claim(self.run_op(func, args, kwargs))
+        finally:
+            _thread.depth -= 1
+
+    @property
+    def clock(self) -> RunPosition:
+        """Where this thread is in the run."""
+        return _thread.clock or self._clock
+
+    @clock.setter
+    def clock(self, clock: RunPosition) -> None:
+        self._clock = clock
+
+    def begin_step(self, number: int) -> None:
+        """What follows, in the main thread too, belongs to the step of that number."""
+        for clock in {self._clock, self.clock}:
+            clock.step = number
+            clock.phase = clock.index("step")
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """While open, this thread, which the program started, calls modules and runs backwards of its own."""
+        _thread.clock = _ClockBeside(self._clock)
+        try:
+            yield
+        finally:
+            _thread.clock = None
+
+    def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        if self._in_pytorch and role == "temporary":
+            role = "communication"  # the buckets of DistributedDataParallel, whose hooks may send something else
+        index = super()._open(role, size, op, dtype, shape)
+        self._allocated(index)
+        return index
+
+    def _allocated(self, index: int) -> None:
+        """A storage gets its memory from the stream that this thread works on."""
+        if stream := self.current_stream():
+            self.streams[index] = stream
+        else:
+            self.streams.pop(index, None)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """As the base class has it; one that was empty gets its memory anew, perhaps from another stream."""
+        reference = self.live.get(storage._cdata)
+        if reference is not None and not self._held[reference.index]:
+            self._allocated(reference.index)
+        elif reference is not None and self._held[reference.index] != storage.nbytes():
+            self._freed(reference.index)
+        super().resized(storage)
+
+    def _leave(self, reference: Any) -> None:
+        if self._held[reference.index]:
+            self._freed(reference.index)
+        super()._leave(reference)
+
+    def _freed(self, index: int) -> None:
+        """The next event frees the block of a storage."""
+        if index in self.order.used:
+            self.order.free(index, (ASSIGNMENT.index, self.streams.get(index, 0)))
+
+    def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
+        """``tensor.record_stream(stream)``: once it is freed, its memory waits for that stream."""
+        for piece in plain_tensors(tensor):
+            if (index := self.index_of(piece)) >= 0:
+                self.order.use(index, (stream.device_index, stream.stream_id))
+
+    def made_at(self, storage: int, lines: Lines) -> None:
+        """`lines` of the program made `storage`."""
+        self._lines[storage] = self._numbers.setdefault(lines, len(self._numbers))
+
+    def _place(self) -> None:
+        """Far above PyTorch's own calls: looked up for large storages alone, by the program (`made_at`)."""
+
+    def storages(self, kept: Set[int]) -> tuple[Storage, ...]:
+        """As the base class has them, with their streams."""
+        found = list(super().storages(kept))
+        for index, stream in self.streams.items():
+            found[index] = found[index]._replace(stream=stream)
+        return tuple(found)
+
+    def share(self, part: torch.UntypedStorage, whole: torch.UntypedStorage) -> None:
+        """The memory of `part` is that of `whole`, which is there as long as the part is."""
+        known = self.live.get(whole._cdata)
+        if known is not None:
+            self.live[part._cdata] = known.named(part)
+        weakref.finalize(part, self._unshare, part._cdata, whole)
+
+    def _unshare(self, part: int, _: torch.UntypedStorage) -> None:
+        self.live.pop(part, None)
+
+    @contextmanager
+    def elsewhere(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """While open, these tensors are not on the GPU: whoever shards or moves them there makes others."""
+        storages = [piece.untyped_storage() for tensor in tensors for piece in plain_tensors(tensor)]
+        self._elsewhere = {storage._cdata: storage for storage in storages}
+        try:
+            yield
+        finally:
+            self._elsewhere = {}
+
+    def enter(self, tensor: torch.Tensor, role: Role, op: str = "", size: int | None = None) -> int:
+        """As the base class; nothing for what is `elsewhere`, on the host, or on a GPU that nobody looks at."""
+        if not is_meta(tensor) and not tensor.is_quantized:
+            return -1
+        if ASSIGNMENT.number_of(tensor) != ASSIGNMENT.index:
+            return -1
+        if self._elsewhere and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._elsewhere:
+            return -1
+        return super().enter(tensor, role, op, size)
+
+    def stand_in(self, tensor: torch.Tensor) -> None:
+        """Let `tensor`, which has memory on the CPU, be a stand-in on the host from here on."""
+        with self._turn, self.aside():
+            fresh = as_stand_ins(tensor.detach()).requires_grad_(tensor.requires_grad)
+        if ASSIGNMENT.put(fresh, HOST):
+            self.host_memory.copies.enter(fresh.untyped_storage())
+        torch._C._swap_tensor_impl(tensor, fresh)
+
+    def place(self, tensor: torch.Tensor, role: Role, layer: int) -> None:
+        """Give the storage of `tensor` a role and a layer that were not known when it was made.
+
+        What is gathered from shards stays that: a module stores it while it is there, also before its first forward.
+        """
+        index = self.index_of(tensor)
+        if index >= 0:
+            self._layers[index] = layer
+            if self._roles[index] != "gathered parameter":
+                self._roles[index] = role
+
+    def own(self, module: nn.Module, layer: int) -> None:
+        """What `module` itself stores is a parameter or a buffer of its layer."""
+        roles: tuple[tuple[Role, Any], ...] = (("parameter", module._parameters), ("buffer", module._buffers))
+        for role, held in roles:
+            for tensor in held.values():
+                for piece in () if tensor is None else plain_tensors(tensor):
+                    self.place(piece, role, layer)
+
+    def belongs(self, tensor: torch.Tensor, owner: torch.Tensor) -> None:
+        """Let the storage of `tensor`, which no module made, be in the layer of that of `owner`."""
+        index, known = self.index_of(tensor), self.index_of(owner)
+        if index >= 0 and known >= 0 and self._layers[index] < 0:
+            self._layers[index] = self._layers[known]
+
+    def refuse(self, storage: int) -> None:
+        """Forget that `storage` appeared: there was no memory for it."""
+        self._held[storage] = 0
+        place = next(i for i in reversed(range(len(self.events))) if self.events[i].storage == storage)
+        del self.events[place]
+
+
+def _writes_into_memory(func: Any, args: Any) -> bool:
+    """Whether an op changes its first argument, and that is no stand-in."""
+    return func._schema.is_mutable and not all(map(is_meta, arguments_in(args[:1])))
+
+
+def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Memory of the CPU can be pinned only where there is CUDA; it is as large either way."""
+    return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
+
+
+def _names_gpu(device: torch.device) -> bool:
+    """Whether an op that names `device` means the GPU; a `meta` without number may be the program's own."""
+    return device.type == "cuda" or (device.type == "meta" and device.index is not None)

@@ -1,0 +1,362 @@
+"""Stand-ins that say they are on the GPU: what the user's code reads of a tensor on a virtual GPU.
+
+A stand-in is a `meta` tensor. Above autograd its Python attributes answer as a CUDA tensor's; inside an op, where
+PyTorch's own kernels in Python read them, they answer what is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memsize.known_values.values import CONSTANT
+from memsize.torch_internals.meta import is_meta
+from memsize.virtual.device_assignment import ASSIGNMENT, check_index
+from memsize.virtual.gpu_ledger import VirtualLedger, below_autograd
+from memsize.virtual.own_meta import claim, is_own_meta, is_own_storage
+
+_TYPES = {
+    f"{name}Tensor": getattr(torch, dtype)
+    for name, dtype in (
+        pair.split(":")
+        for pair in (
+            "Float:float32 Double:float64 Half:float16 BFloat16:bfloat16 Byte:uint8 Char:int8 Short:int16 Int:int32 "
+            "Long:int64 Bool:bool"
+        ).split()
+    )
+}
+"""The old names of tensor types on a GPU, and their dtypes."""
+
+Replacement = tuple[Any, str, Any]
+"""What is replaced: its owner, its name there, and what takes its place."""
+
+_CPU = torch.device("cpu")
+_STANDS_FOR = "_memsize_stands_for"
+"""The attribute of a gradient that is not where its tensor is, which keeps the one that is meant."""
+_TO_COPY: Any = torch.ops.aten._to_copy.default
+_base = torch._C.TensorBase
+_device: Any = vars(_base)["device"]
+_is_cuda: Any = vars(_base)["is_cuda"]
+_is_cpu: Any = vars(_base)["is_cpu"]
+_data: Any = vars(_base)["data"]
+_grad: Any = vars(_base)["grad"]
+_lazy: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
+
+
+def replacements(ledger: VirtualLedger) -> Iterator[Replacement]:
+    """What `Tensor` has to answer where a run is recorded in `ledger`."""
+    host_memory = ledger.host_memory
+    original_type = Tensor.type
+    yield Tensor, "device", property(lambda t: ASSIGNMENT.device_of(t) if is_stand_in(t) else _device.__get__(t))
+    yield Tensor, "is_meta", property(lambda t: is_meta(t) and not is_stand_in(t))
+    yield Tensor, "is_cuda", property(lambda t: _is_on_gpu(t) or _is_cuda.__get__(t))
+    yield Tensor, "is_cpu", property(lambda t: not _is_on_gpu(t) if is_stand_in(t) else _is_cpu.__get__(t))
+    yield Tensor, "numpy", _with_memory(Tensor.numpy)
+    yield Tensor, "data", property(_data.__get__, _setter(ledger))
+    yield Tensor, "grad", property(_grad.__get__, _give_on_host(ledger), _grad.__delete__)
+    moves = {"to": _with_data(Tensor.to), "cuda": _with_data(Tensor.cuda, always=True), "get_device": _number}
+    yield from ((Tensor, name, move) for name, move in moves.items())
+    yield nn.Module, "to", _leaving(nn.Module.to, ledger)
+    compatible = _compatible(torch._has_compatible_shallow_copy_type)
+    yield torch, "_has_compatible_shallow_copy_type", compatible
+    allowed = [*_lazy._allowed_methods, *moves.values(), compatible]
+    yield _lazy, "_allowed_methods", allowed
+    yield _lazy, "materialize", _marked(_lazy.materialize, ledger)
+    yield Tensor, "data_ptr", _tensor_address
+    yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
+    yield torch.UntypedStorage, "copy_", _storage_copy(torch.UntypedStorage.copy_)
+    yield torch.UntypedStorage, "__getitem__", _storage_part(torch.UntypedStorage.__getitem__, ledger)
+    yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
+    yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
+    yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, stream)
+    yield Tensor, "type_as", lambda t, other: t.to(other)
+    yield Tensor, "type", _type(original_type)
+    yield Tensor, "_make_wrapper_subclass", staticmethod(_on_meta(Tensor._make_wrapper_subclass))
+    yield torch._C._nn, "_parse_to", _by_number(torch._C._nn._parse_to)
+    yield torch, "Generator", Generator
+    yield from ((torch.cuda, name, _OldType(name, (), {"dtype": dtype})) for name, dtype in _TYPES.items())
+    yield torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type)
+    yield nn.init, "_no_grad_trunc_normal_", _filled(nn.init._no_grad_trunc_normal_)
+    yield torch._tensor_str, "_tensor_str", _values_as_text(torch._tensor_str._tensor_str)
+    yield torch._utils, "_get_obj_state", _state_to_pickle(torch._utils._get_obj_state)
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether the user's code is to see `tensor` elsewhere than on `meta`: on the GPU, or on the host."""
+    return is_meta(tensor) and not below_autograd() and not is_own_meta(tensor)
+
+
+def _number(tensor: Tensor) -> int:
+    """The number of the GPU that `tensor` is on."""
+    return ASSIGNMENT.number_of(tensor) if _is_on_gpu(tensor) else _base.get_device(tensor)
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return is_stand_in(tensor) and not ASSIGNMENT.is_on_host(tensor)
+
+
+def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An array of a stand-in on the host has memory: whoever asks for one reads it."""
+
+    def array(tensor: Tensor, **options: Any) -> Any:
+        is_there = is_stand_in(tensor) and ASSIGNMENT.is_on_host(tensor)
+        return original(_TO_COPY(tensor.detach(), device=_CPU) if is_there else tensor, **options)
+
+    return array
+
+
+def _with_data(original: Callable[..., Tensor], always: bool = False) -> Callable[..., Tensor]:
+    """PyTorch's error where the program's own `meta` tensors are moved to the GPU; `Module.to` explains it further."""
+
+    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if is_own_meta(tensor) and not below_autograd() and (always or _goes_to_gpu(*args, **kwargs)):
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        return original(tensor, *args, **kwargs)
+
+    return moved
+
+
+def _leaving(original: Callable[..., nn.Module], ledger: VirtualLedger) -> Callable[..., nn.Module]:
+    """``model.to("meta")`` takes a model off the GPU, which is how programs let go of its memory."""
+
+    def moved(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+
+        def left(tensor: Tensor) -> Tensor:
+            kind = dtype if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()) else tensor.dtype
+            if not is_stand_in(tensor):
+                return tensor.to(device, kind)
+            with ledger.aside():
+                return claim(torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta"))  # type: ignore[no-any-return]
+
+        leaves = device is not None and device.type == "meta"
+        return module._apply(left) if leaves else original(module, *args, **kwargs)
+
+    return moved
+
+
+def _marked(original: Callable[..., None], ledger: VirtualLedger) -> Callable[..., None]:
+    """A lazy module gets its parameters and buffers in its first forward."""
+
+    def materialize(tensor: Any, *args: Any, **options: Any) -> None:
+        original(tensor, *args, **options)
+        ledger.mark(tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
+
+    return materialize
+
+
+def _goes_to_gpu(*args: Any, **kwargs: Any) -> bool:
+    """Whether the arguments of ``x.to`` name the GPU, by itself or by a tensor that is there."""
+    if args and isinstance(args[0], Tensor):
+        return _is_on_gpu(args[0])
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device is not None and device.type == "cuda"
+
+
+def _filled(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """It reads whether to draw again: there are no numbers, and it would never end."""
+    return lambda t, *args, **options: t if is_stand_in(t) else original(t, *args, **options)
+
+
+def _values_as_text(original: Callable[[Tensor, int], str]) -> Callable[[Tensor, int], str]:
+    """PyTorch reads each number that it prints, and there are none."""
+    return lambda t, indent: f"..., size={tuple(t.shape)}" if is_stand_in(t) else original(t, indent)
+
+
+def _tensor_address(tensor: Tensor) -> int:
+    """Where `tensor` would be: `meta` tensors are all at 0, and whoever compares addresses takes them for shared."""
+    address: int = _base.data_ptr(tensor)
+    if is_stand_in(tensor):
+        address = tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+    return address
+
+
+def _on_meta(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A wrapper around stand-ins is where they are: autograd asks each tensor's device for its streams."""
+
+    def made(*args: Any, **options: Any) -> Tensor:
+        device = options.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            options["device"] = torch.device("meta")
+        return original(*args, **options)
+
+    return made
+
+
+def _storage_address(original: Callable[[Any], int]) -> Callable[[Any], int]:
+    return lambda storage: storage._cdata if storage.device.type == "meta" else original(storage)
+
+
+def _storage_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Deep copies go through storages, and have no device that would tell the GPU's from the program's own `meta`."""
+
+    def copy(storage: Any, source: Any, *options: Any, **named: Any) -> Any:
+        known = source if source.device.type == "meta" else storage
+        if known.device.type != "meta" or is_own_storage(known):
+            return original(storage, source, *options, **named)
+        return storage.fill_(0) if storage.device.type == "cpu" else storage
+
+    return copy
+
+
+def _storage_part(original: Callable[..., Any], ledger: VirtualLedger) -> Callable[..., Any]:
+    """On the GPU a slice of a storage is another one with the same memory; `meta` has none."""
+
+    def part(storage: Any, place: Any) -> Any:
+        if not isinstance(place, slice) or storage.device.type != "meta" or is_own_storage(storage):
+            return original(storage, place)
+        begin, end, step = place.indices(storage.nbytes())
+        if step != 1:
+            raise RuntimeError(f"Trying to slice with a step of {step}, but only a step of 1 is supported")
+        made = torch.UntypedStorage(max(0, end - begin), device="meta")
+        ledger.share(made, storage)
+        return made
+
+    return part
+
+
+def _setter(ledger: VirtualLedger) -> Callable[[Tensor, Tensor], None]:
+    """``p.data = p.data.cuda()`` keeps the object on CUDA, and so all that optimizers hold of it. PyTorch takes tensors
+    of the CPU and of CUDA for the same type, but not those of `meta`: here the two exchange what they are made of. A
+    gradient stays where it is, which PyTorch's own are not asked to here: another stands for it until its data is
+    replaced too, or the tensor is back.
+    """
+
+    def assign(tensor: Tensor, value: Tensor) -> None:
+        vars(tensor).pop(_STANDS_FOR, None)
+        if is_meta(tensor) == is_meta(value):
+            _data.__set__(tensor, value)
+            return
+        fresh, grad = value.detach().requires_grad_(tensor.requires_grad), tensor.grad
+        torch._C._swap_tensor_impl(tensor, fresh)
+        if grad is not None:
+            gradient = vars(grad).get(_STANDS_FOR)
+            if gradient is None or is_meta(gradient) != is_meta(value):
+                gradient = torch.empty((), dtype=grad.dtype, device=value.device).expand(grad.shape)
+                vars(gradient)[_STANDS_FOR] = grad
+            _give(tensor, gradient)
+        if is_meta(tensor) and isinstance(tensor, nn.Parameter):
+            ledger.mark(tensor, "parameter")
+
+    return assign
+
+
+def _give_on_host(ledger: VirtualLedger) -> Callable[[Tensor, Tensor | None], None]:
+    """``x.grad = y`` of which only one has memory, as the other came from the GPU: both are stand-ins then."""
+
+    def give(tensor: Tensor, gradient: Tensor | None) -> None:
+        if gradient is not None and is_meta(tensor) != is_meta(gradient):
+            standing, real = (tensor, gradient) if is_meta(tensor) else (gradient, tensor)
+            if ASSIGNMENT.is_on_host(standing) and _is_cpu.__get__(real):
+                ledger.stand_in(real)
+        _grad.__set__(tensor, gradient)
+
+    return give
+
+
+def _give(tensor: Tensor, gradient: Tensor) -> None:
+    """``tensor.grad = gradient`` of any shape: a flat parameter of FSDP is whole at times, and its gradient is not."""
+    data = gradient.detach()
+    _data.__set__(gradient, tensor.detach())
+    _grad.__set__(tensor, gradient)
+    _data.__set__(gradient, data)
+
+
+def _by_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``model.to(0)`` names the GPU by its number."""
+
+    def parsed(*args: Any, **kwargs: Any) -> Any:
+        named = args[0] if args else kwargs.get("device")
+        if type(named) is int:
+            kwargs.pop("device", None)
+            args = (torch.device("cuda", named), *args[1:])
+        return original(*args, **kwargs)
+
+    return parsed
+
+
+def _compatible(original: Callable[[Tensor, Tensor], bool]) -> Callable[[Tensor, Tensor], bool]:
+    return lambda old, new: is_meta(old) != is_meta(new) or original(old, new)
+
+
+def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``x.type()`` names the type, ``x.type(torch.cuda.FloatTensor)`` converts to one of the GPU."""
+
+    def answer(tensor: Tensor, dtype: Any = None, **options: Any) -> Any:
+        if dtype is None:
+            name: str = original(tensor)
+            place = "torch.cuda." if _is_on_gpu(tensor) else "torch."
+            return name.replace("torch.meta.", place) if is_stand_in(tensor) else name
+        kind = _old_type(dtype)
+        return original(tensor, dtype, **options) if kind is None else tensor.to(ASSIGNMENT.device, kind)
+
+    return answer
+
+
+class _OldType(type):
+    """``torch.cuda.FloatTensor``: makes tensors, and tells whether something is one of its own."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any) -> Tensor:
+        sizes = len(args) == 1 and isinstance(args[0], torch.Size)
+        if sizes or all(isinstance(size, int) for size in args):
+            return torch.empty(*args or (0,), dtype=cls.dtype, device=ASSIGNMENT.device)
+        return torch.as_tensor(args[0], dtype=cls.dtype).to(ASSIGNMENT.device)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_cuda and value.dtype is cls.dtype
+
+
+def _old_type(named: Any) -> torch.dtype | None:
+    """The dtype of one of the old types on a GPU, by itself or by its name; None for anything else."""
+    if isinstance(named, _OldType):
+        return named.dtype
+    module, _, kind = str(named).rpartition(".")
+    return _TYPES.get(kind) if module == "torch.cuda" else None
+
+
+def _default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """An old type of a GPU is a default device and a default dtype."""
+
+    def choose(named: Any) -> None:
+        kind = _old_type(named)
+        torch.set_default_device(None if kind is None else ASSIGNMENT.device)
+        if kind is None:
+            original(named)
+        elif kind.is_floating_point:
+            torch.set_default_dtype(kind)
+
+    return choose
+
+
+def _state_to_pickle(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What is known of a stand-in's values stays here when the program saves it."""
+
+    def state(value: Any) -> Any:
+        held = original(value)
+        return {name: each for name, each in held.items() if name != CONSTANT} if isinstance(held, dict) else held
+
+    return state
+
+
+class Generator(torch._C.Generator):
+    """A generator of random numbers that says it is the GPU's, where one was asked for; it counts on the CPU."""
+
+    _on_gpu = False
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        made: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        named = torch.device(device)
+        made._on_gpu = named.type == "cuda"
+        if made._on_gpu:
+            check_index(-1 if named.index is None else named.index)
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where its numbers are drawn."""
+        return ASSIGNMENT.device if self._on_gpu else torch.device("cpu")
