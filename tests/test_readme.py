@@ -342,8 +342,8 @@ def test_every_picture_is_shown_and_small() -> None:
         assert picture.stat().st_size < 150_000
 
 
-def test_the_glossary_has_every_role() -> None:
-    assert {row[0] for row in rows("glossary.md", "Roles")} == set(get_args(Role))
+def test_the_vocabulary_has_every_role() -> None:
+    assert {row[0] for row in rows("vocabulary.md", "Roles")} == set(get_args(Role))
 
 
 def test_the_readme_is_short() -> None:
