@@ -43,8 +43,8 @@ def table(lines: Iterable[Line]) -> str:
 
 
 def _lines(name: str) -> Lines:
-    found: Lines = import_module(f"benchmarks.{name}").lines
-    return found
+    contents: Lines = import_module(f"benchmarks.{name}").lines
+    return contents
 
 
 def _ratio(ratio: float | None) -> str:

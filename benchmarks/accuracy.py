@@ -107,9 +107,9 @@ def predicted(row: dict[str, str]) -> StepTrace:
         with Weightless():
             model = built(name)()
         optimizer = {"SGD": "sgd"}.get(row["optimizer"], row["optimizer"].lower())
-        given = inputs(name, int(row["batch"]))
+        arguments = inputs(name, int(row["batch"]))
         gpu = {"RTX": "rtx3060", "A100-SXM4-40GB": "a100"}[row["gpu"].split()[0]]
-        return memsize.trace(model, given, optimizer=optimizer, gpu=gpu, stack=STACK, steps=2)
+        return memsize.trace(model, arguments, optimizer=optimizer, gpu=gpu, stack=STACK, steps=2)
 
 
 def compared(row: dict[str, str]) -> list[Any]:

@@ -20,14 +20,14 @@ def training(steps: int = 40, layers: int = 100) -> Events:
     parameters = [4 * width * width, 4 * width, 16 * width * width, 4 * width] * layers
     events += [(next(names), size) for size in parameters for _ in range(3)]
     for _ in range(steps):
-        kept: Events = []
+        saved: Events = []
         for layer in range(layers):
             scratch = (next(names), 8 * tokens * width)
             fresh = [(next(names), 4 * tokens), (next(names), 4 * tokens * width + 512 * (layer % 7))]
             events += [fresh[0], scratch, fresh[1], freed(scratch)]
-            kept += fresh
+            saved += fresh
         gradients: Events = []
-        for storage in reversed(kept):
+        for storage in reversed(saved):
             flow = (next(names), 4 * tokens * width)
             gradient = [(next(names), parameters[len(gradients) + at]) for at in range(2)]
             events += [flow, *gradient, freed(storage), freed(flow)]

@@ -196,19 +196,19 @@ class Run:
 
 def _run(line: str) -> Run:
     net, kind, scenario, optimizer, batch, *more = line.split()
-    given, _, backwards = optimizer.partition("/")
-    training = Training(given, accumulate=int(backwards or 1)) if kind == "train" else None
+    optimizer_name, _, backwards = optimizer.partition("/")
+    training = Training(optimizer_name, accumulate=int(backwards or 1)) if kind == "train" else None
     build, inputs = {**SMALL, **GRAPHS}[net]
     own = more[1:] == ["own"]
-    parts = [net, kind, scenario, *([given] if training else [])]
+    parts = [net, kind, scenario, *([optimizer_name] if training else [])]
     name = "/".join([*parts, *([f"x{backwards}"] if backwards else []), *(["own-attention"] if own else [])])
 
     def make() -> Experiment:
         with Weightless():
             model = build()
         specs = parse_inputs(inputs.format(length=more[0] if more else "").split())
-        given = inputs_from_specs(specs, int(batch))
-        return Experiment(name, model, given, training is not None, scenario_named(scenario), training)
+        arguments = inputs_from_specs(specs, int(batch))
+        return Experiment(name, model, arguments, training is not None, scenario_named(scenario), training)
 
     return Run(name, make, own)
 
@@ -255,7 +255,7 @@ def _no_products() -> Iterator[None]:
         TEMPORARIES[op] = products
 
 
-def held(run: Run) -> Held:
+def compare_on_cpu(run: Run) -> CpuComparison:
     """The run's step, real on the CPU, beside its prediction for a GPU without workspaces."""
     case = run.make()
     with _kernels_of_both(run.own), _no_products(), EvenChoices(), StandIn(NO_WORKSPACES) as memory:
@@ -264,10 +264,10 @@ def held(run: Run) -> Held:
         with cuda_semantics(stands_for=("cpu",)):
             seen = measure(replace(plan, build=partial(_with_cuda_casts, plan.build, case.scenario.autocast)), memory)
     assert seen.log is not None and seen.peaks is not None
-    found = align(said.log, seen.log)
+    alignment = align(said.log, seen.log)
     kinds = {name: type(module) for name, module in case.model.named_modules()}
-    reasons = tuple(_reason(each, kinds) for each in found.differences)
-    return Held(run.name, found, reasons, said.most.requested - seen.peaks.requested)
+    reasons = tuple(_reason(difference, kinds) for difference in alignment.differences)
+    return CpuComparison(run.name, alignment, reasons, said.most.requested - seen.peaks.requested)
 
 
 def _with_cuda_casts(build: Callable[[], Setup], autocast: str | None) -> Setup:
@@ -327,7 +327,7 @@ BY_DESIGN: Final = (
 
 
 @dataclass(frozen=True)
-class Held:
+class CpuComparison:
     """What came of one run: the two logs side by side, why each difference is there (None: nobody knows), and by how
     many bytes the predicted peak of what tensors ask for is above the real one."""
 
@@ -349,29 +349,31 @@ def _reason(difference: AllocationDifference, kinds: Mapping[str, type[nn.Module
     for reason in BY_DESIGN:
         if difference.place.op in reason.operations or issubclass(kind, reason.within):
             return reason
-    lenders = (r for r in BY_DESIGN if r.lends and any(issubclass(each, r.within) for each in kinds.values()))
+    lenders = (
+        r for r in BY_DESIGN if r.lends and any(issubclass(module_type, r.within) for module_type in kinds.values())
+    )
     return next(lenders, None) if difference.kind in ("freed later", "freed earlier") else None
 
 
-def line(found: Held) -> list[str]:
+def line(comparison: CpuComparison) -> list[str]:
     """One row of the table."""
-    counts = Counter("unexplained" if reason is None else reason.what for reason in found.reasons)
-    seen = found.alignment
+    counts = Counter("unexplained" if reason is None else reason.what for reason in comparison.reasons)
+    seen = comparison.alignment
     differing = ", ".join(f"{count} {what}" for what, count in counts.items())
-    return [found.name, f"{seen.predicted:,}", f"{seen.matched:,}", differing or "none", f"{found.peak:,} B"]
+    return [comparison.name, f"{seen.predicted:,}", f"{seen.matched:,}", differing or "none", f"{comparison.peak:,} B"]
 
 
 def main(patterns: Sequence[str]) -> int:
     """Print the table; the exit status is 1 where something differs that nobody has explained."""
-    wanted = [run for name, run in RUNS.items() if not patterns or any(fnmatch(name, each) for each in patterns)]
+    wanted = [run for name, run in RUNS.items() if not patterns or any(fnmatch(name, pattern) for pattern in patterns)]
     rows = []
     unexplained = 0
     for run in wanted:
-        found = held(run)
-        unexplained += len(found.unexplained)
-        rows.append(line(found))
-        for each in found.unexplained:
-            print(f"{found.name}: {each}")
+        comparison = compare_on_cpu(run)
+        unexplained += len(comparison.unexplained)
+        rows.append(line(comparison))
+        for difference in comparison.unexplained:
+            print(f"{comparison.name}: {difference}")
     titles = ("step", "predicted allocations", "as in the real step", "differ", "peak off by")
     print(tabulate(rows, titles, "github", disable_numparse=True, colalign=("left", "right", "right", "left", "right")))
     print(f"\ntorch {torch.__version__}; {len(rows)} steps, {unexplained} differences unexplained")

@@ -14,7 +14,7 @@ LIMIT = 5.0
 """Seconds that the whole question may take on two cores."""
 
 
-def asked(model: ResNet50, **options: object) -> Fit:
+def fit_of(model: ResNet50, **options: object) -> Fit:
     """The fit of training steps on a T4."""
     return memsize.fit(model, SIZE, train="adamw", gpu="t4", **options)  # type: ignore[arg-type]
 
@@ -23,9 +23,9 @@ def lines(quick: bool) -> Iterator[Line]:
     """The search over six scenarios, its runs, and the remedies of a batch that does not fit."""
     model = ResNet50()
     scenarios = "fp32" if quick else None
-    fit = asked(model, scenarios=scenarios)
+    fit = fit_of(model, scenarios=scenarios)
     search, remedies = in_turn(
-        [lambda: asked(model, scenarios=scenarios), lambda: asked(model, scenarios="fp32", batch_size=256)],
+        [lambda: fit_of(model, scenarios=scenarios), lambda: fit_of(model, scenarios="fp32", batch_size=256)],
         1 if quick else 5,
     )
     yield compared("ResNet-50 on a T4, largest batch, default scenarios", search, "the limit", LIMIT, 1.0)

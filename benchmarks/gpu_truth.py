@@ -42,7 +42,7 @@ class Options:
     names: tuple[str, ...]
     folder: Path = FOLDER
     seconds: float = 540.0
-    each: float = 60.0
+    workload_seconds: float = 60.0
     resume: bool = False
     logs: Path | None = None
     command: str = ""
@@ -64,13 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=float, default=60, metavar="SECONDS", help="for one workload (default: 60)")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the file goes (default: tests/truth)")
     parser.add_argument("--logs", type=Path, metavar="FILE.jsonl.gz", help="also append every whole log of allocations")
-    asked = parser.parse_args(arguments)
-    names = tuple(name for name in SUITE if not asked.patterns or any(fnmatch(name, each) for each in asked.patterns))
-    if asked.list or not names:
+    chosen = parser.parse_args(arguments)
+    names = tuple(
+        name for name in SUITE if not chosen.patterns or any(fnmatch(name, pattern) for pattern in chosen.patterns)
+    )
+    if chosen.list or not names:
         print("\n".join(names) or "no workload has such a name")
         return 0 if names else 2
     command = shlex.join(["python", "-m", "benchmarks.gpu_truth", *(sys.argv[1:] if arguments is None else arguments)])
-    options = Options(names, asked.folder, asked.time_limit, asked.each, asked.resume, asked.logs, command)
+    options = Options(names, chosen.folder, chosen.time_limit, chosen.each, chosen.resume, chosen.logs, command)
     try:
         path = collect(options)
     except (LaneError, InputError) as error:
@@ -91,15 +93,15 @@ def collect(options: Options) -> Path:
         where: SoftwareStack = worker.read(stack)
         path = path_of(where, options.folder)
         truth = _begun(options, where, path)
-        wanted = [each for each in options.names if (each, False) not in truth.done or _once_more(each, truth)]
-        say(f"{where.gpu}, torch {where.torch}: {len(wanted)} workloads to measure, children by {lanes.method}")
-        found = _predicted(lanes, wanted, stack, (end - time.monotonic()) / 3, options.lanes)
-        for outcome in _measured(options, lanes, wanted, found, truth, end):
+        wanted = [name for name in options.names if (name, False) not in truth.done or _once_more(name, truth)]
+        report(f"{where.gpu}, torch {where.torch}: {len(wanted)} workloads to measure, children by {lanes.method}")
+        predictions = _predicted(lanes, wanted, stack, (end - time.monotonic()) / 3, options.lanes)
+        for outcome in _measured(options, lanes, wanted, predictions, truth, end):
             truth = truth.with_outcome(outcome)
             write(truth, path)
-            say(_line(outcome))
+            report(_line(outcome))
     left = len(options.names) - len({key[0] for key in truth.done if key[0] in options.names})
-    say(f"{left} workloads are left: run the same with --resume" if left else "every workload is measured")
+    report(f"{left} workloads are left: run the same with --resume" if left else "every workload is measured")
     return path
 
 
@@ -107,16 +109,16 @@ def _begun(options: Options, stack: SoftwareStack, path: Path) -> Truth:
     fresh = Truth(stack, datetime.now(UTC).date().isoformat(), options.command, __version__)
     if not (options.resume and path.exists()):
         return fresh
-    found = read(path)
-    if found.stack != replace(stack, total=found.stack.total):  # which is not the same to the byte on every such card
+    saved = read(path)
+    if saved.stack != replace(stack, total=saved.stack.total):  # which is not the same to the byte on every such card
         raise InputError(f"{path.name} was measured on another stack: move it away, or leave out --resume")
-    return found
+    return saved
 
 
 def _once_more(name: str, truth: Truth) -> bool:
     """Whether a workload that is measured still lacks its run with cuDNN's benchmark."""
-    done = [each for each in truth.outcomes if each.name == name]
-    convolutional = any(each.said is not None and each.said.convolutional for each in done)
+    done = [outcome for outcome in truth.outcomes if outcome.name == name]
+    convolutional = any(outcome.said is not None and outcome.said.convolutional for outcome in done)
     return convolutional and (name, True) not in truth.done
 
 
@@ -124,10 +126,10 @@ def _predicted(
     lanes: Lanes, names: Sequence[str], stack: Path, limit: float, count: int
 ) -> dict[str, Path | LaneError]:
     start = time.monotonic()
-    found = dict(lanes.predictions(names, stack, limit, count))
-    failed = {name: error for name, error in found.items() if isinstance(error, LaneError)}
-    say(f"predicted in {time.monotonic() - start:.0f} s" + (f", {len(failed)} failed" if failed else ""))
-    return found
+    predictions = dict(lanes.predictions(names, stack, limit, count))
+    failed = {name: error for name, error in predictions.items() if isinstance(error, LaneError)}
+    report(f"predicted in {time.monotonic() - start:.0f} s" + (f", {len(failed)} failed" if failed else ""))
+    return predictions
 
 
 def _measured(
@@ -147,10 +149,12 @@ def _measured(
         if left < _LEAST:
             return
         said = predictions[name]
-        known = None if isinstance(said, LaneError) else said
-        arguments = (options.memory, name, benchmark, known, options.logs)
+        prediction = None if isinstance(said, LaneError) else said
+        arguments = (options.memory, name, benchmark, prediction, options.logs)
         try:
-            outcome: Outcome = worker.read(lanes.run(worker.write_outcome, arguments, min(options.each, left)))
+            outcome: Outcome = worker.read(
+                lanes.run(worker.write_outcome, arguments, min(options.workload_seconds, left))
+            )
         except LaneError as error:
             outcome = Outcome(name, benchmark, failure=str(error))
         if isinstance(said, LaneError) and outcome.measurement is not None:
@@ -158,8 +162,8 @@ def _measured(
         yield outcome
 
 
-def _has(found: Path | LaneError, benchmark: bool) -> bool:
-    return not isinstance(found, LaneError) and benchmark in worker.read(found)
+def _has(prediction: Path | LaneError, benchmark: bool) -> bool:
+    return not isinstance(prediction, LaneError) and benchmark in worker.read(prediction)
 
 
 def _line(outcome: Outcome) -> str:
@@ -176,7 +180,7 @@ def _line(outcome: Outcome) -> str:
     return f"{name:56} {'  '.join(parts)}  {steps}  {seen.seconds:.1f} s"
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     """Tell the reader, at once: the run may be cut off."""
     print(text, flush=True)
 

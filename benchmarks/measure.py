@@ -74,9 +74,9 @@ def processes_in_turn(commands: Sequence[Sequence[str]], rounds: int, folder: Pa
     """The medians of each of `commands` (arguments of this Python), run in turn as processes of their own."""
     spent: list[list[Spent]] = [[] for _ in commands]
     for _ in range(rounds):
-        for command, each in zip(commands, spent, strict=True):
-            each.append(_measured_elsewhere(command, folder))
-    return [Spent(median(one.seconds for one in each), round(median(one.memory for one in each))) for each in spent]
+        for command, runs in zip(commands, spent, strict=True):
+            runs.append(_measured_elsewhere(command, folder))
+    return [Spent(median(one.seconds for one in runs), round(median(one.memory for one in runs))) for runs in spent]
 
 
 def _measured_elsewhere(arguments: Sequence[str], folder: Path) -> Spent:

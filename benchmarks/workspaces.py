@@ -35,17 +35,17 @@ MIB = 2**20
 
 def stack(gpu: str) -> SoftwareStack:
     """The newest PyTorch on a card."""
-    found = card(gpu)
-    return SoftwareStack(found.name, found.capability, found.bytes, "2.14.1", "3.12")
+    gpu_card = card(gpu)
+    return SoftwareStack(gpu_card.name, gpu_card.capability, gpu_card.bytes, "2.14.1", "3.12")
 
 
 def entries(every: bool) -> list[Entry]:
     """The workloads in which convolutions run: all, or each network's first training and first inference."""
-    found = [entry for entry in SUITE.values() if entry.net in NETS]
+    convolutional = [entry for entry in SUITE.values() if entry.net in NETS]
     if every:
-        return found
-    firsts = {(entry.net, entry.training is None): entry for entry in reversed(found)}
-    return [entry for entry in found if entry in firsts.values()]
+        return convolutional
+    firsts = {(entry.net, entry.training is None): entry for entry in reversed(convolutional)}
+    return [entry for entry in convolutional if entry in firsts.values()]
 
 
 def convolutions(gpu: str) -> dict[Convolution, int]:
@@ -79,22 +79,22 @@ def peaks(entry: Entry, library: Library) -> tuple[Any, ...]:
     """The peaks of one workload: without workspaces, by estimates with their interval, and by cuDNN."""
     where = stack("h100")
     guess = entry.case.trace(where, Plans(where.capability))
-    asked = entry.case.trace(where, Plans(where.capability, lambda: library))
+    answered = entry.case.trace(where, Plans(where.capability, lambda: library))
     least, most = _interval(guess)
     return (
         entry.name,
-        _allocated(requests(asked, 0)),
+        _allocated(requests(answered, 0)),
         _allocated(requests(guess)),
         f"{least:,} to {most:,}",
-        _allocated(requests(asked)),
+        _allocated(requests(answered)),
         _reserved(requests(guess)),
-        _reserved(requests(asked)),
+        _reserved(requests(answered)),
     )
 
 
 def _interval(trace: Trace) -> tuple[int, int]:
-    found = [_allocated(each) for each in variants(replace(trace, cudnn=None))]
-    return min(found), max(found)
+    sizes = [_allocated(variant) for variant in variants(replace(trace, cudnn=None))]
+    return min(sizes), max(sizes)
 
 
 def _allocated(events: Iterable[tuple[int, int]]) -> int:

@@ -14,7 +14,18 @@ from torch import nn
 from torch.func import functional_call, grad, vjp, vmap
 
 from benchmarks import cpu_truth
-from benchmarks.cpu_truth import BY_DESIGN, GRAPHS, RUNS, SMALL, EvenChoices, Held, Run, held, line, main
+from benchmarks.cpu_truth import (
+    BY_DESIGN,
+    GRAPHS,
+    RUNS,
+    SMALL,
+    CpuComparison,
+    EvenChoices,
+    Run,
+    compare_on_cpu,
+    line,
+    main,
+)
 from benchmarks.truth.suite import NETS
 from memsize.analysis.verify.verification import Experiment
 from memsize.known_values.values import constant_of
@@ -56,7 +67,7 @@ def expected(name: str) -> set[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
 def test_a_real_step_is_as_predicted(name: str) -> None:
-    found = held(RUNS[name])
+    found = compare_on_cpu(RUNS[name])
     assert found.unexplained == ()
     assert {reason.what for reason in found.reasons if reason} == expected(name)
     assert found.alignment.matched > 0
@@ -94,7 +105,7 @@ def test_what_nobody_explains_is_found(monkeypatch: pytest.MonkeyPatch, capsys: 
     feed = inputs_from_specs(parse_inputs(["8"]), 4)
     case = replace(RUNS["perceptron/infer/fp16"].make(), name="forgetful", model=_Forgetful(), inputs=feed)
     run = Run("forgetful", lambda: case, own=False)
-    found = held(run)
+    found = compare_on_cpu(run)
     # the exponentials, their mean and the sum: 4·8, 1 and 4·8 numbers of 2 bytes
     assert [(each.kind, each.place.op, each.real) for each in found.unexplained if each.kind == "real only"] == [
         ("real only", "exp", 64),
@@ -125,7 +136,7 @@ def test_a_reason_holds_where_it_is_meant_to() -> None:
 def test_a_row_of_the_table() -> None:
     different = AllocationDifference("real only", OpLocation("forward", None, "mm"), None, 8, False)
     seen = Alignment(1200, 1201, 1199, (different, different, different))
-    found = Held("net", seen, (BY_DESIGN[0], None, BY_DESIGN[0]), -16)
+    found = CpuComparison("net", seen, (BY_DESIGN[0], None, BY_DESIGN[0]), -16)
     assert line(found) == ["net", "1,200", "1,199", "2 recurrent layers, 1 unexplained", "-16 B"]
 
 
@@ -191,7 +202,7 @@ class Penalized(nn.Module):
 def test_gradients_taken_in_a_forward_are_as_in_a_real_step(model: type[nn.Module]) -> None:
     inputs, training = inputs_from_specs(parse_inputs(["64"]), 8), Training("sgd:foreach")
     scenario = scenario_named("fp32")
-    found = held(Run("inner", lambda: Experiment("inner", model(), inputs, True, scenario, training), False))
+    found = compare_on_cpu(Run("inner", lambda: Experiment("inner", model(), inputs, True, scenario, training), False))
     assert found.unexplained == ()
     assert found.alignment.predicted == found.alignment.real == found.alignment.matched > 20
     assert found.peak == 0

@@ -458,7 +458,7 @@ def test_a_run_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_what_fails_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A memory that cannot be read for the workload, and a limit that no workload keeps."""
     names = ("perceptron/train/fp32/sgd/b64", "perceptron/infer/fp32/b64")
-    path = collect(options(tmp_path, *names, each=0.01))
+    path = collect(options(tmp_path, *names, workload_seconds=0.01))
     failures = [outcome.failure for outcome in read(path).outcomes]
     assert failures == ["it took too long and was stopped"] * 2
     assert "2 workloads are left" in capsys.readouterr().out

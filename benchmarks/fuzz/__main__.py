@@ -37,14 +37,14 @@ class Tally:
 
     @property
     def row(self) -> tuple[object, ...]:
-        found = self.outcomes
+        outcomes = self.outcomes
         return (
-            len(found),
-            sum(each.status == 0 for each in found),
-            sum(each.status == 2 for each in found),
-            sum(bool(each.faults) for each in found),
-            f"{max((each.seconds for each in found), default=0):.2f} s",
-            f"{max((each.memory for each in found), default=0):.0f} MiB",
+            len(outcomes),
+            sum(outcome.status == 0 for outcome in outcomes),
+            sum(outcome.status == 2 for outcome in outcomes),
+            sum(bool(outcome.faults) for outcome in outcomes),
+            f"{max((outcome.seconds for outcome in outcomes), default=0):.2f} s",
+            f"{max((outcome.memory for outcome in outcomes), default=0):.0f} MiB",
         )
 
 
@@ -52,18 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     kinds = chosen.kinds or list(KINDS)
     tallies = {kind: Tally() for kind in kinds}
-    with tempfile.TemporaryDirectory(prefix="memsize-fuzz-") as place:
-        _warm_up(Path(place))
+    with tempfile.TemporaryDirectory(prefix="memsize-fuzz-") as folder:
+        _warm_up(Path(folder))
         for kind, number in _numbers(kinds, chosen):
             trial = KINDS[kind](Random(f"{chosen.seed}:{kind}:{number}"))
-            outcome = attempt(trial, Path(place) / "trial")
+            outcome = attempt(trial, Path(folder) / "trial")
             outcome = _judged(outcome, trial)
             tallies[kind].outcomes.append(outcome)
             if outcome.faults:
                 _tell(kind, number, trial, outcome, chosen)
                 if chosen.keep:
                     shutil.copytree(
-                        Path(place) / "trial", chosen.keep / f"{kind}-{number}", dirs_exist_ok=True, symlinks=True
+                        Path(folder) / "trial", chosen.keep / f"{kind}-{number}", dirs_exist_ok=True, symlinks=True
                     )
     titles = ("", "runs", "answered", "refused", "faults", "longest", "most memory")
     print(tabulate([(kind, *tally.row) for kind, tally in tallies.items()], titles, "simple"))
@@ -93,7 +93,7 @@ def _numbers(kinds: Sequence[str], chosen: argparse.Namespace) -> Iterator[tuple
             yield kind, number
 
 
-def _warm_up(place: Path) -> None:
+def _warm_up(folder: Path) -> None:
     """Import all that commands import, so that a trial which reads data has no reason to import anything."""
     declare()
     # A pool of threads does not live on in a forked process, which would wait for it.
@@ -102,7 +102,7 @@ def _warm_up(place: Path) -> None:
         for form in checkpoints.FORMATS:
             command = name.partition(".")[0] if name.endswith(".memsize") else "checkpoint"
             trial = Trial("warm-up", (command, name, "-f", form), lambda folder, n=name, c=content: _put(folder / n, c))
-            _run_here(trial, place / "warm")
+            _run_here(trial, folder / "warm")
 
 
 def _put(path: Path, content: bytes) -> None:

@@ -23,9 +23,9 @@ HOSTILE: Final = "\x1b]0;x\x07\u202e\x9b2J\x00<script>"
 def trials(random: Random) -> Trial:
     """The next trial: a file, and a command that reads it."""
     name, content = random.choice((_mutated, _mutated, _mutated, _generated))(random)
-    asked = random.choice(FORMATS)
+    format = random.choice(FORMATS)
     outputs = frozenset({"answer"} if random.random() < 0.2 else ())
-    arguments = [*_command(name), name, "-f", asked, *(["-o", "answer"] if outputs else [])]
+    arguments = [*_command(name), name, "-f", format, *(["-o", "answer"] if outputs else [])]
     if name.endswith(".memsize") or random.random() < 0.8:
         return Trial("checkpoint", tuple(arguments), lambda folder: _write(folder / name, content), outputs)
     # Beside an index that names it, or in a folder of its own.
@@ -37,8 +37,8 @@ def trials(random: Random) -> Trial:
         _write(folder / name, content)
         _write(folder / "model.index.json", index)
 
-    place = random.choice(("model.index.json", "."))
-    return Trial("checkpoint", ("checkpoint", place, "-f", asked), prepare)
+    target = random.choice(("model.index.json", "."))
+    return Trial("checkpoint", ("checkpoint", target, "-f", format), prepare)
 
 
 def _command(name: str) -> tuple[str, ...]:
@@ -70,23 +70,23 @@ def mutate(random: Random, content: bytes) -> bytes:
     """`content` with a few bytes changed, left out, repeated, or replaced by what readers trip over."""
     data = bytearray(content)
     for _ in range(random.choice((1, 1, 1, 1, 2, 4))):
-        place, length = random.randrange(len(data) + 1), random.choice((1, 1, 2, 4, 8, 64))
+        start, length = random.randrange(len(data) + 1), random.choice((1, 1, 2, 4, 8, 64))
         match random.randrange(7) if random.random() < 0.7 else 0:
             case 0 if data:
-                data[place % len(data)] ^= 1 << random.randrange(8)
+                data[start % len(data)] ^= 1 << random.randrange(8)
             case 1:
-                data[place : place + length] = b""
+                data[start : start + length] = b""
             case 2:
-                data[place:place] = data[place : place + length] * random.choice((1, 2, 100))
+                data[start:start] = data[start : start + length] * random.choice((1, 2, 100))
             case 3:
-                data[place : place + 8] = random.choice(_NUMBERS)
+                data[start : start + 8] = random.choice(_NUMBERS)
             case 4:
-                data[place:place] = random.choice(_TOKENS)
+                data[start:start] = random.choice(_TOKENS)
             case 5:
                 other = random.randrange(len(data) + 1)
-                data[place : place + length] = data[other : other + length]
+                data[start : start + length] = data[other : other + length]
             case _:
-                del data[place:]
+                del data[start:]
     return bytes(data)
 
 
@@ -216,8 +216,8 @@ def _gguf() -> bytes:
     head += string("general.name") + struct.pack("<I", 8) + string(HOSTILE)
     head += string("tokens") + struct.pack("<IIQ", 9, 8, 10) + string("token") * 10
     head += string("size") + struct.pack("<II", 4, 7)
-    for place, name in enumerate(("a.weight", HOSTILE)):
-        head += string(name) + struct.pack("<IQQIQ", 2, 32, 2, place * 2, place * 256)
+    for number, name in enumerate(("a.weight", HOSTILE)):
+        head += string(name) + struct.pack("<IQQIQ", 2, 32, 2, number * 2, number * 256)
     return head + bytes(-len(head) % 32) + bytes(512)
 
 

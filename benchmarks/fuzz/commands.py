@@ -64,9 +64,9 @@ def option_trials(random: Random) -> Trial:
     if random.random() < 0.3:
         arguments.append(random.choice(_FLAGS))
     # The folder's own files may be overwritten where that is what is asked for.
-    given = {arguments[i + 1] for i, each in enumerate(arguments) if each in ("--output", "--save")}
-    asked = {name for name in given if "--force" in arguments or name != "canary"}
-    return Trial("options", tuple(arguments), _prepare, frozenset(asked), strict=False)
+    outputs = {arguments[i + 1] for i, argument in enumerate(arguments) if argument in ("--output", "--save")}
+    writable = {name for name in outputs if "--force" in arguments or name != "canary"}
+    return Trial("options", tuple(arguments), _prepare, frozenset(writable), strict=False)
 
 
 def _prepare(folder: Path) -> None:
@@ -132,8 +132,8 @@ def model_trials(random: Random) -> Trial:
             ["fit", "--gpu", "t4", *_ALONE],
         )
     )
-    asked = random.choice(("text", "json", "html", "csv", "markdown"))
-    arguments = (*command, f"model.py:{name}", "--input", "8", "-f", asked)
+    format = random.choice(("text", "json", "html", "csv", "markdown"))
+    arguments = (*command, f"model.py:{name}", "--input", "8", "-f", format)
     return Trial("models", arguments, lambda folder: _write(folder, text), strict=False)
 
 

@@ -74,13 +74,13 @@ def attempt(trial: Trial, folder: Path) -> Outcome:
         _be_the_child(trial, work, folder)
     _, status, used = os.wait4(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    told = _told(folder / "events")
+    data = _read_events(folder / "events")
     faults = [
         *_faults(code, folder, "--debug" in trial.arguments),
-        *told["events"],
+        *data["events"],
         *_litter(work, before, trial.outputs),
     ]
-    return Outcome(code, tuple(dict.fromkeys(faults)), used.ru_utime + used.ru_stime, told["memory"])
+    return Outcome(code, tuple(dict.fromkeys(faults)), used.ru_utime + used.ru_stime, data["memory"])
 
 
 def _be_the_child(trial: Trial, work: Path, folder: Path) -> None:
@@ -128,23 +128,23 @@ def _watch(events: list[str], work: Path, trial: Trial) -> list[bool]:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if not watching:
             return
-        place = str(arguments[0]) if arguments else ""
+        path = str(arguments[0]) if arguments else ""
         if event == "open":
             flags = arguments[2] if isinstance(arguments[2], int) else 0
             # Descriptors, and temporary names in the folder itself, are ours to write.
-            if flags & _WRITES and not isinstance(arguments[0], int) and not _is_in(place, inside):
-                events.append(f"opens {place} to write")
+            if flags & _WRITES and not isinstance(arguments[0], int) and not _is_in(path, inside):
+                events.append(f"opens {path} to write")
             return
         never = _NEVER.match(event) or (trial.strict and event in ("import", "exec", "compile"))
-        if never or (_NOT_OUTSIDE.match(event) and not _is_in(place, inside)):
-            events.append(f"{event} of {place[:80]}")
+        if never or (_NOT_OUTSIDE.match(event) and not _is_in(path, inside)):
+            events.append(f"{event} of {path[:80]}")
 
     sys.addaudithook(hook)
     return watching
 
 
-def _is_in(place: str, folder: str) -> bool:
-    real = os.path.realpath(place)
+def _is_in(path: str, folder: str) -> bool:
+    real = os.path.realpath(path)
     return real.startswith(folder + os.sep) or real == os.devnull
 
 
@@ -156,12 +156,12 @@ def _resident(which: str, reset: bool = False) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _told(file: Path) -> dict[str, Any]:
+def _read_events(file: Path) -> dict[str, Any]:
     try:
-        told: dict[str, Any] = json.loads(file.read_text())
+        data: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError):
         return {"events": [], "memory": 0.0}
-    return told
+    return data
 
 
 def _faults(code: int, folder: Path, debug: bool) -> Sequence[str]:
@@ -187,12 +187,12 @@ def obeyed(shown: str) -> set[str]:
 
 
 def _listing(folder: Path) -> dict[str, tuple[int, int, int]]:
-    found = {}
+    entries = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
-        found[str(path.relative_to(folder))] = (status.st_mode, status.st_size, status.st_mtime_ns)
+        entries[str(path.relative_to(folder))] = (status.st_mode, status.st_size, status.st_mtime_ns)
     return {
-        name: facts for name, facts in found.items() if (folder / name).is_symlink() or not (folder / name).is_dir()
+        name: facts for name, facts in entries.items() if (folder / name).is_symlink() or not (folder / name).is_dir()
     }
 
 

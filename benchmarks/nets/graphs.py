@@ -103,9 +103,9 @@ class _Adjoint(torch.autograd.Function):
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
                 slope = ctx.field(x) / 4
-                change, *each = torch.autograd.grad(slope, (x, *parameters), gradient, retain_graph=True)
+                change, *gradients = torch.autograd.grad(slope, (x, *parameters), gradient, retain_graph=True)
             x, gradient = x - slope, gradient + change
-            sums = [total + one for total, one in zip(sums, each, strict=True)]
+            sums = [total + one for total, one in zip(sums, gradients, strict=True)]
         return None, gradient, *sums
 
 

@@ -270,8 +270,8 @@ class Experts(nn.Module):
         result = torch.zeros_like(flat)
         mask = F.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
         for expert, layer in enumerate(self.experts):
-            place, token = torch.where(mask[expert])
-            output = layer(flat[token]) * weights[token, place, None]
+            slot, token = torch.where(mask[expert])
+            output = layer(flat[token]) * weights[token, slot, None]
             result.index_add_(0, token, output.to(flat.dtype))
         return result.view_as(x)
 

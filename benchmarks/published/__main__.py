@@ -30,15 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="list the rows and end")
     parser.add_argument("--shared", action="store_true", help="predict the data sets that are not part of the project")
     parser.add_argument("--tables", action="store_true", help="only write the tables, from the stored predictions")
-    asked = parser.parse_args(arguments)
-    chosen = rows(asked.only or ["*"])
-    if asked.list or not chosen:
+    options = parser.parse_args(arguments)
+    chosen = rows(options.only or ["*"])
+    if options.list or not chosen:
         print("\n".join(row.name for row in chosen) or "no row has such a name")
         return 0 if chosen else 2
     failed = 0
-    if asked.shared:
+    if options.shared:
         keep(_shared_gaps())
-    elif not asked.tables:
+    elif not options.tables:
         failed = _predict(chosen)
     for path in update(ROOT):
         print(f"Wrote {path.relative_to(ROOT)}")
@@ -70,7 +70,7 @@ def _predict(chosen: Sequence[Row]) -> int:
 
 def _shared_gaps() -> list[Gap]:
     """The errors of the shared data sets' rows."""
-    return [Gap(**each) for each in _printed("transformers-4.50.3", "benchmarks.published.shared", [])]
+    return [Gap(**gap) for gap in _printed("transformers-4.50.3", "benchmarks.published.shared", [])]
 
 
 def _printed(environment: str | None, module: str, arguments: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -56,8 +56,8 @@ def _litgpt(commit: str) -> Environment:
 
 
 ENVIRONMENTS: Final[Mapping[str, Environment]] = {
-    each.name: each
-    for each in (
+    package.name: package
+    for package in (
         _transformers("4.43.4"),
         _transformers("4.46.3"),
         _transformers("4.50.3"),
@@ -69,8 +69,8 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
 
 def cache() -> Path:
     """Where the folders are: `MEMSIZE_CACHE`, or memsize's part of the user's cache folder."""
-    given = os.environ.get("MEMSIZE_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memsize"
+    cache = os.environ.get("MEMSIZE_CACHE")
+    return Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memsize"
 
 
 def ready(environment: Environment) -> Path:

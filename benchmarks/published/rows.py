@@ -70,8 +70,8 @@ class Compared:
 def rows(patterns: Iterable[str] = ("*",), path: Path = MEASUREMENTS) -> list[Row]:
     """The figures whose name or source matches one of `patterns`, in the order of the file."""
     with path.open(newline="") as file:
-        found = [Row(SOURCES[line["source"]], line["setting"], line["published"]) for line in csv.DictReader(file)]
-    return [row for row in found if any(fnmatch(row.name, p) or fnmatch(row.source.name, p) for p in patterns)]
+        rows = [Row(SOURCES[line["source"]], line["setting"], line["published"]) for line in csv.DictReader(file)]
+    return [row for row in rows if any(fnmatch(row.name, p) or fnmatch(row.source.name, p) for p in patterns)]
 
 
 def read(path: Path = PREDICTIONS) -> dict[str, tuple[int, Interval]]:

@@ -49,9 +49,9 @@ class Gap:
 
 def folder() -> Path | None:
     """Where the data sets are, None if nowhere."""
-    given = os.environ.get("MEMSIZE_SHARED")
-    found = Path(given) if given else Path(__file__).resolve().parents[3] / "shared"
-    return found / "truth" if (found / "truth").is_dir() else None
+    named = os.environ.get("MEMSIZE_SHARED")
+    root = Path(named) if named else Path(__file__).resolve().parents[3] / "shared"
+    return root / "truth" if (root / "truth").is_dir() else None
 
 
 def gaps() -> Iterator[Gap]:
@@ -62,9 +62,9 @@ def gaps() -> Iterator[Gap]:
             continue
         with (here / name).open(newline="") as file:
             for number, row in enumerate(csv.DictReader(file), 1):
-                found = compare(number, row)
-                if found is not None:
-                    yield found
+                gap = compare(number, row)
+                if gap is not None:
+                    yield gap
 
 
 # -- 200 perceptrons on an A100 ----------------------------------------------------------------------------------------
@@ -100,18 +100,18 @@ def _loop(sizes: list[int], features: int) -> Callable[[nn.Module], Callable[[Te
         optimizer = torch.optim.Adam(model.parameters())
         criterion = nn.CrossEntropyLoss()
         pending = iter(sizes)
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
 
         def body(_: Tensor) -> None:
             batch = next(pending)
             for name in "xy":
-                held.pop(name, None)
-            held["x"] = torch.empty(batch, features, device="meta")
-            held["y"] = torch.zeros(batch, dtype=torch.int64, device="meta")
+                tensors.pop(name, None)
+            tensors["x"] = torch.empty(batch, features, device="meta")
+            tensors["y"] = torch.zeros(batch, dtype=torch.int64, device="meta")
             optimizer.zero_grad()
-            held["output"] = model(held["x"])
-            held["loss"] = criterion(held["output"], held["y"])
-            held["loss"].backward()
+            tensors["output"] = model(tensors["x"])
+            tensors["loss"] = criterion(tensors["output"], tensors["y"])
+            tensors["loss"].backward()
             optimizer.step()
 
         return body
@@ -158,12 +158,14 @@ def _xmem_gap(number: int, row: dict[str, str]) -> Gap | None:
 
 def _reserved(step: StepTrace) -> Interval:
     """What the allocator reserves with the least and with the most that convolutions may take."""
-    found = [replay(each, step.config, streams=step.trace.streams).reserved.bytes for each in variants(step.trace)]
-    return Interval(min(*found, step.peak.reserved), max(*found, step.peak.reserved))
+    peaks = [
+        replay(variant, step.config, streams=step.trace.streams).reserved.bytes for variant in variants(step.trace)
+    ]
+    return Interval(min(*peaks, step.peak.reserved), max(*peaks, step.peak.reserved))
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     declare()
-    for each in gaps():
-        print(json.dumps(asdict(each)), flush=True)
+    for gap in gaps():
+        print(json.dumps(asdict(gap)), flush=True)

@@ -64,23 +64,22 @@ class Group:
         """The figures of some rows: `most` is the error that 95 % of them keep below, `uncovered` counts what is too
         low even from the interval's upper end.
         """
-        sizes = sorted(abs(each.error) for each in errors)
+        sizes = sorted(abs(error.error) for error in errors)
         return cls(
             len(errors),
-            len({each.source.partition("/")[0] for each in errors}),
+            len({error.source.partition("/")[0] for error in errors}),
             median(sizes),
             sizes[math.ceil(0.95 * len(sizes)) - 1],
-            max((each.error for each in errors), key=abs),
-            sum(each.error < -LOW for each in errors),
-            sum(each.outside < -LOW for each in errors),
+            max((error.error for error in errors), key=abs),
+            sum(error.error < -LOW for error in errors),
+            sum(error.outside < -LOW for error in errors),
         )
 
 
 def errors() -> list[Error]:
     """Every predicted row: those of the figures here, and those whose errors alone are kept."""
     own = [
-        Error(each.row.source.kind, each.row.figure, each.row.source.name, each.error, each.outside)
-        for each in compared()
+        Error(row.row.source.kind, row.row.figure, row.row.source.name, row.error, row.outside) for row in compared()
     ]
     return [*own, *(Error(gap.kind, _ELSEWHERE[gap.source][1], gap.source, gap.error, gap.outside) for gap in gaps())]
 
@@ -92,18 +91,18 @@ def gaps() -> list[Gap]:
     return [Gap(e["source"], int(e["row"]), e["kind"], float(e["error"]), float(e["outside"])) for e in lines]
 
 
-def keep(found: Iterable[Gap]) -> None:
+def keep(stored: Iterable[Gap]) -> None:
     """Write the errors."""
     with GAPS.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(("source", "row", "kind", "error", "outside"))
-        lines.writerows((e.source, e.row, e.kind, f"{e.error:.6f}", f"{e.outside:.6f}") for e in found)
+        lines.writerows((e.source, e.row, e.kind, f"{e.error:.6f}", f"{e.outside:.6f}") for e in stored)
 
 
 def grouped() -> dict[tuple[str, str], Group]:
     """The lines of the first table by kind and figure."""
-    ordered = sorted(errors(), key=lambda each: (_ORDER.index(each.kind), each.figure))
-    return {key: Group.of(list(rows)) for key, rows in groupby(ordered, key=lambda each: (each.kind, each.figure))}
+    ordered = sorted(errors(), key=lambda error: (_ORDER.index(error.kind), error.figure))
+    return {key: Group.of(list(rows)) for key, rows in groupby(ordered, key=lambda error: (error.kind, error.figure))}
 
 
 def summary() -> str:
@@ -129,16 +128,16 @@ def by_source() -> str:
     """A line for each table of figures."""
     head = ["source", "measured on", "figure", "rows", "confidence", "median error", "worst"]
     lines = []
-    ordered = sorted(errors(), key=lambda each: (_position(each.source), each.figure))
-    for (name, figure), found in groupby(ordered, key=lambda each: (each.source, each.figure)):
-        g = Group.of(list(found))
+    ordered = sorted(errors(), key=lambda error: (_position(error.source), error.figure))
+    for (name, figure), of_source in groupby(ordered, key=lambda error: (error.source, error.figure)):
+        g = Group.of(list(of_source))
         if name in SOURCES:
             source = SOURCES[name]
             stack = source.stack.replace("=", " ").replace(",", ", ").replace("cuda", "CUDA")
-            title, place, confidence = f"{name}: {source.title}", f"{source.gpu}, {stack}", source.confidence
+            title, measured_on, confidence = f"{name}: {source.title}", f"{source.gpu}, {stack}", source.confidence
         else:
-            title, _, place, confidence = _ELSEWHERE[name]
-        lines.append([title, place, figure, str(g.count), confidence, _share(g.median), _signed(g.worst)])
+            title, _, measured_on, confidence = _ELSEWHERE[name]
+        lines.append([title, measured_on, figure, str(g.count), confidence, _share(g.median), _signed(g.worst)])
     return _markdown(head, lines, "lllrlrr")
 
 
@@ -148,35 +147,43 @@ def _position(name: str) -> int:
 
 def settings() -> str:
     """What is known of each source, as a list."""
-    found = []
+    items = []
     for source in SOURCES.values():
         parts = [f"{source.where}" + (f"; script: {source.script}" if source.script else "")]
         parts += [f"built from {source.environment}"] if source.environment else []
         parts += [f"inferred: {source.inferred}"] if source.inferred else []
-        found.append(f"- **{source.name}** ({source.title}): {'; '.join(parts)}")
-    return "\n".join(found) + "\n"
+        items.append(f"- **{source.name}** ({source.title}): {'; '.join(parts)}")
+    return "\n".join(items) + "\n"
 
 
 def left_out() -> str:
     """Published figures that are not counted, and why."""
-    return _markdown(["figures", "where", "why they are left out"], [list(each) for each in NOT_COUNTED], "lll")
+    return _markdown(["figures", "where", "why they are left out"], [list(row) for row in NOT_COUNTED], "lll")
 
 
 def every_row() -> str:
     """The figures with their predictions, source by source."""
     parts = []
-    for name, found in groupby(compared(), key=lambda each: each.row.source.name):
+    for name, of_source in groupby(compared(), key=lambda compared_row: compared_row.row.source.name):
         source = SOURCES[name]
-        lines = [_line(each) for each in found]
+        lines = [_line(compared_row) for compared_row in of_source]
         head = ["setting", "figure", "measured MiB", "predicted MiB", "error"]
         parts.append(f"## {name}\n\n{source.title}. {source.where}. Confidence: {source.confidence}.\n")
         parts.append(_markdown(head, lines, "llrrr"))
     return "\n".join(parts)
 
 
-def _line(each: Compared) -> list[str]:
-    words = each.row.setting.replace(f" figure={each.row.figure}", "").replace("=", " ").replace(" ", " ")
-    return [words, each.row.figure, _mib(each.row.measured), _mib(each.predicted), _signed(each.error)]
+def _line(compared_row: Compared) -> list[str]:
+    words = (
+        compared_row.row.setting.replace(f" figure={compared_row.row.figure}", "").replace("=", " ").replace(" ", " ")
+    )
+    return [
+        words,
+        compared_row.row.figure,
+        _mib(compared_row.row.measured),
+        _mib(compared_row.predicted),
+        _signed(compared_row.error),
+    ]
 
 
 def _mib(count: int) -> str:
@@ -223,17 +230,17 @@ _TABLE: Final = re.compile(r"^\| workloads \|.*\n(?:\|.*\n)+", re.MULTILINE)
 def written(root: Path) -> dict[Path, str]:
     """Each page with its tables as the stored predictions have them."""
     readme = root / "README.md"
-    found = {readme: _TABLE.sub(lambda _: summary(), readme.read_text(encoding="utf-8"))}
+    pages = {readme: _TABLE.sub(lambda _: summary(), readme.read_text(encoding="utf-8"))}
     for name, parts in _PAGES.items():
         text = (root / name).read_text(encoding="utf-8")
         for mark, make in parts.items():
             pattern = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
             if not pattern.search(text):
                 raise ValueError(f"{name} has no place for {mark}")
-            made = make()
-            text = pattern.sub(lambda match, made=made: f"{match[1]}\n{made}\n{match[2]}", text)
-        found[root / name] = text
-    return found
+            table = make()
+            text = pattern.sub(lambda match, table=table: f"{match[1]}\n{table}\n{match[2]}", text)
+        pages[root / name] = text
+    return pages
 
 
 def update(root: Path) -> list[Path]:

@@ -23,8 +23,8 @@ def predict(row: Row) -> tuple[int, int, int]:
     step = recipe.predict(row)
     predicted: int = getattr(step.peak, row.figure)
     possible = [replay(events, step.config, streams=step.trace.streams) for events in variants(step.trace)]
-    found = [predicted, *(getattr(each, row.figure).bytes for each in possible)]
-    return predicted, min(found), max(found)
+    sizes = [predicted, *(getattr(replayed, row.figure).bytes for replayed in possible)]
+    return predicted, min(sizes), max(sizes)
 
 
 def main(names: list[str]) -> None:

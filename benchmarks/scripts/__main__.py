@@ -26,15 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = [recipe for recipe in RECIPES if _wanted(recipe, chosen.names)]
     if not wanted:
         parser.error(f"no script of that name: choose from {', '.join(recipe.name for recipe in RECIPES)}")
-    known = _known(chosen.results) if chosen.resume else {}
+    outcomes = _previous(chosen.results) if chosen.resume else {}
     with tempfile.TemporaryDirectory() as temporary:
         scratch = chosen.scratch or Path(temporary)
         for recipe in wanted:
-            if recipe.name not in known:
-                found = known[recipe.name] = outcome(recipe, chosen.sources, scratch, chosen.seconds)
-                print(f"{recipe.name}: {found.failure or 'ran'}", flush=True)
-                _keep(chosen.results, known)
-    tried = [known[recipe.name] for recipe in RECIPES if recipe.name in known]
+            if recipe.name not in outcomes:
+                result = outcomes[recipe.name] = outcome(recipe, chosen.sources, scratch, chosen.seconds)
+                print(f"{recipe.name}: {result.failure or 'ran'}", flush=True)
+                _keep(chosen.results, outcomes)
+    tried = [outcomes[recipe.name] for recipe in RECIPES if recipe.name in outcomes]
     print(summary(tried))
     if chosen.page is not None:
         chosen.page.write_text(page(tried), encoding="utf-8")
@@ -45,15 +45,15 @@ def _wanted(recipe: Recipe, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatch(recipe.name, pattern) for pattern in patterns)
 
 
-def _known(file: Path) -> dict[str, Outcome]:
+def _previous(file: Path) -> dict[str, Outcome]:
     if not file.is_file():
         return {}
-    found = [Outcome.read(each) for each in json.loads(file.read_text(encoding="utf-8"))]
-    return {each.name: each for each in found}
+    previous = [Outcome.read(outcome) for outcome in json.loads(file.read_text(encoding="utf-8"))]
+    return {outcome.name: outcome for outcome in previous}
 
 
-def _keep(file: Path, known: dict[str, Outcome]) -> None:
-    file.write_text(json.dumps([each.as_dict for each in known.values()], indent=1), encoding="utf-8")
+def _keep(file: Path, outcomes: dict[str, Outcome]) -> None:
+    file.write_text(json.dumps([outcome.as_dict for outcome in outcomes.values()], indent=1), encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:

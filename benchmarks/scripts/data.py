@@ -94,10 +94,11 @@ def rows(file: str, count: int = 400, **columns: Any) -> Maker:
 
     def make(here: Path) -> None:
         random = Random(0)
-        made = (
-            {name: each(random) if callable(each) else each for name, each in columns.items()} for _ in range(count)
+        records = (
+            {name: column(random) if callable(column) else column for name, column in columns.items()}
+            for _ in range(count)
         )
-        _write(here / file, "".join(f"{json.dumps(row)}\n" for row in made))
+        _write(here / file, "".join(f"{json.dumps(row)}\n" for row in records))
 
     return make
 
@@ -164,8 +165,8 @@ def cora(here: Path) -> None:
     random = numpy.random.default_rng(0)
     words, classes = random.random((2708, 1433)) < 0.013, random.integers(0, 7, 2708)
     papers = (
-        f"{number}\t" + "\t".join(map(str, held.astype(int))) + f"\tclass{kind}\n"
-        for number, (held, kind) in enumerate(zip(words, classes, strict=True))
+        f"{number}\t" + "\t".join(map(str, present.astype(int))) + f"\tclass{kind}\n"
+        for number, (present, kind) in enumerate(zip(words, classes, strict=True))
     )
     _write(here / "cora/cora.content", "".join(papers))
     pairs = random.permutation(2708 * 2708)[:5429]
@@ -212,7 +213,7 @@ def coco(folder: str, size: tuple[int, int] = (480, 640), count: int = 16) -> Ma
                 {"id": number, "file_name": name, "height": size[0], "width": size[1]}
                 for number, name in enumerate(names)
             ]
-            objects = [_object(random, number, place) for number in range(count) for place in range(4)]
+            objects = [_object(random, number, slot) for number in range(count) for slot in range(4)]
             kinds = [{"id": number, "name": f"kind{number}"} for number in range(1, 91)]
             content = {"images": images, "annotations": objects, "categories": kinds, "info": {}, "licenses": []}
             _write(here / folder / "annotations" / f"instances_{part}.json", json.dumps(content))
@@ -220,11 +221,11 @@ def coco(folder: str, size: tuple[int, int] = (480, 640), count: int = 16) -> Ma
     return make
 
 
-def _object(random: Random, image: int, place: int) -> dict[str, Any]:
+def _object(random: Random, image: int, slot: int) -> dict[str, Any]:
     left, top, width, height = random.randint(0, 300), random.randint(0, 200), random.randint(40, 300), 200
     right, bottom = left + width, top + height
     return {
-        "id": image * 100 + place,
+        "id": image * 100 + slot,
         "image_id": image,
         "category_id": random.randint(1, 90),
         "bbox": [left, top, width, height],
@@ -242,10 +243,12 @@ def tokenizer(folder: str, chat: bool = False) -> Maker:
         from transformers import PreTrainedTokenizerFast
 
         special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-        made = Tokenizer(models.WordLevel({word: at for at, word in enumerate((*special, *WORDS))}, unk_token="[UNK]"))
-        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = Tokenizer(
+            models.WordLevel({word: at for at, word in enumerate((*special, *WORDS))}, unk_token="[UNK]")
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
-        fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="[CLS]", eos_token="[SEP]", **names)
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="[CLS]", eos_token="[SEP]", **names)
         if chat:
             fast.chat_template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
         fast.save_pretrained(here / folder)
@@ -322,8 +325,8 @@ def stable_diffusion(folder: str) -> Maker:
 def _clip_tokenizer(folder: Path) -> None:
     special = ("<|startoftext|>", "<|endoftext|>")
     letters = [chr(code) for code in range(33, 127)]
-    known = [*special, *letters, *(f"{letter}</w>" for letter in letters)]
-    _write(folder / "vocab.json", json.dumps({each: at for at, each in enumerate(known)}))
+    tokens = [*special, *letters, *(f"{letter}</w>" for letter in letters)]
+    _write(folder / "vocab.json", json.dumps({token: at for at, token in enumerate(tokens)}))
     _write(folder / "merges.txt", "#version: 0.2\n")
     names = {"bos_token": special[0], "eos_token": special[1], "unk_token": special[1], "pad_token": special[1]}
     _write(folder / "tokenizer_config.json", json.dumps({**names, "model_max_length": 77}))

@@ -80,8 +80,8 @@ def views(folder: str, count: int = 8, size: int = 200) -> Maker:
             for number in range(count):
                 pixels = random.integers(0, 256, (size, size, 4), dtype=numpy.uint8)
                 Image.fromarray(pixels).save(here / folder / part / f"r_{number}.png")
-            place = numpy.eye(4).tolist()
-            frames = [{"file_path": f"./{part}/r_{number}", "transform_matrix": place} for number in range(count)]
+            pose = numpy.eye(4).tolist()
+            frames = [{"file_path": f"./{part}/r_{number}", "transform_matrix": pose} for number in range(count)]
             content = {"camera_angle_x": 0.69, "frames": frames}
             (here / folder / f"transforms_{part}.json").write_text(json.dumps(content))
 

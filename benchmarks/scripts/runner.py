@@ -117,18 +117,18 @@ def _last_error(output: Path) -> str:
 def _read(about: Mapping[str, str], file: Path, failure: str, seconds: float) -> Outcome:
     if not file.is_file():
         return Outcome(**about, failure=failure or "no report was written", seconds=round(seconds, 1))
-    found = json.loads(file.read_text(encoding="utf-8"))
-    peak = found["peak"]
+    data = json.loads(file.read_text(encoding="utf-8"))
+    peak = data["peak"]
     where = " in ".join(filter(None, (peak["peak_phase"], peak["peak_layer"])))
     if not peak["reserved"]:
         failure = failure or "nothing was put on the GPU"
     return Outcome(
         **about,
         failure=failure,
-        steps=found["steps"],
+        steps=data["steps"],
         reserved=peak["reserved"],
         where=where,
-        assumed=tuple(each["text"] for each in found["assumed"]),
+        assumed=tuple(assumption["text"] for assumption in data["assumed"]),
         seconds=round(seconds, 1),
     )
 

@@ -23,40 +23,42 @@ each repository under its name. The recipes are in `benchmarks/scripts/recipes.p
 """
 
 
-def summary(found: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[Outcome]) -> str:
     """How many ran."""
-    return f"{sum(not each.failure for each in found)} of {len(found)} scripts ran."
+    return f"{sum(not outcome.failure for outcome in outcomes)} of {len(outcomes)} scripts ran."
 
 
-def page(found: Sequence[Outcome]) -> str:
+def page(outcomes: Sequence[Outcome]) -> str:
     """The page with one row for each script."""
-    where = f"With torch {version('torch')} and Python {platform.python_version()}: {summary(found)}"
-    return "\n".join((_TITLE, f"{where}\n", _ran(found), _failed(found), _commands(found)))
+    where = f"With torch {version('torch')} and Python {platform.python_version()}: {summary(outcomes)}"
+    return "\n".join((_TITLE, f"{where}\n", _ran(outcomes), _failed(outcomes), _commands(outcomes)))
 
 
-def _ran(found: Sequence[Outcome]) -> str:
+def _ran(outcomes: Sequence[Outcome]) -> str:
     titles = ("script", "steps", "reserved at the peak", "in", "CPU time")
     rows = [
         (
-            each.name,
-            each.steps,
-            format_bytes(each.reserved),
-            each.where,
-            f"{each.seconds:.0f} s" if each.seconds else "not taken",
+            outcome.name,
+            outcome.steps,
+            format_bytes(outcome.reserved),
+            outcome.where,
+            f"{outcome.seconds:.0f} s" if outcome.seconds else "not taken",
         )
-        for each in found
-        if not each.failure
+        for outcome in outcomes
+        if not outcome.failure
     ]
     return f"{_table(titles, rows)}\n"
 
 
-def _failed(found: Sequence[Outcome]) -> str:
-    rows = [(each.name, each.failure) for each in found if each.failure]
+def _failed(outcomes: Sequence[Outcome]) -> str:
+    rows = [(outcome.name, outcome.failure) for outcome in outcomes if outcome.failure]
     return f"## Did not run\n\n{_table(('script', 'why'), rows)}\n" if rows else ""
 
 
-def _commands(found: Sequence[Outcome]) -> str:
-    rows = [(each.name, each.repository, f"`{each.command}`", "; ".join(each.assumed)) for each in found]
+def _commands(outcomes: Sequence[Outcome]) -> str:
+    rows = [
+        (outcome.name, outcome.repository, f"`{outcome.command}`", "; ".join(outcome.assumed)) for outcome in outcomes
+    ]
     return f"## How they were started\n\n{_table(('script', 'repository', 'command', 'assumed'), rows)}\n"
 
 

@@ -34,10 +34,10 @@ def summary(differences: Sequence[AllocationDifference]) -> list[str]:
     """How often each operation differs, and by how many bytes in all: the largest first."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
-    for each in differences:
-        key = (each.kind, each.place.phase, each.place.op)
+    for difference in differences:
+        key = (difference.kind, difference.place.phase, difference.place.op)
         counts[key] += 1
-        sizes[key] += abs(each.bytes)
+        sizes[key] += abs(difference.bytes)
     ordered = sorted(counts, key=lambda key: -sizes[key])
     return [
         f"  {kind:15} {phase:10} {op:40} {counts[kind, phase, op]:5} × {sizes[kind, phase, op]:16,} B"
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str]) -> None:
     for name, saved in logs(Path(file)):
         if patterns and not any(fnmatch(name, pattern) for pattern in patterns):
             continue
-        found = verify_measurements(SUITE[name].case, saved)
-        print(render(found, "text", width=None if patterns else 160))
-        if found.alignment is not None:
-            print("\n".join(summary(found.alignment.differences)), "\n")
+        verification = verify_measurements(SUITE[name].case, saved)
+        print(render(verification, "text", width=None if patterns else 160))
+        if verification.alignment is not None:
+            print("\n".join(summary(verification.alignment.differences)), "\n")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ class Replayed:
 
     def comparison(self, figure: str) -> FigureComparison | None:
         """The figure beside its measurement, None where that is missing."""
-        found = next(each for each in self.checked.comparisons if each.figure == figure)
-        return None if found.measured is None else found
+        comparison = next(candidate for candidate in self.checked.comparisons if candidate.figure == figure)
+        return None if comparison.measured is None else comparison
 
     def tracked(self, figure: str) -> FigureComparison | None:
         """MemTracker's peak beside the same measurement."""
@@ -77,14 +77,16 @@ def replayed(truth: Truth) -> list[Replayed]:
 
     Raises KeyError for one that the suite no longer has.
     """
-    kept = [each for each in truth.outcomes if each.measurement is not None and not each.measurement.error]
-    found = []
-    for name, outcomes in groupby(sorted(kept, key=_name), key=_name):
+    measured = [
+        outcome for outcome in truth.outcomes if outcome.measurement is not None and not outcome.measurement.error
+    ]
+    rows = []
+    for name, outcomes in groupby(sorted(measured, key=_name), key=_name):
         for outcome in outcomes:
             seen = cast(Measurement, outcome.measurement)
             said = SUITE[name].case.predict(truth.stack, benchmark=outcome.benchmark, recorded=seen.workspaces)
-            found.append(Replayed(name, VerifiedRun(seen, said)))
-    return found
+            rows.append(Replayed(name, VerifiedRun(seen, said)))
+    return rows
 
 
 def _name(outcome: Outcome) -> str:
@@ -125,10 +127,10 @@ def _figure(
     peer: bool = True,
 ) -> Figure:
     rows = list(rows)
-    found = [each for row in rows if (each := row.comparison(figure)) is not None]
-    theirs = [each for row in rows if (each := row.tracked(figure)) is not None] if peer else []
-    value = fold(found) if found else None
-    return Figure(what, sense, limit, len(found), value, fold(theirs) if theirs else None)
+    ours = [comparison for row in rows if (comparison := row.comparison(figure)) is not None]
+    theirs = [comparison for row in rows if (comparison := row.tracked(figure)) is not None] if peer else []
+    value = fold(ours) if ours else None
+    return Figure(what, sense, limit, len(ours), value, fold(theirs) if theirs else None)
 
 
 LEAST: Final = 0.02
@@ -139,32 +141,37 @@ def _underestimated(rows: Sequence[Replayed]) -> Figure:
     """Workloads of which any figure is measured above the interval by more than 2 %."""
 
     def missed(row: Replayed) -> bool:
-        return any((each.share or 0) < -LEAST for each in row.checked.comparisons)
+        return any((comparison.share or 0) < -LEAST for comparison in row.checked.comparisons)
 
     what = "underestimated by more than 2 %, any figure"
     return Figure(what, "at most", 0, len(rows), sum(map(missed, rows)) if rows else None)
 
 
-def _errors(found: Iterable[FigureComparison]) -> list[float]:
-    return [abs(each.share or 0.0) for each in found]
+def _errors(comparisons: Iterable[FigureComparison]) -> list[float]:
+    return [abs(comparison.share or 0.0) for comparison in comparisons]
 
 
-def _exact(found: Sequence[FigureComparison]) -> float:
-    return sum(each.predicted.low == each.predicted.high == each.measured for each in found) / len(found)
+def _exact(comparisons: Sequence[FigureComparison]) -> float:
+    return sum(
+        comparison.predicted.low == comparison.predicted.high == comparison.measured for comparison in comparisons
+    ) / len(comparisons)
 
 
-def _median(found: Sequence[FigureComparison]) -> float:
-    return median(_errors(found))
+def _median(comparisons: Sequence[FigureComparison]) -> float:
+    return median(_errors(comparisons))
 
 
 def _within(limit: float) -> _Fold:
-    return lambda found: sum(error <= limit for error in _errors(found)) / len(found)
+    return lambda comparisons: sum(error <= limit for error in _errors(comparisons)) / len(comparisons)
 
 
-def _inside(found: Sequence[FigureComparison]) -> float:
-    return sum(each.difference == 0 for each in found) / len(found)
+def _inside(comparisons: Sequence[FigureComparison]) -> float:
+    return sum(comparison.difference == 0 for comparison in comparisons) / len(comparisons)
 
 
-def _widest(found: Sequence[FigureComparison]) -> float:
+def _widest(comparisons: Sequence[FigureComparison]) -> float:
     """The widest interval, as a share of what was measured."""
-    return max((each.predicted.high - each.predicted.low) / (each.measured or math.inf) for each in found)
+    return max(
+        (comparison.predicted.high - comparison.predicted.low) / (comparison.measured or math.inf)
+        for comparison in comparisons
+    )

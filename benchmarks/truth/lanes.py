@@ -80,10 +80,10 @@ class Lanes:
         """The file that `function` wrote in a process of its own, within `limit` seconds; raises `LaneError`."""
         child = self._started(function, arguments)
         child.process.join(limit)
-        found = _settled(child)
-        if isinstance(found, LaneError):
-            raise found
-        return found
+        settled = _settled(child)
+        if isinstance(settled, LaneError):
+            raise settled
+        return settled
 
     def _started(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> _Child:
         self._numbers += 1

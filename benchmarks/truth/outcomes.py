@@ -80,8 +80,8 @@ class Truth:
 
     def with_outcome(self, outcome: Outcome) -> Truth:
         """The same with one more outcome, in place of an earlier one of the same workload."""
-        kept = [each for each in self.outcomes if each.key != outcome.key]
-        return replace(self, outcomes=(*kept, outcome))
+        others = [outcome_before for outcome_before in self.outcomes if outcome_before.key != outcome.key]
+        return replace(self, outcomes=(*others, outcome))
 
     @property
     def done(self) -> set[tuple[str, bool]]:
@@ -102,16 +102,16 @@ def outcome_of(name: str, checked: VerifiedRun) -> Outcome:
 
 
 def _compared(said: Prediction, log: AllocationLog) -> Compared:
-    found = align(said.log, log)
+    alignment = align(said.log, log)
     # What is alive at the peak is told first: it is what the peak is off by.
-    ordered = sorted(found.differences, key=lambda each: not each.at_peak)
+    ordered = sorted(alignment.differences, key=lambda difference: not difference.at_peak)
     sizes = ",".join(str(entry.delta) for entry in log.entries)
     return Compared(
-        found.predicted,
-        found.real,
-        found.matched,
-        len(found.differences),
-        sum(each.at_peak for each in found.differences),
+        alignment.predicted,
+        alignment.real,
+        alignment.matched,
+        len(alignment.differences),
+        sum(difference.at_peak for difference in alignment.differences),
         hashlib.sha256(sizes.encode()).hexdigest()[:16],
         tuple(ordered[:MOST_DIFFERENCES]),
     )

@@ -58,7 +58,9 @@ class StandIn:
         if self.held():
             gc.collect()
         if not self._listening:
-            self._ledger.leave_out(each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+            self._ledger.leave_out(
+                candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.Tensor)
+            )
             self._ledger.__enter__()
             self._listening = True
 
@@ -82,9 +84,9 @@ class StandIn:
     def recorded(self) -> Iterator[list[AllocationEvent]]:
         """As the memory history would have it."""
         start = len(self._ledger.events)
-        found: list[AllocationEvent] = []
-        yield found
-        found += allocation_events(trace_entry(e.storage, e.delta) for e in self._ledger.events[start:])
+        history: list[AllocationEvent] = []
+        yield history
+        history += allocation_events(trace_entry(e.storage, e.delta) for e in self._ledger.events[start:])
 
     def use(self) -> DeviceUse:
         return DeviceUse(self.peaks().reserved + CONTEXT, "mem_get_info")
@@ -111,8 +113,8 @@ class _HostApart(Ledger):
         if op == "lift_fresh":
             self.leave_out([tensor])
         storage = _storage(tensor)
-        known = None if storage is None else self._host.get(storage._cdata)
-        return -1 if known is not None and known() is not None else super().enter(tensor, role, op, size)
+        on_host = None if storage is None else self._host.get(storage._cdata)
+        return -1 if on_host is not None and on_host() is not None else super().enter(tensor, role, op, size)
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

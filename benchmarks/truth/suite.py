@@ -190,7 +190,7 @@ def _entry(line: str) -> Entry:
     net, kind, scenario, optimizer, batch, *length = line.split()
     optimizer, _, backwards = optimizer.partition("/")
     training = Training(optimizer, accumulate=int(backwards or 1)) if kind == "train" else None
-    parts = [net, kind, scenario, *([optimizer] if training else []), f"b{batch}", *(f"s{each}" for each in length)]
+    parts = [net, kind, scenario, *([optimizer] if training else []), f"b{batch}", *(f"s{size}" for size in length)]
     parts += [f"x{backwards}"] if backwards else []
     inputs = NETS[net][1].format(length=length[0] if length else "")
     return Entry("/".join(parts), net, scenario, training, int(batch), tuple(inputs.split()))

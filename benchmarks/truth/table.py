@@ -19,24 +19,24 @@ Measured = tuple[Truth, Sequence[Replayed]]
 """A file of measurements, and its runs beside today's predictions."""
 
 
-def table(found: Sequence[Measured]) -> str:
+def table(files: Sequence[Measured]) -> str:
     """The promises and what is reached, as Markdown; without a measurement it says so."""
-    return "\n".join(_block(truth, rows) for truth, rows in found) if found else _rows(figures([]))
+    return "\n".join(_block(truth, rows) for truth, rows in files) if files else _rows(figures([]))
 
 
 def _block(truth: Truth, rows: Sequence[Replayed]) -> str:
     stack = truth.stack
     libraries = [("CUDA", stack.cuda), ("cuDNN", stack.cudnn), ("cuBLAS", stack.cublas), ("driver", stack.driver)]
     named = ", ".join(f"{name} {version}" for name, version in libraries if version)
-    failed = len([each for each in truth.outcomes if each.measurement is None or each.measurement.error])
+    failed = len([outcome for outcome in truth.outcomes if outcome.measurement is None or outcome.measurement.error])
     measured = f"{len(rows)} runs" + (f", {failed} more failed" if failed else "")
     head = f"{stack.gpu}, torch {stack.torch}, {named}; measured on {truth.date}, {measured}."
     return f"{head}\n\n{_rows(figures(rows))}"
 
 
-def _rows(found: Sequence[Figure]) -> str:
+def _rows(rows: Sequence[Figure]) -> str:
     lines = ["| | workloads | to reach | memsize | MemTracker |", "| --- | ---: | ---: | ---: | ---: |"]
-    for figure in found:
+    for figure in rows:
         reached = NOT_YET if figure.value is None else _value(figure, figure.value)
         reached += "" if figure.value is None or figure.reached else " (missed)"
         peer = "–" if figure.value is None or figure.tracked is None else _value(figure, figure.tracked)

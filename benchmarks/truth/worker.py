@@ -28,7 +28,7 @@ Predictions = dict[bool, Prediction]
 
 def write_stack(memory: str, out: Path) -> None:
     """Read the GPU and its software."""
-    _write(out, _made(memory).stack())
+    _write(out, _device_memory(memory).stack())
 
 
 def write_predictions(name: str, stack: Path, out: Path) -> None:
@@ -45,7 +45,7 @@ def write_outcome(
     memory: str, name: str, benchmark: bool, predictions: Path | None, logs: Path | None, out: Path
 ) -> None:
     """Measure a workload, and set it beside its prediction where there is one. `logs` gets the whole log too."""
-    where = _made(memory)
+    where = _device_memory(memory)
     seen = measure(SUITE[name].case.plan(where.device, benchmark=benchmark), where)
     if predictions is None:
         _write(out, Outcome(name, benchmark, seen, failure="there is no prediction"))
@@ -59,11 +59,11 @@ def write_outcome(
             file.write(json.dumps({"name": name, **encode(saved)}) + "\n")
 
 
-def _made(memory: str) -> DeviceMemory:
+def _device_memory(memory: str) -> DeviceMemory:
     """The memory that ``module:name`` makes."""
     module, _, name = memory.partition(":")
-    made: DeviceMemory = getattr(importlib.import_module(module), name)()
-    return made
+    memory_source: DeviceMemory = getattr(importlib.import_module(module), name)()
+    return memory_source
 
 
 def _write(path: Path, value: Any) -> None:

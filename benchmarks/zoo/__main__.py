@@ -35,28 +35,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(wanted: Sequence[Case], file: Path, workers: int, limits: Limits) -> list[Outcome]:
     """The outcomes of the cases that are wanted; those that the file does not have are run, and added to it."""
-    known = {outcome.case.target: outcome for outcome in results.resumed(file)}
-    left = [case for case in wanted if case.target not in known]
+    by_target = {outcome.case.target: outcome for outcome in results.resumed(file)}
+    left = [case for case in wanted if case.target not in by_target]
     while left:
         for outcome in tqdm(outcomes(left, workers, limits), total=len(left), unit="model"):
             results.append(file, outcome)
-            known[outcome.case.target] = outcome
+            by_target[outcome.case.target] = outcome
         # What does not run with fewer layers is tried as it is.
-        tried = [known[case.target] for case in left if not known[case.target].succeeded]
+        tried = [by_target[case.target] for case in left if not by_target[case.target].succeeded]
         left = [replace(outcome.case, arguments={}) for outcome in tried if outcome.case.arguments]
-    return [known[case.target] for case in wanted]
+    return [by_target[case.target] for case in wanted]
 
 
 def _cases(library: str, only: str) -> Iterable[Case]:
     return (case for case in source(library).cases() if fnmatch(case.name, only))
 
 
-def _tell(found: Sequence[Outcome], file: Path | None) -> None:
-    print(summary(found))
-    for target, way, cause in failures(found):
+def _tell(outcomes: Sequence[Outcome], file: Path | None) -> None:
+    print(summary(outcomes))
+    for target, way, cause in failures(outcomes):
         print(f"{target} ({way}): {cause}")
     if file is not None:
-        file.write_text(page(found), encoding="utf-8")
+        file.write_text(page(outcomes), encoding="utf-8")
         print(f"Wrote {file}")
 
 

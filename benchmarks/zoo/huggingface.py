@@ -142,9 +142,9 @@ def _fails(model: Any, case: Case) -> bool:
     own, maker = inputs(case), load(case.target, case.arguments).inputs
     assert maker is not None  # a library's model comes with one
     try:
-        given: Any = own(BATCH, False) if own else maker.make(InputRequest(BATCH, training=False))
+        arguments: Any = own(BATCH, False) if own else maker.make(InputRequest(BATCH, training=False))
         with torch.device("meta"), torch.no_grad():
-            model.eval()(**{name: value.to("meta") for name, value in given.items()})
+            model.eval()(**{name: value.to("meta") for name, value in arguments.items()})
     except Exception:  # whatever its code raises
         return True
     return False

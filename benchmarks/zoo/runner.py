@@ -25,25 +25,25 @@ class Limits:
 
 def outcomes(cases: Iterable[Case], workers: int, limits: Limits) -> Iterator[Outcome]:
     """The outcome of each case as it comes, in no particular order; with one worker in this process."""
-    for case, found in spread(partial(outcome, limits=limits), cases, workers):
-        yield _outcome(case, {}, found.reason) if isinstance(found, Died) else found
+    for case, result in spread(partial(outcome, limits=limits), cases, workers):
+        yield _outcome(case, {}, result.reason) if isinstance(result, Died) else result
 
 
 def outcome(case: Case, limits: Limits) -> Outcome:
     """What came of a case, in this process; of parts that there was no time for, that."""
     from benchmarks.zoo.trial import parts
 
-    told: dict[str, Any] = {}
+    known_parts: dict[str, Any] = {}
     try:
         # What libraries print is not ours: it goes where errors go.
         with contextlib.redirect_stdout(sys.stderr), _memory_limited(limits.memory), time_limited(limits.seconds):
             for name, part in parts(case):
-                told[name] = part
+                known_parts[name] = part
     except TimeLimitError:
-        return _outcome(case, told, f"took more than {limits.seconds:g} s")
+        return _outcome(case, known_parts, f"took more than {limits.seconds:g} s")
     except Exception as error:  # with no memory left, anything may fail
-        return _outcome(case, told, in_one_line(error))
-    return _outcome(case, told, "")
+        return _outcome(case, known_parts, in_one_line(error))
+    return _outcome(case, known_parts, "")
 
 
 @contextlib.contextmanager

@@ -55,11 +55,11 @@ CPU seconds of one call of `memsize.trace`, which builds the model, runs it, and
 """
 
 
-def summary(found: Sequence[Outcome], style: str = "simple") -> str:
+def summary(outcomes: Sequence[Outcome], style: str = "simple") -> str:
     """One row per library: how many models, and how many of them succeeded in what."""
     rows = []
     for library in FILES:
-        every = [outcome for outcome in found if outcome.case.library == library]
+        every = [outcome for outcome in outcomes if outcome.case.library == library]
         own = [outcome for outcome in every if not outcome.refused]
         if own:
             rows.append((_labelled(library), f"{len(own):,}", *_shares(own), f"{len(every) - len(own):,}"))
@@ -81,9 +81,9 @@ def _labelled(library: str) -> str:
     return ", ".join(f"{name} {version(name)}" for name in source(library).DISTRIBUTIONS)
 
 
-def failures(found: Iterable[Outcome]) -> Iterator[tuple[str, str, str]]:
+def failures(outcomes: Iterable[Outcome]) -> Iterator[tuple[str, str, str]]:
     """Target, what failed, and the cause, of everything that failed and that its library does not refuse itself."""
-    for outcome in found:
+    for outcome in outcomes:
         if outcome.refused:
             continue
         inference, training = outcome.inference, outcome.training
@@ -109,21 +109,21 @@ def _short(target: str) -> str:
     return target if len(target) <= _LONGEST_TARGET else f"{target.partition('?')[0]}?…"
 
 
-def page(found: Sequence[Outcome]) -> str:
+def page(outcomes: Sequence[Outcome]) -> str:
     """The page of the documentation."""
-    failed = [(f"`{_short(target)}`", way, _escaped(cause)) for target, way, cause in failures(found)]
-    refused = [(f"`{outcome.case.target}`", _escaped(outcome.refused)) for outcome in found if outcome.refused]
-    slowest = sorted(found, key=lambda outcome: -outcome.training.seconds)[:SLOWEST]
+    failed = [(f"`{_short(target)}`", way, _escaped(cause)) for target, way, cause in failures(outcomes)]
+    refused = [(f"`{outcome.case.target}`", _escaped(outcome.refused)) for outcome in outcomes if outcome.refused]
+    slowest = sorted(outcomes, key=lambda outcome: -outcome.training.seconds)[:SLOWEST]
     timed = [
         (f"`{_short(written(o.case))}`", f"{o.training.seconds:.1f}", f"{o.inference.seconds:.1f}") for o in slowest
     ]
-    libraries = [library for library in FILES if any(o.case.library == library for o in found)]
-    asked = [] if libraries == list(FILES) else libraries
+    libraries = [library for library in FILES if any(o.case.library == library for o in outcomes)]
+    subset = [] if libraries == list(FILES) else libraries
     return _PAGE.format(
-        command=" ".join(("python -m benchmarks.zoo", *asked, "--page benchmarks/zoo/results.md")),
+        command=" ".join(("python -m benchmarks.zoo", *subset, "--page benchmarks/zoo/results.md")),
         batch=BATCH,
         versions=f"torch {version('torch')} and Python {platform.python_version()}",
-        summary=summary(found, "github"),
+        summary=summary(outcomes, "github"),
         libraries="\n".join(f"- {source(library).ABOUT}" for library in libraries),
         failures=_table(failed, ("model", "in", "cause")) if failed else "Nothing.",
         refused=_table(refused, ("model", "what its library says")) if refused else "None.",

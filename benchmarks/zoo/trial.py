@@ -26,31 +26,31 @@ def parts(case: Case) -> Iterator[Part]:
         ("training", {"optimizer": "adamw", "mode": "train", "steps": STEPS}),
     )
     library, ours = source(case.library), None
-    failed, given = False, inputs(case)
+    failed, arguments = False, inputs(case)
     for way, options in ways:
-        attempt, count = _attempt(case, options | {"input_data": given})
+        attempt, count = _attempt(case, options | {"input_data": arguments})
         failed = failed or bool(attempt["reason"])
         ours = count if ours is None else ours
         yield way, attempt
     yield "ours", ours
-    theirs, reason = _asked(lambda: library.parameters(case))
+    theirs, reason = _attempted(lambda: library.parameters(case))
     yield "theirs", theirs
     yield "uncounted", reason
     if failed:
-        refused, unknown = _asked(lambda: library.refusal(case))
+        refused, unknown = _attempted(lambda: library.refusal(case))
         yield "refused", _one_line(refused or "") if not unknown else ""
 
 
 def _attempt(case: Case, options: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
     """One trace and the parameters that memsize counts in it."""
     start, options = time.process_time(), {"batch_size": BATCH, "scenario": "fp32", **options}
-    found, reason = _asked(lambda: memsize.trace(case.target, arguments=case.arguments, **options))
-    peak, taken = found and found.peak.allocated, time.process_time() - start
-    count = found and sum(layer.parameters for layer in found.trace.layers)
+    trace, reason = _attempted(lambda: memsize.trace(case.target, arguments=case.arguments, **options))
+    peak, taken = trace and trace.peak.allocated, time.process_time() - start
+    count = trace and sum(layer.parameters for layer in trace.trace.layers)
     return {"peak": peak, "reason": reason, "seconds": round(taken, 2)}, count
 
 
-def _asked(call: Callable[[], Any]) -> tuple[Any, str]:
+def _attempted(call: Callable[[], Any]) -> tuple[Any, str]:
     """What `call` returns and why it returns nothing; what is no error of memsize's own is named by its type."""
     try:
         return call(), ""

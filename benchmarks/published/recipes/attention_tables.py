@@ -97,22 +97,22 @@ def _masked(row: Row) -> dict[str, torch.Tensor]:
 
 def _training(model: nn.Module) -> Callable[..., None]:
     model.train()
-    held: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
 
     def body(**inputs: torch.Tensor) -> None:
         model.zero_grad()
-        held["outputs"] = model(**inputs)
-        held["loss"] = held["outputs"].logits.sum()
-        held["loss"].backward()
+        tensors["outputs"] = model(**inputs)
+        tensors["loss"] = tensors["outputs"].logits.sum()
+        tensors["loss"].backward()
 
     return body
 
 
 def _inference(model: nn.Module) -> Callable[..., None]:
-    held: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
 
     def body(**inputs: torch.Tensor) -> None:
         with torch.no_grad():
-            held["output"] = model(**inputs)
+            tensors["output"] = model(**inputs)
 
     return body

@@ -60,8 +60,8 @@ def predict(row: Row) -> StepTrace:
 
 
 def _built(kind: str, name: str) -> Any:
-    place, added, marks = _KINDS[kind]
-    module = importlib.import_module(f"lit_gpt.{place}")
+    layer, added, marks = _KINDS[kind]
+    module = importlib.import_module(f"lit_gpt.{layer}")
     with _bfloat16(), Weightless():
         model = module.GPT(module.Config.from_name(name, **added))
     if marks is not None:
@@ -87,7 +87,7 @@ def _training(model: nn.Module) -> Callable[..., None]:
     torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.01)
 
     def body(input_ids: torch.Tensor, targets: torch.Tensor) -> None:
-        logits = [each.float() for each in model(input_ids, lm_head_chunk_size=CHUNK)]
+        logits = [chunk.float() for chunk in model(input_ids, lm_head_chunk_size=CHUNK)]
         logits[-1] = logits[-1][..., :-1, :]
         loss = chunked_cross_entropy(logits, targets[..., 1:])
         (loss / (ACCUMULATED // len(input_ids))).backward()

@@ -54,23 +54,23 @@ def _loop(model: nn.Module, *, loss: Callable[..., torch.Tensor], rate: float) -
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.bfloat16):
             # The script's function holds its outputs until it returns.
-            kept: list[Any] = []
-            value = loss(model, kept, **inputs)
+            outputs: list[Any] = []
+            value = loss(model, outputs, **inputs)
         value.backward()
         optimizer.step()
 
     return body
 
 
-def _classified(model: nn.Module, kept: list[Any], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _classified(model: nn.Module, outputs: list[Any], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(inputs), targets)
 
 
-def _modelled(model: nn.Module, kept: list[Any], ids: torch.Tensor) -> torch.Tensor:
-    kept.append(model(input_ids=ids, labels=ids))
-    return kept[0].loss  # type: ignore[no-any-return]
+def _modelled(model: nn.Module, outputs: list[Any], ids: torch.Tensor) -> torch.Tensor:
+    outputs.append(model(input_ids=ids, labels=ids))
+    return outputs[0].loss  # type: ignore[no-any-return]
 
 
-def _encoded(model: nn.Module, kept: list[Any], ids: torch.Tensor) -> torch.Tensor:
-    kept.append(model(input_ids=ids))
-    return kept[0].last_hidden_state.float().pow(2).mean()  # type: ignore[no-any-return]
+def _encoded(model: nn.Module, outputs: list[Any], ids: torch.Tensor) -> torch.Tensor:
+    outputs.append(model(input_ids=ids))
+    return outputs[0].last_hidden_state.float().pow(2).mean()  # type: ignore[no-any-return]

@@ -49,22 +49,24 @@ class EarlierAdam(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of every parameter."""
         for group in self.param_groups:
-            parameters = [each for each in group["params"] if each.grad is not None]
-            first, second = ([self._state(each, name) for each in parameters] for name in ("exp_avg", "exp_avg_sq"))
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            first, second = (
+                [self._state(parameter, name) for parameter in parameters] for name in ("exp_avg", "exp_avg_sq")
+            )
             _update(parameters, first, second, group)
 
     def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         state = self.state[parameter]
         if name not in state:
             state[name] = torch.zeros_like(parameter)
-        found: torch.Tensor = state[name]
-        return found
+        buffer: torch.Tensor = state[name]
+        return buffer
 
 
 def _update(
     parameters: Sequence[torch.Tensor], first: list[torch.Tensor], second: list[torch.Tensor], group: dict[str, Any]
 ) -> None:
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     momentum, decay = group["betas"]
     torch._foreach_mul_(first, momentum)
     torch._foreach_add_(first, gradients, alpha=1 - momentum)
@@ -80,19 +82,19 @@ def _loop(model: nn.Module, *, mixed: bool, accumulated: int, sgd: bool) -> Call
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=5e-5) if sgd else EarlierAdam(model.parameters())
     scaler = torch.amp.GradScaler("cuda") if mixed else None
-    held: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     done = 0
 
     def body(features: torch.Tensor, targets: torch.Tensor) -> None:
         nonlocal done
         with torch.autocast("cuda", torch.float16, enabled=mixed):
             output = model(features)
-        held["logits"] = output.float()
+        tensors["logits"] = output.float()
         del output
-        held["loss"] = nn.functional.cross_entropy(held["logits"], targets) / accumulated
+        tensors["loss"] = nn.functional.cross_entropy(tensors["logits"], targets) / accumulated
         if accumulated == 1:
             optimizer.zero_grad()
-        (held["loss"] if scaler is None else scaler.scale(held["loss"])).backward()
+        (tensors["loss"] if scaler is None else scaler.scale(tensors["loss"])).backward()
         if done % accumulated == 0:
             optimizer.step() if scaler is None else scaler.step(optimizer)
             if scaler is not None:
