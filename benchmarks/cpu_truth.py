@@ -38,9 +38,10 @@ from memsize.analysis.verify.prediction import predict
 from memsize.analysis.verify.verification import Experiment
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.autocast_region import cuda_semantics
-from memsize.cuda.cudnn.convolution import Convolution
-from memsize.cuda.cudnn.plans import Plans
-from memsize.cuda.registry import TEMPORARIES
+from memsize.kernels import rules
+from memsize.kernels.cudnn.conv_problem import Convolution
+from memsize.kernels.cudnn.workspaces import Plans
+from memsize.kernels.registry import TEMPORARIES
 from memsize.loading.weightless import Weightless
 from memsize.model.input_tensors import inputs_from_specs
 from memsize.records.verification import Alignment, AllocationDifference
@@ -248,6 +249,7 @@ def _kernels_of_both(own: bool) -> Iterator[None]:
 def _no_products() -> Iterator[None]:
     """While open, softmax's backward takes nothing inside: a CPU's kernel forms its products one by one."""
     op = torch.ops.aten._softmax_backward_data.default
+    rules()  # fills the table
     products = TEMPORARIES.pop(op)
     try:
         yield

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from benchmarks.zoo.operators import declare
-from memsize.cuda.cudnn.library import Library, installed
+from memsize.kernels.cudnn.library import Library, installed
 from memsize.records.trace import Event, Storage, Trace
 from memsize.records.world import World
 

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 import memsize
 from memsize.analysis.runner import Runner
-from memsize.cuda.convolution import Convolutions, Kernels
-from memsize.cuda.cudnn.backend import CudnnError
-from memsize.cuda.cudnn.convolution import Convolution
-from memsize.cuda.cudnn.library import OLDEST, Library, Plan, installed
-from memsize.cuda.cudnn.plans import Plans, estimate
 from memsize.device.allocator import replay
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.workspace_bounds import is_estimated, requests, variants
 from memsize.errors import InputError
+from memsize.kernels.convolution import Convolutions, Kernels
+from memsize.kernels.cudnn.backend import CudnnError
+from memsize.kernels.cudnn.conv_problem import Convolution
+from memsize.kernels.cudnn.library import OLDEST, Library, Plan, installed
+from memsize.kernels.cudnn.workspaces import Plans, estimate
 from memsize.loading.weightless import Weightless
 from memsize.model.input_tensors import inputs_from_data
 from memsize.records.trace import Event, Trace
@@ -439,7 +439,7 @@ def test_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(version=OLDEST - 1, newest=900)
-    monkeypatch.setattr("memsize.cuda.cudnn.library.Backend", lambda path: old)
+    monkeypatch.setattr("memsize.kernels.cudnn.library.Backend", lambda path: old)
     with pytest.raises(CudnnError, match=r"cuDNN 9\.10\.99 cannot be asked"):
         Library("libcudnn.so.9")
     assert (dotted_cudnn(91_501), dotted_cudnn(8907)) == ("9.15.1", "8.9.7")
@@ -510,7 +510,7 @@ def test_cudnn_refuses_what_it_does_not_know(cudnn: Library) -> None:
 
 
 def test_a_trace_by_cudnn(cudnn: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.cuda.cudnn.library.installed", lambda: cudnn)
+    monkeypatch.setattr("memsize.kernels.cudnn.library.installed", lambda: cudnn)
     trace = conv_trace(gpu="h100")
     plan = cudnn.plan(PLAIN._replace(tf32=torch.backends.cudnn.allow_tf32), H100)
     assert plan is not None and trace.cudnn == str(cudnn)

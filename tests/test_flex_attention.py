@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
 import memsize
-from memsize.cuda import flex_attention as fused
+from memsize.kernels import flex_attention as fused
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14")
 """What torch.compile's parts say as they are imported."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from memsize.cuda.autocast_region import cuda_semantics
-from memsize.cuda.kernels import kernel_copies
-from memsize.cuda.matmul import BIASED, CUBLAS, takes_cublaslt
+from memsize.kernels import kernel_copies
+from memsize.kernels.matmul import BIASED, CUBLAS, takes_cublaslt
 from memsize.tracing.ledger import Ledger, Workspaces
 
 F32, C64 = torch.float32, torch.complex64

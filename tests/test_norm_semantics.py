@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import memsize
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.autocast_region import cuda_semantics
-from memsize.cuda.kernels import kernel_temporaries
-from memsize.cuda.norms import takes_cudnn
+from memsize.cuda.kernel_choice import takes_cudnn
+from memsize.kernels import kernel_temporaries
 from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.ledger import Ledger
 

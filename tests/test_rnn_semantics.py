@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.autocast_region import cuda_semantics
-from memsize.cuda.rnn import Batch, Net, reserve_bytes, weight_elements
+from memsize.kernels.rnn import Batch, Net, reserve_bytes, weight_elements
 from memsize.tracing.dispatch import MetaDispatchMode
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

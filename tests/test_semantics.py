@@ -18,11 +18,11 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memsize.cuda.attention import Attention, choose_backend
+from memsize.cuda.attention_backend import Attention, choose_backend
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.autocast_region import cuda_semantics
-from memsize.cuda.kernels import kernel_temporaries
-from memsize.cuda.semantics import current
+from memsize.kernels import kernel_temporaries
+from memsize.kernels.semantics import current
 from memsize.torch_internals.dispatch_key import KEY, suspended
 from memsize.tracing.ledger import Ledger
 

@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._ops import OpOverload
 
-from memsize.cuda.attention_memory import efficient_rows
-from memsize.cuda.kernels import kernel_temporaries
-from memsize.meta_kernels import factories, matmul, norms, rules, spatial, strides
-from memsize.meta_kernels.reductions import reduced_shape
-from memsize.meta_kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
+from memsize.kernels import convolution, factories, kernel_temporaries, matmul, norms, rules, spatial, strides
+from memsize.kernels.attention import efficient_rows
+from memsize.kernels.reductions import reduced_shape
+from memsize.kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
 from memsize.torch_internals.meta_memo import MetaMemo
 from memsize.torch_internals.sparse_tensors import in_coordinates
 from memsize.tracing.dispatch import MetaDispatchMode
@@ -878,8 +877,8 @@ def test_channels_last_is_what_pytorch_takes_for_it(shape: list[int], order: lis
 )
 def test_convolution_sizes(size: int, kernel: int, stride: int, padding: int, dilation: int, expected: int) -> None:
     # 64 - 2; (224 + 6 - 7) // 2 + 1; (5 - 3) // 2 + 1; a kernel of 2 spread by 3 spans 4, 6 - 4 + 1.
-    assert spatial.forward_size(size, kernel, stride, padding, dilation) == expected
-    back = spatial.transposed_size(expected, kernel, stride, padding, dilation, 0)
+    assert convolution.forward_size(size, kernel, stride, padding, dilation) == expected
+    back = convolution.transposed_size(expected, kernel, stride, padding, dilation, 0)
     assert back == size - (size + 2 * padding - dilation * (kernel - 1) - 1) % stride
 
 
@@ -911,7 +910,7 @@ import sys
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from memsize.meta_kernels import rules
+from memsize.kernels import rules
 
 RULES = rules()
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, SparseAdam
 
 import memsize
-from memsize.cuda.kernels import kernel_temporaries
-from memsize.cuda.registry import TEMPORARIES
 from memsize.errors import MemsizeError
+from memsize.kernels import kernel_temporaries, rules
+from memsize.kernels.registry import TEMPORARIES
 from memsize.known_values.assumptions import ALL_DISTINCT, ALL_SELECTED
 from memsize.torch_internals.sparse_tensors import in_coordinates, zeros_in_coordinates
 from memsize.tracing.dispatch import MetaDispatchMode
@@ -87,6 +87,7 @@ def steps(device: str, table: str, optimizer: str, backwards: int) -> list[tuple
 def test_steps_take_what_they_take_for_real(
     table: str, optimizer: str, backwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rules()  # fills the table
     for op in _KERNELS:
         monkeypatch.delitem(TEMPORARIES, op)
     real, told = steps("cpu", table, optimizer, backwards), steps("meta", table, optimizer, backwards)

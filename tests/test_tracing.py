@@ -12,7 +12,7 @@ from torch.utils import checkpoint
 
 import memsize
 from memsize.errors import ForwardError
-from memsize.meta_kernels import registry
+from memsize.kernels import registry
 from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import live_bytes, split_phase, totals, visible

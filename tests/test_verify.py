@@ -33,9 +33,9 @@ from memsize.analysis.verify.verification import (
     workspaces,
 )
 from memsize.cli import run
-from memsize.cuda.cudnn.convolution import Convolution
-from memsize.cuda.cudnn.plans import Plans
 from memsize.errors import InputError, OutputError, ScenarioError
+from memsize.kernels.cudnn.conv_problem import Convolution
+from memsize.kernels.cudnn.workspaces import Plans
 from memsize.loading.weightless import Weightless
 from memsize.model.input_tensors import inputs_from_data, inputs_from_specs
 from memsize.model.materialize import executable, materialize

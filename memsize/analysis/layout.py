@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memsize.cuda.convolution import format_for, is_last
-from memsize.cuda.kernels import kernel_copies
-from memsize.meta_kernels import strides as layout
+from memsize.kernels import kernel_copies
+from memsize.kernels import strides as layout
+from memsize.kernels.tensors import channels_last_format, is_channels_last
 from memsize.model.input_tensors import input_tensors
 from memsize.model.tensor_storage import spec_of
 from memsize.processes.user_code import running_line
@@ -44,7 +44,7 @@ def format_of(tensor: torch.Tensor) -> Format | None:
     """The format of an image or a volume; None for tensors of other ranks, and for those without strides."""
     if tensor.dim() not in (4, 5) or tensor.layout is not torch.strided or not tensor.numel():
         return None
-    last = tensor.is_contiguous(memory_format=format_for(tensor))
+    last = tensor.is_contiguous(memory_format=channels_last_format(tensor))
     if tensor.is_contiguous():
         return "either" if last else "row-major"
     return "channels last" if last else "other"
@@ -78,12 +78,12 @@ def _is_convertible(tensor: torch.Tensor) -> bool:
     """Whether `Tensor.to` would rearrange it. It goes by strides, so that the weight of a 1×1 convolution, whose
     elements lie the same either way, is channels last for cuDNN afterwards (TensorConversions.cpp, `to_impl`).
     """
-    return format_of(tensor) is not None and not is_last(tensor)
+    return format_of(tensor) is not None and not is_channels_last(tensor)
 
 
 def _rearranged(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
-        return tensor.detach().to(memory_format=format_for(tensor))
+        return tensor.detach().to(memory_format=channels_last_format(tensor))
     strides = layout.channels_last(tensor.shape)
     rearranged = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
     if not isinstance(tensor, nn.Parameter):

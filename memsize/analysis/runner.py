@@ -10,11 +10,11 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
-from memsize.cuda.convolution import Convolutions
-from memsize.cuda.cudnn.plans import Plans
 from memsize.device.cards import card
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError
+from memsize.kernels.convolution import Convolutions
+from memsize.kernels.cudnn.workspaces import Plans
 from memsize.loading.model_defined_step import own_step_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.model.materialize import executable, executable_call
@@ -213,7 +213,7 @@ class Runner:
 
 def plans_of(card: Card) -> Plans:
     """What cuDNN takes on a card, by this machine's cuDNN where it has one."""
-    from memsize.cuda.cudnn.library import installed
+    from memsize.kernels.cudnn.library import installed
 
     return Plans(card.capability, installed)
 

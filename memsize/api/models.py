@@ -242,6 +242,6 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     tensors, and returns what the op would, on `meta`; NotImplemented leaves the answer to PyTorch. A name that has a
     rule already raises ValueError.
     """
-    from memsize.meta_kernels.registry import shape_rule as register
+    from memsize.kernels.registry import shape_rule as register
 
     return register(*names)

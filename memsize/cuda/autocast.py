@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from memsize.cuda.semantics import Semantics, current
+from memsize.kernels.semantics import Semantics, current
 from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
 
 Policy = Literal[

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from memsize.cuda import autocast
+from memsize.cuda import attention_backend, autocast, encoder, kernel_choice, recurrent
 from memsize.cuda.availability import answered_as_cuda
-from memsize.cuda.kernels import kernels
-from memsize.cuda.semantics import CUDNN, STAND_INS, CastObserver, Semantics, current, switched_on
+from memsize.kernels.semantics import CUDNN, STAND_INS, CastObserver, Semantics, current, switched_on
 from memsize.processes.process_lock import turn_taken
 from memsize.torch_internals.dispatch_key import KEY, NAMESPACE, Kernel
 
@@ -38,6 +37,15 @@ def register_kernels() -> None:
         elif not any(name not in _registered and torch._C._dispatch_has_kernel(name) for name in autocast.LATE):
             return
         _register({name: kernel for name, kernel in kernels().items() if name not in _registered})
+
+
+def kernels() -> Mapping[str, Kernel]:
+    """Return every function on the dispatch key, by the operator's name.
+
+    Where autocast wraps an operator, its casts come first; attention does both itself.
+    """
+    choices = {**kernel_choice.kernels(), **recurrent.kernels()}
+    return {**choices, **autocast.kernels(choices), **attention_backend.kernels(), **encoder.kernels()}
 
 
 def _register(kernels: Mapping[str, Kernel]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import optimizer, swa_utils
 from torch.utils import _foreach_utils
 
-from memsize.cuda.semantics import current
+from memsize.kernels.semantics import current
 from memsize.torch_internals.patching import Function, Patch, PatchSet
 
 _LIST_KERNELS = "_get_foreach_kernels_supported_devices"

@@ -13,16 +13,13 @@ tensors that `nn.TransformerEncoder` makes of a padded batch are not simulated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memsize.cuda.attention import Attention, choose_backend
-from memsize.cuda.semantics import current
-from memsize.meta_kernels.registry import shape_rule
-from memsize.meta_kernels.tensors import are_plain, empty, like
+from memsize.cuda.attention_backend import Attention, choose_backend
+from memsize.kernels.semantics import current
 from memsize.torch_internals.dispatch_key import Kernel, overload
 
 _ALIGNED_HEAD = 8
@@ -180,20 +177,3 @@ def _projected(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Ten
         return query @ weight.t()
     parts = weight.chunk(3)
     return torch.cat([x @ part.t() for x, part in zip((query, key, value), parts, strict=True)], 2)
-
-
-# -- what the fused operators return ----------------------------------------------------------------------------------
-
-
-@shape_rule("aten::_transform_bias_rescale_qkv")
-def _rescaled(qkv: Any, bias: Any, heads: int) -> Any:
-    """Query, key and value by head, three parts of one block (cuda/attention.cu)."""
-    if not are_plain(qkv, bias) or qkv.dim() != 3:
-        return NotImplemented
-    batch, tokens, width = qkv.shape
-    return empty((3, batch, heads, tokens, width // 3 // heads), bias.dtype).unbind()
-
-
-@shape_rule("aten::_masked_softmax")
-def _masked_softmax(scores: Any, _mask: Any, _dim: int | None = None, _kind: int | None = None) -> Any:
-    return like(scores) if are_plain(scores) else NotImplemented

@@ -186,7 +186,7 @@ class DeviceUse:
 
 
 class ConvolutionWorkspace(NamedTuple):
-    """What cuDNN said of a convolution (`memsize.cuda.cudnn.Convolution` as text): the bytes of its workspace."""
+    """What cuDNN said of a convolution (`memsize.kernels.cudnn.Convolution` as text): the bytes of its workspace."""
 
     convolution: str
     bytes: int

@@ -1,6 +1,6 @@
 """The dispatch mode of a run: the result of each op has the right shape, and nothing is computed.
 
-It is a `TorchDispatchMode` below autograd. The result of an op comes from a rule of `memsize.meta_kernels` where there
+It is a `TorchDispatchMode` below autograd. The result of an op comes from a rule of `memsize.kernels` where there
 is one, otherwise from PyTorch's `meta` kernel, and from one run on the CPU where PyTorch has none.
 """
 
@@ -14,14 +14,13 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsize.cuda.convolution import BACKWARD, FORWARD
-from memsize.cuda.kernels import refuse_mixed
-from memsize.cuda.matmul import BIASED, CUBLAS
-from memsize.cuda.registry import COPIES, RESULT_FIRST, SAME_DTYPE, TEMPORARIES
+from memsize.kernels import rules, sparse_rules
+from memsize.kernels.convolution import BACKWARD, FORWARD
+from memsize.kernels.matmul import BIASED, CUBLAS
+from memsize.kernels.registry import COPIES, RESULT_FIRST, SAME_DTYPE, TEMPORARIES, refuse_mixed
 from memsize.known_values.evaluation import Evaluator, is_special
 from memsize.known_values.op_traits import traits_of
 from memsize.known_values.propagation import carry_over, propagate, tell_sign
-from memsize.meta_kernels import rules, sparse_rules
 from memsize.torch_internals.sparse_tensors import with_parts
 from memsize.tracing.multiply_adds import formula_of
 from memsize.tracing.overrides import overridden

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memsize.cuda.convolution import Convolutions
-from memsize.cuda.matmul import takes_cublas, takes_cublaslt
-from memsize.cuda.registry import Temporary
+from memsize.kernels.convolution import Convolutions
+from memsize.kernels.matmul import takes_cublas, takes_cublaslt
+from memsize.kernels.registry import Temporary
 from memsize.known_values.propagation import carry_over
 from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors, shape_of
 from memsize.processes.user_code import Lines, line_in_forward, shown

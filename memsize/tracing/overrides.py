@@ -347,7 +347,7 @@ def _any_device(original: Function) -> Function:
 
 
 def _fused_attention(original: Function) -> Function:
-    from memsize.cuda.flex_attention import UNCOMPILED, fused
+    from memsize.kernels.flex_attention import UNCOMPILED, fused
 
     def attended(query: Tensor, *args: Any) -> Any:
         if not is_meta(query):

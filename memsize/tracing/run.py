@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memsize.cuda.autocast_region import cuda_semantics
-from memsize.cuda.semantics import CUDNN, Semantics
 from memsize.errors import ForwardError, MemsizeError, exits_caught
+from memsize.kernels.semantics import CUDNN, Semantics
 from memsize.model.globals_kept import globals_kept
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode

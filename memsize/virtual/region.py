@@ -199,7 +199,7 @@ def _uncompiled(ledger: VirtualLedger) -> Any:
     def fused(function: Callable[..., Any]) -> Callable[..., Any]:
         if function is not getattr(sys.modules.get(overrides.FLEX), "create_block_mask", None):
             return function
-        from memsize.cuda.flex_attention import compiled_mask
+        from memsize.kernels.flex_attention import compiled_mask
 
         return compiled_mask(function, ledger.absently)
 

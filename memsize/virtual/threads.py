@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from memsize.cuda.semantics import Semantics, switched_on
+from memsize.kernels.semantics import Semantics, switched_on
 from memsize.tracing.overrides import overridden_here
 from memsize.tracing.saved_tensors import saving
 from memsize.virtual.gpu_ledger import VirtualLedger

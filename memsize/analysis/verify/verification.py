@@ -14,13 +14,13 @@ from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.cuda_memory import DeviceMemory
 from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
 from memsize.analysis.verify.prediction import predict
-from memsize.cuda.convolution import Convolutions
-from memsize.cuda.cudnn.convolution import Convolution
-from memsize.cuda.cudnn.library import installed
-from memsize.cuda.cudnn.plans import Plans
-from memsize.cuda.semantics import CUDNN
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import InputError
+from memsize.kernels.convolution import Convolutions
+from memsize.kernels.cudnn.conv_problem import Convolution
+from memsize.kernels.cudnn.library import installed
+from memsize.kernels.cudnn.workspaces import Plans
+from memsize.kernels.semantics import CUDNN
 from memsize.model.input_tensors import ModelInputs, input_tensors
 from memsize.records.gpu import Card
 from memsize.records.measurement import (

@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import torch
 
-from memsize.cuda.registry import Temporary, temporaries_of
-from memsize.meta_kernels.strides import permuted
-from memsize.meta_kernels.tensors import Tensor, empty, strided
+from memsize.kernels.registry import Temporary, temporaries_of
+from memsize.kernels.strides import permuted
+from memsize.kernels.tensors import Tensor, empty, strided
 
 UNCOMPILED: Final = (
     "flex_attention is counted as the kernels that torch.compile makes of it: without torch.compile it holds the scores"

@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from memsize.cuda.cudnn.backend import Attribute, Backend, CudnnError, Descriptors, Handle, Kind, Type
-from memsize.cuda.cudnn.convolution import Convolution
+from memsize.kernels.cudnn.backend import Attribute, Backend, CudnnError, Descriptors, Handle, Kind, Type
+from memsize.kernels.cudnn.conv_problem import Convolution
 from memsize.units import dotted_cudnn
 
 OLDEST: Final = 91_100

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memsize.cuda import autocast
-from memsize.cuda.semantics import Semantics, current
+from memsize.kernels.semantics import Semantics, current
 from memsize.torch_internals.dispatch_key import KEY, Kernel, exclude, key_excluded, overload
 from memsize.torch_internals.meta import is_meta
 

@@ -1,41 +1,56 @@
-"""Which kernel CUDA would run for `batch_norm` and `rms_norm`, and so which statistics are kept.
+"""Ops whose CUDA kernel is not the one that PyTorch runs elsewhere: which kernel CUDA would run for each call.
 
-cuDNN's batch norm keeps its statistics in training only, PyTorch's own kernel in evaluation too. RMS norm is one kernel
-that keeps one number per row, where other devices run, and keep, each step of the formula.
+- `batch_norm`: cuDNN's kernel keeps its statistics in training only, PyTorch's own kernel in evaluation too.
+- `rms_norm`: one kernel that keeps one number per row, where other devices run, and keep, each step of the formula.
+- `softmax` of float16 scores in float32: one kernel that widens as it reads, without a float32 copy. bfloat16 scores
+  are copied first on CUDA too.
+- `dropout`: one fused kernel that keeps a boolean mask, where the CPU multiplies by floating noise. In-place, feature
+  and alpha dropout have no fused kernel on CUDA either.
+- `one_hot` writes ones into zeros; on `meta` PyTorch compares instead, which makes a boolean tensor and a copy. Where
+  the number of classes has to come from the data, the op is left to PyTorch; a CPU would also check the smallest and
+  the largest class.
+- `mish_backward`: the one activation with a kernel for CPU and CUDA alone, where PyTorch computes the formula step by
+  step on `meta` (native_functions.yaml).
 
 Source: aten/src/ATen/native/Normalization.cpp (`_select_batch_norm_backend`, `_batch_norm_impl_index`), layer_norm.cpp
-(`rms_norm_symint`). cuDNN's reserve space is taken for empty (`memsize.meta_kernels.norms`).
+(`rms_norm_symint`), SoftMax.cpp, cuda/SoftMax.cu (`host_softmax`), Dropout.cpp (`is_fused_kernel_acceptable`),
+Onehot.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memsize.cuda.registry import Temporary, copies_of, copy_unless_contiguous, same_dtype, temporaries_of
-from memsize.cuda.semantics import current
-from memsize.meta_kernels.tensors import accumulation, has_inner_channels
+from memsize.kernels.semantics import current
+from memsize.kernels.tensors import channels_last_format, is_dense_channels_last
 from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
 from memsize.torch_internals.meta import is_meta
 
 _TRAINING_BATCH, _EVALUATION_BATCH = 880_801, 65_535
 _INDEXED = 2**31 - 1
-_THREADS, _TILE, _ROWS_OF_THREAD = 512, 32, 16
-_LEAST_BLOCKS, _MOST_BLOCKS = 8, 128
-_aten = torch.ops.aten
-
-same_dtype(slice(0, 4), _aten.native_layer_norm.default)  # cuda/layer_norm_kernel.cu
-# cuda/layer_norm_kernel.cu `layer_norm_cuda`: expect_contiguous; group_norm.cpp `native_group_norm` (until PyTorch 2.13
-# `group_norm` itself has done so before)
-copies_of(_aten.native_layer_norm.default, _aten.native_group_norm.default)(copy_unless_contiguous)
 
 
 def kernels() -> Mapping[str, Kernel]:
-    """The kernels of `batch_norm` and `rms_norm`."""
-    return {"batch_norm": _batch_norm, "rms_norm": _rms_norm}
+    """Return the functions that choose a kernel, by the operator's name."""
+    return {
+        "batch_norm": _batch_norm,
+        "rms_norm": _rms_norm,
+        "softmax.int": _softmax("softmax"),
+        "log_softmax.int": _softmax("log_softmax"),
+        "dropout": _dropout(),
+        "one_hot": _one_hot,
+        "mish_backward": _mish_backward,
+    }
+
+
+def _stands_in(tensor: Tensor) -> bool:
+    """Whether CUDA's kernel can be called for its result on `tensor`; on the CPU it could not run."""
+    semantics = current()
+    return semantics is not None and semantics.meta and is_meta(tensor)
 
 
 # -- batch norm -------------------------------------------------------------------------------------------------------
@@ -84,84 +99,14 @@ def _batch_norm(
         return plain(tensor, *parameters, training, momentum, eps, cudnn_enabled)  # type: ignore[no-any-return]
 
 
-def _stands_in(tensor: Tensor) -> bool:
-    """Whether CUDA's kernel can be called for its result on `tensor`; on the CPU it could not run."""
-    semantics = current()
-    return semantics is not None and semantics.meta and is_meta(tensor)
-
-
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
 def _format(tensor: Tensor) -> torch.memory_format:
     """The layout that cuDNN is given: the input's own if it is channels last."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    is_last = last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
-    return last if is_last and last is not None else torch.contiguous_format
-
-
-@temporaries_of(_aten.native_batch_norm_backward.default)
-def _batch_norm_sums(_grad: Tensor, tensor: Tensor, *more: Any) -> Iterator[Temporary]:
-    """Two sums for each channel, of PyTorch's own kernels where channels lie innermost, as in two dimensions: elsewhere
-    one kernel keeps them to itself (cuda/Normalization.cu, `batch_norm_backward_cuda`).
-    """
-    *_, training, _eps, mask = more
-    if has_inner_channels(tensor) and mask[0] and (training or mask[1] or mask[2]):
-        yield from [Temporary((tensor.shape[1],), accumulation(tensor.dtype))] * 2
-
-
-@temporaries_of(_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
-def _trained_parts(tensor: Tensor, _weight: Any, _bias: Any, _mean: Any, _variance: Any, *more: Any) -> Iterator[Any]:
-    if more[0]:
-        yield from _parts_unless_volume(tensor)
-
-
-@temporaries_of(_aten._native_batch_norm_legit.no_stats)
-def _trained_parts_without_running(tensor: Tensor, _weight: Any, _bias: Any, training: bool, *_: Any) -> Iterator[Any]:
-    if training:
-        yield from _parts_unless_volume(tensor)
-
-
-def _parts_unless_volume(tensor: Tensor) -> Iterator[Temporary]:
-    """A volume whose channels lie innermost is reduced by another kernel (`batch_norm_choose_impl`)."""
-    if tensor.dim() < 5:
-        yield from _parts(4, tensor)
-
-
-@temporaries_of(_aten.batch_norm_stats.default)
-def _statistics_parts(tensor: Tensor, _eps: float) -> Iterator[Temporary]:
-    return _parts(4, tensor)
-
-
-@temporaries_of(_aten.batch_norm_backward_reduce.default)
-def _gradient_parts(grad: Tensor, tensor: Tensor, *_: Any) -> Iterator[Temporary]:
-    return _parts(2, grad, tensor)
-
-
-def _parts(numbers: int, *tensors: Tensor) -> Iterator[Temporary]:
-    """What a reduction over innermost channels stages where eight or more blocks of threads share a channel: `numbers`
-    of each block for each channel, and one counter for each column of blocks.
-
-    Source: cuda/Normalization.cuh (`flexible_launch_configs`, `batch_norm_stats_channels_last_cuda_template`,
-    `batch_norm_backward_reduce_cuda_channels_last_template`).
-    """
-    tensor = tensors[0]
-    if not all(map(has_inner_channels, tensors)) or not 0 < tensor.numel() < _INDEXED:
-        return
-    channels = tensor.shape[1]
-    rows = tensor.numel() // channels
-    high = min(_power(-(-rows // _ROWS_OF_THREAD)), _THREADS // min(_power(channels), _TILE))
-    wide = min(_power(channels), _THREADS // high)
-    blocks = min(-(-rows // (high * _ROWS_OF_THREAD)), _MOST_BLOCKS)
-    if blocks >= _LEAST_BLOCKS:
-        yield Temporary((numbers * channels * blocks,), accumulation(tensor.dtype))
-        yield Temporary((-(-channels // wide),), torch.int32)
-
-
-def _power(number: int) -> int:
-    """The largest power of two that is no larger."""
-    return 1 << number.bit_length() - 1
+    is_last = not tensor.is_contiguous() and is_dense_channels_last(tensor)
+    return channels_last_format(tensor) if is_last else torch.contiguous_format
 
 
 # -- RMS norm ---------------------------------------------------------------------------------------------------------
@@ -214,3 +159,68 @@ def _differentiable(grad: Tensor, tensor: Tensor, weight: Tensor | None, ctx: An
     result = overload("_fused_rms_norm")(tensor, ctx.shape, weight, ctx.eps)[0]
     found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:2])
+
+
+# -- softmax ----------------------------------------------------------------------------------------------------------
+
+
+def _softmax(name: str) -> Kernel:
+    plain: Any = None
+    fused: Any = None
+
+    def kernel(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        nonlocal plain, fused
+        plain, fused = plain or overload(f"{name}.int"), fused or overload(f"_{name}")
+        with key_excluded:
+            widens = tensor.dtype is torch.float16 and dtype is torch.float32 and _stands_in(tensor)
+            result: Tensor = fused(tensor, dim, True) if widens else plain(tensor, dim, dtype)
+            return result
+
+    return kernel
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def _dropout() -> Kernel:
+    plain: Any = None
+    fused: Any = None
+
+    def kernel(tensor: Tensor, p: float, train: bool) -> Tensor:
+        nonlocal plain, fused
+        plain, fused = plain or overload("dropout"), fused or overload("native_dropout")
+        semantics = current()
+        is_fused = train and 0 < p < 1 and semantics is not None and semantics.stands_for_cuda(tensor)
+        with key_excluded:
+            result: Tensor = fused(tensor, p, train)[0] if is_fused and tensor.numel() else plain(tensor, p, train)
+            return result
+
+    return kernel
+
+
+# -- one-hot vectors --------------------------------------------------------------------------------------------------
+
+
+def _one_hot(index: Tensor, classes: int = -1) -> Tensor:
+    semantics = current()
+    with key_excluded:
+        is_written = semantics is not None and semantics.stands_for_cuda(index) and index.dtype is torch.int64
+        if not is_written or classes < 1:
+            plain: Any = overload("one_hot")
+            result: Tensor = plain(index, classes)
+            return result
+        if not index.numel():
+            return index.new_empty((*index.shape, classes))
+        zeros = torch.zeros((*index.shape, classes), dtype=index.dtype, device=index.device)
+        return zeros.scatter_(-1, index.unsqueeze(-1), 1)
+
+
+# -- the gradient of Mish ---------------------------------------------------------------------------------------------
+
+
+def _mish_backward(grad: Tensor, tensor: Tensor) -> Tensor:
+    with key_excluded:
+        if _stands_in(tensor) and not torch.is_grad_enabled():  # else autograd wants the formula
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload("mish_backward")(grad, tensor)  # type: ignore[no-any-return]
+        return overload("mish_backward")(grad, tensor)  # type: ignore[no-any-return]

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsize.cuda.registry import Temporary, temporaries_of
-from memsize.cuda.semantics import current
-from memsize.meta_kernels.registry import shape_rule
-from memsize.meta_kernels.strides import Shape, permuted
-from memsize.meta_kernels.tensors import are_alike, are_plain, empty, like, strided
+from memsize.kernels.registry import Temporary, shape_rule, temporaries_of
+from memsize.kernels.semantics import current
+from memsize.kernels.strides import Shape, permuted
+from memsize.kernels.tensors import are_alike, are_plain, empty, like, strided
 
 _aten = torch.ops.aten
 _CUDNN_DROPOUT = 8
@@ -124,6 +123,23 @@ def _cudnn_returns(
         return NotImplemented
     states = empty((), torch.int64), empty((), torch.int64)
     return output, empty((*rows, 1), torch.float32), None, None, rows[2], key.shape[2], *states, None
+
+
+# -- the operators of fused encoder layers ----------------------------------------------------------------------------
+
+
+@shape_rule("aten::_transform_bias_rescale_qkv")
+def _rescaled(qkv: Any, bias: Any, heads: int) -> Any:
+    """Query, key and value by head, three parts of one block (cuda/attention.cu)."""
+    if not are_plain(qkv, bias) or qkv.dim() != 3:
+        return NotImplemented
+    batch, tokens, width = qkv.shape
+    return empty((3, batch, heads, tokens, width // 3 // heads), bias.dtype).unbind()
+
+
+@shape_rule("aten::_masked_softmax")
+def _masked_softmax(scores: Any, _mask: Any, _dim: int | None = None, _kind: int | None = None) -> Any:
+    return like(scores) if are_plain(scores) else NotImplemented
 
 
 # -- what the kernels take inside -------------------------------------------------------------------------------------

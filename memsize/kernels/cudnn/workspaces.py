@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
-from memsize.cuda.cudnn.backend import CudnnError
-from memsize.cuda.cudnn.convolution import Convolution
-from memsize.cuda.cudnn.library import Library
+from memsize.kernels.cudnn.backend import CudnnError
+from memsize.kernels.cudnn.conv_problem import Convolution
+from memsize.kernels.cudnn.library import Library
 
 _FEW_CHANNELS: Final = 4
 """Up to this many input channels, plans read an image in the format that it has."""

@@ -3,18 +3,24 @@
 Of most of these ops PyTorch's `meta` kernels return no elements, and of the others it has none. What equal indices add
 up to (`_coalesce`) depends on the data: see `memsize.known_values.data_dependent`.
 
-Source: aten/src/ATen/native/sparse/SparseTensor.cpp, SparseTensorMath.cpp and cuda/SparseCUDATensorMath.cu.
+Source: aten/src/ATen/native/sparse/SparseTensor.cpp, SparseTensorMath.cpp, cuda/SparseCUDATensorMath.cu,
+cuda/SparseCUDATensor.cu (`_coalesce_sparse_cuda`) and EmbeddingBag.cpp (`_embedding_bag_sparse_backward`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from memsize.meta_kernels.registry import overloads, sparse_rule
-from memsize.meta_kernels.tensors import Tensor, are_plain, empty, like, overlaps
-from memsize.torch_internals.sparse_tensors import in_coordinates, is_in_coordinates, with_parts
+from memsize.kernels.registry import Temporary, overloads, sparse_rule, temporaries_of
+from memsize.kernels.tensors import Tensor, are_plain, empty, like, overlaps
+from memsize.torch_internals.sparse_tensors import in_coordinates, is_in_coordinates, places, with_parts
+
+_aten = torch.ops.aten
+_MEAN = 1
+"""The mode of an embedding bag."""
 
 _data: Any = vars(torch._C.TensorBase)["data"]
 """PyTorch's own attribute, even where that of `Tensor` is replaced."""
@@ -129,3 +135,61 @@ def _selected(tensor: Any, mask: Any) -> Any:
     if not are_plain(tensor) or not is_in_coordinates(mask) or tensor.shape != mask.shape:
         return NotImplemented
     return _with_values(mask, tensor.dtype)
+
+
+# -- what the kernels take --------------------------------------------------------------------------------------------
+
+
+@temporaries_of(_aten._coalesce.default)
+def _sorted(tensor: Tensor) -> Iterator[Temporary]:
+    """Where each of the sorted indices was, and where equal ones begin; of indices with several dimensions, which are
+    sorted by one number, that number too.
+
+    Sorting itself takes as much as the numbers and places that it sorts, before the values are made: it counts as far
+    as it is more than they are.
+    """
+    elements, values = tensor._nnz(), tensor._values()
+    if elements < 2:
+        return
+    for _ in range(2 if tensor.sparse_dim() == 1 else 3):
+        yield Temporary((elements,), torch.int64)
+    if not values.is_contiguous():
+        yield Temporary(tuple(values.shape), values.dtype)
+    made = min(elements, places(tensor)) * values[0].numel() * values.element_size()
+    if 2 * elements * torch.int64.itemsize > made:
+        yield Temporary((2 * elements * torch.int64.itemsize - made,), torch.uint8)
+
+
+@temporaries_of(_aten.norm.ScalarOpt_dim)
+def _added_up(tensor: Tensor, *_: Any) -> Iterator[Temporary]:
+    """A norm is that of the values, after equal indices are added up."""
+    if tensor.layout is torch.sparse_coo and not tensor.is_coalesced():
+        values = tensor._values()
+        yield Temporary(tuple(tensor._indices().shape), torch.int64)
+        yield Temporary((min(len(values), places(tensor)), *values.shape[1:]), values.dtype)
+        yield from _sorted(tensor)
+
+
+@temporaries_of(_aten.sparse_mask.default)
+def _rows(tensor: Tensor, mask: Tensor) -> Iterator[Temporary]:
+    """The rows of a dense tensor, before they are multiplied by a one."""
+    if tensor.layout is torch.strided and mask.layout is torch.sparse_coo and mask._nnz():
+        yield Temporary(tuple(mask._values().shape), tensor.dtype)
+        yield Temporary((1,), mask.dtype)
+
+
+@temporaries_of(_aten._embedding_bag_backward.default)
+def _shares(
+    grad: Tensor, indices: Tensor, _offsets: Any, _places: Any, sizes: Tensor, _largest: Any, _rows: int,
+    _by_frequency: bool, mode: int, sparse: bool, _weights: Any, padding: int = -1,
+) -> Iterator[Temporary]:  # fmt: skip
+    """With padding, the gradient of each row before those of the padding are left out, what is left, and where. A mean
+    divides it by the size of each bag: the sizes, what they divide by, and that for each row."""
+    rows = indices.numel()
+    if sparse and padding != -1:
+        yield Temporary((rows, grad.shape[1]), grad.dtype)
+        yield Temporary((rows,), torch.bool)
+        yield Temporary((rows, 1), torch.int64)
+    elif sparse and mode == _MEAN:
+        for shape in ((len(sizes),), (len(sizes),), (rows, 1)):
+            yield Temporary(shape, grad.dtype)

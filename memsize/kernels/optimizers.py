@@ -1,17 +1,20 @@
 """Ops over lists of tensors, which optimizers and gradient clipping are made of. An in-place one returns None.
 
+Only norms take temporaries (aten/src/ATen/native/cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`;
+MultiTensorApply.cuh, `kChunkSize`).
+
 A list has one entry per parameter, so a rule does as little per entry as it can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from memsize.meta_kernels.registry import overloads, shape_rule
-from memsize.meta_kernels.tensors import META, Tensor, empty
+from memsize.kernels.registry import Temporary, overloads, shape_rule, temporaries_of
+from memsize.kernels.tensors import META, Tensor, accumulation, empty
 from memsize.torch_internals.meta import is_meta
 
 _UNARY = (
@@ -19,6 +22,8 @@ _UNARY = (
 )
 _BINARY = "sub maximum minimum clamp_min clamp_max pow lerp add mul div"
 _WITH_ONE_VALUE = "add mul div addcmul addcdiv"
+_CHUNK = 65_536
+_FAST_ORDERS = (1, 2, float("inf"))
 
 
 def _fit(tensors: Any, *others: Any) -> bool:
@@ -88,3 +93,13 @@ def _unscale(gradients: Any, found_inf: Any, inverse_scale: Any) -> Any:
     """GradScaler's search for infinities: it divides in place and writes what it found."""
     values = (found_inf, inverse_scale)
     return None if _fit(gradients) and all(v.numel() == 1 and v.is_floating_point() for v in values) else NotImplemented
+
+
+@temporaries_of(torch.ops.aten._foreach_norm.Scalar)
+def _norm_temporaries(tensors: Any, order: Any = 2, dtype: torch.dtype | None = None) -> Iterator[Temporary]:
+    """Yield the norms of chunks: each tensor has room for as many chunks as the largest tensor has, before a second
+    kernel combines them. Other orders, and lists of several dtypes, are computed tensor by tensor."""
+    alike = all(tensor.dtype is tensors[0].dtype for tensor in tensors)
+    if order in _FAST_ORDERS and alike and tensors[0].is_floating_point():
+        chunks = max(-(-tensor.numel() // _CHUNK) for tensor in tensors)
+        yield Temporary((len(tensors) * chunks,), accumulation(dtype or tensors[0].dtype))

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from memsize.known_values.values import constant_of, is_uniform
-from memsize.meta_kernels.registry import overloads, shape_rule
-from memsize.meta_kernels.strides import Shape
-from memsize.meta_kernels.tensors import (
+from memsize.kernels.registry import copies_of, copy_unless_contiguous, overloads, shape_rule
+from memsize.kernels.strides import Shape
+from memsize.kernels.tensors import (
     META,
     Tensor,
     are_alike,
@@ -24,6 +23,7 @@ from memsize.meta_kernels.tensors import (
     like,
     overlaps,
 )
+from memsize.known_values.values import constant_of, is_uniform
 
 _LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli clone _to_copy"
 
@@ -105,6 +105,9 @@ def _triangle(tensor: Any, _diagonal: int = 0) -> Any:
 def _roll(tensor: Any, *_: Any) -> Any:
     """Like the input (cuda/TensorTransformations.cu, `roll_cuda`: `at::empty_like`)."""
     return like(tensor) if are_plain(tensor) else NotImplemented
+
+
+copies_of(torch.ops.aten.roll.default)(copy_unless_contiguous)
 
 
 # -- joined tensors ---------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from memsize.meta_kernels import strides as layout
-from memsize.meta_kernels.registry import Rule, overloads, shape_rule
-from memsize.meta_kernels.tensors import (
+from memsize.kernels import strides as layout
+from memsize.kernels.registry import Rule, overloads, shape_rule
+from memsize.kernels.tensors import (
     Tensor,
     are_alike,
     are_plain,

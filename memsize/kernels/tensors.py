@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memsize.meta_kernels import strides as layout
+from memsize.kernels import strides as layout
 from memsize.torch_internals.meta import is_meta
 
 Tensor = torch.Tensor
@@ -57,14 +57,21 @@ def is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() in (4, 5) and layout.is_channels_last(tensor.shape, tensor.stride())
 
 
+def is_dense_channels_last(tensor: Tensor) -> bool:
+    """Whether an image or a volume is channels last without gaps; one channel or one pixel is row-major as well."""
+    return tensor.dim() in (4, 5) and tensor.is_contiguous(memory_format=channels_last_format(tensor))
+
+
+def channels_last_format(tensor: Tensor) -> torch.memory_format:
+    """Return channels last as PyTorch names it for an image (4-D) or a volume (5-D)."""
+    return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+
+
 def has_inner_channels(tensor: Tensor) -> bool:
     """Whether CUDA's batch norm takes `tensor` to its kernels for channels that lie innermost
     (cuda/Normalization.cu, `batch_norm_use_channels_last_kernels`).
     """
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    if last is not None and tensor.is_contiguous(memory_format=last):
-        return True
-    return tensor.is_contiguous() and tensor.stride(1) == 1
+    return is_dense_channels_last(tensor) or (tensor.is_contiguous() and tensor.stride(1) == 1)
 
 
 def is_canonical(tensor: Tensor) -> bool:

@@ -1,17 +1,27 @@
-"""Batch, layer, group, RMS and weight norms, and their gradients, with the statistics that CUDA kernels keep.
+"""Batch, layer, group, RMS and weight norms, and their gradients: the statistics that CUDA's kernels keep, and what
+they take meanwhile.
 
 Statistics of half-precision inputs are float32. Running statistics are written in place and need no answer.
+`memsize.cuda.kernel_choice` says whether cuDNN computes a batch norm.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from memsize.meta_kernels.registry import shape_rule
-from memsize.meta_kernels.strides import Shape
-from memsize.meta_kernels.tensors import (
+from memsize.kernels.registry import (
+    Temporary,
+    copies_of,
+    copy_unless_contiguous,
+    same_dtype,
+    shape_rule,
+    temporaries_of,
+)
+from memsize.kernels.strides import Shape
+from memsize.kernels.tensors import (
     Tensor,
     accumulation,
     are_plain,
@@ -21,6 +31,16 @@ from memsize.meta_kernels.tensors import (
     is_channels_last,
     like,
 )
+
+_INDEXED = 2**31 - 1
+_THREADS, _TILE, _ROWS_OF_THREAD = 512, 32, 16
+_LEAST_BLOCKS, _MOST_BLOCKS = 8, 128
+_aten = torch.ops.aten
+
+same_dtype(slice(0, 4), _aten.native_layer_norm.default)  # cuda/layer_norm_kernel.cu
+# cuda/layer_norm_kernel.cu `layer_norm_cuda`: expect_contiguous; group_norm.cpp `native_group_norm` (until PyTorch 2.13
+# `group_norm` itself has done so before)
+copies_of(_aten.native_layer_norm.default, _aten.native_group_norm.default)(copy_unless_contiguous)
 
 
 def _gradients(mask: Any, tensor: Tensor, shape: Shape, dtype: torch.dtype, row_major: bool = True) -> Any:
@@ -158,6 +178,72 @@ def _normalized_backward(
     if has_inner_channels(grad) and has_inner_channels(tensor):
         return like(tensor)
     return empty(tensor.shape, tensor.dtype)
+
+
+# -- what batch norm's kernels take -----------------------------------------------------------------------------------
+
+
+@temporaries_of(_aten.native_batch_norm_backward.default)
+def _batch_norm_sums(_grad: Tensor, tensor: Tensor, *more: Any) -> Iterator[Temporary]:
+    """Two sums for each channel, of PyTorch's own kernels where channels lie innermost, as in two dimensions: elsewhere
+    one kernel keeps them to itself (cuda/Normalization.cu, `batch_norm_backward_cuda`).
+    """
+    *_, training, _eps, mask = more
+    if has_inner_channels(tensor) and mask[0] and (training or mask[1] or mask[2]):
+        yield from [Temporary((tensor.shape[1],), accumulation(tensor.dtype))] * 2
+
+
+@temporaries_of(_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
+def _trained_parts(tensor: Tensor, _weight: Any, _bias: Any, _mean: Any, _variance: Any, *more: Any) -> Iterator[Any]:
+    if more[0]:
+        yield from _parts_unless_volume(tensor)
+
+
+@temporaries_of(_aten._native_batch_norm_legit.no_stats)
+def _trained_parts_without_running(tensor: Tensor, _weight: Any, _bias: Any, training: bool, *_: Any) -> Iterator[Any]:
+    if training:
+        yield from _parts_unless_volume(tensor)
+
+
+def _parts_unless_volume(tensor: Tensor) -> Iterator[Temporary]:
+    """A volume whose channels lie innermost is reduced by another kernel (`batch_norm_choose_impl`)."""
+    if tensor.dim() < 5:
+        yield from _parts(4, tensor)
+
+
+@temporaries_of(_aten.batch_norm_stats.default)
+def _statistics_parts(tensor: Tensor, _eps: float) -> Iterator[Temporary]:
+    return _parts(4, tensor)
+
+
+@temporaries_of(_aten.batch_norm_backward_reduce.default)
+def _gradient_parts(grad: Tensor, tensor: Tensor, *_: Any) -> Iterator[Temporary]:
+    return _parts(2, grad, tensor)
+
+
+def _parts(numbers: int, *tensors: Tensor) -> Iterator[Temporary]:
+    """What a reduction over innermost channels stages where eight or more blocks of threads share a channel: `numbers`
+    of each block for each channel, and one counter for each column of blocks.
+
+    Source: cuda/Normalization.cuh (`flexible_launch_configs`, `batch_norm_stats_channels_last_cuda_template`,
+    `batch_norm_backward_reduce_cuda_channels_last_template`).
+    """
+    tensor = tensors[0]
+    if not all(map(has_inner_channels, tensors)) or not 0 < tensor.numel() < _INDEXED:
+        return
+    channels = tensor.shape[1]
+    rows = tensor.numel() // channels
+    high = min(_power(-(-rows // _ROWS_OF_THREAD)), _THREADS // min(_power(channels), _TILE))
+    wide = min(_power(channels), _THREADS // high)
+    blocks = min(-(-rows // (high * _ROWS_OF_THREAD)), _MOST_BLOCKS)
+    if blocks >= _LEAST_BLOCKS:
+        yield Temporary((numbers * channels * blocks,), accumulation(tensor.dtype))
+        yield Temporary((-(-channels // wide),), torch.int32)
+
+
+def _power(number: int) -> int:
+    """The largest power of two that is no larger."""
+    return 1 << number.bit_length() - 1
 
 
 # -- layer norm and RMS norm ------------------------------------------------------------------------------------------

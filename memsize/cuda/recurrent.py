@@ -1,0 +1,223 @@
+"""CUDA's recurrent layers: one cuDNN call for LSTM, GRU and RNN, and fused LSTM and GRU cells.
+
+cuDNN reads the weights from one flat buffer. A recurrent module's own parameters lie in one on a GPU, and cost nothing
+more; weights that are computed, and all of bfloat16, which `flatten_parameters` passes over, are copied into one at
+every call. Under autocast the weights are copied into a float16 buffer at every call, also where the region's dtype is
+bfloat16. `memsize.kernels.rnn` says what the kernels return and keep.
+
+Source: aten/src/ATen/native/RNN.cpp (`use_cudnn`, the fused cells), aten/src/ATen/cudnn/AutocastRNN.cpp,
+torch/nn/modules/rnn.py. Limit: where cuDNN does not take the call, the layers' steps are those of other devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memsize.cuda import autocast
+from memsize.kernels.rnn import MODES
+from memsize.kernels.semantics import Semantics, current
+from memsize.known_values.values import constant_of
+from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
+from memsize.torch_internals.meta import is_meta
+
+_BFLOAT16_CUDNN, _BFLOAT16_CAPABILITY = 91300, (8, 0)
+
+
+class Layers(NamedTuple):
+    """The arguments that the recurrent operators share."""
+
+    has_biases: bool
+    layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+
+
+def kernels() -> Mapping[str, Kernel]:
+    """The kernels of the recurrent layers, padded (``.input``) and packed (``.data``), and of the fused cells."""
+    whole: dict[str, Kernel] = {f"{name}.{form}": _layers(name, form) for name in MODES for form in ("input", "data")}
+    return {**whole, "lstm_cell": _lstm_cell, "gru_cell": _gru_cell}
+
+
+# -- whole layers -----------------------------------------------------------------------------------------------------
+
+
+def _layers(name: str, form: str) -> Kernel:
+    """The kernel of ``lstm.input`` and its relatives."""
+    run = _run_padded if form == "input" else _run_packed
+
+    def kernel(*args: Any) -> Any:
+        semantics = current()
+        with key_excluded:
+            if semantics is not None and _takes_cudnn(args[0], semantics):
+                found = run(MODES[name], semantics, *args)
+                if found is not None:
+                    return found[: 3 if name == "lstm" else 2]
+            if not is_meta(args[0]):
+                return overload(f"{name}.{form}")(*args)
+        # The operator is a composite: what it calls is seen again, and cast by autocast.
+        return getattr(getattr(torch.ops.aten, name), form).decompose(*args)
+
+    return kernel
+
+
+def _takes_cudnn(tensor: Tensor, semantics: Semantics) -> bool:
+    """Whether cuDNN takes this input. A CPU tensor can stand for a GPU's, but cuDNN could not run it."""
+    if not (semantics.meta and is_meta(tensor) and tensor.numel() and torch._C._get_cudnn_enabled()):
+        return False
+    if tensor.dtype is torch.bfloat16:
+        return semantics.cudnn >= _BFLOAT16_CUDNN and semantics.capability >= _BFLOAT16_CAPABILITY
+    return tensor.dtype in (torch.float16, torch.float32, torch.float64)
+
+
+def _run_padded(
+    mode: int, semantics: Semantics, tensor: Tensor, hidden: Any, weights: list[Tensor], *options: Any
+) -> Any:
+    *shared, batch_first = options
+    return _cudnn(mode, semantics, tensor, hidden, weights, Layers(*shared), batch_first, [])
+
+
+def _run_packed(
+    mode: int,
+    semantics: Semantics,
+    tensor: Tensor,
+    batch_sizes: Tensor,
+    hidden: Any,
+    weights: list[Tensor],
+    *options: Any,
+) -> Any:
+    sizes = _values(batch_sizes)
+    return None if sizes is None else _cudnn(mode, semantics, tensor, hidden, weights, Layers(*options), False, sizes)
+
+
+def _values(sizes: Tensor) -> list[int] | None:
+    """How many sequences take part in each step; None where only the data could tell."""
+    if not is_meta(sizes):
+        return sizes.tolist()
+    value = constant_of(sizes)
+    return None if value is None else value.tolist()
+
+
+def _cudnn(
+    mode: int,
+    semantics: Semantics,
+    tensor: Tensor,
+    hidden: Any,
+    weights: list[Tensor],
+    options: Layers,
+    batch_first: bool,
+    sizes: list[int],
+) -> Any:
+    """The outputs of `_cudnn_rnn`, or None where PyTorch should say what is wrong with the arguments."""
+    first, cell = hidden if isinstance(hidden, (list, tuple)) else (hidden, None)
+    width, projected = _widths(first, cell)
+    stride = (4 if options.has_biases else 2) + (projected > 0)
+    buffer = _flat_storage(weights)
+    if autocast.active() is not None:
+        weights, buffer = _recast(weights, buffer, stride, semantics)
+        cell = None if cell is None else autocast.cast(cell, torch.float16, semantics)
+        first = autocast.cast(first, torch.float16, semantics)
+        tensor = autocast.cast(tensor, torch.float16, semantics)
+    states = [state for state in (tensor, first, cell) if state is not None]
+    if any(other.dtype is not tensor.dtype for other in (*states, *weights)):
+        return None
+    shape = (mode, width, projected, options.layers, batch_first, options.dropout, options.train, options.bidirectional)
+    return overload("_cudnn_rnn")(tensor, weights, stride, buffer, first, cell, *shape, sizes, None)
+
+
+def _widths(hidden: Tensor, cell: Tensor | None) -> tuple[int, int]:
+    """The hidden size, and the projected one (0 where nothing is projected)."""
+    if cell is None or cell.shape[-1] == hidden.shape[-1]:
+        return hidden.shape[-1], 0
+    return cell.shape[-1], hidden.shape[-1]
+
+
+def _flat_storage(weights: list[Tensor]) -> Tensor | None:
+    """What stands for the flat buffer that holds the weights; None where there is no such buffer."""
+    is_flat = all(isinstance(w, torch.nn.Parameter) and w.dtype is not torch.bfloat16 for w in weights)
+    return weights[0].detach() if is_flat else None
+
+
+def _recast(
+    weights: list[Tensor], buffer: Tensor | None, stride: int, semantics: Semantics
+) -> tuple[list[Tensor], Tensor | None]:
+    """The weights as parts of one new float16 buffer, through which their gradients come back; and that buffer."""
+    given = weights[0].dtype
+    if given in (torch.float16, torch.float64) or any(w.dtype is not given for w in weights):
+        return weights, buffer
+    flat = torch.zeros(_flat_length(weights, stride), dtype=torch.float16, device=weights[0].device)
+    parts = list(_copied(weights, flat))
+    if semantics.observer is not None:
+        for weight, part in zip(weights, parts, strict=True):
+            semantics.observer(weight, part)
+    return parts, flat
+
+
+def _copied(weights: Sequence[Tensor], flat: Tensor) -> Iterator[Tensor]:
+    """Each weight's copy in `flat`, a tensor of its own and no view in autograd's eyes."""
+    place = 0
+    for weight in weights:
+        part = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        part.set_(flat.untyped_storage(), place, (weight.numel(), 1), (1, 1))
+        yield part.copy_(weight.view_as(part) if weight.is_contiguous() else weight.reshape(part.shape))
+        place += weight.numel()
+
+
+def _flat_length(weights: Sequence[Tensor], stride: int) -> int:
+    """Elements of cuDNN's buffer. It has room for biases also where the layers have none."""
+    lacks_biases = stride in (2, 3)
+    biases = sum(2 * weight.shape[0] for weight in weights[::stride]) if lacks_biases else 0
+    return sum(weight.numel() for weight in weights) + biases
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _lstm_cell(
+    tensor: Tensor,
+    hidden: list[Tensor],
+    input_weight: Tensor,
+    hidden_weight: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> Any:
+    weights = (input_weight, hidden_weight, input_bias, hidden_bias)
+    found = _fused("lstm", tensor, hidden[0], hidden[1], weights)
+    return _plain("lstm_cell", tensor, hidden, weights) if found is None else found[:2]
+
+
+def _gru_cell(
+    tensor: Tensor,
+    hidden: Tensor,
+    input_weight: Tensor,
+    hidden_weight: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> Any:
+    weights = (input_weight, hidden_weight, input_bias, hidden_bias)
+    found = _fused("gru", tensor, hidden, hidden, weights)
+    return _plain("gru_cell", tensor, hidden, weights) if found is None else found[0]
+
+
+def _fused(name: str, tensor: Tensor, hidden: Tensor, state: Tensor, weights: tuple[Tensor | None, ...]) -> Any:
+    """What the fused kernel returns; None where it does not run: on the CPU, and, for a GRU, outside of a trace."""
+    semantics = current()
+    if semantics is None or not (semantics.meta and is_meta(tensor)):
+        return None
+    input_weight, hidden_weight, *biases = weights
+    assert input_weight is not None and hidden_weight is not None
+    try:
+        with key_excluded:
+            gates = tensor.matmul(input_weight.t()), hidden.matmul(hidden_weight.t())
+            return overload(f"_thnn_fused_{name}_cell")(*gates, state, *biases)
+    except NotImplementedError:
+        return None
+
+
+def _plain(name: str, tensor: Tensor, hidden: Any, weights: tuple[Tensor | None, ...]) -> Any:
+    with key_excluded:
+        return overload(name)(tensor, hidden, *weights)
