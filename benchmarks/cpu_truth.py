@@ -275,7 +275,10 @@ def compare_on_cpu(run: Run) -> CpuComparison:
 def _with_cuda_casts(build: Callable[[], Setup], autocast: str | None) -> Setup:
     """The real step's setup, under CUDA's casts where it is under the CPU's."""
     setup = build()
-    return replace(setup, autocast=partial(autocast_region, getattr(torch, autocast))) if autocast else setup
+    if not autocast:
+        return setup
+    region = partial(autocast_region, getattr(torch, autocast))
+    return replace(setup, precision=replace(setup.precision, autocast=region))
 
 
 # -- what differs, and why ---------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_inputs_of_a_model_without_parameters_are_in_the_scenarios_dtype() -> No
 
 @pytest.mark.parametrize(("scenario", "on"), [("fp32", False), ("fp16", False), ("amp-fp16", True), ("apex-O1", True)])
 def test_which_scenarios_run_under_autocast(scenario: str, on: bool) -> None:
-    with cuda_semantics(), applied(scenario).autocast():
+    with cuda_semantics(), applied(scenario).precision.autocast():
         assert torch.is_autocast_enabled("cuda") == on
 
 
@@ -103,7 +103,7 @@ def test_torch_ao_converts_from_float32_and_the_others_from_the_models_dtype() -
     assert applied("int8-dynamic", model()).floating == SINGLE
     kept = applied("int4-weight", model())
     # 4 · 128 / 2 bytes, and a scale and a zero point of two bytes for the one group of each of 4 rows
-    assert (kept.floating, kept.sizes) == (BRAIN, {"0.weight": 256 + 8 + 8})
+    assert (kept.floating, kept.precision.sizes) == (BRAIN, {"0.weight": 256 + 8 + 8})
     assert kept.quantized is not None and kept.quantized.left == {}
 
 

@@ -559,7 +559,7 @@ def test_masters_are_kept_of_trainable_float16_parameters_only() -> None:
         replace(half, name="a.t", tied_to="b.w"),
         stored("a.n", "float32", 3),
     )
-    *same, master = recipe.rewrite((half, *others))
+    *same, master = recipe.precision.rewrite((half, *others))
     assert tuple(same) == (half, *others)
     assert (master.name, master.kind, master.layer, master.bytes, master.reported_bytes, master.trainable) == (
         "a.w (master)", "master", "a", 60, 60, False,

@@ -609,7 +609,7 @@ class Evaluations:
     def run(self, setup: Setup) -> Trace:
         run = Run(setup)
         args, kwargs = setup.call
-        with run.recording(), torch.no_grad(), setup.autocast():
+        with run.recording(), torch.no_grad(), setup.precision.autocast():
             run.result = [setup.model(*args, **kwargs) for _ in range(self.count)]
         return run.trace()
 

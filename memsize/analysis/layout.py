@@ -222,7 +222,7 @@ class FormatRun(Run):
 def run_formats(setup: Setup) -> FormatsRun:
     """The formats of one forward in gradient mode; raises `ForwardError` when the model's own code fails."""
     run = FormatRun(setup)
-    with run.recording(), torch.enable_grad(), setup.autocast():
+    with run.recording(), torch.enable_grad(), setup.precision.autocast():
         run.result = setup.model(*setup.call[0], **setup.call[1])
     found = run.found()
     run.ledger.close()

@@ -32,7 +32,7 @@ from memsize.torch_internals.isolation import forget_run, undisturbed
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder
-from memsize.tracing.run import Setup, give_shapes, gpu_semantics
+from memsize.tracing.run import GpuSetup, Setup, give_shapes
 from memsize.workloads import Workload
 from memsize.workloads.forward import kept_for_backward
 
@@ -163,15 +163,9 @@ class Runner:
             call=call,
             training=self.training,
             batch_size=batch_size,
-            semantics=partial(gpu_semantics, capability=self.gpu.capability, release=self.stack.release),
-            autocast=recipe.autocast,
-            rewrite=recipe.rewrite,
-            sizes=recipe.sizes,
-            masters=scenario.master_weights,
-            scaled=scenario.autocast == "float16",
+            precision=recipe.precision,
+            gpu=GpuSetup(self.gpu.capability, workspaces(self.gpu, self.plans, self.stack), self.stack),
             buckets=buckets_of(self.model),
-            workspaces=workspaces(self.gpu, self.plans, self.stack),
-            stack=self.stack,
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:

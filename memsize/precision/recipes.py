@@ -29,20 +29,35 @@ from memsize.spec.scenario import TORCHAO, Scenario
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunPrecision:
+    """What a scenario's precision does in a run.
+
+    `autocast` opens the region around forwards and losses, `forward` a region within it around forwards alone.
+    `rewrite` turns the tensors that the model stores into those that the scenario stores, and `sizes` gives the bytes
+    of replaced parameters, by name. `masters` asks for float32 master weights in the optimizer, `scaled` for a
+    GradScaler.
+    """
+
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    rewrite: Callable[[tuple[StoredTensor, ...]], tuple[StoredTensor, ...]] = lambda tensors: tensors
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    masters: bool = False
+    scaled: bool = False
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A copy of a model, ready to run under a scenario.
 
-    `floating` is the dtype that floating inputs are cast to (None: they stay as they are) and `autocast` opens the
-    region around its forwards. `rewrite` turns the tensors that the copy stores into those that the scenario stores,
-    and `sizes` gives the bytes of replaced parameters, by name.
+    `floating` is the dtype that floating inputs are cast to (None: they stay as they are), `precision` is what the
+    scenario does in a run, and `quantized` says which parameters it replaces.
     """
 
     model: nn.Module
     floating: torch.dtype | None
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    rewrite: Callable[[tuple[StoredTensor, ...]], tuple[StoredTensor, ...]] = lambda tensors: tensors
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    precision: RunPrecision = RunPrecision()
     quantized: Quantized | None = None
 
 
@@ -62,10 +77,16 @@ def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
     if scenario.recipe == "apex":
         floating = torch.float32
     autocast = partial(autocast_region, _dtype(scenario.autocast)) if scenario.autocast else nullcontext
-    return Recipe(model, floating, autocast, _with_masters if scenario.master_weights else _as_held)
+    rewrite = _with_masters if scenario.master_weights else _unchanged
+    return Recipe(model, floating, run_precision(scenario, autocast=autocast, rewrite=rewrite))
 
 
-def _as_held(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:
+def run_precision(scenario: Scenario, **effects: Any) -> RunPrecision:
+    """Return what `scenario` asks of the optimizer and the GradScaler, with these other `effects` in the run."""
+    return RunPrecision(masters=scenario.master_weights, scaled=scenario.autocast == "float16", **effects)
+
+
+def _unchanged(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:
     return tensors
 
 
@@ -155,15 +176,14 @@ def _quantized(model: nn.Module, scenario: Scenario) -> Recipe:
     layout = scenario.layout or ""
     if layout.startswith(TORCHAO):
         quantized = apply_torchao(model, layout[len(TORCHAO) :])
-        return Recipe(model, floating_dtype(model), quantized=quantized)
+        return Recipe(model, floating_dtype(model), run_precision(scenario), quantized)
     if LAYOUTS[layout].packed:
         # torch.ao converts float32 modules only; the others quantize a model in the dtype it has.
         model.to(torch.float32)
     quantized = apply_layout(model, LAYOUTS[layout])
-    return Recipe(
-        model,
-        floating_dtype(model) or torch.float32,
+    precision = run_precision(
+        scenario,
         rewrite=partial(stored_under, quantized=quantized),
         sizes={name: sum(part.bytes for part in parts) for name, parts in quantized.replaced.items()},
-        quantized=quantized,
     )
+    return Recipe(model, floating_dtype(model) or torch.float32, precision, quantized)

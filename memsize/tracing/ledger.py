@@ -78,7 +78,7 @@ class Workspaces(NamedTuple):
     keeps_lt: bool = False
 
 
-_NO_WORKSPACES = Workspaces()
+NO_WORKSPACES = Workspaces()
 
 
 class Ledger(MetaDispatchMode):
@@ -88,7 +88,7 @@ class Ledger(MetaDispatchMode):
     those of the simulated GPU, if there is one.
     """
 
-    def __init__(self, device: str = "meta", workspaces: Workspaces = _NO_WORKSPACES) -> None:
+    def __init__(self, device: str = "meta", workspaces: Workspaces = NO_WORKSPACES) -> None:
         super().__init__(device)
         self.clock = RunPosition()
         self.workspaces = workspaces

@@ -19,6 +19,7 @@ from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors
+from memsize.precision.recipes import RunPrecision
 from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.stack import INSTALLED, Stack
@@ -27,7 +28,7 @@ from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
 from memsize.tracing.functional import functional_transforms_allowed
-from memsize.tracing.ledger import Ledger, Workspaces
+from memsize.tracing.ledger import NO_WORKSPACES, Ledger, Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord
 from memsize.tracing.resizes import resizes_seen
 from memsize.tracing.saved_tensors import saving
@@ -53,31 +54,47 @@ def gpu_semantics(
         yield semantics
 
 
+@dataclass(frozen=True)
+class GpuSetup:
+    """The GPU that a run simulates, with its software `stack`.
+
+    Without a `capability`, PyTorch behaves as on the device where the run happens. `workspaces` are those of the GPU's
+    libraries, `cudnn` is the release of cuDNN (9.15.1 is 91501).
+    """
+
+    capability: tuple[int, int] | None = None
+    workspaces: Workspaces = NO_WORKSPACES
+    stack: Stack = INSTALLED
+    cudnn: int = CUDNN
+
+    def semantics(self, ledger: Ledger) -> AbstractContextManager[Any]:
+        """Return the region in which PyTorch behaves as on this GPU, and autocast's copies are marked in `ledger`."""
+        if self.capability is None:
+            return nullcontext()
+        return gpu_semantics(ledger, self.capability, self.cudnn, self.stack.release)
+
+
 class RunDevice:
-    """Where the tensors of a run are: what records them, and what is open around the run."""
+    """The device on which a run happens: what records the run, and which regions are open around it."""
 
     def ledger(self, setup: Setup) -> Ledger:
-        """A ledger of a run of `setup` here."""
-        return Ledger(setup.device, setup.workspaces)
+        """Return a ledger for a run of `setup` on this device."""
+        return Ledger(setup.device, setup.gpu.workspaces)
 
     def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
-        """The regions in which `ledger` records, the outermost first."""
+        """Return the regions in which `ledger` records, the outermost first."""
         hooks = saving(ledger.saved)
         watches = (resizes_seen(ledger), functional_transforms_allowed(), hooks)
-        return (*watches, ledger, setup.semantics(ledger))
+        return (*watches, ledger, setup.gpu.semantics(ledger))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What to run: a copy of the user's model that memsize may run and change, its arguments, and the regions around
-    it.
+    """What to run: a copy of the user's model that memsize may run and change, and its arguments.
 
-    `name` is what the user calls the model. `semantics` is open during the whole run and may report cast copies to the
-    ledger, `autocast` during forwards and losses, `forward` during forwards alone. `rewrite` turns the tensors that
-    `model` stores into those that the scenario stores, and `sizes` gives the bytes of such parameters, by name.
-    `stored` finds what the model stores. `masters` asks for float32 master weights in the optimizer, `scaled` for a
-    GradScaler. `buckets` are those of distributed training, `workspaces` those of the simulated GPU with its software
-    `stack`. `listener` receives the calls that the run recorded, and `machine` is where it happens.
+    `name` is what the user calls the model. `precision` is what the scenario does in the run, `gpu` is the GPU to
+    simulate, and `buckets` are those of distributed training. `stored` finds the tensors that the model stores. `notes`
+    go into the trace. `listener` receives the calls that the run recorded, and `machine` is where the run happens.
     """
 
     name: str
@@ -87,19 +104,12 @@ class Setup:
     training: bool
     batch_size: int | None = None
     device: str = "meta"
-    semantics: Callable[[Ledger], AbstractContextManager[Any]] = lambda _: nullcontext()
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
-    rewrite: Callable[[tuple[StoredTensor, ...]], tuple[StoredTensor, ...]] = lambda tensors: tensors
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    masters: bool = False
-    scaled: bool = False
+    precision: RunPrecision = field(default_factory=RunPrecision)
+    gpu: GpuSetup = GpuSetup()
     buckets: Buckets | None = None
-    workspaces: Workspaces = field(default_factory=Workspaces)
-    stack: Stack = INSTALLED
     stored: Callable[[nn.Module], tuple[StoredTensor, ...]] = stored_tensors
-    listener: Callable[[ModuleCallRecorder], None] = lambda _: None
     notes: tuple[str, ...] = ()
+    listener: Callable[[ModuleCallRecorder], None] = lambda _: None
     machine: RunDevice = field(default_factory=RunDevice)
 
 
@@ -156,10 +166,10 @@ class Run:
 
     def trace(self, failure: Failure | None = None) -> Trace:
         """The trace of what was recorded so far."""
-        setup, ledger, convolutions = self.setup, self.ledger, self.setup.workspaces.convolutions
+        setup, ledger, convolutions = self.setup, self.ledger, self.setup.gpu.workspaces.convolutions
         storages = ledger.storages(self.calls.kept)
         tensors = self.tensors if failure or not self.calls.complete else self._with_use()
-        tensors = setup.rewrite(tensors)
+        tensors = setup.precision.rewrite(tensors)
         trace = Trace(
             model=setup.name,
             scenario=setup.scenario,
@@ -177,7 +187,7 @@ class Run:
             cudnn=convolutions.source if convolutions else None,
             failure=failure,
             lines=ledger.lines,
-            stack=str(setup.stack),
+            stack=str(setup.gpu.stack),
         )
         ledger.close()
         setup.listener(self.calls)
@@ -188,7 +198,7 @@ class Run:
 
     def enter_inputs(self) -> None:
         """Record what is there before the run: what the model stores, and its inputs."""
-        ledger, sizes = self.ledger, self.setup.sizes
+        ledger, sizes = self.ledger, self.setup.precision.sizes
         there = set(map(id, self.setup.model.modules()))
         for index, seen in enumerate(self.calls.seen):
             if id(seen.module) not in there:  # a stage of a pipeline drops the layers of others

@@ -32,11 +32,11 @@ class VirtualMachine(RunDevice):
     world: World | None = None
 
     def ledger(self, setup: Setup) -> VirtualLedger:
-        return VirtualLedger(setup.workspaces, lambda: None)
+        return VirtualLedger(setup.gpu.workspaces, lambda: None)
 
     def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
         assert isinstance(ledger, VirtualLedger)
-        return (self._gpu(ledger, setup.stack),)
+        return (self._gpu(ledger, setup.gpu.stack),)
 
     def _gpu(self, ledger: VirtualLedger, stack: Stack = INSTALLED) -> AbstractContextManager[None]:
         memory = DeviceMemory(

@@ -47,7 +47,7 @@ class RankLoop:
             body = body_of(self.make_body, run.setup.model)
 
             def step() -> None:
-                with setup.autocast():
+                with setup.precision.autocast():
                     body(*args, **kwargs)
 
             return step

@@ -16,7 +16,7 @@ class Forward:
 
     def run(self, setup: Setup) -> Trace:
         run = Run(setup)
-        with run.recording(), torch.enable_grad(), setup.autocast():
+        with run.recording(), torch.enable_grad(), setup.precision.autocast():
             run.result = setup.model(*setup.call[0], **setup.call[1])
         return run.trace()
 
@@ -27,7 +27,7 @@ class Inference:
 
     def run(self, setup: Setup) -> Trace:
         run = Run(setup)
-        with run.recording(), torch.no_grad(), setup.autocast():
+        with run.recording(), torch.no_grad(), setup.precision.autocast():
             run.result = setup.model(*setup.call[0], **setup.call[1])
         return run.trace()
 
@@ -35,6 +35,6 @@ class Inference:
 def kept_for_backward(setup: Setup) -> int:
     """Bytes that one forward keeps for backward, parameters apart: all that the search for a crossover asks for."""
     run = Run(setup, tables=False)
-    with run.recording(inner=False), torch.enable_grad(), setup.autocast():
+    with run.recording(inner=False), torch.enable_grad(), setup.precision.autocast():
         run.result = setup.model(*setup.call[0], **setup.call[1])
     return run.ledger.kept(run.calls.kept)

@@ -72,7 +72,7 @@ class GenerationSteps:
             setup.model.generation_config = arguments["generation_config"]  # type: ignore[assignment]
         if self.loop:
             kwargs, arguments = _taken(self.loop, kwargs | {"max_new_tokens": self.generation.new + 1}), {}
-        with run.recording(), torch.no_grad(), setup.autocast(), run.ledger.clock.during(PREFILL):
+        with run.recording(), torch.no_grad(), setup.precision.autocast(), run.ledger.clock.during(PREFILL):
             left = self.generation.steps if self.steps is None else self.steps
             steps = _Steps(run, self.generation, left, self.observer)
             with (

@@ -80,7 +80,7 @@ def spread_setup(setup: Setup, parallel: Parallel) -> Setup:
     if not parallel.shards_parameters:
         return setup
     # its mixed precision takes the place of autocast, except in the loss
-    return replace(setup, forward=partial(torch.autocast, "cuda", enabled=False))
+    return replace(setup, precision=replace(setup.precision, forward=partial(torch.autocast, "cuda", enabled=False)))
 
 
 def _beyond(first: Trace, other: Trace) -> str:

@@ -84,7 +84,7 @@ def _stage_of(run: Run, call: Call, parallel: Parallel, mesh: DeviceMesh) -> Sta
     assert isinstance(ledger, VirtualLedger)
     scenario = scenario_named(run.setup.scenario)
     lower = policy_of(scenario).param_dtype if parallel.shards_parameters else None
-    with ledger.absently(), run.setup.autocast(), run.setup.forward():
+    with ledger.absently(), run.setup.precision.autocast(), run.setup.precision.forward():
         whole = deepcopy(model) if lower else model
         if parallel.tensor > 1:
             divide(model, mesh["tp"])
@@ -129,7 +129,7 @@ class StageLoop(Loop):
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         result, self._stage.result = self._stage.result, None
-        with self.setup.autocast(), self.ledger.clock.during("loss"):
+        with self.setup.precision.autocast(), self.ledger.clock.during("loss"):
             loss = one_number(next(self._losses)(result))
         return loss if self.scaler is None else self.scaler.scale(loss)
 

@@ -32,7 +32,7 @@ class ProfileRun:
         body, head = text_model(setup.model, setup.name)
         tokens = _tokens(setup)
         run = Run(setup)
-        with run.recording(), torch.no_grad(), setup.autocast():
+        with run.recording(), torch.no_grad(), setup.precision.autocast():
             hidden = body(tokens, use_cache=False).last_hidden_state
             last = hidden[: self.seqs, -1].contiguous()
             width = getattr(head, "weight", last).dtype

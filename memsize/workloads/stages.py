@@ -227,7 +227,7 @@ class Stage(nn.Module):
         call = Returned.of(self._call)
         args, kwargs = call.with_tensors(tensors if self.is_first else map(self._lowered, call.tensors))
         try:
-            with self._setup.autocast(), self._setup.forward():
+            with self._setup.precision.autocast(), self._setup.precision.forward():
                 result = self.model(*args, **kwargs)
         finally:
             self._received, self._runs, self._ledger.absent = (), False, False

@@ -83,7 +83,7 @@ class OwnLoop:
                 body = body_of(self.make_body, setup.model)
             for number in range(1, self.steps + 1):
                 run.ledger.clock.step = number
-                with run.ledger.clock.during("step"), setup.autocast():
+                with run.ledger.clock.during("step"), setup.precision.autocast():
                     body(*args, **kwargs)
         return run.trace()
 
@@ -158,13 +158,13 @@ class Loop:
         self.parameters = _trainable(setup.model)
         if not self.parameters:
             raise InputError("no parameter of the model requires a gradient: there is nothing to train")
-        self.masters = _master_copies(self.parameters, self.ledger) if setup.masters else None
+        self.masters = _master_copies(self.parameters, self.ledger) if setup.precision.masters else None
         own = _own_step(setup.model) if training.is_own else None
         self.optimizer = own.optimizer() if own else self._named_optimizer()
         self.accumulate = own.accumulate if own and training.accumulate == 1 else training.accumulate
         self.clip = own.clip if own else 0
         self.losses = Losses(training.loss, self.ledger)
-        scaled = setup.scaled if training.scaler is None else training.scaler
+        scaled = setup.precision.scaled if training.scaler is None else training.scaler
         self.scaler = torch.amp.GradScaler("cuda") if scaled else None
         self.average = _copies(self.parameters, self.ledger, "optimizer state") if training.ema else []
 
@@ -196,8 +196,8 @@ class Loop:
 
     def _forward_and_backward(self) -> None:
         args, kwargs = self.setup.call
-        with self.setup.autocast():
-            with self.setup.forward():
+        with self.setup.precision.autocast():
+            with self.setup.precision.forward():
                 output = self.setup.model(*args, **kwargs)
             with self.ledger.clock.during("loss"):
                 loss = one_number(self.losses(output))

@@ -25,7 +25,7 @@ from memsize.errors import InputError, ScenarioError
 from memsize.model.materialize import executable_call, materialize, real_copy
 from memsize.model.meta_copy import in_mode, inside
 from memsize.precision.quantized import apply_torchao
-from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype
+from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype, run_precision
 from memsize.records.measurement import (
     NO_LOCATION,
     AllocationLog,
@@ -127,7 +127,7 @@ class _Inference:
     def __call__(self) -> None:
         self.result = None
         args, kwargs = self.setup.call
-        with torch.no_grad(), self.setup.autocast():
+        with torch.no_grad(), self.setup.precision.autocast():
             self.result = self.setup.model(*args, **kwargs)
 
     def warmed_up(self) -> int:
@@ -335,9 +335,7 @@ def materialized_setup(runner: Runner, scenario: Scenario, device: torch.device)
         training=runner.training,
         batch_size=runner.inputs.batch_size,
         device=str(device),
-        masters=scenario.master_weights,
-        scaled=scenario.autocast == "float16",
-        autocast=autocast or nullcontext,
+        precision=run_precision(scenario, autocast=autocast or nullcontext),
     )
 
 

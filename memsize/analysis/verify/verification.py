@@ -36,7 +36,7 @@ from memsize.spec.scenario import Scenario
 from memsize.spec.training import Training
 from memsize.torch_internals.isolation import collector_paused
 from memsize.tracing.ledger import Workspaces
-from memsize.tracing.run import gpu_semantics
+from memsize.tracing.run import GpuSetup
 from memsize.units import dotted_cudnn
 from memsize.workloads.training import step_workload
 
@@ -83,12 +83,9 @@ class Experiment:
         where = Card(stack.gpu, stack.capability, stack.total, "measured")
         runner = self._runner(where)
         with collector_paused():
-            setup = replace(
-                runner.setup(self.scenario),
-                semantics=partial(gpu_semantics, capability=stack.capability, cudnn=stack.cudnn or CUDNN),
-                workspaces=workspaces(stack, plans or Plans(stack.capability, installed)),
-            )
-            return step_workload(self.training).run(setup)
+            taken = workspaces(stack, plans or Plans(stack.capability, installed))
+            gpu = GpuSetup(stack.capability, taken, cudnn=stack.cudnn or CUDNN)
+            return step_workload(self.training).run(replace(runner.setup(self.scenario), gpu=gpu))
 
     def predict(
         self, stack: SoftwareStack, *, benchmark: bool = False, recorded: Sequence[ConvolutionWorkspace] = ()
