@@ -24,10 +24,11 @@ from memsize.checkpoint.checkpoint_report import CheckpointReport
 from memsize.checkpoint.contents import USES, Contents, FileRecord, Mark, Match, Storage, Tensor, View
 from memsize.checkpoint.source import Claims
 from memsize.checkpoint.state_dict_diff import Expected, compared, expected_from
-from memsize.checkpoint.storage_index import Piece, share_out, strided_extent
+from memsize.checkpoint.storage_index import Piece, share_out
 from memsize.cli import run
 from memsize.documents.checkpoint import module_table, parts_table
 from memsize.errors import CheckpointError, MemsizeError
+from memsize.records.byte_ownership import strided_extent
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, render
 from memsize.units import Bytes

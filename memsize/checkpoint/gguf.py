@@ -13,6 +13,7 @@ from typing import Any
 
 from memsize.checkpoint.contents import Contents, Storage
 from memsize.checkpoint.dtypes import GGML
+from memsize.checkpoint.limits import MOST_GGML_DIMENSIONS, MOST_KEYS
 from memsize.checkpoint.source import Claims, Source, printable
 from memsize.checkpoint.storage_index import Piece, check_apart, file_contents
 from memsize.records.trace import TensorSpec
@@ -21,13 +22,7 @@ MAGIC = b"GGUF"
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_MOST_ITEMS = 2_000_000
-"""Strings in arrays, metadata keys and tensors together: what is walked one by one has to end. The tokens and merges of
-the largest vocabularies are 800,000.
-"""
-_MOST_KEYS = 65_536
 _CHUNK = 1 << 20
-_MOST_DIMENSIONS = 8
 _SHOWN_ARRAY = 8
 
 
@@ -39,7 +34,6 @@ class _Cursor:
     position: int
     order: str = "<"
     what: str = "the metadata"
-    items: int = 0
     _chunk: bytes = b""
     _base: int = 0
 
@@ -67,10 +61,14 @@ class _Cursor:
     def count(self, code: str = "Q") -> int:
         """The next number as a count of things that are read one by one."""
         count = int(self.number(code))
-        self.items += count
-        if self.items > _MOST_ITEMS:
-            raise self.source.damaged(f"{self.what} would hold {count:,} entries")
+        self.spend(count, f"{self.what} would hold {count:,} entries")
         return count
+
+    def spend(self, entries: int, refusal: str) -> None:
+        """Take `entries` from the budget; raises `CheckpointError` with `refusal` when too few are left."""
+        self.source.budget.entries -= entries
+        if self.source.budget.entries < 0:
+            raise self.source.damaged(refusal)
 
     def string(self, longest: int = 1000) -> str:
         """The next string; what is longer than `longest` bytes is cut."""
@@ -177,7 +175,7 @@ def _header(source: Source) -> _Header:
     cursor = _Cursor(source, 8, ">" if big_endian else "<", "the header")
     tensors, keys = cursor.count(), cursor.count()
     source.check_count(tensors)
-    if keys > _MOST_KEYS:
+    if keys > MOST_KEYS:
         raise source.damaged(f"its metadata would have {keys:,} keys")
     header = _Header(big_endian=big_endian, version=version)
     cursor.what = "the metadata"
@@ -193,7 +191,7 @@ def _header(source: Source) -> _Header:
 
 def _described(cursor: _Cursor) -> _Described:
     name, dimensions = cursor.string(), cursor.number("I")
-    if dimensions > _MOST_DIMENSIONS:
+    if dimensions > MOST_GGML_DIMENSIONS:
         raise cursor.source.damaged(f"{name!r} has {dimensions:,} dimensions")
     shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))
     return _Described(name, shape, cursor.number("I"), cursor.number("Q"))
@@ -218,9 +216,10 @@ def _array(cursor: _Cursor) -> str:
             return ", ".join(str(cursor.number(code)) for _ in range(count))
         cursor.skip(count * struct.calcsize(code))
         return f"{count:,} numbers"
-    cursor.items += count
-    if kind != _STRING or cursor.items > _MOST_ITEMS:
-        raise cursor.source.damaged(f"its metadata has an array of {count:,} values of type {kind}")
+    refusal = f"its metadata has an array of {count:,} values of type {kind}"
+    if kind != _STRING:
+        raise cursor.source.damaged(refusal)
+    cursor.spend(count, refusal)
     if count <= _SHOWN_ARRAY:
         return ", ".join(cursor.string() for _ in range(count))
     cursor.skip_strings(count)

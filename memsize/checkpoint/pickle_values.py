@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from memsize.checkpoint.dtypes import BITS, torch_dtype
+from memsize.checkpoint.limits import MOST_DIMENSIONS
 
 Args = tuple[Any, ...]
-MOST_DIMENSIONS = 64
 _SEQUENCES = (tuple, list)
 _LARGEST = 2**63
 

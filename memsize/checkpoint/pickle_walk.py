@@ -12,21 +12,13 @@ from typing import Any, NamedTuple
 
 from memsize.checkpoint.contents import Mark, PartKind
 from memsize.checkpoint.dtypes import BITS
+from memsize.checkpoint.limits import DEEPEST, LONGEST_KEY, MOST_VALUES_SHOWN
 from memsize.checkpoint.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue, array_of
-from memsize.checkpoint.source import MOST_TENSORS, Source, printable
-from memsize.checkpoint.storage_index import Piece, strided_extent
+from memsize.checkpoint.source import Source, printable
+from memsize.checkpoint.storage_index import Piece
 from memsize.errors import CheckpointError
+from memsize.records.byte_ownership import strided_extent
 from memsize.records.trace import TensorSpec
-
-MOST_VISITS = 5 * MOST_TENSORS
-MOST_ITEMS = 16_000_000
-MOST_LETTERS = 25_000_000
-"""What is walked in a small file, what is looked at, letters in names: a pickle may point to one list
-from many places. Larger files may have more in proportion."""
-
-DEEPEST = 100
-_LONGEST_KEY = 200
-_SHOWN_VALUES = 200
 
 Keys = tuple[str, ...]
 Locate = Callable[[StorageValue | Blob], int]
@@ -58,29 +50,9 @@ class _Step(NamedTuple):
     trainable: bool | None = None
 
 
-class _Budget:
-    """What is left of the work and the memory that the walk through one file may take."""
-
-    def __init__(self, source: Source) -> None:
-        self._name = source.name
-        self.most = source.most_tensors
-        self.tensors = self.most
-        self.visits = int(MOST_VISITS * source.scale)
-        self.items = int(MOST_ITEMS * source.scale)
-        self.letters = int(MOST_LETTERS * source.scale)
-
-    def check(self) -> None:
-        """Raise `CheckpointError` when anything is used up."""
-        if min(self.visits, self.items, self.letters, self.tensors) < 0:
-            raise CheckpointError(
-                f"{self._name} holds more than memsize reads in a file of this size: {self.most:,} tensors, or as many "
-                "values as these might have, each counted once for each place that points to it"
-            )
-
-
 def walk(root: Any, locate: Locate, source: Source, found: Found) -> None:
     """Add what `root` holds to `found`. Raises `CheckpointError` for what is nested too deeply or without end."""
-    budget = _Budget(source)
+    budget = source.budget
     open_now: set[int] = set()
     barren: set[int] = set()
     """Containers that were walked and have no tensor: they are not walked again."""
@@ -110,7 +82,7 @@ def walk(root: Any, locate: Locate, source: Source, found: Found) -> None:
                 raise CheckpointError(f"{source.name} holds objects that are nested more than {DEEPEST} deep")
             open_now.add(id(value))
             levels.append((_inner(step, found), id(value), len(found.pieces)))
-        budget.check()
+        budget.check_walk()
     _describe(root, found)
 
 
@@ -120,7 +92,7 @@ def _describe(root: Any, found: Found) -> None:
         return
     heads = {piece.keys[0] for piece in found.pieces}
     marks = {mark.keys: mark.kind for mark in found.marks}
-    for key, value in list(_entries(root).items())[:_SHOWN_VALUES]:
+    for key, value in list(_entries(root).items())[:MOST_VALUES_SHOWN]:
         if key not in heads and isinstance(value, _CONTAINERS):
             kind = f"{marks[(key,)]} state" if (key,) in marks else _shape_of(value)
             found.values.append((key, f"{kind}, among the pickled objects"))
@@ -170,14 +142,14 @@ def _entries(value: Dict) -> dict[str, Any]:
 
 def _key(key: Any) -> str:
     if isinstance(key, str):
-        return key if len(key) <= _LONGEST_KEY and key.isprintable() else printable(key, _LONGEST_KEY)
+        return key if len(key) <= LONGEST_KEY and key.isprintable() else printable(key, LONGEST_KEY)
     if isinstance(key, bytes):
-        return printable(key.decode("utf-8", "replace"), _LONGEST_KEY)
+        return printable(key.decode("utf-8", "replace"), LONGEST_KEY)
     if isinstance(key, Blob):
         return f"<a text of {key.length:,} bytes>"
     if isinstance(key, tuple):
         return f"({', '.join(_key(item) for item in key)})" if all(map(_is_plain, key[:9])) and len(key) < 9 else "(…)"
-    return printable(str(key), _LONGEST_KEY) if _is_plain(key) else f"<{type(key).__name__.lower()}>"
+    return printable(str(key), LONGEST_KEY) if _is_plain(key) else f"<{type(key).__name__.lower()}>"
 
 
 def _is_plain(value: Any) -> bool:
@@ -248,7 +220,7 @@ def _piece(step: _Step, locate: Locate) -> Piece:
 
 def _note(step: _Step, found: Found) -> None:
     """Keep a plain value that stands near the top: an epoch, a version, a best score."""
-    if len(step.keys) != 1 or len(found.values) >= _SHOWN_VALUES:
+    if len(step.keys) != 1 or len(found.values) >= MOST_VALUES_SHOWN:
         return
     if isinstance(step.value, bool | int | float | str):
         found.values.append((step.keys[0], printable(str(step.value))))

@@ -14,12 +14,11 @@ from typing import Any
 from memsize import files
 from memsize.checkpoint import gguf, safetensors, torch_files
 from memsize.checkpoint.contents import Contents, Storage, Tensor
+from memsize.checkpoint.limits import LONGEST_INDEX
 from memsize.checkpoint.source import Source, opened, printable
 from memsize.errors import CheckpointError
 from memsize.printable import shortened
 
-LONGEST_INDEX = 64 * 2**20
-"""Bytes of an index: that of 100,000 tensors has ten million."""
 SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
 _INDEX = (".safetensors.index.json", ".bin.index.json", ".index.json")
 _NUMBERED = re.compile(r"(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")

@@ -12,14 +12,12 @@ from typing import Any
 
 from memsize.checkpoint.contents import Contents, Storage
 from memsize.checkpoint.dtypes import SAFETENSORS
+from memsize.checkpoint.limits import LONGEST_HEADER, MOST_DIMENSIONS
 from memsize.checkpoint.source import Claims, Source, printable
 from memsize.checkpoint.storage_index import Piece, check_apart, file_contents
 from memsize.files import MOST_VALUES, parse_json
 from memsize.records.trace import TensorSpec
 from memsize.suggestions import suggestion
-
-LONGEST_HEADER = 100_000_000
-"""The library's own limit (`MAX_HEADER_SIZE`)."""
 
 _METADATA = "__metadata__"
 
@@ -57,7 +55,7 @@ def _header(source: Source) -> tuple[dict[str, Any], int]:
     if length > LONGEST_HEADER:
         raise source.damaged(f"its header claims {length:,} bytes; safetensors allows {LONGEST_HEADER:,}")
     try:
-        header = parse_json(source.read(8, length, "the header"), int(MOST_VALUES * source.scale), _without_doubles)
+        header = parse_json(source.read(8, length, "the header"), source.budget.grown(MOST_VALUES), _without_doubles)
     except _DoubleNameError as error:
         raise source.damaged(f"its header names {printable(str(error))!r} twice") from None
     except ValueError as error:
@@ -86,7 +84,8 @@ def _entry(source: Source, name: str, value: Any, index: int) -> tuple[Piece, in
         counts = [*shape, begin, end]
     except (TypeError, KeyError, ValueError):
         raise source.damaged(f"the header's entry for {name!r} is not that of a tensor") from None
-    if not all(type(count) is int and 0 <= count < 2**63 for count in counts) or begin > end or len(shape) > 64:
+    possible = all(type(count) is int and 0 <= count < 2**63 for count in counts) and len(shape) <= MOST_DIMENSIONS
+    if not possible or begin > end:
         raise source.damaged(f"{name!r} has a shape or data offsets that cannot be: {str(counts)[:100]}")
     if not isinstance(code, str) or code not in SAFETENSORS:
         hint = suggestion(str(code)[:20], SAFETENSORS)

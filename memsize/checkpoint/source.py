@@ -12,43 +12,28 @@ from typing import BinaryIO
 
 from memsize import files
 from memsize.checkpoint.contents import USES, Use
+from memsize.checkpoint.limits import LONGEST_NAME, WorkBudget
 from memsize.errors import CheckpointError
 from memsize.printable import printable as text_printable
 from memsize.printable import shortened
 
-LONGEST = 300
-"""No name in a checkpoint is longer than this; what is longer is cut."""
 
-SMALL_FILE = 64 * 2**20
-"""Bytes of a file below which the limits on time and memory stay the same; above, they grow with the file."""
-
-
-MOST_TENSORS = 125_000
-"""Tensors of a small file; a larger one may have more in proportion."""
-
-
-def printable(text: str, longest: int = LONGEST) -> str:
-    """A text that a file holds, as the record of the file keeps it."""
+def printable(text: str, longest: int = LONGEST_NAME) -> str:
+    """Return a text of the file as records keep it: in one line, escaped and cut."""
     return text_printable(text, longest)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Source:
-    """A file of `size` bytes; `name` is what messages call it."""
+    """An open file of `size` bytes, called `name` in messages, and the `budget` of work for reading it."""
 
     file: BinaryIO
     name: str
     size: int
+    budget: WorkBudget = field(init=False)
 
-    @property
-    def scale(self) -> float:
-        """How much more than for a small file memsize is ready to do for this one."""
-        return max(1.0, self.size / SMALL_FILE)
-
-    @property
-    def most_tensors(self) -> int:
-        """How many tensors memsize reads in this file."""
-        return int(MOST_TENSORS * self.scale)
+    def __post_init__(self) -> None:
+        self.budget = WorkBudget(self.name, self.size)
 
     def read(self, offset: int, count: int, what: str) -> bytes:
         """`count` bytes from `offset`; raises `CheckpointError` that the file ends within `what`."""
@@ -68,8 +53,8 @@ class Source:
         )
 
     def check_count(self, tensors: int) -> None:
-        """Raise `CheckpointError` where the file claims more tensors than one of its size would have."""
-        if tensors > (most := self.most_tensors):
+        """Raise `CheckpointError` if the file claims more `tensors` than are read in a file of its size."""
+        if tensors > (most := self.budget.most("tensors")):
             why = f"it describes {tensors:,} tensors, more than memsize reads in a file of this size ({most:,})"
             raise self.damaged(why)
 

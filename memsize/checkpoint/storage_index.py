@@ -6,8 +6,7 @@ it, and what no tensor covers is laid open.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,10 +14,8 @@ from memsize.checkpoint.contents import Contents, FileRecord, Storage, Tensor
 from memsize.checkpoint.dtypes import BITS
 from memsize.checkpoint.pickle_values import Blob, StorageValue
 from memsize.checkpoint.source import Claims, Source
+from memsize.records.byte_ownership import Extent, Ownership, own_bytes
 from memsize.records.trace import TensorSpec
-
-MOST_OVERLAPS = 5_000_000
-"""Parts of storages that are compared with each other: views of one storage that all overlap take time squared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +34,6 @@ class Piece:
     needed: int
     wrapper: str | None = None
     trainable: bool | None = None
-
-
-def strided_extent(shape: Sequence[int], stride: Sequence[int], bits: int) -> tuple[int, int]:
-    """The bytes that a strided tensor spans, and those of its distinct elements (expanded dimensions count once)."""
-    if 0 in shape:
-        return 0, 0
-    last, distinct = 0, 1
-    for size, step in zip(shape, stride, strict=True):
-        last += (size - 1) * step
-        distinct *= size if step else 1
-    span = (last + 1) * bits + 7 >> 3
-    return span, min(span, distinct * bits + 7 >> 3)
 
 
 @dataclass(slots=True)
@@ -126,109 +111,50 @@ def file_contents(
         if piece.storage is not None and piece.start + piece.span > storages[piece.storage].bytes:
             name = ".".join(piece.keys)
             raise source.damaged(f"the tensor {name!r}, {str(piece.spec)[:60]}, reaches beyond its storage")
-    try:
-        tensors, kept = share_out(pieces, storages)
-    except _TooManyOverlapsError:
-        raise source.damaged("its tensors overlap each other in more ways than memsize follows") from None
+    tensors, covered = share_out(pieces, storages, source.budget.spend_overlaps)
     record = FileRecord(source.name, format, source.size, claims.sums(), len(tensors))
-    return Contents(source.name, format, (record,), kept, tensors, **facts)
+    return Contents(source.name, format, (record,), covered, tensors, **facts)
 
 
-def share_out(pieces: Sequence[Piece], storages: Sequence[Storage]) -> tuple[tuple[Tensor, ...], tuple[Storage, ...]]:
-    """The tensors with the bytes that each has of its own, and the storages with what no tensor covers.
+def share_out(
+    pieces: Sequence[Piece], storages: Sequence[Storage], spend: Callable[[int], object] | None = None
+) -> tuple[tuple[Tensor, ...], tuple[Storage, ...]]:
+    """The tensors with the bytes that each owns, and the storages with the bytes that no tensor covers.
 
-    Views with gaps are counted by their elements; where they lie in each other's gaps the sum is exact, where they
-    overlap it is never too small and never more than what they span together.
+    `spend` bounds the work, as in `own_bytes`.
     """
-    holders: dict[int, list[int]] = {}
-    for place, piece in enumerate(pieces):
-        if piece.storage is not None:
-            holders.setdefault(piece.storage, []).append(place)
-    owned = [0] * len(pieces)
-    first: dict[int, int] = {}
-    unneeded = [storage.bytes for storage in storages]
-    rest = [0] * len(pieces)
-    cover = _Cover()
-    for index, places in holders.items():
-        if len(places) == 1:
-            owned[places[0]] = pieces[places[0]].needed
-        else:
-            cover.clear()
-            _share(pieces, places, cover, owned, first)
-        unneeded[index] = max(0, storages[index].bytes - sum(owned[place] for place in places))
-        rest[places[0]] = unneeded[index]
+    stored = [index for index, piece in enumerate(pieces) if piece.storage is not None]
+    extents = [_extent(pieces[index], storages) for index in stored]
+    ownership = dict(zip(stored, own_bytes(extents, spend), strict=True))
     names = [".".join(piece.keys) for piece in pieces]
     tensors = tuple(
         Tensor(
-            names[place],
+            name,
             piece.keys,
             piece.spec,
             piece.elements,
             piece.storage,
-            owned[place],
-            rest[place],
-            names[first[place]] if place in first else None,
+            share.owned,
+            share.uncovered,
+            None if share.shared_with is None else names[stored[share.shared_with]],
             piece.wrapper,
             piece.trainable,
         )
-        for place, piece in enumerate(pieces)
+        for index, (name, piece) in enumerate(zip(names, pieces, strict=True))
+        for share in (ownership.get(index, _NO_BYTES),)
     )
-    return tensors, tuple(replace(s, unneeded=left) if left else s for s, left in zip(storages, unneeded, strict=True))
+    uncovered = {index: storage.bytes for index, storage in enumerate(storages)}
+    for tensor in tensors:
+        if tensor.storage is not None:
+            uncovered[tensor.storage] -= tensor.bytes
+    covered = (replace(s, unneeded=uncovered[index]) if uncovered[index] > 0 else s for index, s in enumerate(storages))
+    return tensors, tuple(covered)
 
 
-def _share(pieces: Sequence[Piece], places: list[int], cover: _Cover, owned: list[int], first: dict[int, int]) -> None:
-    """Give out the bytes of one storage to the `pieces` at `places`; `first` says whose they are already."""
-    met = [cover.add(pieces[place].start, pieces[place].start + pieces[place].span, place) for place in places]
-    gapless = all(pieces[place].needed == pieces[place].span for place in places)
-    room = sum(fresh for fresh, _ in met)
-    seen = set()
-    for place, (fresh, holder) in zip(places, met, strict=True):
-        piece = pieces[place]
-        if gapless:
-            owned[place] = fresh
-        else:
-            same = (piece.start, piece.span, piece.spec.shape, piece.needed)
-            owned[place] = 0 if same in seen else min(piece.needed, room)
-            seen.add(same)
-            room -= owned[place]
-        if piece.needed and not owned[place]:
-            first[place] = places[0] if holder is None else holder
+_NO_BYTES = Ownership(0)
 
 
-class _TooManyOverlapsError(Exception):
-    """Views that overlap so much that to tell whose each byte is would take too long."""
-
-
-class _Cover:
-    """Which bytes of a storage are given out already: disjoint intervals in order, each with who covered it first."""
-
-    def __init__(self) -> None:
-        self._left = MOST_OVERLAPS
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin with another storage."""
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._owners: list[int] = []
-
-    def add(self, start: int, end: int, owner: int) -> tuple[int, int | None]:
-        """Cover ``[start, end)`` too: how many of its bytes were not covered before, and the first of those who covered
-        any of the others.
-        """
-        if end <= start:
-            return 0, None
-        low, high = bisect_right(self._ends, start), bisect_left(self._starts, end)
-        self._left -= high - low
-        if self._left < 0:
-            raise _TooManyOverlapsError
-        holder = min(self._owners[low:high], default=None)
-        gaps = list(zip([start, *self._ends[low:high]], [*self._starts[low:high], end], strict=True))
-        fresh = 0
-        for place, (gap, gap_end) in reversed(list(enumerate(gaps, low))):
-            if gap_end > gap:
-                fresh += gap_end - gap
-                self._starts.insert(place, gap)
-                self._ends.insert(place, gap_end)
-                self._owners.insert(place, owner)
-        return fresh, holder
+def _extent(piece: Piece, storages: Sequence[Storage]) -> Extent:
+    assert piece.storage is not None
+    end = piece.start + piece.span
+    return Extent(piece.storage, piece.start, end, storages[piece.storage].bytes, piece.needed, piece.spec.shape)

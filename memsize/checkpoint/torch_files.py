@@ -18,20 +18,13 @@ from typing import Literal, NamedTuple
 
 from memsize.checkpoint.contents import Contents, Storage, Use
 from memsize.checkpoint.dtypes import BITS
+from memsize.checkpoint.limits import BEST_PACKING, LONGEST_DIRECTORY, MOST_UNPACKED
 from memsize.checkpoint.pickle_names import is_allowed
 from memsize.checkpoint.pickle_values import Blob, Dict, StorageValue
 from memsize.checkpoint.pickle_walk import Found, Locate, walk
 from memsize.checkpoint.source import Claims, Source, printable
 from memsize.checkpoint.storage_index import StorageIndex, file_contents
 from memsize.checkpoint.unpickler import Unpickler
-
-LONGEST_DIRECTORY = 12 * 2**20
-"""Bytes of a small file's zip directory, about 130,000 records."""
-
-MOST_UNPACKED = 2**20
-BEST_PACKING = 64
-"""A compressed pickle may unpack to so many bytes, and to so many times its size: the names of a large state dict pack
-by five. What packs better was made to."""
 
 _LOCAL, _END, _DESCRIPTOR = b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08"
 _END_SIZE, _LOCAL_SIZE, _LONGEST_COMMENT = 22, 30, 0xFFFF
@@ -137,7 +130,7 @@ class _Guarded:
     """A file as `zipfile` sees it, which reads a directory of any size that an archive claims."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self._most = source, int(LONGEST_DIRECTORY * source.scale)
+        self._source, self._most = source, source.budget.grown(LONGEST_DIRECTORY)
         self.seek, self.tell, self.seekable = source.file.seek, source.file.tell, source.file.seekable
 
     def read(self, count: int = -1) -> bytes:
@@ -227,7 +220,7 @@ def _unpacked(source: Source, archive: zipfile.ZipFile, info: zipfile.ZipInfo, w
     """What a record unpacks to, refused when it is too much, whatever size it claims."""
     if info.compress_type != zipfile.ZIP_DEFLATED:
         raise source.damaged(f"{what} is compressed by method {info.compress_type}, which PyTorch does not read either")
-    most = MOST_UNPACKED + int(BEST_PACKING * min(info.compress_size, MOST_UNPACKED * source.scale))
+    most = MOST_UNPACKED + int(BEST_PACKING * min(info.compress_size, MOST_UNPACKED * source.budget.scale))
     try:
         with archive.open(info) as packed:
             data = packed.read(most + 1)

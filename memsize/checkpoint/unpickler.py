@@ -4,8 +4,8 @@ A pickle is a program for a small stack machine. `pickle._Unpickler` is the stan
 table of what each instruction does; this one replaces every entry that would import, call or hash what the file names,
 or read what stands outside of it. What comes out are the values of `memsize.checkpoint.pickle_values`.
 
-Time and memory are bounded by a budget that every instruction draws on: it follows from the size of the file and has
-room for the state dict of 100,000 tensors in any file.
+Time and memory are bounded by a budget (`memsize.checkpoint.limits`) that every instruction takes from: it follows from
+the size of the file and has room for the state dict of 100,000 tensors in any file.
 """
 
 from __future__ import annotations
@@ -16,25 +16,13 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, ClassVar
 
 from memsize.checkpoint.dtypes import STORAGES
+from memsize.checkpoint.limits import LONGEST_KEPT, LONGEST_LINE, LONGEST_NUMBER
 from memsize.checkpoint.pickle_names import canonical, is_refused
 from memsize.checkpoint.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, meaning
 from memsize.checkpoint.source import Source, printable
 from memsize.errors import CheckpointError
 
 Value = Any
-
-BUDGET = 32_000_000
-"""What the pickles of a small file may take, in units of eight bytes of memory: 256 MB. A tensor takes 210 to 240 of
-them, a parameter 290.
-"""
-
-LONGEST_KEPT = 1024
-"""Bytes of a text that is kept; a longer one becomes a `Blob`, which costs nothing."""
-
-LONGEST_NUMBER = 128
-"""Bytes, or digits, of a number."""
-
-_LONGEST_LINE = 64 * 1024
 
 _FREE = 64
 """Items in the arguments of a call that do not count as copied; a tensor has about ten."""
@@ -54,7 +42,7 @@ _DAMAGE = (
 
 
 def _costs() -> list[int]:
-    """What each instruction takes of the budget, about what its result takes in memory."""
+    """The cost of each instruction in the budget: about the memory of its result."""
     # Three is not for memory, but for the tenth of a microsecond that even an instruction without a result takes.
     costs = [3] * 256
     for cost, codes in (
@@ -118,7 +106,7 @@ class Unpickler(pickle._Unpickler):
         self._file = file or source.file
         super().__init__(self._file, encoding="utf-8", errors="replace")
         self._name, self._end = source.name, end
-        self._left = int(BUDGET * source.scale)
+        self.budget = source.budget
         self.read = self._file.read
         self.mentioned: dict[str, None] = {}
         """The names that were mentioned so far, in order."""
@@ -148,18 +136,18 @@ class Unpickler(pickle._Unpickler):
 
     def _run(self) -> None:
         """Follow the instructions until one says stop, which raises `pickle._Stop`."""
-        read, dispatch, costs = self.read, self.dispatch, _COSTS
-        while self._left >= 0:
+        read, dispatch, costs, budget = self.read, self.dispatch, _COSTS, self.budget
+        while budget.pickle >= 0:
             code = read(1)
             if not code:
                 raise self.damaged("it ends too early")
-            self._left -= costs[code[0]]
+            budget.pickle -= costs[code[0]]
             dispatch[code[0]](self)
         raise self.exhausted()
 
     def exhausted(self) -> CheckpointError:
         """The error of a pickle that goes on when the budget is used up."""
-        return self.damaged("it builds more objects than memsize reads in a file of this size")
+        return self.budget.refusal("pickle")
 
     def damaged(self, why: str) -> CheckpointError:
         """The error of a pickle that no program writes."""
@@ -167,10 +155,10 @@ class Unpickler(pickle._Unpickler):
 
     def readline(self) -> bytes:
         """The next line, with its end."""
-        line = self._file.readline(_LONGEST_LINE)
+        line = self._file.readline(LONGEST_LINE)
         if not line.endswith(b"\n"):
             raise self.damaged("it holds a line without end")
-        self._left -= len(line) >> 1
+        self.budget.pickle -= len(line) >> 1
         return line
 
     # What the machine asks for from outside
@@ -215,7 +203,7 @@ class Unpickler(pickle._Unpickler):
             )
         # A call may copy what it is given.
         given = len(args) + sum([len(arg) for arg in args if isinstance(arg, _SEQUENCES)])
-        self._left -= 3 * given if given > _FREE else 0
+        self.budget.pickle -= 3 * given if given > _FREE else 0
         self.append(meaning(made_by, args))
 
     def _instantiate(self, klass: Value, args: list[Value]) -> None:
@@ -289,21 +277,21 @@ class Unpickler(pickle._Unpickler):
         start = self._file.tell() if length > LONGEST_KEPT else 0
         if length > LONGEST_KEPT and start + length <= self._end:
             self._file.seek(length, 1)
-            self._left -= 16
+            self.budget.pickle -= 16
             self.append(Blob(start, length, text))
             return
         data = self.read(length) if length <= LONGEST_KEPT else b""
         if len(data) != length:
             raise self.damaged("it ends too early")
         # Half a unit a byte: one character beyond the usual ones makes Python keep all in four bytes each.
-        self._left -= 7 + (length >> 1)
+        self.budget.pickle -= 7 + (length >> 1)
         self.append(data.decode("utf-8", "replace") if text else data)
 
     def push_long(self, length: int) -> None:
         """Push a number of `length` bytes."""
         if not 0 <= length <= LONGEST_NUMBER:
             raise self.damaged("it holds a number of too many digits")
-        self._left -= 5 + (length >> 3)
+        self.budget.pickle -= 5 + (length >> 3)
         self.append(pickle.decode_long(self.read(length)))
 
 

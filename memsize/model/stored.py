@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from memsize.model.tensor_storage import (
     spec_of,
     wrapper_name,
 )
+from memsize.records.byte_ownership import own_bytes
 from memsize.records.trace import Kind, StoredPart, StoredTensor, TensorSpec
 
 _MODULE_STATE = frozenset(vars(nn.Module())) | {"_c"}
@@ -54,71 +54,38 @@ def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
     """
     modules = list(model.named_modules())
     order = {path: index for index, (path, _) in enumerate(modules)}
-    held = [*_registered(modules), *_attributes(modules)]
-    claims = [_Claim(entry.name, entry.pieces) for entry in held]
-    _share(claims)
-    rows = [_row(entry, claim) for entry, claim in zip(held, claims, strict=True)]
+    tensors = [*_registered(modules), *_attributes(modules)]
+    rows = map(_row, tensors, _shares(tensors))
     return tuple(sorted(rows, key=lambda row: order[row.layer]))
 
 
-# Assigning memory
+class _Shares(NamedTuple):
+    """The bytes that each piece of a named tensor owns, and the name of the first tensor that shares memory with it."""
 
-
-@dataclass(slots=True)
-class _Claim:
-    """What one named tensor is assigned: for each of its pieces the bytes of its own, and who held the memory first."""
-
-    name: str
     pieces: list[tuple[str, torch.Tensor]]
-    owned: list[int] = field(default_factory=list)
-    first: str | None = None
+    owned: list[int]
+    shared_with: str | None
 
 
-@dataclass(slots=True)
-class _Ground:
-    """One storage being assigned: its first claim and piece, and the sorted, disjoint ranges already covered."""
-
-    claim: _Claim
-    piece: int
-    total: int
-    covered: list[tuple[int, int]] = field(default_factory=list)
-
-    def cover(self, start: int, end: int) -> int:
-        """Add ``[start, end)`` and return how many of its bytes were new."""
-        if not self.covered:
-            self.covered.append((start, end))
-            return end - start
-        before = self.size()
-        apart = [(a, b) for a, b in self.covered if b < start or a > end]
-        touching = [(a, b) for a, b in self.covered if not (b < start or a > end)]
-        merged = (min([start, *(a for a, _ in touching)]), max([end, *(b for _, b in touching)]))
-        self.covered = sorted([*apart, merged])
-        return self.size() - before
-
-    def size(self) -> int:
-        return sum(b - a for a, b in self.covered)
-
-
-def _share(claims: Iterable[_Claim]) -> None:
-    """Assign every byte of a storage to the first claim that touches it, and its untouched rest to the first holder."""
-    grounds: dict[Hashable, _Ground] = {}
-    for claim in claims:
-        for index, (_, tensor) in enumerate(claim.pieces):
-            extent = extent_of(tensor)
-            ground = grounds.get(extent.key)
-            if ground is None:
-                ground = grounds[extent.key] = _Ground(claim, index, extent.total)
-            claim.owned.append(ground.cover(extent.start, extent.end))
-            if ground.claim is not claim and claim.first is None:
-                claim.first = ground.claim.name
-    for ground in grounds.values():
-        ground.claim.owned[ground.piece] += ground.total - ground.size()
+def _shares(tensors: Sequence[_NamedTensor]) -> list[_Shares]:
+    """Assign every byte to the first tensor that spans it, and bytes that none spans to the first of their storage."""
+    pieces = [tensor.pieces for tensor in tensors]
+    owners = [index for index, parts in enumerate(pieces) for _ in parts]
+    ownership = own_bytes([extent_of(piece) for parts in pieces for _, piece in parts])
+    shares: list[_Shares] = [_Shares(parts, [], None) for parts in pieces]
+    for index, piece in zip(owners, ownership, strict=True):
+        share = shares[index]
+        share.owned.append(piece.owned + piece.uncovered)
+        owner = index if piece.shared_with is None else owners[piece.shared_with]
+        if share.shared_with is None and owner != index:
+            shares[index] = share._replace(shared_with=tensors[owner].name)
+    return shares
 
 
 # Finding the tensors of a model
 
 
-class _Held(NamedTuple):
+class _NamedTensor(NamedTuple):
     """One tensor as a module holds it. `packed` names the object it came out of."""
 
     name: str
@@ -132,27 +99,27 @@ class _Held(NamedTuple):
         return [("", self.tensor)] if is_simple(self.tensor) else list(pieces(self.tensor))
 
 
-def _row(held: _Held, claim: _Claim) -> StoredTensor:
-    tensor = held.tensor
+def _row(entry: _NamedTensor, shares: _Shares) -> StoredTensor:
+    tensor = entry.tensor
     lazy = is_lazy(tensor)
-    total = sum(claim.owned)
+    total = sum(shares.owned)
     return StoredTensor(
-        held.name,
-        held.kind,
-        held.layer,
+        entry.name,
+        entry.kind,
+        entry.layer,
         TensorSpec(dtype_name(tensor.dtype), ()) if lazy else spec_of(tensor),
         elements=0 if lazy else _elements(tensor),
         bytes=total,
         reported_bytes=0 if lazy else tensor.numel() * tensor.element_size(),
-        trainable=held.kind == "parameter" and tensor.requires_grad,
-        tied_to=claim.first if total == 0 else None,
-        wrapper=held.packed or wrapper_name(tensor),
-        parts=_parts(claim) if len(claim.pieces) > 1 or is_wrapper(tensor) else (),
+        trainable=entry.kind == "parameter" and tensor.requires_grad,
+        tied_to=shares.shared_with if total == 0 else None,
+        wrapper=entry.packed or wrapper_name(tensor),
+        parts=_parts(shares) if len(shares.pieces) > 1 or is_wrapper(tensor) else (),
     )
 
 
-def _parts(claim: _Claim) -> tuple[StoredPart, ...]:
-    named = zip(claim.pieces, claim.owned, strict=True)
+def _parts(shares: _Shares) -> tuple[StoredPart, ...]:
+    named = zip(shares.pieces, shares.owned, strict=True)
     return tuple(StoredPart(name or "data", spec_of(piece), owned) for (name, piece), owned in named)
 
 
@@ -166,26 +133,26 @@ def _elements(tensor: torch.Tensor) -> int:
 _Modules = list[tuple[str, nn.Module]]
 
 
-def _registered(modules: _Modules) -> Iterator[_Held]:
+def _registered(modules: _Modules) -> Iterator[_NamedTensor]:
     for path, module in modules:
         yield from _own(module, f"{path}." if path else "", path)
 
 
-def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_Held]:
+def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_NamedTensor]:
     """The tensors registered on `module` itself, and what its packed objects hold."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield _Held(prefix + name, "parameter", layer, parameter)
+            yield _NamedTensor(prefix + name, "parameter", layer, parameter)
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            yield _Held(prefix + name, "buffer", layer, buffer)
+            yield _NamedTensor(prefix + name, "buffer", layer, buffer)
     for name, packed in _packed_objects(module):
         yield from _packed(packed, name, layer, prefix)
     for name, constant, is_weight in _constants(module):
-        yield _Held(prefix + name, "packed" if is_weight else "attribute", layer, constant, TORCHSCRIPT_CONSTANT)
+        yield _NamedTensor(prefix + name, "packed" if is_weight else "attribute", layer, constant, TORCHSCRIPT_CONSTANT)
 
 
-def _attributes(modules: _Modules) -> Iterator[_Held]:
+def _attributes(modules: _Modules) -> Iterator[_NamedTensor]:
     """Tensors that modules hold without registering them: as attributes, or inside lists, tuples, dicts and modules."""
     seen = {id(module) for _, module in modules}
     for _, module in modules:
@@ -194,18 +161,18 @@ def _attributes(modules: _Modules) -> Iterator[_Held]:
         yield from _unregistered(module, f"{path}." if path else "", path, seen)
 
 
-def _unregistered(module: nn.Module, prefix: str, layer: str, seen: set[int]) -> Iterator[_Held]:
+def _unregistered(module: nn.Module, prefix: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:
     for name, value in list(vars(module).items()):
         if name not in _MODULE_STATE and _may_hold(value):
             yield from _found(value, prefix + name, layer, seen)
 
 
-def _found(value: Any, name: str, layer: str, seen: set[int]) -> Iterator[_Held]:
+def _found(value: Any, name: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:
     if not _may_hold(value) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
-        yield _Held(name, "attribute", layer, value)
+        yield _NamedTensor(name, "attribute", layer, value)
     elif isinstance(value, nn.Module):
         yield from _loose_module(value, name, layer, seen)
     elif isinstance(value, dict):
@@ -215,7 +182,7 @@ def _found(value: Any, name: str, layer: str, seen: set[int]) -> Iterator[_Held]
         for index, item in enumerate(value):
             yield from _found(item, f"{name}[{index}]", layer, seen)
     else:
-        yield from (_Held(f"{name}.{key}", "attribute", layer, item) for key, item in _matmul_state(value))
+        yield from (_NamedTensor(f"{name}.{key}", "attribute", layer, item) for key, item in _matmul_state(value))
 
 
 def _may_hold(value: Any) -> bool:
@@ -234,7 +201,7 @@ def _matmul_state(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield key, tensor
 
 
-def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> Iterator[_Held]:
+def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:
     """The tensors of a module that no other module registers, and of all modules inside it."""
     for path, inner in module.named_modules(prefix=name):
         if inner is not module and id(inner) in seen:
@@ -245,7 +212,7 @@ def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> I
                 yield held
             elif id(held.tensor) not in seen:
                 seen.add(id(held.tensor))
-                yield _Held(held.name, "attribute", layer, held.tensor)
+                yield _NamedTensor(held.name, "attribute", layer, held.tensor)
         yield from _unregistered(inner, f"{path}.", layer, seen)
 
 
@@ -279,7 +246,7 @@ def _packed_objects(module: nn.Module) -> Iterator[tuple[str, torch.ScriptObject
         yield from ((name, value) for name, value in vars(module).items() if type(value) is torch.ScriptObject)
 
 
-def _packed(packed: torch.ScriptObject, attribute: str, layer: str, prefix: str) -> Iterator[_Held]:
+def _packed(packed: torch.ScriptObject, attribute: str, layer: str, prefix: str) -> Iterator[_NamedTensor]:
     """What a packed object unpacks to, shown under the module that the user sees, not under torch.ao's holder in it.
 
     ``fc._packed_params._packed_params`` gives ``fc.weight`` and ``fc.bias``.
@@ -291,7 +258,7 @@ def _packed(packed: torch.ScriptObject, attribute: str, layer: str, prefix: str)
         unpacked = list(_unpacked(packed))
     for inner, tensor in unpacked:
         name = ".".join(step for step in (*steps, inner) if step)
-        yield _Held(name, "packed", _HOLDER.sub("", layer), tensor, _packed_name(packed))
+        yield _NamedTensor(name, "packed", _HOLDER.sub("", layer), tensor, _packed_name(packed))
 
 
 def _packed_name(packed: Any) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from memsize.records.byte_ownership import Extent, strided_extent
 from memsize.records.trace import TensorSpec
 from memsize.torch_internals.sparse_tensors import PARTS
 
@@ -50,7 +51,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """The bytes that `tensor` keeps in memory, whatever its dtype claims: its whole storages, each counted once."""
-    return sum({extent.key: extent.total for extent in map(extent_of, plain_tensors(tensor))}.values())
+    return sum({extent.storage: extent.total for extent in map(extent_of, plain_tensors(tensor))}.values())
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:
@@ -58,7 +59,7 @@ def storage_key(tensor: torch.Tensor) -> Hashable:
 
     The storage's `_cdata` for a plain tensor, on `meta` too; a tuple of those for a tensor made of several.
     """
-    keys = tuple(extent.key for extent in map(extent_of, plain_tensors(tensor)))
+    keys = tuple(extent.storage for extent in map(extent_of, plain_tensors(tensor)))
     return keys[0] if len(keys) == 1 else keys
 
 
@@ -147,31 +148,24 @@ def _state_tensors(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 # Extents of memory
 
 
-class Extent(NamedTuple):
-    """The bytes ``[start, end)`` that a plain tensor touches of a storage of `total` bytes."""
-
-    key: Hashable
-    start: int
-    end: int
-    total: int
-
-
 def extent_of(tensor: torch.Tensor) -> Extent:
-    """What a plain tensor touches of its storage."""
+    """The bytes that a plain tensor spans of its storage. Bytes in the gaps between its elements count as needed."""
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # opaque memory, such as MKL-DNN's: PyTorch shows no storage
-        size = tensor.numel() * tensor.element_size()
-        return Extent(("opaque", id(tensor)), 0, size, size)
+        return _whole(("opaque", id(tensor)), tensor.numel() * tensor.element_size())
     total = storage.nbytes()
     if tensor.is_nested or tensor.is_quantized or _fills(tensor, total):
-        return Extent(storage._cdata, 0, total, total)
-    if tensor.numel() == 0:
-        return Extent(storage._cdata, 0, 0, total)
+        return _whole(storage._cdata, total)
     item = tensor.element_size()
-    start = int(tensor.storage_offset()) * item
-    span = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Extent(storage._cdata, start, min(start + (span + 1) * item, total), total)
+    span, _ = strided_extent(tensor.shape, tensor.stride(), 8 * item)
+    start = int(tensor.storage_offset()) * item if span else 0
+    end = min(start + int(span), total)
+    return Extent(storage._cdata, start, end, total, end - start)
+
+
+def _whole(storage: Hashable, total: int) -> Extent:
+    return Extent(storage, 0, total, total, total)
 
 
 def _fills(tensor: torch.Tensor, total: int) -> bool:

@@ -24,7 +24,7 @@ from memsize.printable import printable
 MOST_RECORDS: Final = 500_000
 """Blocks and entries of a small file that are read; a larger file may have more in proportion."""
 MOST_WORK: Final = 64_000_000
-"""What the unpickler may take for a small file, in the units of `memsize.checkpoint.unpickler.BUDGET`. Half of what it
+"""What the unpickler may take for a small file, in the units of `memsize.checkpoint.limits`. Half of what it
 makes are stacks, which are kept once.
 """
 _DEEPEST: Final = 512
@@ -129,7 +129,7 @@ class _Unpickler(Unpickler):
         super().__init__(source, source.size, self._ahead)
         self._runs: dict[bytes, tuple[Any, ...]] = {}
         self._stacks: dict[tuple[int, ...], tuple[Any, ...]] = {}
-        self._left = int(MOST_WORK * source.scale)
+        self.budget.pickle = self.budget.grown(MOST_WORK)
 
     def load_reference(self) -> None:
         """BINGET: what the memo has under a number of one byte, and what follows it."""
@@ -152,8 +152,8 @@ class _Unpickler(Unpickler):
         if known is None:
             numbers = [int.from_bytes(reference[1:], "little") for reference in _REFERENCE.findall(run)]
             known = self._runs[run] = tuple(map(self.memo.__getitem__, numbers))
-            self._left -= 3 * len(known)
-        self._left -= len(known)
+            self.budget.pickle -= 3 * len(known)
+        self.budget.pickle -= len(known)
         self.stack += known
 
     def load_stack(self) -> None:
@@ -212,7 +212,7 @@ class _Reader:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._left = int(MOST_RECORDS * source.scale)
+        self._left = source.budget.grown(MOST_RECORDS)
         self._frames: dict[int, Frame] = {}
         self._stacks: dict[int, Stack] = {}
         self._texts: dict[int, str] = {}
