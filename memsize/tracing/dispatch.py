@@ -37,16 +37,17 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class Op:
-    """What is known of one overload, collected once in a run: each look-up by an overload calls its hash, in Python."""
+    """The facts about one overload, collected once in a run: each look-up by an overload calls its hash, in Python."""
 
     __slots__ = (
-        "biased",
+        "allocates_result_alone",
         "composite",
         "copies",
         "flops",
         "is_backward",
+        "is_biased",
+        "is_cublas",
         "is_forward",
-        "multiplies",
         "name",
         "result_first",
         "rule",
@@ -68,11 +69,14 @@ class Op:
         self.copies = COPIES.get(func)
         self.flops = formula_of(func)
         self.temporaries = TEMPORARIES.get(func)
-        self.multiplies = func in CUBLAS
-        self.biased = func in BIASED
+        self.is_cublas = func in CUBLAS
+        self.is_biased = func in BIASED
         self.result_first = func in RESULT_FIRST
         self.is_forward = func is FORWARD
         self.is_backward = func is BACKWARD
+        is_convolution = self.is_forward or self.is_backward
+        has_more = is_convolution or self.is_biased or self.copies is not None or self.temporaries is not None
+        self.allocates_result_alone = not has_more
 
 
 def _is_composite(name: str) -> bool:
@@ -81,7 +85,7 @@ def _is_composite(name: str) -> bool:
     return has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
 
 
-class _Ops(dict[Any, Op]):
+class _OpTable(dict[Any, Op]):
     def __missing__(self, func: Any) -> Op:
         op = self[func] = Op(func)
         return op
@@ -100,7 +104,7 @@ class MetaDispatchMode(TorchDispatchMode):
         self.device = torch.device(device)
         self.evaluator = Evaluator()
         self._computes = device != "meta"
-        self.known = _Ops()
+        self.op_facts = _OpTable()
         self._regions: list[ExitStack] = []
         """The contexts that each entry opened: a mode may be entered again while it is active."""
 
@@ -127,7 +131,7 @@ class MetaDispatchMode(TorchDispatchMode):
         """The result of `func`, with its constants beside it."""
         if func is _CLONE and args[0].layout is torch.sparse_coo and _is_new_gradient(args[0]):
             return with_parts(args[0], lambda part: part)
-        op = self.known[func]
+        op = self.op_facts[func]
         if op.single is not None and _has_sparse(args):
             with self:
                 return _one_by_one(op.single, args, kwargs)

@@ -30,10 +30,10 @@ from memsize.tracing.multiply_adds import FLOPS_OF_ONE
 from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor
 
-_NOT_KEPT: frozenset[Role] = frozenset(("parameter", "buffer", "gathered parameter"))
-"""What is there anyway does not count as kept for backward."""
+_NOT_SAVED: frozenset[Role] = frozenset(("parameter", "buffer", "gathered parameter"))
+"""Roles of storages that exist without backward too, and so don't count as saved for it."""
 _UNCLAIMED: frozenset[Role] = frozenset(("temporary", "communication"))
-"""Roles that a storage has until it turns out what it is for."""
+"""Roles that a storage has until an op or a caller shows its purpose."""
 _new: Callable[..., Any] = tuple.__new__
 """Makes a named tuple of its values in order: a third of what its constructor takes, which is a function in Python."""
 
@@ -102,8 +102,9 @@ class Ledger(MetaDispatchMode):
         self.read: set[int] = set()
         """Addresses of storages that some op took as an argument."""
         self._bytes: list[int] = []
-        self._held: list[int] = []
-        """Bytes that each storage takes now; a resize changes them."""
+        """The most bytes that each storage has taken."""
+        self._current_bytes: list[int] = []
+        """The bytes that each storage takes now; a resize changes them."""
         self._roles: list[Role] = []
         self._layers: list[int] = []
         self._ops: list[str] = []
@@ -113,7 +114,7 @@ class Ledger(MetaDispatchMode):
         self._saved_at: list[int] = []
         self._lines: list[int] = []
         self._numbers: dict[Lines, int] = {}
-        """The lines that were met, each with its place in `lines`."""
+        """The position in `lines` of each line."""
         self._saved: list[weakref.ref[SavedTensor]] = []
         self._handles: set[bool] = set()
         self._lt_handles: set[bool] = set()
@@ -125,35 +126,20 @@ class Ledger(MetaDispatchMode):
             return NotImplemented
         if func is DETACH:
             return carry_over(args[0], func(*args))
-        kwargs, op = kwargs or {}, self.known[func]
+        kwargs, op = kwargs or {}, self.op_facts[func]
         self.clock.tick()
-        self.last_op = name = op.name
-        if op.multiplies and self.workspaces.blas and takes_cublas(args):
-            self._keep_workspace(self._handles, self.workspaces.blas, name)
+        self.last_op = op.name
+        if op.is_cublas and self.workspaces.blas and takes_cublas(args):
+            self._keep_workspace(self._handles, self.workspaces.blas, op.name)
         self._mark_read(args)
         replaced = () if op.sparse_rule is None else parts_of(args)  # alive until the new ones are there
         result = self.run_op(func, args, kwargs)
         if self.counts and op.flops is not None:
-            layer = self.clock.layer
-            added = op.flops(*args, **kwargs, out_val=result) // FLOPS_OF_ONE
-            self.multiply_adds[layer] = self.multiply_adds.get(layer, 0) + added
-        copies: Sequence[tuple[int, int]] = ()
-        if op.copies is not None and not op.result_first:
-            copies = self._begin_copies(op.copies(args, kwargs), name)
-        if op.is_forward or op.is_backward:
-            self._note_convolution(op, args, result)
-        elif isinstance(result, torch.Tensor):
-            self._note(result, name)
-        elif isinstance(result, (tuple, list)):
-            self._note_each(result, name)
-        if op.copies is not None and op.result_first:
-            copies = self._begin_copies(op.copies(args, kwargs), name)
-        if op.biased and self.workspaces.lt and takes_cublaslt(args, kwargs):
-            self._take_lt_workspace(name)
-        if op.temporaries is not None:
-            self._note_temporaries(op.temporaries(*args), name)
-        for index, size in copies:
-            self._end(index, size, name)
+            self._count_multiply_adds(op.flops(*args, **kwargs, out_val=result) // FLOPS_OF_ONE)
+        if op.allocates_result_alone:
+            self._note(result, op.name)
+        else:
+            self._note_kernel(op, args, kwargs, result)
         del replaced
         return result
 
@@ -164,21 +150,42 @@ class Ledger(MetaDispatchMode):
             elif isinstance(item, (list, tuple)) and item and type(item[0]) is not int:
                 self._mark_read(item)
 
-    def _note_each(self, results: Iterable[Any], op: str) -> None:
-        for item in results:
-            if isinstance(item, torch.Tensor):
-                self._note(item, op)
-            elif isinstance(item, list):  # the weights' gradients of `_cudnn_rnn_backward`
-                self._note_each(item, op)
+    def _count_multiply_adds(self, count: int) -> None:
+        layer = self.clock.layer
+        self.multiply_adds[layer] = self.multiply_adds.get(layer, 0) + count
 
-    def _note(self, tensor: torch.Tensor, op: str) -> None:
-        # Quantized tensors are really there: `meta` has none.
-        here = tensor.device == self.device if self._computes else is_meta(tensor)
-        if tensor.layout in PARTS:
-            for part in plain_tensors(tensor) if here else ():
-                self.enter(part, "temporary", op)
-        elif here or tensor.is_quantized:
-            self.enter(tensor, "temporary", op)
+    def _note(self, result: Any, op: str) -> None:
+        """Record the storages of what an op returned: a tensor, or nested sequences of them."""
+        if isinstance(result, torch.Tensor):
+            # Quantized tensors are really there: `meta` has none.
+            here = result.device == self.device if self._computes else is_meta(result)
+            if result.layout in PARTS:
+                for part in plain_tensors(result) if here else ():
+                    self.enter(part, "temporary", op)
+            elif here or result.is_quantized:
+                self.enter(result, "temporary", op)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                self._note(item, op)
+
+    def _note_kernel(self, op: Op, args: Any, kwargs: Any, result: Any) -> None:
+        """Record what a kernel allocates, in its order: copies of arguments, held until its end, its result, and what
+        it takes and gives back.
+        """
+        copies: Sequence[tuple[int, int]] = ()
+        if op.copies is not None and not op.result_first:
+            copies = self._open_copies(op.copies(args, kwargs), op.name)
+        if op.is_forward or op.is_backward:
+            self._note_convolution(op, args, result)
+        else:
+            self._note(result, op.name)
+        if op.copies is not None and op.result_first:
+            copies = self._open_copies(op.copies(args, kwargs), op.name)
+        if op.is_biased and self.workspaces.lt and takes_cublaslt(args, kwargs):
+            self._take_lt_workspace(op.name)
+        if op.temporaries is not None:
+            self._note_temporaries(op.temporaries(*args), op.name)
+        self._end_all(copies, op.name)
 
     def _keep_workspace(self, threads: set[bool], size: int, op: str) -> None:
         """A thread's first matrix product creates a handle, whose workspace is kept from then on."""
@@ -192,8 +199,8 @@ class Ledger(MetaDispatchMode):
         else:
             self._borrow(self.workspaces.lt, op)
 
-    def _begin_copies(self, copied: Iterable[tuple[torch.Tensor, Any]], op: str) -> list[tuple[int, int]]:
-        """The copies that a kernel makes of arguments and holds until its end: the index and the bytes of each."""
+    def _open_copies(self, copied: Iterable[tuple[torch.Tensor, Any]], op: str) -> list[tuple[int, int]]:
+        """Record copies of arguments; returns the index and the bytes of each."""
         sizes = [(tensor, tensor.numel() * tensor.element_size()) for tensor, _ in copied if tensor.numel()]
         return [(self._open("temporary", size, op, tensor.dtype, shape_of(tensor)), size) for tensor, size in sizes]
 
@@ -206,23 +213,23 @@ class Ledger(MetaDispatchMode):
             return
         sizes = convolutions.backward(args) if convolutions else (0, 0)
         for gradient, size in zip(result, (*sizes, 0), strict=True):
-            if gradient is not None:
-                self._note(gradient, name)
+            self._note(gradient, name)
             self._borrow(size, name)
 
-    def _note_temporaries(self, taken: Iterable[Temporary], op: str) -> None:
+    def _note_temporaries(self, temporaries: Iterable[Temporary], op: str) -> None:
         """A kernel's own temporaries exist beside its result, and are gone at its end."""
-        begun = [(self._open("temporary", each.bytes, op, each.dtype, each.shape), each.bytes) for each in taken]
-        for index, size in begun:
-            self._end(index, size, op)
+        opened = [(self._open("temporary", t.bytes, op, t.dtype, t.shape), t.bytes) for t in temporaries]
+        self._end_all(opened, op)
 
     def _borrow(self, size: int, op: str) -> None:
-        """A workspace that an op takes and gives back."""
+        """Record a workspace that an op takes and gives back."""
         if size:
-            self._end(self._open("workspace", size, op, torch.uint8, (size,)), size, op)
+            self._end_all([(self._open("workspace", size, op, torch.uint8, (size,)), size)], op)
 
-    def _end(self, index: int, size: int, op: str) -> None:
-        self.events.append(_new(Event, (index, -size, self.clock.phase, self.clock.layer, op)))
+    def _end_all(self, opened: Iterable[tuple[int, int]], op: str) -> None:
+        """Record the end of storages, by their index and bytes."""
+        for index, size in opened:
+            self.events.append(_new(Event, (index, -size, self.clock.phase, self.clock.layer, op)))
 
     # -- calls from outside ------------------------------------------------------------------------------------------
 
@@ -235,11 +242,10 @@ class Ledger(MetaDispatchMode):
         if storage is None:
             return -1
         address: int = storage._cdata
-        found = self.live.get(address)
-        if found is not None:
-            return found.index
-        held = storage.nbytes() if size is None else size
-        index = self._open(role, held, op, tensor.dtype, shape_of(tensor))
+        live = self.live.get(address)
+        if live is not None:
+            return live.index
+        index = self._open(role, storage.nbytes() if size is None else size, op, tensor.dtype, shape_of(tensor))
         reference = _StorageRef(storage, self._leave)
         reference.address, reference.index = address, index
         self.live[address] = reference
@@ -257,7 +263,7 @@ class Ledger(MetaDispatchMode):
     ) -> int:
         index = len(self._bytes)
         self._bytes.append(size)
-        self._held.append(size)
+        self._current_bytes.append(size)
         self._roles.append(role)
         self._layers.append(layer)
         self._ops.append(op)
@@ -270,7 +276,7 @@ class Ledger(MetaDispatchMode):
 
     def _leave(self, reference: Any) -> None:
         del self.live[reference.address]
-        size = self._held[reference.index]
+        size = self._current_bytes[reference.index]
         if size:
             self.events.append(_new(Event, (reference.index, -size, self.clock.phase, self.clock.layer, self.last_op)))
 
@@ -280,8 +286,8 @@ class Ledger(MetaDispatchMode):
         if reference is None:
             return
         index, size = reference.index, storage.nbytes()
-        delta = size - self._held[index]
-        self._held[index] = size
+        delta = size - self._current_bytes[index]
+        self._current_bytes[index] = size
         self._bytes[index] = max(size, self._bytes[index])
         if delta:
             self.events.append(Event(index, delta, self.clock.phase, self.clock.layer, "resize_"))
@@ -293,8 +299,8 @@ class Ledger(MetaDispatchMode):
 
     def index_of(self, tensor: torch.Tensor) -> int:
         """The index of the live storage of `tensor`, -1 when the ledger has not seen it."""
-        found = self.live.get(_address(tensor))
-        return -1 if found is None else found.index
+        live = self.live.get(_address(tensor))
+        return -1 if live is None else live.index
 
     def mark(self, tensor: torch.Tensor, role: Role) -> None:
         """Give the storage of `tensor` a role, unless it has one already."""
@@ -307,19 +313,19 @@ class Ledger(MetaDispatchMode):
         """Autograd keeps `tensor` for backward."""
         index = self.index_of(tensor)
         if index >= 0:
-            kept = [index] if self._roles[index] not in _NOT_KEPT else []
+            storages = [index] if self._roles[index] not in _NOT_SAVED else []
         else:  # a wrapper keeps what it is made of
             pieces = map(self.index_of, plain_tensors(tensor)) if is_wrapper(tensor) else ()
-            kept = [each for each in pieces if each >= 0 and self._roles[each] not in _NOT_KEPT]
-        line = self._line() if kept else -1
-        saved = SavedTensor(_without_graph(tensor), kept, self.clock.layer, line)
-        if kept:
+            storages = [piece for piece in pieces if piece >= 0 and self._roles[piece] not in _NOT_SAVED]
+        line = self._line() if storages else -1
+        saved = SavedTensor(_without_graph(tensor), storages, self.clock.layer, line)
+        if storages:
             self._saved.append(weakref.ref(saved))
-            for each in kept:
-                self._keep(each, line)
+            for storage in storages:
+                self._save(storage, line)
         return saved
 
-    def _keep(self, index: int, line: int) -> None:
+    def _save(self, index: int, line: int) -> None:
         if self._saved_by[index] < 0:
             self._saved_by[index], self._saved_at[index] = self.clock.layer, line
             if self._roles[index] in _UNCLAIMED:
@@ -339,15 +345,15 @@ class Ledger(MetaDispatchMode):
                 self._roles[index] = "temporary"
 
     def _line(self) -> int:
-        place = None if self.clock.backward else self._place()
-        return -1 if place is None else self._numbers.setdefault((place,), len(self._numbers))
+        line = None if self.clock.backward else self._running_line()
+        return -1 if line is None else self._numbers.setdefault((line,), len(self._numbers))
 
-    def _place(self) -> tuple[str, int] | None:
-        """The file and the number of the line that is running."""
+    def _running_line(self) -> tuple[str, int] | None:
+        """Return the file and the number of the line that is running."""
         return line_in_forward()
 
-    def kept(self, alive: Set[int]) -> int:
-        """Bytes of those storages among `alive` that are kept for backward."""
+    def saved_bytes(self, alive: Set[int]) -> int:
+        """Return the bytes of those storages among `alive` that are saved for backward."""
         return sum(self._bytes[index] for index in alive if self._saved_by[index] >= 0)
 
     @property
@@ -364,7 +370,7 @@ class Ledger(MetaDispatchMode):
     def row(self, index: int) -> Row:
         """What is known of storage `index` so far."""
         return Row(
-            self._held[index],
+            self._current_bytes[index],
             self._roles[index],
             self._layers[index],
             self._ops[index],
@@ -377,7 +383,7 @@ class Ledger(MetaDispatchMode):
         """Another storage like storage `index`; returns its index. It is no event."""
         role, layer, op, dtype, shape, line = self.row(index)[1:]
         again = self._append(self._bytes[index], role, op, dtype, shape, layer, line)
-        self._held[again] = self._held[index]
+        self._current_bytes[again] = self._current_bytes[index]
         self._saved_by[again], self._saved_at[again] = self._saved_by[index], self._saved_at[index]
         return again
 
@@ -396,13 +402,13 @@ class Ledger(MetaDispatchMode):
         """Stop recording: storages that end from now on are no events."""
         self.live.clear()
 
-    def storages(self, kept: Set[int]) -> tuple[Storage, ...]:
-        """Everything that appeared, in order; `saved_by` is set for those in `kept` only."""
+    def storages(self, saved: Set[int]) -> tuple[Storage, ...]:
+        """Return every storage that appeared, in order; `saved_by` is set for those in `saved` only."""
         dtypes = map(dtype_name, self._dtypes)
-        saved_by = [by if by < 0 or index in kept else -1 for index, by in enumerate(self._saved_by)]
+        saved_by = [by if by < 0 or index in saved else -1 for index, by in enumerate(self._saved_by)]
         saved_at = [at if by >= 0 else -1 for at, by in zip(self._saved_at, saved_by, strict=True)]
-        made = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes)
-        columns = (*made, saved_by, repeat(0), self._lines, saved_at)
+        origin = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes)
+        columns = (*origin, saved_by, repeat(0), self._lines, saved_at)
         return tuple(map(partial(_new, Storage), zip(*columns, strict=False)))
 
     @property

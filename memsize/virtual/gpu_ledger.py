@@ -157,7 +157,7 @@ class VirtualLedger(Ledger):
             _thread.depth += 1
             try:
                 for tensor in taken_to_gpu(args) if device is None else ():
-                    self.enter(tensor, "temporary", self.known[func].name)
+                    self.enter(tensor, "temporary", self.op_facts[func].name)
                 result = super().__torch_dispatch__(func, types, args, kwargs)
                 on_cpu = device is not None and device.type == "cpu"
                 return self.host_memory.pin(result) if pins and on_cpu else result
@@ -316,14 +316,14 @@ class VirtualLedger(Ledger):
     def resized(self, storage: torch.UntypedStorage) -> None:
         """As the base class has it; one that was empty gets its memory anew, perhaps from another stream."""
         reference = self.live.get(storage._cdata)
-        if reference is not None and not self._held[reference.index]:
+        if reference is not None and not self._current_bytes[reference.index]:
             self._allocated(reference.index)
-        elif reference is not None and self._held[reference.index] != storage.nbytes():
+        elif reference is not None and self._current_bytes[reference.index] != storage.nbytes():
             self._freed(reference.index)
         super().resized(storage)
 
     def _leave(self, reference: Any) -> None:
-        if self._held[reference.index]:
+        if self._current_bytes[reference.index]:
             self._freed(reference.index)
         super()._leave(reference)
 
@@ -342,7 +342,7 @@ class VirtualLedger(Ledger):
         """`lines` of the program made `storage`."""
         self._lines[storage] = self._numbers.setdefault(lines, len(self._numbers))
 
-    def _place(self) -> None:
+    def _running_line(self) -> None:
         """Far above PyTorch's own calls: looked up for large storages alone, by the program (`made_at`)."""
 
     def storages(self, kept: Set[int]) -> tuple[Storage, ...]:
@@ -417,7 +417,7 @@ class VirtualLedger(Ledger):
 
     def refuse(self, storage: int) -> None:
         """Forget that `storage` appeared: there was no memory for it."""
-        self._held[storage] = 0
+        self._current_bytes[storage] = 0
         place = next(i for i in reversed(range(len(self.events))) if self.events[i].storage == storage)
         del self.events[place]
 
