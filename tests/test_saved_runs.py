@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import memsize
-from memsize.analysis.saved_runs import COMMANDS, KINDS, load, load_step
+from memsize.analysis.saved_runs import load, load_step
 from memsize.cli import run
 from memsize.errors import InputError, ScenarioError
+from memsize.records.kinds import KINDS, SAVED_KINDS
 from memsize.records.run_file import NEWEST, read_data
 from tests import records
 
@@ -187,7 +188,7 @@ def test_what_would_need_the_model_is_refused(
     kind: str, options: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = SAVED / f"{kind}.1.memsize"
-    message = refused(capsys, COMMANDS.get(kind, kind), str(path), *options)
+    message = refused(capsys, KINDS[kind].command, str(path), *options)
     assert message == f"{path} is a saved run: {named} would need the model to be run again"
 
 
@@ -199,7 +200,7 @@ def test_view_options_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("command", "kind"), [("fit", "report"), ("report", "fit"), ("layout", "step")])
 def test_a_run_of_another_kind_is_refused(command: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = SAVED / f"{kind}.1.memsize"
-    by = COMMANDS.get(kind, kind)
+    by = KINDS[kind].command
     assert refused(capsys, command, str(path)) == f"{path} holds a {kind}: memsize {by} shows it"
 
 
@@ -257,11 +258,11 @@ def test_a_step_of_a_report_has_its_allocator(folder: Path) -> None:
 
 
 def test_there_is_a_file_of_every_kind_and_version() -> None:
-    expected = {f"{kind}.{version}.memsize" for kind in KINDS for version in range(1, NEWEST + 1)}
+    expected = {f"{kind}.{version}.memsize" for kind in SAVED_KINDS for version in range(1, NEWEST + 1)}
     assert {path.name for path in SAVED.glob("*.memsize")} == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAVED_KINDS)
 @pytest.mark.parametrize("version", range(1, NEWEST + 1))
 def test_files_of_older_versions_are_read(kind: str, version: int) -> None:
     path = SAVED / f"{kind}.{version}.memsize"

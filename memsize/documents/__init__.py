@@ -8,12 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from pkgutil import resolve_name
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
 from memsize.documents.sections import Bars, Chart, Findings, Phrase, ScenarioView, Section, Verdict
 from memsize.records.answer import FlatTable, Renderable
 from memsize.records.finding import Finding
+from memsize.records.kinds import KINDS
 
 A = TypeVar("A", bound=Renderable)
 MOST_SENTENCES: Final = 4
@@ -128,33 +128,13 @@ def _bars_data(bars: Bars | None) -> dict[str, Any] | None:
     }
 
 
-_DOCUMENTS: Final = {
-    "report": "memsize.documents.report:ReportDocument",
-    "fit": "memsize.documents.fit:FitDocument",
-    "layout": "memsize.documents.layout:LayoutDocument",
-    "verification": "memsize.documents.verification:VerificationDocument",
-    "checkpoint": "memsize.documents.checkpoint:CheckpointDocument",
-    "generation": "memsize.documents.generation:GenerationDocument",
-    "serving": "memsize.documents.serving:ServingDocument",
-    "sweep": "memsize.documents.sweep:SweepDocument",
-    "timeline": "memsize.documents.timeline:TimelineDocument",
-    "program": "memsize.documents.program:ProgramDocument",
-    "ranks": "memsize.documents.ranks:RanksDocument",
-    "comparison": "memsize.documents.comparison:ComparisonDocument",
-    "check": "memsize.documents.check:CheckDocument",
-    "explanation": "memsize.documents.explanation:ExplanationDocument",
-    "why": "memsize.documents.comparison:WhyDocument",
-}
-"""The document of each kind of answer, imported when it is asked for: drawing one answer costs no other's code."""
-
-
 def document(answer: Renderable, **view: Any) -> Document[Any]:
     """The document of `answer`. `view` are the document's own fields, such as a report's `depth` and `columns`.
 
     Raises `OutputError` for a column or a depth that there is not.
     """
-    made: Document[Any] = resolve_name(_DOCUMENTS[answer.kind])(answer, **view)
-    return made
+    shown: Document[Any] = KINDS[answer.kind].document_type(answer, **view)
+    return shown
 
 
 def plain(value: Any) -> Any:
