@@ -695,6 +695,16 @@ def test_attentions_backward_takes_memory_for_itself(backend: str, dense: bool) 
     assert backward == [*gradients, *([] if dense else gradients[:1]), *inside]
 
 
+# mha_bwd: `head_size_rounded = head_size <= 192 ? round_multiple(head_size, 32) : 256`
+@pytest.mark.parametrize(("head", "width"), [(64, 64), (72, 96), (191, 192), (192, 192), (193, 256), (256, 256)])
+def test_flash_accumulates_in_heads_of_a_multiple_of_32_and_from_193_on_of_256(head: int, width: int) -> None:
+    """DeepSeek's heads are 192 wide, the last that are not widened to 256."""
+    query = meta(2, 40, 4, head, dtype=BF16).transpose(1, 2)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    rows_and_query = [temporary.bytes for temporary in kernel_temporaries(backward, (query, query, query, query))]
+    assert rows_and_query == [4 * 2 * 4 * 128, 4 * 2 * 128 * 4 * width]
+
+
 def test_heads_that_share_keys_have_gradients_of_their_own_inside() -> None:
     query, shared = meta(2, 8, 40, 64, dtype=BF16), meta(2, 2, 24, 64, dtype=BF16)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
