@@ -1,1 +1,1 @@
-"""What PyTorch would do on CUDA, reproduced on any build of torch and without a GPU."""
+"""PyTorch's decisions on CUDA, on any build of torch and without a GPU: which kernel runs, and in which dtype."""

@@ -117,8 +117,8 @@ def kernels(beneath: Mapping[str, Kernel] = MappingProxyType({})) -> Mapping[str
     After its casts a kernel calls the operator, or the kernel `beneath` it where there is one.
     """
     wrapped = (name.removeprefix("aten::") for name in wrapped_operators())
-    known = ((name, POLICIES[name]) for name in wrapped if name in POLICIES)
-    return {name: _KERNELS[policy](name, beneath.get(name)) for name, policy in known if policy in _KERNELS}
+    policies = ((name, POLICIES[name]) for name in wrapped if name in POLICIES)
+    return {name: _KERNELS[policy](name, beneath.get(name)) for name, policy in policies if policy in _KERNELS}
 
 
 def active() -> Semantics | None:
@@ -149,10 +149,10 @@ def cast_arguments(values: Sequence[Any], dtype: torch.dtype, semantics: Semanti
 
 def cast(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
     """`tensor` in `dtype`: itself where autocast leaves it alone, else a copy, the cached one of a weight."""
-    given = tensor.dtype
-    if given is dtype or not _is_eligible(tensor, semantics):
+    own = tensor.dtype
+    if own is dtype or not _is_eligible(tensor, semantics):
         return tensor
-    if given is torch.float32 and _is_cached(tensor) and dtype is _lower_dtype("cuda"):
+    if own is torch.float32 and _is_cached(tensor) and dtype is _lower_dtype("cuda"):
         return _cached_copy(tensor, dtype, semantics)
     copy = tensor.to(dtype)
     if semantics.observer is not None and _is_parameter(tensor):
@@ -180,9 +180,9 @@ def _is_parameter(tensor: Tensor) -> bool:
 def _cached_copy(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
     """The one copy of a weight in this region. As in PyTorch, the dtype is not part of the cache's key, and a copy made
     under `no_grad` passes gradients on to whoever uses it later."""
-    known = semantics.copies.get(id(tensor))
-    if known is not None and known[0]() is tensor:
-        return known[1]
+    entry = semantics.copies.get(id(tensor))
+    if entry is not None and entry[0]() is tensor:
+        return entry[1]
     with torch.enable_grad():
         copy = tensor.to(dtype)
     semantics.copies[id(tensor)] = (weakref.ref(tensor), copy)
@@ -210,9 +210,9 @@ def _float32_and_back(name: str, beneath: Kernel | None) -> Kernel:
             semantics = active()
             if semantics is None:
                 return call(*args, **kwargs)
-            found = call(*cast_arguments(args, torch.float32, semantics), **kwargs)
+            result = call(*cast_arguments(args, torch.float32, semantics), **kwargs)
             dtype = args[0].dtype
-            return found.to(dtype) if isinstance(found, Tensor) else tuple(each.to(dtype) for each in found)
+            return result.to(dtype) if isinstance(result, Tensor) else tuple(part.to(dtype) for part in result)
 
     return kernel
 

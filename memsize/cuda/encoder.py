@@ -166,8 +166,8 @@ def _materialised(
 
 def _merged(mixed: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """(batch, heads, tokens, features per head) as (batch, tokens, features), projected."""
-    batch, heads, tokens, each = mixed.shape
-    flat = mixed.transpose(1, 2).reshape(batch * tokens, heads * each)
+    batch, heads, tokens, width = mixed.shape
+    flat = mixed.transpose(1, 2).reshape(batch * tokens, heads * width)
     return functional.linear(flat, weight, bias).view(batch, tokens, -1)
 
 

@@ -147,8 +147,8 @@ class _FusedRMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_differentiable(grads[0], tensor, weight, ctx), None, None
         mask = list(ctx.needs_input_grad[:2])
-        found = overload("_fused_rms_norm_backward")(grads[0], tensor, ctx.shape, rstd, weight, mask)
-        return *found, None, None
+        gradients = overload("_fused_rms_norm_backward")(grads[0], tensor, ctx.shape, rstd, weight, mask)
+        return *gradients, None, None
 
 
 def _differentiable(grad: Tensor, tensor: Tensor, weight: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
@@ -157,8 +157,8 @@ def _differentiable(grad: Tensor, tensor: Tensor, weight: Tensor | None, ctx: An
         t for t, needed in zip((tensor, weight), ctx.needs_input_grad[:2], strict=True) if needed and t is not None
     ]
     result = overload("_fused_rms_norm")(tensor, ctx.shape, weight, ctx.eps)[0]
-    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
-    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:2])
+    gradients = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
+    return tuple(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2])
 
 
 # -- softmax ----------------------------------------------------------------------------------------------------------

@@ -54,9 +54,9 @@ def _layers(name: str, form: str) -> Kernel:
         semantics = current()
         with key_excluded:
             if semantics is not None and _takes_cudnn(args[0], semantics):
-                found = run(MODES[name], semantics, *args)
-                if found is not None:
-                    return found[: 3 if name == "lstm" else 2]
+                outputs = run(MODES[name], semantics, *args)
+                if outputs is not None:
+                    return outputs[: 3 if name == "lstm" else 2]
             if not is_meta(args[0]):
                 return overload(f"{name}.{form}")(*args)
         # The operator is a composite: what it calls is seen again, and cast by autocast.
@@ -137,7 +137,7 @@ def _widths(hidden: Tensor, cell: Tensor | None) -> tuple[int, int]:
 
 
 def _flat_storage(weights: list[Tensor]) -> Tensor | None:
-    """What stands for the flat buffer that holds the weights; None where there is no such buffer."""
+    """Return a tensor that stands for the flat buffer of the weights; None where there is no such buffer."""
     is_flat = all(isinstance(w, torch.nn.Parameter) and w.dtype is not torch.bfloat16 for w in weights)
     return weights[0].detach() if is_flat else None
 
@@ -146,8 +146,8 @@ def _recast(
     weights: list[Tensor], buffer: Tensor | None, stride: int, semantics: Semantics
 ) -> tuple[list[Tensor], Tensor | None]:
     """The weights as parts of one new float16 buffer, through which their gradients come back; and that buffer."""
-    given = weights[0].dtype
-    if given in (torch.float16, torch.float64) or any(w.dtype is not given for w in weights):
+    dtype = weights[0].dtype
+    if dtype in (torch.float16, torch.float64) or any(w.dtype is not dtype for w in weights):
         return weights, buffer
     flat = torch.zeros(_flat_length(weights, stride), dtype=torch.float16, device=weights[0].device)
     parts = list(_copied(weights, flat))
@@ -159,12 +159,12 @@ def _recast(
 
 def _copied(weights: Sequence[Tensor], flat: Tensor) -> Iterator[Tensor]:
     """Each weight's copy in `flat`, a tensor of its own and no view in autograd's eyes."""
-    place = 0
+    offset = 0
     for weight in weights:
         part = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        part.set_(flat.untyped_storage(), place, (weight.numel(), 1), (1, 1))
+        part.set_(flat.untyped_storage(), offset, (weight.numel(), 1), (1, 1))
         yield part.copy_(weight.view_as(part) if weight.is_contiguous() else weight.reshape(part.shape))
-        place += weight.numel()
+        offset += weight.numel()
 
 
 def _flat_length(weights: Sequence[Tensor], stride: int) -> int:
@@ -186,8 +186,8 @@ def _lstm_cell(
     hidden_bias: Tensor | None = None,
 ) -> Any:
     weights = (input_weight, hidden_weight, input_bias, hidden_bias)
-    found = _fused("lstm", tensor, hidden[0], hidden[1], weights)
-    return _plain("lstm_cell", tensor, hidden, weights) if found is None else found[:2]
+    outputs = _fused("lstm", tensor, hidden[0], hidden[1], weights)
+    return _plain("lstm_cell", tensor, hidden, weights) if outputs is None else outputs[:2]
 
 
 def _gru_cell(
@@ -199,12 +199,12 @@ def _gru_cell(
     hidden_bias: Tensor | None = None,
 ) -> Any:
     weights = (input_weight, hidden_weight, input_bias, hidden_bias)
-    found = _fused("gru", tensor, hidden, hidden, weights)
-    return _plain("gru_cell", tensor, hidden, weights) if found is None else found[0]
+    outputs = _fused("gru", tensor, hidden, hidden, weights)
+    return _plain("gru_cell", tensor, hidden, weights) if outputs is None else outputs[0]
 
 
 def _fused(name: str, tensor: Tensor, hidden: Tensor, state: Tensor, weights: tuple[Tensor | None, ...]) -> Any:
-    """What the fused kernel returns; None where it does not run: on the CPU, and, for a GRU, outside of a trace."""
+    """Return what the fused kernel returns; None where it does not run: on the CPU, and, for a GRU, outside a trace."""
     semantics = current()
     if semantics is None or not (semantics.meta and is_meta(tensor)):
         return None

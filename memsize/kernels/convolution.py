@@ -79,9 +79,9 @@ def convolved_shape(
     if transposed:
         if any(more >= max(step, gap) for more, step, gap in zip(extra, steps, dilations, strict=True)):
             return None
-        sizes = [transposed_size(*each, more) for each, more in zip(dimensions, extra, strict=True)]
+        sizes = [transposed_size(*dimension, more) for dimension, more in zip(dimensions, extra, strict=True)]
     else:
-        sizes = [forward_size(*each) for each in dimensions]
+        sizes = [forward_size(*dimension) for dimension in dimensions]
     return (shape[0], weight[1] * groups if transposed else weight[0], *sizes) if min(sizes) > 0 else None
 
 
@@ -222,13 +222,13 @@ class Convolutions(NamedTuple):
     def _workspace(self, convolution: Convolution | None) -> int:
         if convolution is None:
             return 0
-        found = self.met[convolution] = self.plans.workspace(convolution)
-        return found
+        size = self.met[convolution] = self.plans.workspace(convolution)
+        return size
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What decides which kernels convolutions run on: the GPU, and PyTorch's settings when the run begins."""
+    """The settings that decide which kernels convolutions run on: the GPU, and PyTorch's own when the run begins."""
 
     capability: tuple[int, int]
     enabled: bool = True
@@ -242,7 +242,7 @@ class Kernels:
         return cls(capability, settings.enabled, settings.deterministic, settings.allow_tf32)
 
     def forward(self, args: Sequence[Any], output: torch.Tensor) -> Convolution | None:
-        """What `aten::convolution` asks cuDNN for; None where it runs on another kernel."""
+        """Return the call of cuDNN that `aten::convolution` makes; None where it runs on another kernel."""
         x, w, _, *settings = args
         call = Operands(x, w, *settings)
         if not self.runs_on_cudnn(call):
@@ -250,7 +250,7 @@ class Kernels:
         return self._ask("data" if call.transposed else "forward", call, output.shape)
 
     def backward(self, args: Sequence[Any]) -> tuple[Convolution | None, Convolution | None]:
-        """What `aten::convolution_backward` asks for: the gradients of the input and of the weight."""
+        """Return the calls of cuDNN for the gradients of the input and of the weight; None for others."""
         grad, x, w, _, *settings, mask = args
         call = Operands(x, w, *settings)
         if not self.runs_on_cudnn(call):
@@ -278,7 +278,8 @@ class Kernels:
         return not _is_depthwise(call) or last or _suits_cudnn(call)
 
     def columns(self, call: Operands, other: Sequence[int]) -> int:
-        """What PyTorch's own kernel unfolds: one sample's patches, unless they are its pixels (`slow_conv2d`).
+        """Return the bytes that PyTorch's own kernel unfolds: one sample's patches, unless they are its pixels
+        (`slow_conv2d`).
 
         Known limits: nothing for kernels of groups, dilated and transposed ones and volumes, which unfold as well.
         """

@@ -47,23 +47,23 @@ def _made_like(
 
 
 @shape_rule("aten::randn")
-def _normal(size: Any, *, dtype: Any = None, **place: Any) -> Any:
+def _normal(size: Any, *, dtype: Any = None, **options: Any) -> Any:
     """Row-major; PyTorch's `meta` kernel is Python that imports sympy, as is that of the next."""
     dtype = dtype or torch.get_default_dtype()
-    return _drawn(size, dtype, **place) if dtype.is_floating_point else NotImplemented
+    return _drawn(size, dtype, **options) if dtype.is_floating_point else NotImplemented
 
 
 @shape_rule("aten::randint", "aten::randint.low")
-def _integers(*given: Any, dtype: Any = torch.int64, **place: Any) -> Any:
-    *bounds, size = given
+def _integers(*arguments: Any, dtype: Any = torch.int64, **options: Any) -> Any:
+    *bounds, size = arguments
     low, high = (0, *bounds)[-2:]
-    return _drawn(size, dtype, **place) if low < high and not dtype.is_complex else NotImplemented
+    return _drawn(size, dtype, **options) if low < high and not dtype.is_complex else NotImplemented
 
 
 def _drawn(size: Any, dtype: Any, *, device: Any = None, layout: Any = None, pin_memory: Any = None) -> Any:
     if device is None or torch.device(device).type != "meta" or layout not in (None, torch.strided) or pin_memory:
         return NotImplemented
-    return NotImplemented if any(each < 0 for each in size) else empty(tuple(size), dtype)
+    return NotImplemented if any(length < 0 for length in size) else empty(tuple(size), dtype)
 
 
 @shape_rule("aten::normal_", "aten::uniform_", "aten::exponential_")
@@ -196,7 +196,7 @@ def _scattered_in_place(tensor: Any, dim: int, index: Any, src: Any) -> Any:
     if not are_plain(tensor, index, *sources) or index.dtype is not torch.int64 or overlaps(tensor):
         return NotImplemented
     shape, rank = index.shape, tensor.dim()
-    if not rank or any(each.dim() != rank for each in (index, *sources)) or not -rank <= dim < rank:
+    if not rank or any(operand.dim() != rank for operand in (index, *sources)) or not -rank <= dim < rank:
         return NotImplemented
     fits = all(shape[d] <= tensor.shape[d] for d in range(rank) if d != dim % rank)
     covers = all(source.dtype is tensor.dtype and _covers(source.shape, shape) for source in sources)

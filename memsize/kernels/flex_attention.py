@@ -45,9 +45,9 @@ def returned(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 
 
 def gradients(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Tensor) -> tuple[Tensor, ...]:
-    """Those of query, key and value, for every sample also where samples share keys."""
+    """Return the gradients of query, key and value, for every sample also where samples share keys."""
     batch = query.shape[0]
-    return tuple(_ordered_like(each, (batch, *each.shape[1:])) for each in (query, key, value))
+    return tuple(_ordered_like(tensor, (batch, *tensor.shape[1:])) for tensor in (query, key, value))
 
 
 _LIBRARY.impl("flex_attention", returned, "Meta")
@@ -81,23 +81,23 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         query, key, value, output, sums, *others = ctx.saved_tensors
         grads = list(_BACKWARD(grad, query, key, value, output, sums))
-        for place, given in ((1, key), (2, value)):
-            if given.shape[0] != query.shape[0]:  # one key for all queries of the batch
-                grads[place] = grads[place].sum(0, keepdim=True)
+        for position, tensor in ((1, key), (2, value)):
+            if tensor.shape[0] != query.shape[0]:  # one key for all queries of the batch
+                grads[position] = grads[position].sum(0, keepdim=True)
         read = others[len(others) - ctx.read :]
-        return *grads, None, *(torch.empty_like(each) for each in read)
+        return *grads, None, *(torch.empty_like(tensor) for tensor in read)
 
 
 def fused(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any], block_mask: tuple[Any, ...], *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operator behind `torch.nn.attention.flex_attention` returns on CUDA: output, sums, greatest scores."""
+    """Return output, sums and greatest scores, as `torch.nn.attention.flex_attention`'s operator does on CUDA."""
     if torch.is_autocast_enabled("cuda"):
         lower = torch.get_autocast_dtype("cuda")
-        query, key, value = (each.to(lower) for each in (query, key, value))
+        query, key, value = (tensor.to(lower) for tensor in (query, key, value))
     cells = getattr(score_mod, "__closure__", None) or ()
     read = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, torch.Tensor)]
-    mask = tuple(each for each in block_mask if isinstance(each, torch.Tensor))
+    mask = tuple(tensor for tensor in block_mask if isinstance(tensor, torch.Tensor))
     result: tuple[Tensor, Tensor, Tensor] = _Fused.apply(query, key, value, mask, *read)  # type: ignore[no-untyped-call]
     return result
 
@@ -110,9 +110,9 @@ def compiled_mask(
     def created(*args: Any, **options: Any) -> Any:
         with unrecorded():
             mask = create(*args, **options)
-        for name, held in vars(mask).items():
-            if isinstance(held, torch.Tensor):
-                setattr(mask, name, held.clone())
+        for name, value in vars(mask).items():
+            if isinstance(value, torch.Tensor):
+                setattr(mask, name, value.clone())
         return mask
 
     return created

@@ -43,8 +43,8 @@ def product(one: Shape, other: Shape) -> tuple[int, ...] | None:
 
 
 def _multiplied(one: Any, other: Any, rank: int) -> Any:
-    known = are_plain(other) and (are_plain(one) or _is_sparse(one))
-    if not known or not are_alike(one, other) or one.dtype is torch.bool:
+    is_readable = are_plain(other) and (are_plain(one) or _is_sparse(one))
+    if not is_readable or not are_alike(one, other) or one.dtype is torch.bool:
         return NotImplemented
     shape = product(one.shape, other.shape) if one.dim() == rank else None
     return NotImplemented if shape is None else empty(shape, one.dtype)
@@ -150,7 +150,7 @@ result_first(*_PRODUCTS, *_ADDED, *_VECTORS)
 
 def takes_cublas(args: Any) -> bool:
     """Whether an op of `CUBLAS` has no sparse operand: cuSPARSE, which has no such workspace, would compute it."""
-    return all(each.layout is torch.strided for each in args if isinstance(each, Tensor))
+    return all(operand.layout is torch.strided for operand in args if isinstance(operand, Tensor))
 
 
 @temporaries_of(_aten.mm.default, _aten.addmm.default, _aten._sparse_addmm.default)
@@ -186,7 +186,7 @@ def _product_copies(args: Any, kwargs: Any) -> Copies:
 
 @copies_of(*_ADDED)
 def _added_copies(args: Any, kwargs: Any) -> Copies:
-    """What is added is copied into the result, or read by cuBLASLt: neither takes memory."""
+    """The matrix to add is copied into the result, or read by cuBLASLt: neither takes memory."""
     return _copies(args[1], args[2], kwargs.get("out") if kwargs else None)
 
 
@@ -213,7 +213,8 @@ def _vector_copies(args: Any, _: Any) -> Copies:
 
 
 def _copies(one: Tensor, other: Tensor, out: Tensor | None) -> Copies:
-    """What cuBLAS cannot read, and a given result into which it cannot write: that is computed aside.
+    """Yield the operands that cuBLAS cannot read, and an `out` into which it cannot write: the result is then computed
+    aside.
 
     Of two operands that wait for their conjugation, it conjugates those that lie the other way than the result.
     """

@@ -47,8 +47,8 @@ def _gradients(mask: Any, tensor: Tensor, shape: Shape, dtype: torch.dtype, row_
     """The gradients of the input and of parameters with their `shape` and `dtype`; None for each that `mask` leaves
     out.
     """
-    given = None if not mask[0] else empty(tensor.shape, tensor.dtype) if row_major else like(tensor)
-    return given, *(empty(shape, dtype) if wanted else None for wanted in mask[1:])
+    gradient = None if not mask[0] else empty(tensor.shape, tensor.dtype) if row_major else like(tensor)
+    return gradient, *(empty(shape, dtype) if wanted else None for wanted in mask[1:])
 
 
 # -- batch norm -------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def _fits_channels(tensor: Any, *per_channel: Any) -> bool:
     if not are_plain(tensor, *per_channel) or not tensor.is_floating_point() or tensor.dim() < 2:
         return False
     channels = tensor.shape[1:2]
-    return bool(tensor.numel()) and all(each is None or each.shape == channels for each in per_channel)
+    return bool(tensor.numel()) and all(values is None or values.shape == channels for values in per_channel)
 
 
 @shape_rule("aten::native_batch_norm", "aten::_native_batch_norm_legit")
@@ -160,11 +160,11 @@ def _reduced_gradients(
         return NotImplemented
     if has_inner_channels(grad) and has_inner_channels(tensor):
         like_weight = mean.new_empty(0) if weight is None else weight
-        return tuple(empty(each.shape, each.dtype) for each in (mean, mean, like_weight, like_weight))
+        return tuple(empty(source.shape, source.dtype) for source in (mean, mean, like_weight, like_weight))
     if weight is None and (weight_g or bias_g):
         return NotImplemented
     wanted = ((input_g, mean), (input_g, mean), (weight_g, weight), (bias_g, weight))
-    return tuple(empty(mean.shape, each.dtype) if asked else None for asked, each in wanted)
+    return tuple(empty(mean.shape, source.dtype) if is_wanted else None for is_wanted, source in wanted)
 
 
 @shape_rule("aten::batch_norm_backward_elemt")
@@ -222,8 +222,8 @@ def _gradient_parts(grad: Tensor, tensor: Tensor, *_: Any) -> Iterator[Temporary
 
 
 def _parts(numbers: int, *tensors: Tensor) -> Iterator[Temporary]:
-    """What a reduction over innermost channels stages where eight or more blocks of threads share a channel: `numbers`
-    of each block for each channel, and one counter for each column of blocks.
+    """Yield the staging memory of a reduction over innermost channels where eight or more blocks of threads share a
+    channel: `numbers` of each block for each channel, and one counter for each column of blocks.
 
     Source: cuda/Normalization.cuh (`flexible_launch_configs`, `batch_norm_stats_channels_last_cuda_template`,
     `batch_norm_backward_reduce_cuda_channels_last_template`).
@@ -251,10 +251,10 @@ def _power(number: int) -> int:
 
 def statistics_shape(shape: Shape, normalized: Shape) -> tuple[int, ...] | None:
     """One value per row: the sizes before the normalized ones, then ones. None when the last sizes are others."""
-    kept = len(shape) - len(normalized)
-    if not normalized or kept < 0 or tuple(shape[kept:]) != tuple(normalized):
+    outer = len(shape) - len(normalized)
+    if not normalized or outer < 0 or tuple(shape[outer:]) != tuple(normalized):
         return None
-    return (*shape[:kept], *(1 for _ in normalized))
+    return (*shape[:outer], *(1 for _ in normalized))
 
 
 def _fits_rows(tensor: Any, normalized: Shape, *parameters: Any) -> bool:

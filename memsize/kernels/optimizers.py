@@ -57,7 +57,7 @@ def _list_ops(ending: str) -> tuple[str, ...]:
         _WITH_ONE_VALUE: (".Tensor",),
         "addcmul addcdiv": (".Scalar", ".ScalarList"),
     }
-    every = [overloads(each, *(ending + suffix for suffix in suffixes)) for each, suffixes in names.items()]
+    every = [overloads(ops, *(ending + suffix for suffix in suffixes)) for ops, suffixes in names.items()]
     return tuple(name.replace("::", "::_foreach_") for group in every for name in group)
 
 

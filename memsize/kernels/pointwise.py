@@ -103,7 +103,7 @@ def _operands(*values: Any) -> list[Tensor] | None:
 
     A tensor without dimensions may live on the CPU beside CUDA tensors: it is read like a number.
     """
-    found = []
+    tensors = []
     for value in values:
         if not isinstance(value, Tensor):
             if isinstance(value, complex):
@@ -111,10 +111,10 @@ def _operands(*values: Any) -> list[Tensor] | None:
         elif is_meta(value):
             if not are_plain(value):
                 return None
-            found.append(value)
+            tensors.append(value)
         elif value.dim():
             return None
-    return found
+    return tensors
 
 
 def _combined(dtype: torch.dtype, values: tuple[Any, ...], tensors: list[Tensor]) -> Any:
@@ -251,10 +251,10 @@ def _clamp_in_place(tensor: Any, low: Any = None, high: Any = None, *, min: Any 
 
 def _bounded(tensor: Any, *bounds: Any) -> bool:
     """Numbers as bounds, at least one, that don't promote the tensor."""
-    given = [bound for bound in bounds if bound is not None]
-    if not given or not are_plain(tensor) or tensor.dtype is torch.bool:
+    numbers = [bound for bound in bounds if bound is not None]
+    if not numbers or not are_plain(tensor) or tensor.dtype is torch.bool:
         return False
-    return all(isinstance(b, (int, float)) and torch.result_type(tensor, b) is tensor.dtype for b in given)
+    return all(isinstance(b, (int, float)) and torch.result_type(tensor, b) is tensor.dtype for b in numbers)
 
 
 shape_rule("aten::clamp_min.Tensor", "aten::clamp_max.Tensor")(binary_rule(_same))

@@ -61,8 +61,8 @@ def weight_elements(net: Net) -> int:
     """Elements of the flat weights: matrices, projections, and two biases per gate, whether used or not."""
     gates = _GATES[net.mode] * net.hidden
     read = [net.inputs] + [net.width * net.directions] * (net.layers - 1)
-    each = gates * (net.width + 2) + net.projected * net.hidden
-    return net.directions * sum(gates * size + each for size in read)
+    own = gates * (net.width + 2) + net.projected * net.hidden
+    return net.directions * sum(gates * size + own for size in read)
 
 
 def reserve_bytes(net: Net, batch: Batch, size: int, dropout: float) -> int:
@@ -74,14 +74,14 @@ def reserve_bytes(net: Net, batch: Batch, size: int, dropout: float) -> int:
     """
     cells = batch.steps * net.layers * net.directions * size
     state = cells * net.hidden
-    kept = {_LSTM: [4 * state, state], _GRU: [6 * state]}.get(net.mode, [state])
+    parts = {_LSTM: [4 * state, state], _GRU: [6 * state]}.get(net.mode, [state])
     if net.projected:
-        kept += [state, cells * net.projected]
-    kept.append(batch.steps * (net.layers - 1) * net.directions * net.hidden * size)
+        parts += [state, cells * net.projected]
+    parts.append(batch.steps * (net.layers - 1) * net.directions * net.hidden * size)
     if dropout > 0:
         bits = batch.sequences * batch.longest * net.directions * net.width
-        kept += [-(-bits // 8)] * ((net.layers - 1) * net.directions)
-    return _HEADER + sum(-(-part // _SECTION) * _SECTION for part in kept)
+        parts += [-(-bits // 8)] * ((net.layers - 1) * net.directions)
+    return _HEADER + sum(-(-part // _SECTION) * _SECTION for part in parts)
 
 
 def _net(tensor: Tensor, mode: int, hidden: int, projected: int, layers: int, bidirectional: bool) -> Net:
@@ -139,9 +139,9 @@ def _cudnn_rnn_backward(
         return NotImplemented
     net = _net(tensor, mode, hidden, projected, layers, bidirectional)
     swaps = batch_first and not sizes
-    given = empty(tensor.transpose(0, 1).shape if swaps else tensor.shape, tensor.dtype)
+    gradient = empty(tensor.transpose(0, 1).shape if swaps else tensor.shape, tensor.dtype)
     return (
-        given.transpose(0, 1) if swaps else given,
+        gradient.transpose(0, 1) if swaps else gradient,
         empty(hx.shape, hx.dtype),
         None if cx is None else empty(cx.shape, cx.dtype),
         _weight_gradients(weights, net, stride) if mask[3] else [],
@@ -153,11 +153,11 @@ def _weight_gradients(weights: Any, net: Net, stride: int) -> list[Tensor]:
     if stride in (2, 3):
         return [empty(weight.shape, weight.dtype) for weight in weights]
     flat = empty((weight_elements(net),), weights[0].dtype).untyped_storage()
-    parts, place = [], 0
+    gradients, offset = [], 0
     for weight in weights:
-        parts.append(empty((0,), weight.dtype).set_(flat, place, weight.shape, contiguous(weight.shape)))
-        place += weight.numel()
-    return parts
+        gradients.append(empty((0,), weight.dtype).set_(flat, offset, weight.shape, contiguous(weight.shape)))
+        offset += weight.numel()
+    return gradients
 
 
 # -- fused cells ------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ CUDNN = 91501
 
 @dataclass(slots=True)
 class Semantics:
-    """What one thread treats as CUDA, and autocast's weight copies that are alive in it.
+    """The devices that one thread treats as CUDA, the GPU that it simulates, and autocast's live weight copies.
 
     `capability` and `cudnn` (9.15.1 is 91501) are those of the GPU and its libraries, `release` is that of the PyTorch
     to simulate where it is another than the installed one. `observer` is called for every copy that autocast makes of a

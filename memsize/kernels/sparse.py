@@ -45,7 +45,7 @@ def _copied(tensor: Any, *, memory_format: Any = None) -> Any:
 
 @sparse_rule("aten::copy_")
 def _copied_into(target: Any, source: Any, *_: Any) -> Any:
-    sparse = [is_in_coordinates(each) for each in (target, source)]
+    sparse = [is_in_coordinates(tensor) for tensor in (target, source)]
     if any(sparse) and torch.strided in (target.layout, source.layout):
         raise RuntimeError("copy_() between dense and sparse Tensors is not implemented!")  # PyTorch's own, but on meta
     if not all(sparse):
@@ -155,9 +155,9 @@ def _sorted(tensor: Tensor) -> Iterator[Temporary]:
         yield Temporary((elements,), torch.int64)
     if not values.is_contiguous():
         yield Temporary(tuple(values.shape), values.dtype)
-    made = min(elements, places(tensor)) * values[0].numel() * values.element_size()
-    if 2 * elements * torch.int64.itemsize > made:
-        yield Temporary((2 * elements * torch.int64.itemsize - made,), torch.uint8)
+    values_bytes = min(elements, places(tensor)) * values[0].numel() * values.element_size()
+    if 2 * elements * torch.int64.itemsize > values_bytes:
+        yield Temporary((2 * elements * torch.int64.itemsize - values_bytes,), torch.uint8)
 
 
 @temporaries_of(_aten.norm.ScalarOpt_dim)

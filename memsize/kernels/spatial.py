@@ -46,7 +46,7 @@ def _pooled_shape(tensor: Any, kernel: Any, stride: Any, padding: Any, dilation:
         return None
     if any(2 * pad > size for pad, size in zip(pads, sizes, strict=True)):
         return None
-    pooled = [pooled_size(*each, ceil_mode) for each in zip(tensor.shape[-2:], sizes, steps, pads, gaps, strict=True)]
+    pooled = [pooled_size(*d, ceil_mode) for d in zip(tensor.shape[-2:], sizes, steps, pads, gaps, strict=True)]
     return (*tensor.shape[:-2], *pooled) if min(pooled) > 0 else None
 
 

@@ -34,7 +34,7 @@ def strided(shape: layout.Shape, strides: layout.Shape, dtype: torch.dtype) -> T
 
 
 def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """What `torch.empty_like` returns: the strides kept where they are dense."""
+    """Return a tensor as `torch.empty_like` does: with the same strides where they are dense."""
     dtype = dtype or tensor.dtype
     shape, strides = tensor.shape, tensor.stride()
     if not tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""What is assumed where only real data could tell, in the words that a report shows.
+"""Assumptions where only real data could tell, in the words that a report shows.
 
 Each assumption is the least surprising one for memory: finite numbers, balanced routing, conditions that hold. It is
 shown only when a decision of the model relied on it.
@@ -65,7 +65,7 @@ def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
         even = flat.view(indices.shape)
     else:
         dim %= indices.dim()
-        others = [size for place, size in enumerate(indices.shape) if place != dim]
+        others = [size for position, size in enumerate(indices.shape) if position != dim]
         even = flat.view(*others, indices.shape[dim]).movedim(-1, dim).contiguous()
     set_constant(indices, even, ConstantState(BALANCED))
 

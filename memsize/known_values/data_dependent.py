@@ -196,9 +196,13 @@ def _nms(rely: Rely, boxes: torch.Tensor, scores: torch.Tensor, _threshold: floa
     """Non-maximum suppression (torchvision) of boxes that do not overlap: none is suppressed. Boxes that are known need
     torchvision's compiled part, which does not fit every PyTorch.
     """
-    known = constant_of(boxes) is not None and constant_of(scores) is not None
-    if known and torch._C._dispatch_has_kernel_for_dispatch_key("torchvision::nms", "CPU"):
+    is_constant = constant_of(boxes) is not None and constant_of(scores) is not None
+    if is_constant and torch._C._dispatch_has_kernel_for_dispatch_key("torchvision::nms", "CPU"):
         return NotImplemented
     rely(ALL_SELECTED)
-    kept = _meta(len(boxes))
-    return set_constant(kept, torch.arange(len(boxes)), ConstantState(ALL_SELECTED)) if is_small(kept) else kept
+    boxes_kept = _meta(len(boxes))
+    return (
+        set_constant(boxes_kept, torch.arange(len(boxes)), ConstantState(ALL_SELECTED))
+        if is_small(boxes_kept)
+        else boxes_kept
+    )

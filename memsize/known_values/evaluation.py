@@ -181,9 +181,9 @@ class Evaluator:
         """Each part is copied as it would be by itself; a dtype is that of the values."""
 
         def copied(part: torch.Tensor) -> torch.Tensor:
-            asked = dtype if dtype is not None and part.dtype is tensor.dtype else part.dtype
-            result = self._to(part, dtype=asked, device=device)
-            return part.to(device, asked, copy=True) if result is NotImplemented else result
+            part_dtype = dtype if dtype is not None and part.dtype is tensor.dtype else part.dtype
+            result = self._to(part, dtype=part_dtype, device=device)
+            return part.to(device, part_dtype, copy=True) if result is NotImplemented else result
 
         return with_parts(tensor, copied)
 
@@ -258,7 +258,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 def as_stand_ins(value: Any) -> Any:
     """`value` with tensors on `meta` in place of those with memory, of which they know small values."""
-    return map_tensors(lambda each: each if is_meta(each) else _to_meta_with_constant(each), value)
+    return map_tensors(lambda tensor: tensor if is_meta(tensor) else _to_meta_with_constant(tensor), value)
 
 
 def is_special(name: str) -> bool:
@@ -300,5 +300,5 @@ def _mixes_devices(args: Any, kwargs: Any) -> bool:
 
 
 def _plausible(dtype: torch.dtype) -> Any:
-    """What is read where nothing is known."""
+    """Return the value assumed for a number that depends on data."""
     return 1.0 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool or 0

@@ -1,4 +1,4 @@
-"""What constant propagation needs to know about each op: from its schema, its tags and the tables here."""
+"""Facts about each op that constant propagation needs: from its schema, its tags and the tables here."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class OpTraits:
         self.counts = self.name in _COUNTING
         self.checks = packet == "aten::_is_all_true"  # only torch._check asks this
         answers = (self.fill, self.finite, self.comparison, self.choice)
-        self.informative = self.checks or self.counts or any(each is not None for each in answers)
+        self.informative = self.checks or self.counts or any(answer is not None for answer in answers)
         """Whether something can be known of the results although the first argument is data."""
         self.passive = not (self.aliases or self.informative or self.preserving)
         """Whether nothing is known of the results where the first argument is data."""
@@ -124,14 +124,14 @@ class OpTraits:
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call writes to."""
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         for position, name in self.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(value, torch.Tensor):
-                found.append(value)
+                tensors.append(value)
             elif isinstance(value, (list, tuple)):
-                found += [item for item in value if isinstance(item, torch.Tensor)]
-        return found
+                tensors += [item for item in value if isinstance(item, torch.Tensor)]
+        return tensors
 
     def filled_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The number that a call fills its result with."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -109,6 +109,10 @@ def middle_of_range(size: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _propagate_constants(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Keep the results of the op on its arguments' constants, where they are worth it, else what follows without them.
+
+    From arguments of which some are data, only diagonals may follow, or what `_propagate_data` knows.
+    """
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(first, torch.Tensor) or not is_meta(first):
         return
@@ -119,22 +123,33 @@ def _propagate_constants(op: OpTraits, func: Any, args: Any, kwargs: Any, result
             _propagate_data(op, args, kwargs, result)
         return
     computed = _computed(op, func, real, first, state)
-    values = () if computed is None else tensors_in(computed)
-    if op.aliases and state.uniform and is_small(first):
-        # Few enough to be stored one by one, should some of them be written to.
-        state, values = state.for_view(), (value.clone(memory_format=torch.contiguous_format) for value in values)
+    if computed is not None:
+        values = tensors_in(computed)
+        if op.aliases and state.uniform and is_small(first):
+            # Few enough to be stored one by one, should some of them be written to.
+            state, values = state.for_view(), (value.clone(memory_format=torch.contiguous_format) for value in values)
+        _keep_values(result, values, state)
+    elif not follow(op, func, args, kwargs, result, ConstantState(state.assumption)):
+        if op.aliases:
+            _share_memory(args[0], first, result, state)
+        elif op.pointwise and state.assumption and _is_integral(first):
+            state.true_share = _sampled_share(func, real, tuple(first.shape))
+            set_constant(first, None, state)
+
+
+def _keep_values(result: Any, values: Iterable[torch.Tensor], state: ConstantState) -> None:
+    """Keep `values` beside the meta tensors of `result`, one by one."""
     for tensor, value in zip(tensors_in(result), values, strict=False):
         if is_meta(tensor) and tensor.shape == value.shape:
             set_constant(tensor, value, state)
-    if computed is not None or follow(op, func, args, kwargs, result, ConstantState(state.assumption)):
-        return
-    if op.aliases and first.dtype is torch.bool and first.numel() > args[0].numel():
-        _expand_share(args[0], first, state)
-    elif op.aliases:
-        _share_state(args[0], result)
-    elif op.pointwise and state.assumption and _is_integral(first):
-        state.true_share = _sampled_share(func, real, tuple(first.shape))
-        set_constant(first, None, state)
+
+
+def _share_memory(source: torch.Tensor, first: torch.Tensor, result: Any, state: ConstantState) -> None:
+    """Keep what is left of a constant whose view is too large for its values: of a mask, the share of True."""
+    if first.dtype is torch.bool and first.numel() > source.numel():
+        _expand_share(source, first, state)
+    else:
+        _share_state(source, result)
 
 
 def _real_arguments(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -259,15 +274,15 @@ def _propagate_data(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _read_as(args: Any) -> str | None:
-    """What is assumed of a number that is computed from `args`, where none of them is data."""
-    found = None
+    """Return the assumption behind a number that is computed from `args`; None if one of them is data."""
+    words = None
     for tensor in args:
         if isinstance(tensor, torch.Tensor) and constant_of(tensor) is None:
             state = state_of(tensor)
             if state is None or state.read_as is None:
                 return None
-            found = state.read_as
-    return found
+            words = state.read_as
+    return words
 
 
 def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:

@@ -65,8 +65,8 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if state is None or (value is None and diagonals is None):
         return result
     own = ConstantState(state.assumption, state.uniform)
-    known = Toeplitz(diagonals.to(dtype), tensor.shape[-2]) if diagonals is not None else None
-    return set_constant(result, known if value is None else value.to(dtype), own)
+    matrix = Toeplitz(diagonals.to(dtype), tensor.shape[-2]) if diagonals is not None else None
+    return set_constant(result, matrix if value is None else value.to(dtype), own)
 
 
 def filled(diagonals: Tensor, shape: torch.Size) -> Tensor:
@@ -97,10 +97,10 @@ def follow(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Any, state: 
         if diagonals is not None:
             set_constant(result, func(diagonals), state)
         return diagonals is not None
-    found = _followed(op, func, args, kwargs, result) if result.dim() > 1 and result.numel() else None
-    if found is not None:
-        set_diagonals(result, found, state.for_view() if op.aliases and is_small(result) else state)
-    return found is not None
+    diagonals = _followed(op, func, args, kwargs, result) if result.dim() > 1 and result.numel() else None
+    if diagonals is not None:
+        set_diagonals(result, diagonals, state.for_view() if op.aliases and is_small(result) else state)
+    return diagonals is not None
 
 
 def write(op: OpTraits, func: Any, args: Any, kwargs: Any, state: ConstantState) -> bool:
@@ -111,26 +111,26 @@ def write(op: OpTraits, func: Any, args: Any, kwargs: Any, state: ConstantState)
     target = args[0]
     if target.dim() < 2 or is_small(target) or not (op.pointwise or op.name in _WRITTEN_EACH or op.name in _CUTS):
         return False
-    found = _followed(op, func, args, kwargs, target)
+    diagonals = _followed(op, func, args, kwargs, target)
     state.invalidate()
-    if found is not None:
-        set_diagonals(target, found, state.for_view())
+    if diagonals is not None:
+        set_diagonals(target, diagonals, state.for_view())
     return True
 
 
 def _followed(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Tensor) -> Tensor | None:
     """The diagonals of `result`, in its dtype."""
     if op.name in _CUTS:
-        found = _cut(op.name, *args)
+        result_diagonals = _cut(op.name, *args)
     elif op.random:
         return None
     elif op.pointwise or op.name in _EACH or op.name in _WRITTEN_EACH:
-        found = _elementwise(op, func, args, kwargs, result)
+        result_diagonals = _elementwise(op, func, args, kwargs, result)
     else:
         move = _MOVES.get(op.name)
         diagonals = None if move is None else diagonals_of(args[0])
-        found = None if move is None or diagonals is None else move(diagonals, result, *args)
-    return None if found is None else found.to(result.dtype)
+        result_diagonals = None if move is None or diagonals is None else move(diagonals, result, *args)
+    return None if result_diagonals is None else result_diagonals.to(result.dtype)
 
 
 def _along(tensor: Tensor, shape: torch.Size) -> Tensor | None:
@@ -158,8 +158,8 @@ def _elementwise(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Tensor
     if "device" in kwargs:
         kwargs = kwargs | {"device": torch.device("cpu")}
     with suppress(Exception):  # the CPU's kernel may refuse these values: they are unknown then
-        found: Tensor = func(*args, **kwargs)
-        return found.expand(count)
+        values: Tensor = func(*args, **kwargs)
+        return values.expand(count)
     return None
 
 
@@ -169,9 +169,9 @@ def _cut(name: str, tensor: Tensor, diagonal: int = 0) -> Tensor | None:
     if along is None:
         return None
     rows, columns = tensor.shape[-2:]
-    place = torch.arange(1 - rows, columns, device="cpu")
-    kept = place >= diagonal if "triu" in name else place <= diagonal
-    return torch.where(kept, along, torch.zeros((), dtype=along.dtype, device="cpu"))
+    numbers = torch.arange(1 - rows, columns, device="cpu")
+    is_inside = numbers >= diagonal if "triu" in name else numbers <= diagonal
+    return torch.where(is_inside, along, torch.zeros((), dtype=along.dtype, device="cpu"))
 
 
 # -- the same matrices, seen otherwise --------------------------------------------------------------------------------

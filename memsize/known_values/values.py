@@ -35,8 +35,8 @@ UNREADABLE = frozenset(
 
 
 class ConstantState:
-    """What holds for all tensors that share a piece of memory: whether their constants are still valid, the assumption
-    under which they are known, and whether they are one expanded number (`uniform`).
+    """The state of a piece of memory, shared by its tensors: whether their constants are still valid, the assumption
+    behind them, and whether they are one expanded number (`uniform`).
 
     A view of such a number can get values of its own, and then has a state of its own (`for_view`). Of boolean tensors
     too large to keep, `true_share` is the share of True. `read_as` are the words for what is assumed where a number is
@@ -112,7 +112,7 @@ def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def entry_of(tensor: torch.Tensor) -> tuple[Any, ConstantState] | None:
-    """What is kept beside a meta `tensor`: its values, in whatever form, and the state of its memory."""
+    """Return the values kept beside a meta `tensor`, in whatever form, and the state of its memory."""
     return tensor.__dict__.get(CONSTANT)
 
 

@@ -1,4 +1,4 @@
-"""What a model's code keeps outside of the model, put back: attributes of its classes, and globals that it names.
+"""State that a model's code keeps outside of the model, put back: attributes of its classes, and globals it names.
 
 A forward that keeps a mask in a global for its next call keeps one on `meta` here. The user's own next call would find
 it there, and so would the run of the next scenario.
@@ -29,9 +29,9 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 def globals_kept(model: nn.Module) -> Iterator[None]:
     """Afterwards the classes of `model` that the user wrote, and the globals that their methods name, are as before."""
     classes = _classes(model)
-    functions = [each for cls in classes for each in vars(cls).values() if isinstance(each, types.FunctionType)]
-    attributes = [(cls, _held(vars(cls), vars(cls))) for cls in classes]
-    variables = [(table, _held(table, names)) for table, names in _named(functions)]
+    functions = [value for cls in classes for value in vars(cls).values() if isinstance(value, types.FunctionType)]
+    attributes = [(cls, _contents(vars(cls), vars(cls))) for cls in classes]
+    variables = [(table, _contents(table, names)) for table, names in _named(functions)]
     try:
         yield
     finally:
@@ -61,7 +61,7 @@ def _named(functions: Iterable[types.FunctionType]) -> Iterator[tuple[dict[str, 
     """The globals of each module whose functions these are, and the names that they use, or that functions of the
     user's use which they call.
     """
-    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
     waiting, met = list(functions), set[int]()
     while waiting:
         function = waiting.pop()
@@ -70,9 +70,9 @@ def _named(functions: Iterable[types.FunctionType]) -> Iterator[tuple[dict[str, 
         met.add(id(function))
         table = function.__globals__
         names = set(_names(function.__code__))
-        found.setdefault(id(table), (table, set()))[1].update(names)
+        tables.setdefault(id(table), (table, set()))[1].update(names)
         waiting += [table[name] for name in names if isinstance(table.get(name), types.FunctionType)]
-    return iter(found.values())
+    return iter(tables.values())
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -82,9 +82,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _held(table: Any, names: Iterable[str]) -> Held:
-    held = {name: table.get(name, _NOTHING) for name in names if not name.startswith("__")}
-    return {name: (value, value.copy() if type(value) in _CONTAINERS else None) for name, value in held.items()}
+def _contents(table: Any, names: Iterable[str]) -> Held:
+    values = {name: table.get(name, _NOTHING) for name in names if not name.startswith("__")}
+    return {name: (value, value.copy() if type(value) in _CONTAINERS else None) for name, value in values.items()}
 
 
 def _put_back(owner: Any, before: Held) -> None:
@@ -116,5 +116,5 @@ def _same(value: Any, contents: Any) -> bool:
     if len(value) != len(contents):
         return False
     if isinstance(value, dict):
-        return all(key in value and value[key] is held for key, held in contents.items())
+        return all(key in value and value[key] is item for key, item in contents.items())
     return all(a is b for a, b in zip(value, contents, strict=True))

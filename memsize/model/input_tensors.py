@@ -117,7 +117,7 @@ def inputs_from_data(data: Any) -> ModelInputs:
     return inputs_from_call(call_of(data))
 
 
-def inputs_from_call(given: Call) -> ModelInputs:
+def inputs_from_call(own_call: Call) -> ModelInputs:
     """The user's own inputs, positional and by keyword.
 
     The tensors are not kept: meta copies of the same shapes stand in for them. Where all of them agree on their first
@@ -125,7 +125,7 @@ def inputs_from_call(given: Call) -> ModelInputs:
 
     Raises `InputError` for values that can be read only once, and for tensors that have no meta copy.
     """
-    call = _copied(given)
+    call = _copied(own_call)
     sizes = {_samples(tensor) for tensor in tensors_in(call)}
     if any(isinstance(value, PackedSequence) for value in objects_in(call)):
         sizes.add(0)  # its rows are steps of several samples
@@ -145,14 +145,14 @@ def inputs_from_maker(maker: InputMaker, request: InputRequest) -> ModelInputs:
         return replace(inputs_from_data(maker.make(request)), typed=typed)
 
     @cache
-    def made(size: int) -> Call:
+    def inputs_of(size: int) -> Call:
         try:
             return _copied(call_of(maker.make(replace(request, batch_size=size))))
         except (RuntimeError, MemoryError) as error:
             raise InputError(f"inputs of batch {size:,} cannot be made: {first_line(error)}") from error
 
     def make(size: int) -> Call:
-        copied: Call = meta_copy(made(size))
+        copied: Call = meta_copy(inputs_of(size))
         return copied
 
     make(request.batch_size)  # to find mistakes in them now
@@ -221,8 +221,8 @@ def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
 def _evenly_over(span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     """Integers from the first of `span` to the last, each about as often, in rising order."""
     low, high = span
-    place = torch.arange(like.numel(), dtype=torch.float64, device="cpu") / max(like.numel() - 1, 1)
-    return (low + (place * (high - low)).round()).to(like.dtype).reshape(like.shape)
+    share = torch.arange(like.numel(), dtype=torch.float64, device="cpu") / max(like.numel() - 1, 1)
+    return (low + (share * (high - low)).round()).to(like.dtype).reshape(like.shape)
 
 
 def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
@@ -235,14 +235,14 @@ def resized(tensor: torch.Tensor, dims: Iterable[int], size: int) -> torch.Tenso
     dims, shape, value = list(dims), list(tensor.shape), constant_of(tensor)
     for dim in dims:
         shape[dim] = size
-    made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    result = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     if value is None:
-        return made
+        return result
     if has_single_value(value):
-        return set_filled(made, value.flatten()[0].item())
+        return set_filled(result, value.flatten()[0].item())
     for dim in dims:
         value = value.index_select(dim, torch.arange(size) % value.shape[dim])
-    return set_constant(made, value)
+    return set_constant(result, value)
 
 
 def resized_call(call: Call, dimensions: Iterable[Dimension], size: int) -> Call:

@@ -85,14 +85,14 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Move everything that `model.to(device)` moves, children first; tensors without values get random ones."""
-    made: dict[int, torch.Tensor] = {}
+    replacements: dict[int, torch.Tensor] = {}
     originals: list[torch.Tensor] = []  # an id belongs to one tensor for as long as that lives
 
     def materialized(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = _materialized(name, tensor, device)
+        if id(tensor) not in replacements:
+            replacements[id(tensor)] = _materialized(name, tensor, device)
             originals.append(tensor)
-        return made[id(tensor)]
+        return replacements[id(tensor)]
 
     for module in _children_first(model):
         for table in (module._parameters, module._buffers):
@@ -116,7 +116,9 @@ def executable_call(call: Call, device: torch.device | str = _CPU) -> Call:
     if torch.device(device) == _CPU:
         return real
     args, kwargs = real
-    return tuple(_moved(each, device) for each in args), {name: _moved(each, device) for name, each in kwargs.items()}
+    return tuple(_moved(value, device) for value in args), {
+        name: _moved(value, device) for name, value in kwargs.items()
+    }
 
 
 def _argument(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,8 +140,8 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 
 def _attributes_without_values(module: nn.Module) -> list[tuple[str, Any]]:
     """Plain attributes that hold tensors without values; `to` leaves other attributes where they are."""
-    held = [(name, value) for name, value in vars(module).items() if name not in _REGISTRIES]
-    return [(name, value) for name, value in held if any(tensor.is_meta for tensor in arguments_in([value]))]
+    attributes = [(name, value) for name, value in vars(module).items() if name not in _REGISTRIES]
+    return [(name, value) for name, value in attributes if any(tensor.is_meta for tensor in arguments_in([value]))]
 
 
 def _children_first(model: nn.Module) -> Iterator[nn.Module]:

@@ -99,8 +99,8 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 def _is_sharded(module: nn.Module) -> bool:
     """Whether `module` is FSDP's, or has a DTensor of its own."""
-    held = (module, *module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(_SHARDED & {kind.__name__ for kind in type(each).__mro__} for each in held)
+    parts = (module, *module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(_SHARDED & {kind.__name__ for kind in type(part).__mro__} for part in parts)
 
 
 def in_mode(model: nn.Module, training: bool) -> nn.Module:
@@ -117,7 +117,7 @@ def inside(model: nn.Module) -> nn.Module:
 
 
 class _Attributes(NamedTuple):
-    """Which attributes of a module its copies get new and empty, and which must be copied; copies may share all others.
+    """The attributes of a module that its copies get new and empty, and those that must be copied; others are shared.
 
     It keeps its module alive, since it is found by the module's id.
     """
@@ -128,7 +128,7 @@ class _Attributes(NamedTuple):
 
 
 class _Learned:
-    """What one copying pass learned about modules and tensors, by id, so that later passes need not find out again."""
+    """Facts about modules and tensors, by id, that one copying pass collects so that later passes can reuse them."""
 
     def __init__(self) -> None:
         self.modules: dict[int, _Attributes] = {}
@@ -179,13 +179,13 @@ class _Copy:
         own = self.memo[id(module)]
         if isinstance(module, torch.jit.ScriptModule):
             return
-        state, given = vars(own), vars(module)
+        state, attributes = vars(own), vars(module)
         _, empty, copied = self.learned.modules.get(id(module)) or self._learn(module)
-        state.update(given)
+        state.update(attributes)
         for name, kind, address in empty:
             state[name] = self.memo[address] = kind()
         for name in copied:
-            state[name] = self._attribute(name, given[name])
+            state[name] = self._attribute(name, attributes[name])
         if isinstance(module, nn.DataParallel):
             state["device_ids"] = []  # it delegates everything to the module inside
 
@@ -237,14 +237,14 @@ class _Copy:
         copier = _COPIERS.get(kind)
         return self._object(value) if copier is None else copier(self, value)
 
-    def _kept(self, original: Any, copied: Any) -> Any:
+    def _remember(self, original: Any, copied: Any) -> Any:
         """Remember `copied` for `original`, and keep that alive as long as the memo, which is keyed by its id."""
         self.memo[id(original)] = copied
         self.memo.setdefault(id(self.memo), []).append(original)
         return copied
 
     def _list(self, value: list[Any]) -> list[Any]:
-        copied: list[Any] = self._kept(value, [])
+        copied: list[Any] = self._remember(value, [])
         copied.extend(map(self.part, value))
         return copied
 
@@ -252,21 +252,21 @@ class _Copy:
         copied = tuple(map(self.part, value))
         same = all(a is b for a, b in zip(value, copied, strict=True))
         if not same:
-            self._kept(value, copied)
+            self._remember(value, copied)
         return value if same else copied
 
     def _set(self, value: set[Any]) -> set[Any]:
-        copied: set[Any] = self._kept(value, set())
+        copied: set[Any] = self._remember(value, set())
         copied.update(map(self.part, value))
         return copied
 
     def _mapping(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        copied: dict[Any, Any] = self._kept(value, type(value)())
+        copied: dict[Any, Any] = self._remember(value, type(value)())
         copied.update((self.part(key), self.part(item)) for key, item in value.items())
         return copied
 
     def _default_mapping(self, value: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
-        copied: defaultdict[Any, Any] = self._kept(value, defaultdict(self.part(value.default_factory)))
+        copied: defaultdict[Any, Any] = self._remember(value, defaultdict(self.part(value.default_factory)))
         copied.update((self.part(key), self.part(item)) for key, item in value.items())
         return copied
 
@@ -281,7 +281,7 @@ class _Copy:
         name, code = function.__name__, function.__code__
         own = tuple(self.memo.setdefault(id(cell), types.CellType()) for cell in cells)
         copied = types.FunctionType(code, function.__globals__, name, closure=own if cells else None)
-        self._kept(function, copied)
+        self._remember(function, copied)
         functools.update_wrapper(copied, function, updated=())
         vars(copied).pop("__wrapped__", None)
         for cell, own_cell in zip(cells, own, strict=True):
@@ -305,26 +305,26 @@ class _Copy:
 
     def _partial(self, value: functools.partial[Any]) -> functools.partial[Any]:
         copied = functools.partial(self.part(value.func), *map(self.part, value.args), **self._mapping(value.keywords))
-        return self._kept(value, copied)  # type: ignore[no-any-return]
+        return self._remember(value, copied)  # type: ignore[no-any-return]
 
     def _generator(self, value: torch.Generator) -> torch.Generator:
-        copied: torch.Generator = self._kept(value, torch.Generator(value.device))
+        copied: torch.Generator = self._remember(value, torch.Generator(value.device))
         return copied.set_state(value.get_state())
 
     def _packed_sequence(self, value: PackedSequence) -> PackedSequence:
         """Its batch sizes are on the CPU wherever its data is."""
         data, sizes, order, back = value
         copied = PackedSequence(self.part(data), sizes.cpu().clone(), self.part(order), self.part(back))
-        return self._kept(value, copied)  # type: ignore[no-any-return]
+        return self._remember(value, copied)  # type: ignore[no-any-return]
 
     def _object(self, value: Any) -> Any:
         """A copy by the object's own means, or attribute by attribute where that fails."""
-        known = len(self.memo)
+        size = len(self.memo)
         try:
             with _TensorsOnMeta(self.tensors):
                 return copy.deepcopy(value, self.memo)
         except Exception:  # whatever a user's __deepcopy__ or __reduce__ raises
-            while len(self.memo) > known:
+            while len(self.memo) > size:
                 self.memo.popitem()  # half-made copies
             return self._by_attributes(value)
 
@@ -333,8 +333,8 @@ class _Copy:
             attributes = vars(value)
             copied = object.__new__(type(value))
         except TypeError:  # a lock, a file, a stream: an object that is not made of Python attributes
-            return self._kept(value, value)
-        self._kept(value, copied)
+            return self._remember(value, value)
+        self._remember(value, copied)
         vars(copied).update({name: self.part(item) for name, item in attributes.items()})
         return copied
 
@@ -353,10 +353,10 @@ def _holds_nothing(function: Any, seen: set[int]) -> bool:
     if not isinstance(function, types.FunctionType):
         return isinstance(function, _CODE)
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    held += [each for each in defaults if not isinstance(each, _ATOMIC)]
-    new = [each for each in held if id(each) not in seen]
-    return _ORIGINAL not in vars(function) and all(_holds_nothing(each, seen | {id(each)}) for each in new)
+    values = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    values += [value for value in defaults if not isinstance(value, _ATOMIC)]
+    new = [value for value in values if id(value) not in seen]
+    return _ORIGINAL not in vars(function) and all(_holds_nothing(value, seen | {id(value)}) for value in new)
 
 
 def _is_filled(cell: types.CellType) -> bool:

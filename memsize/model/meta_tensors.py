@@ -70,17 +70,17 @@ class MetaTensors:
         """The one copy of `original`. With `looked_at` False its values are dropped even if small, since nobody reads
         them.
         """
-        found: torch.Tensor | None = self.memo.get(id(original))
-        if found is None:
+        copied: torch.Tensor | None = self.memo.get(id(original))
+        if copied is None:
             plain = self._plain.get(id(original))
             if plain is None or plain.storage in self._storages:
-                found = self._new(original, looked_at)
-                self._learn(original, found)
+                copied = self._new(original, looked_at)
+                self._learn(original, copied)
             else:
-                found = self._again(plain)
-            self.memo[id(original)] = found
+                copied = self._again(plain)
+            self.memo[id(original)] = copied
             self._alive.append(original)
-        return found
+        return copied
 
     def _learn(self, original: torch.Tensor, copied: torch.Tensor) -> None:
         """Note how `copied` was made, where that is simple enough to be repeated without looking at `original`."""

@@ -29,7 +29,7 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What quantizing does to a model's parameters.
+    """The parameters of a model that quantizing replaces, and those that it leaves.
 
     `replaced` maps the name of a parameter to the tensors that replace it; `left` maps the path of each module whose
     parameters stay as they are to the reason. `modelled` is False when the library itself quantized the model.
@@ -142,19 +142,21 @@ def _refuse_recurrent(module: nn.Module, path: str, layout: Layout) -> None:
 
 def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
     """The tensors that replace each parameter of `module` under `layout`, by the parameter's name in the module."""
-    found: dict[str, Parts] = {}
+    replacing: dict[str, Parts] = {}
     for name, parameter in module._parameters.items():
         if parameter is not None:
             shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
             is_weight = parameter.dim() > 1
-            found[name] = layout.weight(shape, dtype) if is_weight else layout.bias(type(module).__name__, shape, dtype)
-    return {name: parts for name, parts in found.items() if parts}
+            replacing[name] = (
+                layout.weight(shape, dtype) if is_weight else layout.bias(type(module).__name__, shape, dtype)
+            )
+    return {name: parts for name, parts in replacing.items() if parts}
 
 
 def _freeze(model: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
     """Stop the converted parameters from requiring a gradient; other holders keep the floating-point tensor."""
     those = {(id(module), name) for module, name in converted}
-    kept = {
+    unconverted = {
         id(parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()  # TorchScript's table cannot be iterated itself
@@ -162,7 +164,7 @@ def _freeze(model: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
     }
     for module, name in converted:
         parameter = getattr(module, name)
-        if id(parameter) in kept:
+        if id(parameter) in unconverted:
             setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
         else:
             parameter.requires_grad_(False)
@@ -242,9 +244,9 @@ def _torchao() -> ModuleType:
 
 
 def _config(torchao: ModuleType, name: str) -> Any:
-    known = [known for known in dir(torchao) if known.endswith("Config")]
-    if name not in known:
-        raise UnknownScenarioError("configuration", name, known, problem=f"torchao has no {quoted(name)}")
+    names = [entry for entry in dir(torchao) if entry.endswith("Config")]
+    if name not in names:
+        raise UnknownScenarioError("configuration", name, names, problem=f"torchao has no {quoted(name)}")
     try:
         with _quiet():
             config = getattr(torchao, name)()

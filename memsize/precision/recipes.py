@@ -31,7 +31,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 @dataclass(frozen=True, kw_only=True)
 class RunPrecision:
-    """What a scenario's precision does in a run.
+    """The effects of a scenario's precision on a run.
 
     `autocast` opens the region around forwards and losses, `forward` a region within it around forwards alone.
     `rewrite` turns the tensors that the model stores into those that the scenario stores, and `sizes` gives the bytes
@@ -109,8 +109,8 @@ def floating_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def _dtype(name: str | None) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name or "float32")
-    return found
+    dtype: torch.dtype = getattr(torch, name or "float32")
+    return dtype
 
 
 def _cast(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
@@ -124,7 +124,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
 
 
 def _cast_floating(model: nn.Module, dtype: torch.dtype) -> None:
-    """What `Module.half` and its like do. `Module.to` would also make complex tensors real."""
+    """Cast as `Module.half` and its like do. `Module.to` would also make complex tensors real."""
     if _has_only(model, dtype):
         return
     model._apply(lambda tensor: cast(tensor, dtype) if tensor.is_floating_point() else tensor)

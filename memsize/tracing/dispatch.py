@@ -155,14 +155,14 @@ class MetaDispatchMode(TorchDispatchMode):
 
 def _has_sparse(args: Any) -> bool:
     """Whether a list among the arguments has a sparse tensor."""
-    lists = [each for each in args[:2] if isinstance(each, (list, tuple))]
-    return any(isinstance(e, torch.Tensor) and e.layout is torch.sparse_coo for each in lists for e in each)
+    lists = [items for items in args[:2] if isinstance(items, (list, tuple))]
+    return any(isinstance(e, torch.Tensor) and e.layout is torch.sparse_coo for items in lists for e in items)
 
 
 def _one_by_one(single: Any, args: Any, kwargs: Any) -> Any:
-    """What an op over lists does with sparse tensors: CUDA's list kernels leave them to the op for `single` tensors."""
-    lists = [each if isinstance(each, (list, tuple)) else repeat(each) for each in args]
-    results = [single(*each, **kwargs) for each in zip(*lists, strict=False)]
+    """Run the op for `single` tensors on each entry: CUDA's list kernels leave sparse tensors to it."""
+    lists = [values if isinstance(values, (list, tuple)) else repeat(values) for values in args]
+    results = [single(*values, **kwargs) for values in zip(*lists, strict=False)]
     return None if single.__name__.endswith("_") else results
 
 

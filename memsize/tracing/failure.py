@@ -18,17 +18,22 @@ if TYPE_CHECKING:
 
 
 def explain(error: Exception, calls: ModuleCallRecorder, ledger: Ledger) -> tuple[str, Failure]:
-    """What failed, in words, and its record: the layer, its inputs, and the reason, with advice where the cause is a
-    common one.
+    """Return a sentence on what failed, and its record: the layer, its inputs, and the reason, with advice where the
+    cause is a common one.
     """
     running = calls.failed if calls.failed and calls.failed.error == id(error) else None
     interrupted = ledger.clock.interrupted
-    known = interrupted is not None and interrupted.error in (id(error), id(error.__cause__))
-    phase, layer = (interrupted.phase, interrupted.layer) if known and interrupted else ("forward", ledger.clock.layer)
+    phase, layer = "forward", ledger.clock.layer
+    if interrupted is not None and interrupted.error in (id(error), id(error.__cause__)):
+        phase, layer = interrupted.phase, interrupted.layer
     phase = "forward" if running and phase not in _WITHOUT_LAYER else phase
-    seen = calls.seen[running.layer if running else max(0, layer)]
+    module = calls.seen[running.layer if running else max(0, layer)]
     failure = Failure(
-        seen.path, seen.type, ledger.last_op or None, running.inputs if running else (), _reason(error, seen, phase)
+        module.path,
+        module.type,
+        ledger.last_op or None,
+        running.inputs if running else (),
+        _reason(error, module, phase),
     )
     return _what_failed(phase, failure), failure
 
@@ -52,90 +57,99 @@ def _what_failed(phase: str, failure: Failure) -> str:
     return _WITHOUT_LAYER.get(phase, f"the {phase} failed in {where}")
 
 
-def _reason(error: Exception, seen: ModuleRecord, phase: str) -> str:
-    said = message_of(error)
+def _reason(error: Exception, module: ModuleRecord, phase: str) -> str:
+    message = message_of(error)
     text = first_line(error).partition(". This could be because")[0]
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
     kind = type(error).__name__
     parts = [text if plain or text == kind else f"{kind}: {text}"]
-    wanted = _wanted(seen) if phase == "forward" else ""
-    parts += [advice for advice in (wanted, _advice(said)) if advice]
-    place = _place(error.__traceback__)
-    if place:
-        parts.append(f"at {place}")
+    construction = _wanted(module) if phase == "forward" else ""
+    parts += [advice for advice in (construction, _advice(message)) if advice]
+    line = _user_line(error.__traceback__)
+    if line:
+        parts.append(f"at {line}")
     return "\n  ".join(parts)
 
 
-def _wanted(seen: ModuleRecord) -> str:
+def _wanted(module: ModuleRecord) -> str:
     """How the layer was built, from its own `extra_repr`."""
     try:
-        described = seen.module.extra_repr() if seen.leaf else ""
+        described = module.module.extra_repr() if module.leaf else ""
     except Exception:  # the user's own, and not what is to be explained
         return ""
-    return f"{seen.path or seen.type} is built as {seen.type}({described})" if described else ""
+    return f"{module.path or module.type} is built as {module.type}({described})" if described else ""
 
 
 _DIMENSIONS = re.compile(
-    r"(?P<most>\d)D (\(batched\) )?input( to \w+, but got input of size: \[(?P<sizes>[^]]*)\]| \(got (?P<given>\d)D)"
+    r"(?P<most>\d)D (\(batched\) )?input( to \w+, but got input of size: \[(?P<sizes>[^]]*)\]| \(got (?P<actual>\d)D)"
 )
 """What a convolution and a batch norm say of an input with another number of dimensions."""
-_UNLAUNCHED = re.compile(
-    r"environment variable \w+ expected, but not set|process group has not been initialized|"
-    r"^'(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'$"
+_NO_BATCH = "a size is given without the batch, which --batch-size sets (in Python: batch_size=8)"
+
+_ADVICE: tuple[tuple[str, str], ...] = (
+    (
+        "Expected more than 1 value per channel",
+        "a batch norm in training mode needs more than one value per channel: use --batch-size 2, or --mode eval "
+        '(in Python: batch_size=2, or mode="eval")',
+    ),
+    (
+        "same dtype",
+        "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype",
+    ),
+    (
+        "missing.* required positional argument",
+        "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE "
+        "(in Python: give several sizes, or args and kwargs)",
+    ),
+    (
+        "Expected tensor for argument #1 'indices'",
+        'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")',
+    ),
+    (
+        "object was expected, got builtin_function_or_method",
+        "PyTorch compiles rules at the first use of forward-mode gradients (jvp, hessian): "
+        "import torch._decomp.decompositions_for_jvp at the top of the file",
+    ),
+    (
+        "expected device cpu but got meta",
+        "a tensor that the forward makes on the CPU takes part: make it where the input is (device=x.device)",
+    ),
+    (  # what PyTorch and `os.environ` say of a process that no launcher has started
+        r"environment variable \w+ expected, but not set|process group has not been initialized|"
+        r"^'(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'$",
+        "it runs as one process of many: memsize.trace(..., step=..., world=memsize.World(8, rank=0)) makes it the "
+        "first of 8",
+    ),
+    (
+        "support sparse gradients",
+        "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)",
+    ),
+    (  # what PyTorch says of an op without a kernel for sparse tensors: where it was tried here
+        r"with arguments from the 'Sparse(CPU|Meta)' backend",
+        "PyTorch has no such kernel for sparse tensors, on a GPU neither: leave sparse gradients out of it",
+    ),
+    (
+        "is only available for these backends",
+        "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute "
+        "(in Python: execute=True)",
+    ),
+    (
+        "depends on the data|reads a value",
+        "memsize runs the model without data and cannot know which way it goes: "
+        "memsize report --execute computes it on the CPU (in Python: execute=True)",
+    ),
 )
-"""What PyTorch and `os.environ` say of a process that no launcher has started."""
-_WITHOUT_SPARSE = re.compile(r"with arguments from the 'Sparse(CPU|Meta)' backend")
-"""What PyTorch says of an op without a kernel for sparse tensors: where it was tried here."""
+"""Patterns in messages of common failures, and what to do about each; the first match counts."""
 
 
 def _advice(text: str) -> str:
-    if "Expected more than 1 value per channel" in text:
-        return (
-            "a batch norm in training mode needs more than one value per channel: use --batch-size 2, or --mode eval "
-            '(in Python: batch_size=2, or mode="eval")'
-        )
-    found = _DIMENSIONS.search(text)
-    if found and int(found["given"] or found["sizes"].count(",") + 1) == int(found["most"]) + 1:
-        return "a size is given without the batch, which --batch-size sets (in Python: batch_size=8)"
-    if "must have the same dtype" in text or "same dtype" in text:
-        return "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype"
-    if "missing" in text and "required positional argument" in text:
-        return (
-            "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE "
-            "(in Python: give several sizes, or args and kwargs)"
-        )
-    if "Expected tensor for argument #1 'indices'" in text:
-        return 'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")'
-    if "object was expected, got builtin_function_or_method" in text:
-        return (
-            "PyTorch compiles rules at the first use of forward-mode gradients (jvp, hessian): "
-            "import torch._decomp.decompositions_for_jvp at the top of the file"
-        )
-    if "expected device cpu but got meta" in text:
-        return "a tensor that the forward makes on the CPU takes part: make it where the input is (device=x.device)"
-    if _UNLAUNCHED.search(text):
-        return (
-            "it runs as one process of many: memsize.trace(..., step=..., world=memsize.World(8, rank=0)) makes it the "
-            "first of 8"
-        )
-    if "support sparse gradients" in text:
-        return "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)"
-    if _WITHOUT_SPARSE.search(text):
-        return "PyTorch has no such kernel for sparse tensors, on a GPU neither: leave sparse gradients out of it"
-    if "is only available for these backends" in text:
-        return (
-            "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute "
-            "(in Python: execute=True)"
-        )
-    if "depends on the data" in text or "reads a value" in text:
-        return (
-            "memsize runs the model without data and cannot know which way it goes: "
-            "memsize report --execute computes it on the CPU (in Python: execute=True)"
-        )
-    return ""
+    match = _DIMENSIONS.search(text)
+    if match and int(match["actual"] or match["sizes"].count(",") + 1) == int(match["most"]) + 1:
+        return _NO_BATCH
+    return next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), "")
 
 
-def _place(trace: TracebackType | None) -> str:
+def _user_line(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code."""
     frames = [frame for frame in traceback.extract_tb(trace) if is_outside(frame.filename)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -53,7 +53,7 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
 
 
 class Row(NamedTuple):
-    """What the ledger knows of a storage. `bytes` is what it takes now; the other columns are those of `Storage`."""
+    """The facts that the ledger has of a storage: `bytes` that it takes now, and columns of `Storage`."""
 
     bytes: int
     role: Role
@@ -332,7 +332,7 @@ class Ledger(MetaDispatchMode):
                 self._roles[index] = "activation"
 
     def forget_released(self) -> None:
-        """What autograd has let go of, and something else keeps alive, is not kept for backward."""
+        """Take storages that autograd has released, and that something else keeps alive, as not saved for backward."""
         alive = [saved for reference in self._saved if (saved := reference()) is not None]
         self._saved = list(map(weakref.ref, alive))
         saved_by: dict[int, tuple[int, int]] = {}
@@ -368,7 +368,7 @@ class Ledger(MetaDispatchMode):
     # -- a step recorded without being run (`memsize.tracing.repetition`) --------------------------------------------
 
     def row(self, index: int) -> Row:
-        """What is known of storage `index` so far."""
+        """Return the present facts of storage `index`."""
         return Row(
             self._current_bytes[index],
             self._roles[index],
@@ -380,7 +380,7 @@ class Ledger(MetaDispatchMode):
         )
 
     def made_again(self, index: int) -> int:
-        """Another storage like storage `index`; returns its index. It is no event."""
+        """Append a storage like storage `index`, without an event; returns its index."""
         role, layer, op, dtype, shape, line = self.row(index)[1:]
         again = self._append(self._bytes[index], role, op, dtype, shape, layer, line)
         self._current_bytes[again] = self._current_bytes[index]
@@ -392,7 +392,7 @@ class Ledger(MetaDispatchMode):
         self._roles[index] = role
 
     def renamed(self, indexes: Mapping[int, int]) -> None:
-        """What is alive stands from now on for other storages: those that `indexes` gives."""
+        """Let live references stand for other storages from now on: for index `i`, ``indexes[i]``."""
         for reference in self.live.values():
             reference.index = indexes.get(reference.index, reference.index)
 

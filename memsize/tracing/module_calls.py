@@ -1,4 +1,4 @@
-"""Which module is running, and what each module took and returned.
+"""Calls of modules: which module is running, and what each module took and returned.
 
 Every call of a module passes through `nn.Module._wrapped_call_impl`, which first asks the instance for a
 `_compiled_call_impl`. The model that runs is memsize's copy, so each of its modules gets one that enters the layer,
@@ -31,23 +31,23 @@ from memsize.tracing.ledger import Ledger
 def parameters_reached(outputs: Iterable[torch.Tensor]) -> set[int]:
     """The ids of the leaf tensors at the far end of the outputs' autograd graph."""
     todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    found = {id(tensor) for tensor in outputs if tensor.is_leaf and tensor.requires_grad}
+    parameters = {id(tensor) for tensor in outputs if tensor.is_leaf and tensor.requires_grad}
     seen = set(todo)
     while todo:
         node = todo.pop()
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found.add(id(variable))
+            parameters.add(id(variable))
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 todo.append(following)
-    return found
+    return parameters
 
 
 @dataclass(slots=True)
 class ModuleRecord:
-    """What a run showed of one module."""
+    """One module, with its calls in a run."""
 
     path: str
     type: str
@@ -83,7 +83,7 @@ class ModuleCallRecorder:
         self.failed: Running | None = None
         self.complete = False
         """Whether the model has returned once: tables show its first forward, not those of later steps."""
-        self.kept: Set[int] = set()
+        self.saved_storages: Set[int] = set()
         self.reached: Set[int] = set()
         self.forward: Callable[[], str] = lambda: "forward"
         """Called before each forward of the model itself; returns the name of its phase."""
@@ -112,19 +112,19 @@ class ModuleCallRecorder:
             outer, start = clock.enter(index), self.ledger.count
             if not self.complete:
                 self.entered.append((outer, index))
-            given = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
+            arguments = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs) if kwargs else args)]
             try:
                 with exits_caught():
                     result = (step or module._call_impl)(*args, **kwargs)
             except Exception as error:
                 if self.failed is None or self.failed.error != id(error):
-                    self.failed = Running(id(error), index, tuple(str(spec_of(tensor)) for tensor, _ in given))
+                    self.failed = Running(id(error), index, tuple(str(spec_of(tensor)) for tensor, _ in arguments))
                 raise
             finally:
                 clock.leave(outer)
             if not self.complete and not (step and seen.calls):  # the step is no call of the module that it calls
                 seen.plain = seen.plain and isinstance(result, torch.Tensor) and isinstance(_first(args), torch.Tensor)
-                self._returned(index, result, start, given)
+                self._returned(index, result, start, arguments)
             return result
 
         vars(call)["of"] = partial(self._copied, index)
@@ -134,8 +134,8 @@ class ModuleCallRecorder:
         """The call of a copy of a module, as `nn.DataParallel` makes them for each forward. It doesn't keep the copy,
         which is freed with its last use.
         """
-        held: Any = weakref.proxy(copy)
-        return self._call(index, held)
+        module: Any = weakref.proxy(copy)
+        return self._call(index, module)
 
     def _model_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call of the model itself is the forward; what is alive when the first one returns is kept for
@@ -155,37 +155,37 @@ class ModuleCallRecorder:
             if not self.complete:
                 self.complete = True
                 self.ledger.counts = False
-                self.kept = {reference.index for reference in self.ledger.live.values()}
+                self.saved_storages = {reference.index for reference in self.ledger.live.values()}
                 self.reached = parameters_reached(tensors_in(result))
             return result
 
         return forward
 
-    def _returned(self, index: int, result: Any, start: int, given: list[tuple[torch.Tensor, int]]) -> None:
+    def _returned(self, index: int, result: Any, start: int, arguments: list[tuple[torch.Tensor, int]]) -> None:
         seen, met = self.seen[index], dict[torch.Tensor, Output]()
         seen.calls += 1
-        seen.inputs.extend(spec_of(tensor) for tensor, _ in given)
+        seen.inputs.extend(spec_of(tensor) for tensor, _ in arguments)
         for tensor in tensors_in(result):
             again = met.get(tensor)
-            output = replace(again, bytes=0) if again else self._output(tensor, start, given)
+            output = replace(again, bytes=0) if again else self._output(tensor, start, arguments)
             met[tensor] = output
             seen.outputs.append(output)
 
-    def _output(self, tensor: torch.Tensor, start: int, given: list[tuple[torch.Tensor, int]]) -> Output:
+    def _output(self, tensor: torch.Tensor, start: int, arguments: list[tuple[torch.Tensor, int]]) -> Output:
         storages = list(map(self.ledger.index_of, plain_tensors(tensor)))
         new = {storage for storage in storages if storage >= start and storage not in self._claimed}
         if new:
             self._claimed |= new
             return Output(spec_of(tensor), "new", sum(map(self.ledger.size, new)))
-        return Output(spec_of(tensor), _shared(tensor, storages[0] if storages else -1, start, given), 0)
+        return Output(spec_of(tensor), _shared(tensor, storages[0] if storages else -1, start, arguments), 0)
 
 
-def _shared(tensor: torch.Tensor, storage: int, start: int, given: list[tuple[torch.Tensor, int]]) -> Memory:
+def _shared(tensor: torch.Tensor, storage: int, start: int, arguments: list[tuple[torch.Tensor, int]]) -> Memory:
     """How an output that brought no new memory relates to the tensors that were there before."""
-    for argument, version in given:
+    for argument, version in arguments:
         if argument is tensor:
             return "passed" if version_of(tensor) == version else "in place"
-    if any(version_of(argument) != version and _same_memory(argument, tensor) for argument, version in given):
+    if any(version_of(argument) != version and _same_memory(argument, tensor) for argument, version in arguments):
         return "in place"
     return "view" if storage < start or tensor._is_view() else "passed"
 
@@ -211,9 +211,9 @@ def _all_seen(model: nn.Module) -> list[ModuleRecord]:
     aliases: dict[nn.Module, list[str]] = {}
     for module, path in paths.items():
         for name, child in module._modules.items():
-            place = f"{path}.{name}" if path else name
-            if child is not None and paths.get(child, place) != place:
-                aliases.setdefault(child, []).append(place)
+            alias = f"{path}.{name}" if path else name
+            if child is not None and paths.get(child, alias) != alias:
+                aliases.setdefault(child, []).append(alias)
     return [_seen(path, module, tuple(aliases.get(module, ()))) for module, path in paths.items()]
 
 
@@ -227,7 +227,7 @@ def kernel_size(module: nn.Module) -> tuple[int, ...]:
     """The window that a convolution or a pooling slides over its input, as its attribute of that name says."""
     size = getattr(module, "kernel_size", ())
     sizes = size if isinstance(size, tuple | list) else (size,)
-    return tuple(sizes) if all(type(each) is int for each in sizes) else ()
+    return tuple(sizes) if all(type(length) is int for length in sizes) else ()
 
 
 def module_type(module: nn.Module) -> str:

@@ -24,8 +24,8 @@ Formula = Callable[..., int]
 def formula_of(overload: Any) -> Formula | None:
     """The formula of an overload; None where it does no products."""
     packet = overload._overloadpacket
-    found: Any = _OWN.get(packet._qualified_op_name) or flop_registry.get(packet)
-    return _given_shapes(found.__wrapped__) if getattr(found, "__code__", None) is _BY_SHAPES else found
+    formula: Any = _OWN.get(packet._qualified_op_name) or flop_registry.get(packet)
+    return _given_shapes(formula.__wrapped__) if getattr(formula, "__code__", None) is _BY_SHAPES else formula
 
 
 _BY_SHAPES: Final = shape_wrapper(lambda: 0).__code__

@@ -15,7 +15,7 @@ from memsize.tracing.ledger import Ledger, Row
 
 
 class _End(NamedTuple):
-    """What stood in the ledger at the end of a step: how much was recorded, and the storages alive with their rows."""
+    """The ledger at the end of a step: the number of events and storages so far, and the rows of live storages."""
 
     events: int
     storages: int
@@ -27,7 +27,7 @@ class Steps:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._held: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
         """The bytes of each storage at the last end."""
         self._ends: list[_End] = []
         self.ended()
@@ -46,7 +46,7 @@ class Steps:
         first, earlier, last = self._ends[-3:]
         if Counter(earlier.alive.values()) != Counter(last.alive.values()):
             return False
-        return list(self._made(first, earlier, last.alive)) == list(self._made(earlier, last, ()))
+        return list(self._allocations(first, earlier, last.alive)) == list(self._allocations(earlier, last, ()))
 
     def repeat(self) -> None:
         """Record another step like the last one; `repeat_themselves` has to hold.
@@ -71,13 +71,13 @@ class Steps:
     def _end(self) -> _End:
         ledger = self.ledger
         for event in ledger.events[self._ends[-1].events if self._ends else 0 :]:
-            self._held[event.storage] = self._held.get(event.storage, 0) + event.delta
-            if not self._held[event.storage]:
-                del self._held[event.storage]
-        return _End(len(ledger.events), ledger.count, {index: ledger.row(index) for index in self._held})
+            self._bytes[event.storage] = self._bytes.get(event.storage, 0) + event.delta
+            if not self._bytes[event.storage]:
+                del self._bytes[event.storage]
+        return _End(len(ledger.events), ledger.count, {index: ledger.row(index) for index in self._bytes})
 
-    def _made(self, start: _End, end: _End, apart: Container[int]) -> Iterator[tuple[object, ...]]:
-        """The memory that a step took, apart from some storages."""
+    def _allocations(self, start: _End, end: _End, apart: Container[int]) -> Iterator[tuple[object, ...]]:
+        """Yield the allocations of a step, but for those of the storages `apart`."""
         for event in self.ledger.events[start.events : end.events]:
             if event.delta > 0 and event.storage not in apart:
                 row = self.ledger.row(event.storage)

@@ -90,7 +90,7 @@ class RunDevice:
 
 @dataclass(frozen=True)
 class Setup:
-    """What to run: a copy of the user's model that memsize may run and change, and its arguments.
+    """The setup of a run: a copy of the user's model that memsize may run and change, and its arguments.
 
     `name` is what the user calls the model. `precision` is what the scenario does in the run, `gpu` is the GPU to
     simulate, and `buckets` are those of distributed training. `stored` finds the tensors that the model stores. `notes`
@@ -114,7 +114,7 @@ class Setup:
 
 
 def stored_only(name: str, model: nn.Module) -> Trace:
-    """What `model` stores, as a trace without a run: layers and tensors, but no calls, outputs or events."""
+    """Return what `model` stores, as a trace without a run: layers and tensors, but no calls, outputs or events."""
     return Run(Setup(name, "as-given", model, ((), {}), model.training), enter=False).trace()
 
 
@@ -157,7 +157,7 @@ class Run:
                 raise
             except Exception as error:
                 what, failure = explain(error, self.calls, self.ledger)
-                self.calls.kept = {reference.index for reference in self.ledger.live.values()}
+                self.calls.saved_storages = {reference.index for reference in self.ledger.live.values()}
                 raise ForwardError(_message(what, failure), self.trace(failure)) from error
 
     def note(self, text: str) -> None:
@@ -167,7 +167,7 @@ class Run:
     def trace(self, failure: Failure | None = None) -> Trace:
         """The trace of what was recorded so far."""
         setup, ledger, convolutions = self.setup, self.ledger, self.setup.gpu.workspaces.convolutions
-        storages = ledger.storages(self.calls.kept)
+        storages = ledger.storages(self.calls.saved_storages)
         tensors = self.tensors if failure or not self.calls.complete else self._with_use()
         tensors = setup.precision.rewrite(tensors)
         trace = Trace(
@@ -177,7 +177,7 @@ class Run:
             batch_size=setup.batch_size,
             torch=str(torch.__version__),
             inputs=input_tensors(setup.call),
-            layers=layer_rows(self.calls.seen, tensors, storages, self.calls.kept, self._multiply_adds()),
+            layers=layer_rows(self.calls.seen, tensors, storages, self.calls.saved_storages, self._multiply_adds()),
             tensors=tensors,
             phases=tuple(ledger.clock.phases),
             storages=storages,
@@ -223,16 +223,16 @@ class Run:
         them.
         """
         ledger = self.ledger
-        held: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for path, module in self.setup.model.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             for own in (module._parameters, module._buffers):
                 for name, tensor in own.items():
                     if tensor is not None:
-                        held[prefix + name] = tensor
+                        tensors[prefix + name] = tensor
 
         def seen(tensor: StoredTensor) -> StoredTensor:
-            source = held.get(tensor.name)
+            source = tensors.get(tensor.name)
             if source is None:
                 return tensor
             used = not ledger.addresses(source).isdisjoint(ledger.read)
@@ -267,15 +267,15 @@ def layer_rows(
     seen: list[ModuleRecord],
     tensors: Iterable[StoredTensor],
     storages: tuple[Storage, ...],
-    kept: Set[int],
+    saved_storages: Set[int],
     multiply_adds: Mapping[int, int] | None,
 ) -> tuple[Layer, ...]:
-    """One record per module of `seen`; `kept` are the storages that a forward leaves for backward.
+    """One record per module of `seen`; `saved_storages` are the storages that a forward leaves for backward.
 
     `multiply_adds` are by layer, None where nothing ran.
     """
     saved, cast = [0] * (len(seen) + 1), [0] * (len(seen) + 1)
-    for index in kept:
+    for index in saved_storages:
         storage = storages[index]
         if storage.saved_by >= 0:
             saved[storage.saved_by] += storage.bytes
@@ -312,5 +312,5 @@ def _layer(seen: ModuleRecord, own: list[StoredTensor], saved: int, cast: int, m
 
 
 def _message(what: str, failure: Failure) -> str:
-    given = f"\nIt was given {', '.join(failure.inputs)}." if failure.inputs else ""
-    return f"{what}: {failure.reason}{given}"
+    inputs = f"\nIt was given {', '.join(failure.inputs)}." if failure.inputs else ""
+    return f"{what}: {failure.reason}{inputs}"

@@ -1,4 +1,5 @@
-"""What autograd holds in the place of the tensors that it saves for backward, so that what it keeps alive is known."""
+"""Handles that autograd holds in the place of the tensors that it saves for backward, so that we know what it keeps
+alive."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedTensor:
-    """What autograd holds in the place of a tensor that it saves for backward, and lets go of with its graph.
+    """A handle that autograd holds in the place of a tensor that it saves for backward, and releases with its graph.
 
     `tensor` is the saved one without its graph: a graph that held its own result would never be freed. `storages` are
     the indexes of what it keeps alive, parameters and buffers apart, and `layer` and `line` are where that was saved.

@@ -134,7 +134,9 @@ class ProgramCalls(ModuleCallRecorder):
                     self.ledger.mark(piece, "output")
         self.ledger.counts = False
         if not root.trained:
-            self.kept = self.kept | {reference.index for reference in self.ledger.live.values()} if grad else self.kept
+            if grad:
+                alive = {reference.index for reference in self.ledger.live.values()}
+                self.saved_storages = self.saved_storages | alive
             root.inputs = root.inputs or _inputs(args, kwargs)
             root.called, root.trained = True, grad
         return result

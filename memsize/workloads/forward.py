@@ -37,4 +37,4 @@ def kept_for_backward(setup: Setup) -> int:
     run = Run(setup, tables=False)
     with run.recording(inner=False), torch.enable_grad(), setup.precision.autocast():
         run.result = setup.model(*setup.call[0], **setup.call[1])
-    return run.ledger.saved_bytes(run.calls.kept)
+    return run.ledger.saved_bytes(run.calls.saved_storages)

@@ -230,12 +230,12 @@ class Program:
 
     def _trace(self, error: BaseException | None) -> Trace:
         ledger, calls, names = self.ledger, self.calls, self._root_names()
-        storages = ledger.storages(calls.kept)
+        storages = ledger.storages(calls.saved_storages)
         tensors = tuple(
             _of_root(tensor, names[number]) for number, root in enumerate(calls.roots) for tensor in root.tensors
         )
         seen = self._seen_layers()
-        layers = layer_rows(seen, tensors, storages, calls.kept, ledger.multiply_adds)
+        layers = layer_rows(seen, tensors, storages, calls.saved_storages, ledger.multiply_adds)
         convolutions = ledger.workspaces.convolutions
         recorded = ledger.events[: self._seen if self._end is None else self._end]
         events, collectives, phases = self.steps.numbered(recorded, ledger.collectives, ledger.clock.phases)

@@ -120,9 +120,9 @@ def _cublaslt(cudnn: str, cuda: int) -> ctypes.CDLL:
     """cuBLASLt for CUDA `cuda` (its major version): beside the packages that cuDNN lies in, or the system's."""
     name = f"libcublasLt.so.{cuda}"
     packages = Path(cudnn).resolve().parent.parent.parent
-    for place in (packages / f"cu{cuda}" / "lib" / name, packages / "cublas" / "lib" / name, name):
+    for candidate in (packages / f"cu{cuda}" / "lib" / name, packages / "cublas" / "lib" / name, name):
         try:
-            return ctypes.CDLL(str(place))
+            return ctypes.CDLL(str(candidate))
         except OSError:
             continue
     raise CudnnError(f"cuDNN needs {name}, which is not there")
@@ -133,7 +133,7 @@ class Descriptors:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._made: list[Handle] = []
+        self._handles: list[Handle] = []
 
     def __enter__(self) -> Descriptors:
         return self
@@ -143,27 +143,27 @@ class Descriptors:
 
     def close(self) -> None:
         """Destroy what was made so far."""
-        while self._made:
-            self._backend.call("cudnnBackendDestroyDescriptor", self._made.pop())
+        while self._handles:
+            self._backend.call("cudnnBackendDestroyDescriptor", self._handles.pop())
 
     def empty(self, kind: Kind) -> Handle:
         """A descriptor that cuDNN is going to fill."""
-        made = Handle()
-        self._backend.call("cudnnBackendCreateDescriptor", ctypes.c_int(kind), ctypes.byref(made))
-        self._made.append(made)
-        return made
+        handle = Handle()
+        self._backend.call("cudnnBackendCreateDescriptor", ctypes.c_int(kind), ctypes.byref(handle))
+        self._handles.append(handle)
+        return handle
 
     def make(self, kind: Kind, *attributes: tuple[int, Type, Sequence[Any]]) -> Handle:
         """A finalised descriptor with these attributes: name, type, values."""
-        made = self.empty(kind)
+        handle = self.empty(kind)
         for name, form, values in attributes:
             array = (_C.get(form, ctypes.c_int) * len(values))(*values)
             count = ctypes.c_int64(len(values))
             self._backend.call(
-                "cudnnBackendSetAttribute", made, ctypes.c_int(name), ctypes.c_int(form), count, ctypes.byref(array)
+                "cudnnBackendSetAttribute", handle, ctypes.c_int(name), ctypes.c_int(form), count, ctypes.byref(array)
             )
-        self._backend.call("cudnnBackendFinalize", made)
-        return made
+        self._backend.call("cudnnBackendFinalize", handle)
+        return handle
 
     def read(self, source: Handle, name: Attribute, form: Type, array: Any) -> int:
         """Fill `array` from an attribute; how many values were written."""

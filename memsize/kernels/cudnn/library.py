@@ -63,8 +63,8 @@ class Library:
                 f"cuDNN {dotted_cudnn(self.version)} cannot be asked without a GPU: 9.11 is the first that can"
             )
         self._devices: dict[tuple[int, int], Handle] = {}
-        self._asked: dict[tuple[Convolution, tuple[int, int]], Plan | None] = {}
-        self._kept = Descriptors(self._backend)
+        self._plan_of: dict[tuple[Convolution, tuple[int, int]], Plan | None] = {}
+        self._devices_alive = Descriptors(self._backend)
 
     def __str__(self) -> str:
         return dotted_cudnn(self.version)
@@ -74,11 +74,11 @@ class Library:
         know.
         """
         question = convolution, capability
-        if question not in self._asked:
+        if question not in self._plan_of:
             # To read all of a list takes most of the time, and one of the first is nearly always allowed.
             few = self._plans(convolution, capability, _INSTANT, most=_FEW)
-            self._asked[question] = next(iter(few or self.plans(convolution, capability)), None)
-        return self._asked[question]
+            self._plan_of[question] = next(iter(few or self.plans(convolution, capability)), None)
+        return self._plan_of[question]
 
     def plans(self, convolution: Convolution, capability: tuple[int, int]) -> tuple[Plan, ...]:
         """All plans that PyTorch would try, in its order: what its benchmark measures."""
@@ -87,11 +87,11 @@ class Library:
         )
 
     def _plans(self, convolution: Convolution, capability: tuple[int, int], mode: int, most: int | None) -> list[Plan]:
-        """Those of one list of the heuristics, among its `most` first."""
+        """Return the allowed plans among the first `most` of one list of the heuristics."""
         device = self._device(capability)
-        with Descriptors(self._backend) as made:
-            configs = _configs(made, _graph(made, convolution), device, mode, most)
-            plans = [_plan(made, config) for config in configs]
+        with Descriptors(self._backend) as descriptors:
+            configs = _configs(descriptors, _graph(descriptors, convolution), device, mode, most)
+            plans = [_plan(descriptors, config) for config in configs]
         return [plan for plan in plans if _is_allowed(plan, convolution)]
 
     def _device(self, capability: tuple[int, int]) -> Handle:
@@ -100,7 +100,7 @@ class Library:
                 raise CudnnError(f"cuDNN {self} does not know compute capability {capability[0]}.{capability[1]}")
             text = json.dumps(_device_properties(capability)).encode()
             attribute = (Attribute.DEVICE_JSON, Type.CHAR, text)
-            self._devices[capability] = self._kept.make(Kind.DEVICE, attribute)
+            self._devices[capability] = self._devices_alive.make(Kind.DEVICE, attribute)
         return self._devices[capability]
 
 
@@ -123,7 +123,7 @@ def _candidates() -> Iterator[str]:
     if named is not None:
         yield from () if named.lower() in ("", "none") else (named,)
         return
-    packages = (Path(folder) / place / "lib" / "libcudnn.so.9" for folder in sys.path if folder for place in _PLACES)
+    packages = (Path(entry) / folder / "lib" / "libcudnn.so.9" for entry in sys.path if entry for folder in _PLACES)
     yield from (str(path) for path in packages if path.exists())
     system = ctypes.util.find_library("cudnn")  # starts processes that look: the last resort
     if system:
@@ -166,11 +166,11 @@ def _device_version(capability: tuple[int, int]) -> int:
     return 100 * capability[0] + 10 * capability[1]
 
 
-def _graph(made: Descriptors, convolution: Convolution) -> Handle:
+def _graph(descriptors: Descriptors, convolution: Convolution) -> Handle:
     kind, first = _OPERATIONS[convolution.operation]
     compute = "float64" if convolution.dtype == "float64" else "float32"
     rank = len(convolution.stride)
-    geometry = made.make(
+    geometry = descriptors.make(
         Kind.CONVOLUTION,
         (Attribute.COMPUTE_TYPE, Type.DATA_TYPE, [_TYPES[compute]]),
         (Attribute.CONVOLUTION_MODE, Type.CONVOLUTION_MODE, [_CROSS_CORRELATION]),
@@ -180,19 +180,19 @@ def _graph(made: Descriptors, convolution: Convolution) -> Handle:
         (Attribute.POST_PADDINGS, Type.INT64, convolution.padding),
         (Attribute.SPATIAL_DIMENSIONS, Type.INT64, [rank]),
     )
-    w, x, y = (_tensor(made, name, getattr(convolution, name), convolution) for name in "wxy")
+    w, x, y = (_tensor(descriptors, name, getattr(convolution, name), convolution) for name in "wxy")
     scale = Type.DOUBLE if compute == "float64" else Type.FLOAT
-    operation = made.make(
+    operation = descriptors.make(
         kind,
         (first, scale, [1.0]),
         (first + 1, scale, [0.0]),
-        *((first + 2 + place, Type.DESCRIPTOR, [each]) for place, each in enumerate((geometry, w, x, y))),
+        *((first + 2 + offset, Type.DESCRIPTOR, [handle]) for offset, handle in enumerate((geometry, w, x, y))),
     )
-    return made.make(Kind.GRAPH, (Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, [operation]))
+    return descriptors.make(Kind.GRAPH, (Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, [operation]))
 
 
-def _tensor(made: Descriptors, name: str, shape: tuple[int, ...], convolution: Convolution) -> Handle:
-    return made.make(
+def _tensor(descriptors: Descriptors, name: str, shape: tuple[int, ...], convolution: Convolution) -> Handle:
+    return descriptors.make(
         Kind.TENSOR,
         (Attribute.TENSOR_TYPE, Type.DATA_TYPE, [_TYPES[convolution.dtype]]),
         (Attribute.TENSOR_SHAPE, Type.INT64, shape),
@@ -215,27 +215,29 @@ def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _configs(made: Descriptors, graph: Handle, device: Handle, mode: int, most: int | None) -> list[Handle]:
-    """What the heuristics of `mode` offer, the best first, no more than `most`."""
-    heuristics = made.make(
+def _configs(descriptors: Descriptors, graph: Handle, device: Handle, mode: int, most: int | None) -> list[Handle]:
+    """Return the engine configurations that the heuristics of `mode` offer, the best first, no more than `most`."""
+    heuristics = descriptors.make(
         Kind.HEURISTICS,
         (Attribute.HEURISTICS_GRAPH, Type.DESCRIPTOR, [graph]),
         (Attribute.HEURISTICS_MODE, Type.HEURISTICS_MODE, [mode]),
         (Attribute.HEURISTICS_DEVICE, Type.DESCRIPTOR, [device]),
     )
-    there = made.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
-    configs = [made.empty(Kind.ENGINE_CONFIG) for _ in range(there if most is None else min(there, most))]
+    count = descriptors.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
+    configs = [descriptors.empty(Kind.ENGINE_CONFIG) for _ in range(count if most is None else min(count, most))]
     array = (Handle * len(configs))(*configs)
-    return configs[: made.read(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR, array)] if configs else []
+    return (
+        configs[: descriptors.read(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR, array)] if configs else []
+    )
 
 
-def _plan(made: Descriptors, config: Handle) -> Plan:
+def _plan(descriptors: Descriptors, config: Handle) -> Plan:
     workspace = (ctypes.c_int64 * 1)()
-    made.read(config, Attribute.CONFIG_WORKSPACE, Type.INT64, workspace)
-    engine = (Handle * 1)(made.empty(Kind.ENGINE))
-    made.read(config, Attribute.CONFIG_ENGINE, Type.DESCRIPTOR, engine)
+    descriptors.read(config, Attribute.CONFIG_WORKSPACE, Type.INT64, workspace)
+    engine = (Handle * 1)(descriptors.empty(Kind.ENGINE))
+    descriptors.read(config, Attribute.CONFIG_ENGINE, Type.DESCRIPTOR, engine)
     notes = (ctypes.c_int * _NOTES)()
-    written = made.read(Handle(engine[0]), Attribute.ENGINE_NOTES, Type.NOTE, notes)
+    written = descriptors.read(Handle(engine[0]), Attribute.ENGINE_NOTES, Type.NOTE, notes)
     return Plan(int(workspace[0]), frozenset(notes[:written]))
 
 

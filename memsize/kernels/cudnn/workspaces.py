@@ -15,7 +15,7 @@ _FEW_CHANNELS: Final = 4
 
 
 class Plans:
-    """What cuDNN takes on a GPU of compute capability `capability` for each convolution; answers are kept.
+    """The workspaces that cuDNN takes on a GPU of compute capability `capability`, one for each convolution met.
 
     `library` loads the library to ask when the first convolution comes, since loading it takes memory. `recorded` holds
     answers that cuDNN `release` gave earlier, which take precedence. `greedy` answers with the most that PyTorch's
@@ -42,22 +42,22 @@ class Plans:
 
     def workspace(self, convolution: Convolution) -> int:
         """The bytes that the convolution takes beside its tensors while it runs."""
-        found = self.answers.get(convolution)
-        if found is None:
-            found = self.answers[convolution] = self._ask(convolution)
-        return found
+        size = self.answers.get(convolution)
+        if size is None:
+            size = self.answers[convolution] = self._ask(convolution)
+        return size
 
-    def source(self, asked: Collection[Convolution]) -> str | None:
-        """The cuDNN release that gave the answers to `asked`; None where any is an estimate, or there are none."""
-        return self._release if asked and self.estimated.isdisjoint(asked) else None
+    def source(self, convolutions: Collection[Convolution]) -> str | None:
+        """Return the cuDNN release that answered for `convolutions`; None if there are none, or one is an estimate."""
+        return self._release if convolutions and self.estimated.isdisjoint(convolutions) else None
 
     def _ask(self, convolution: Convolution) -> int:
         library = self._library()
         if library is not None:
             with suppress(CudnnError):  # a GPU newer than the library, say
-                found = self._answer(library, convolution)
+                size = self._answer(library, convolution)
                 self._release = self._release or str(library)
-                return found
+                return size
         self.estimated.add(convolution)
         return estimate(convolution, self.capability) * (_GREED if self.greedy else 1)
 
