@@ -348,3 +348,8 @@ def test_the_vocabulary_has_every_role() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(text_of(README).splitlines()) <= 250
+
+
+def test_the_development_page_has_every_folder_of_the_package() -> None:
+    folders = {path.parent.name for path in (ROOT / "memsize").glob("*/__init__.py")}
+    assert {row[0].strip("`") for row in rows("development.md", "The package")} == folders
