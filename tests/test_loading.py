@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import random
 import subprocess
 import sys
@@ -358,7 +359,38 @@ class Net(torch.nn.Module):
     with pytest.raises(TargetError, match="KeyError: 'two'"):
         load(f"{place}:Net")
     made: list[bool] = vars(builtins).pop("made")
-    assert made == [True, True]  # not once with weights that are really there
+    assert made == [True]  # not once with weights that are really there
+
+
+@pytest.mark.parametrize(
+    ("line", "runs"),
+    [
+        ("input('Which size? ')", 1),  # stdin has ended, with and without a GPU
+        ("import absent_library", 2),  # once without a GPU and once with one
+        ("undefined", 2),
+        ("self.fc.cuda()", 2),
+        ("raise ValueError('size')", 3),  # and once all on `meta`
+        ("raise RuntimeError('size')", 3),  # and once with weights
+    ],
+)
+def test_a_failing_constructor_runs_as_seldom_as_possible(
+    write: Write, monkeypatch: pytest.MonkeyPatch, line: str, runs: int
+) -> None:
+    text = f"""
+import builtins
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        builtins.runs.append(1)
+        self.fc = nn.Linear(100, 100)
+        {line}
+"""
+    counter: list[int] = []
+    monkeypatch.setattr(builtins, "runs", counter, raising=False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    refused(f"{write('model.py', text)}:Net")
+    assert len(counter) == runs
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated|.*are deprecated")

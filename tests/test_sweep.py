@@ -19,7 +19,7 @@ from memsize.cli import run
 from memsize.device.cards import card
 from memsize.documents.sweep import cell_table
 from memsize.errors import OutputError, TargetError
-from memsize.loading.patterns import targets_of
+from memsize.loading.loader import targets_of
 from memsize.processes.spread import Died, spread
 from memsize.records.gpu import Interval
 from memsize.records.results_file import results_file

@@ -25,7 +25,8 @@ from memsize import api
 from memsize.cli import run
 from memsize.errors import InputError, TargetError
 from memsize.known_values.values import constant_of
-from memsize.loading import hubs, load, load_inputs
+from memsize.loading import load, load_inputs
+from memsize.loading.hubs import libraries
 from memsize.loading.target import Target, parse_target
 from memsize.model.input_tensors import inputs_from_data, inputs_from_maker, inputs_from_specs
 from memsize.spec.input_maker import InputRequest
@@ -499,7 +500,7 @@ def test_a_config_that_would_build_without_end(
     assert "as its num_labels" in refused(f"hf:{write('b.json', json.dumps(TINY | {'num_labels': 10**9}))}")
     nested = {"model_type": "segformer", "depths": [1, 1, 10**6, 1]}
     assert "1,000,000 as its depths" in refused(f"hf:{write('c.json', json.dumps(nested))}")
-    monkeypatch.setattr(hubs, "MOST_MODULES", 30)
+    monkeypatch.setattr(libraries, "MOST_MODULES", 30)
     assert "d.json has more than 30 modules" in refused(f"hf:{write('d.json', json.dumps(TINY))}")
     monkeypatch.undo()
     assert not torch.nn.modules.module._global_module_registration_hooks

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from benchmarks.zoo.case import Case
 from memsize.loading import InputRequest, load
-from memsize.loading.hubs.huggingface_inputs import image_inputs, input_maker, signal_inputs, text_inputs
-from memsize.loading.hubs.huggingface_inputs.model_config import Batch, Maker, ones, rows, unknown, whole, zeros
+from memsize.loading.hubs import image_inputs, sequence_inputs
+from memsize.loading.hubs.huggingface_inputs import config_input_maker
+from memsize.loading.hubs.input_batch import Batch, Maker, ones, rows, unknown, whole, zeros
 
 REGIONS = 36
 """Regions that a detector found in an image."""
@@ -32,7 +33,7 @@ DURATION = 4
 def _ids(batch: Batch, length: int | None = None, **tokens: int) -> Tensor:
     """Ids of `length` tokens, with placeholders for what `tokens` count by the config's entry."""
     request = replace(batch.request, seq_len=length or batch.request.seq_len)
-    return text_inputs.ids(Batch(batch.model, {}, request, batch.makers, tokens or batch.tokens))
+    return sequence_inputs.ids(Batch(batch.model, {}, request, batch.makers, tokens or batch.tokens))
 
 
 def _axial(batch: Batch) -> Tensor:
@@ -52,7 +53,7 @@ def _ids_and_codes(batch: Batch) -> Tensor:
 
 def _steps_of_codes(batch: Batch) -> Tensor:
     """The codes of each step side by side (batch, steps, channels)."""
-    decoded = text_inputs.decoder_ids(batch)
+    decoded = sequence_inputs.decoder_ids(batch)
     assert decoded is not None
     return decoded[..., None].repeat(1, 1, batch.config.decoder_config.num_channels)
 
@@ -92,7 +93,7 @@ def _side_of_each(batch: Batch) -> Tensor:
 
 
 def _question_mask(batch: Batch) -> Tensor:
-    return ones(*text_inputs.question(batch).shape)
+    return ones(*sequence_inputs.question(batch).shape)
 
 
 def _merged_patches(batch: Batch) -> Tensor:
@@ -120,7 +121,7 @@ def _first_width(batch: Batch) -> int:
 
 
 def _frames(batch: Batch) -> Tensor:
-    return unknown(batch.size, signal_inputs.FRAMES, _first_width(batch))
+    return unknown(batch.size, sequence_inputs.FRAMES, _first_width(batch))
 
 
 def _codes(batch: Batch) -> Tensor:
@@ -130,9 +131,9 @@ def _codes(batch: Batch) -> Tensor:
 def _heard_and_read(hop: int) -> dict[str, Maker]:
     """A sound and its spectrogram, of a frame per `hop` samples."""
     return {
-        "input_values": lambda batch: unknown(batch.size, 1, signal_inputs.SAMPLES),
-        "input_features": lambda batch: unknown(batch.size, signal_inputs.SAMPLES // hop, 160),
-        "input_features_mask": lambda batch: ones(batch.size, signal_inputs.SAMPLES // hop),
+        "input_values": lambda batch: unknown(batch.size, 1, sequence_inputs.SAMPLES),
+        "input_features": lambda batch: unknown(batch.size, sequence_inputs.SAMPLES // hop, 160),
+        "input_features_mask": lambda batch: ones(batch.size, sequence_inputs.SAMPLES // hop),
     }
 
 
@@ -152,7 +153,7 @@ _SPOKEN: dict[str, Maker] = {
 
 def _steps(batch: Batch) -> int:
     """As many as there are positions for the three tokens of each."""
-    return max(1, (batch.request.seq_len or text_inputs.length_of(batch)) // 3)
+    return max(1, (batch.request.seq_len or sequence_inputs.length_of(batch)) // 3)
 
 
 EXTRA: Mapping[str, Mapping[str, Maker]] = {
@@ -181,10 +182,10 @@ EXTRA: Mapping[str, Mapping[str, Maker]] = {
     "fastspeech2_conformer_with_hifigan": _SPOKEN,
     "flava_multimodal_model": {"hidden_states": lambda batch: unknown(batch.size, 512, batch.config.hidden_size)},
     "florence_vision": {"hidden_states": image_inputs.pixels},
-    "fun_asr_nano": {"input_features": lambda batch: unknown(batch.size, signal_inputs.FRAMES, 560)},
+    "fun_asr_nano": {"input_features": lambda batch: unknown(batch.size, sequence_inputs.FRAMES, 560)},
     "fun_asr_nano_encoder": {"input_features": _frames},
     "gemma3n_audio": {
-        "audio_mel": signal_inputs.spectrogram,
+        "audio_mel": sequence_inputs.spectrogram,
         "audio_mel_mask": lambda batch: zeros(*batch.shape("audio_mel")[:2]).bool(),
     },
     "gemma4_vision": {
@@ -226,9 +227,9 @@ EXTRA: Mapping[str, Mapping[str, Maker]] = {
     },
     "neucodec": _heard_and_read(480),
     "omdet-turbo": {
-        "classes_input_ids": text_inputs.question,
+        "classes_input_ids": sequence_inputs.question,
         "classes_attention_mask": _question_mask,
-        "tasks_input_ids": text_inputs.question,
+        "tasks_input_ids": sequence_inputs.question,
         "tasks_attention_mask": _question_mask,
         "classes_structure": lambda batch: ones(batch.size),
     },
@@ -242,7 +243,7 @@ EXTRA: Mapping[str, Mapping[str, Maker]] = {
     "pocket_tts_audio_tokenizer_decoder": {"latents": lambda batch: unknown(batch.size, 32, CODES)},
     "prompt_depth_anything": {"prompt_depth": lambda batch: unknown(batch.size, 1, *image_inputs.sides(batch))},
     "qwen2_5_omni_bigvgan": {
-        "mel_spectrogram": lambda batch: unknown(batch.size, batch.config.mel_dim, signal_inputs.FRAMES)
+        "mel_spectrogram": lambda batch: unknown(batch.size, batch.config.mel_dim, sequence_inputs.FRAMES)
     },
     "rag": {
         "context_input_ids": _contexts,
@@ -253,12 +254,12 @@ EXTRA: Mapping[str, Mapping[str, Maker]] = {
     "seggpt": {"pixel_values": _prompted, "prompt_pixel_values": _prompted, "prompt_masks": _prompted},
     "vibevoice_acoustic_tokenizer_decoder": {"hidden_states": _codes},
     "vibevoice_acoustic_tokenizer_encoder": {
-        "hidden_states": lambda batch: unknown(batch.size, 1, signal_inputs.SAMPLES)
+        "hidden_states": lambda batch: unknown(batch.size, 1, sequence_inputs.SAMPLES)
     },
     "video_llama_3_vision": {"merge_sizes": lambda batch: ones(batch.size)},
     # It hears a sound at each of its tokens, which are half as many as the sound has frames, by its factor.
     "voxtral_realtime": {
-        "input_ids": lambda batch: _ids(batch, signal_inputs.FRAMES // (2 * batch.config.downsample_factor))
+        "input_ids": lambda batch: _ids(batch, sequence_inputs.FRAMES // (2 * batch.config.downsample_factor))
     },
     # Each of a clip's frames is an image.
     "xclip_vision_model": {"pixel_values": lambda batch: unknown(8 * batch.size, 3, *image_inputs.sides(batch))},
@@ -275,6 +276,6 @@ def inputs(case: Case) -> Callable[[int, bool], Any] | None:
 
     def make(batch_size: int, training: bool) -> Any:
         module = load(case.target, case.arguments).module
-        return input_maker(module, {}, EXTRA[case.name]).make(InputRequest(batch_size, training=training))
+        return config_input_maker(module, {}, EXTRA[case.name]).make(InputRequest(batch_size, training=training))
 
     return make

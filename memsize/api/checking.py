@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 from memsize.api.fitting import fit
 from memsize.api.models import report
 from memsize.errors import MemsizeError, OutputError, UnknownInputError
-from memsize.loading.definition import line_of
-from memsize.loading.target import parse_target
+from memsize.loading.target import line_of, parse_target
 from memsize.records.baseline import Baseline, read_baselines, write_baselines
 from memsize.records.check import Check, CheckedModel, Figure, Problem, Severity
 from memsize.records.finding import Finding

@@ -16,7 +16,7 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import InputError
 from memsize.interrupt import Interrupted
-from memsize.loading.patterns import targets_of
+from memsize.loading.loader import targets_of
 from memsize.loading.target import parse_target
 from memsize.processes.spread import BACKENDS, Backend, Died, spread
 from memsize.records.results_file import ResultsFile, results_file

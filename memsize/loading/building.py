@@ -34,49 +34,63 @@ IsTheirs = Callable[[str], bool]
 _MEMSIZE = Path(__file__).absolute().parents[1]
 
 
-def build(found: Any, label: str, arguments: Mapping[str, object], is_theirs: IsTheirs) -> tuple[Any, str | None]:
-    """The module, or the Hugging Face `Trainer` of one, that `found` is or makes, and a note on how it was made where
-    that matters.
+def build(
+    value: Any,
+    label: str,
+    arguments: Mapping[str, object],
+    is_theirs: IsTheirs,
+    failure: BaseException | None = None,
+) -> tuple[Any, str | None]:
+    """Build a module, or the Hugging Face `Trainer` of one, and return it with a note on how, where that matters.
 
-    `found` is one of them, a Module class or a function that returns one. Raises `TargetError` when it is something
-    else, when `arguments` do not suit it, and when it fails.
+    `value` is one of them, a Module class or a function that returns one. `failure` is the exception of an earlier
+    attempt. Raises `TargetError` when `value` is something else, when `arguments` do not suit it, and when it fails.
     """
     from torch import nn
 
-    if isinstance(found, nn.Module) or is_trainer(found):
+    if isinstance(value, nn.Module) or is_trainer(value):
         if arguments:
             raise TargetError(f"{label} is an instance already, so it takes no arguments ({', '.join(arguments)})")
-        return found, None
-    if not callable(found) or (isinstance(found, type) and not issubclass(found, nn.Module)):
-        raise TargetError(f"{label} is {_kind(found)}, not a torch.nn.Module or a function that returns one")
-    _check_arguments(found, label, arguments)
-    made, note = _call(found, label, arguments, is_theirs)
-    if not isinstance(made, nn.Module) and not is_trainer(made):
-        raise TargetError(f"{label} returned {_kind(made)}, not a torch.nn.Module")
-    return made, note
+        return value, None
+    if not callable(value) or (isinstance(value, type) and not issubclass(value, nn.Module)):
+        raise TargetError(f"{label} is {_kind(value)}, not a torch.nn.Module or a function that returns one")
+    _check_arguments(value, label, arguments)
+    module, note = _call(value, label, arguments, is_theirs, failure)
+    if not isinstance(module, nn.Module) and not is_trainer(module):
+        raise TargetError(f"{label} returned {_kind(module)}, not a torch.nn.Module")
+    return module, note
 
 
 def _call(
-    factory: Callable[..., Any], label: str, arguments: Mapping[str, object], is_theirs: IsTheirs
+    factory: Callable[..., Any],
+    label: str,
+    arguments: Mapping[str, object],
+    is_theirs: IsTheirs,
+    failure: BaseException | None,
 ) -> tuple[Any, str | None]:
-    """What `factory` returns and, where that is not made without its weights, a note that says why."""
+    """Call `factory`, without its weights if possible; if not, return also a note that says why."""
     try:
-        made, why = weightless(factory, arguments, is_theirs)
+        result, why = weightless(factory, arguments, is_theirs, failure)
     except Exception as error:
         why = f"{user_traceback(error, is_theirs)}{gpu_advice(error)}"
         raise TargetError(f"building {label} failed {why}") from error
     if why is None:
-        return made, None
-    return made, f"{label} was built with its weights in memory, because building it needs their values ({why})"
+        return result, None
+    return result, f"{label} was built with its weights in memory, because building it needs their values ({why})"
 
 
 def weightless(
-    factory: Callable[..., Any], arguments: Mapping[str, object], is_theirs: IsTheirs
+    factory: Callable[..., Any],
+    arguments: Mapping[str, object],
+    is_theirs: IsTheirs,
+    failure: BaseException | None = None,
 ) -> tuple[Any, str | None]:
-    """What `factory` returns: without large tensors where it can be had so, else with them, and why.
+    """Call `factory` without the memory of large tensors; where that fails, with it, and return also the reason.
 
-    Whatever is wrong with the user's code shows in the second, ordinary call too, and is raised from there; unless it
-    shows on `meta` in the same words, where it costs nothing.
+    An error in the user's code is raised by the second, ordinary call too. That call is left out where the error
+    cannot be due to missing values: it is `failure`, the exception of an earlier attempt, it says that there is no GPU,
+    it is of a kind that is never about values, or the call fails in the same words with all tensors on `meta`, which
+    costs nothing.
     """
     with exits_caught():
         try:
@@ -84,14 +98,26 @@ def weightless(
                 return _call_weightless(factory, arguments), None
         except Exception as error:
             first = error
-        if _fails_alike(factory, arguments, first):
+        if _is_settled(first, failure) or _fails_on_meta(factory, arguments, first):
             raise first
         return factory(**arguments), user_traceback(first, is_theirs)
 
 
-def _fails_alike(factory: Callable[..., Any], arguments: Mapping[str, object], error: Exception) -> bool:
-    """Whether `error` is that of the constructor: no `RuntimeError`, as PyTorch raises where a value is missing, and
-    the same on `meta`. The weights of billions of parameters are not made to fail once more.
+def _is_settled(error: Exception, failure: BaseException | None) -> bool:
+    """Whether another call would fail as well: see `weightless`."""
+    return isinstance(error, _NEVER_ABOUT_VALUES) or lacks_gpu(error) or _are_alike(error, failure)
+
+
+_NEVER_ABOUT_VALUES = (EOFError, ImportError, NameError, OSError)
+
+
+def _are_alike(error: BaseException, other: BaseException | None) -> bool:
+    return type(other) is type(error) and other is not None and message_of(other) == message_of(error)
+
+
+def _fails_on_meta(factory: Callable[..., Any], arguments: Mapping[str, object], error: Exception) -> bool:
+    """Whether `error` is no `RuntimeError`, as PyTorch raises where a value is missing, and the same with all tensors
+    on `meta`. The weights of billions of parameters are not made to fail once more.
     """
     import torch
 
@@ -102,7 +128,7 @@ def _fails_alike(factory: Callable[..., Any], arguments: Mapping[str, object], e
             warnings.simplefilter("ignore")
             factory(**arguments)
     except Exception as other:
-        return type(other) is type(error) and message_of(other) == message_of(error)
+        return _are_alike(error, other)
     return False
 
 

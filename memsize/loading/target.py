@@ -1,5 +1,7 @@
-"""Where a model is, as a value: ``"nets/model.py:Test"``, ``"package.module:name"`` or a library's own name such as
-``"timm:resnet18"`` → `Target`. No torch needed."""
+"""Targets as values: ``"nets/model.py:Test"``, ``"package.module:name"``, or a library's own name, ``"timm:resnet18"``.
+
+And the line where a target is defined. Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,14 @@ def _parsed(text: str) -> Target:
     library, colon, rest = text.strip().partition(":")
     if colon and library in LIBRARIES:
         return _of_library(library, rest.strip())
-    place, name = _split(text.strip())
+    source, name = _split(text.strip())
     if name is not None and not all(part.isidentifier() for part in name.split(".")):
         raise TargetError(f"{name!r} in {text!r} is not a name: {_EXAMPLES}")
-    if _is_path(place):
-        return Target(_existing_file(Path(place).expanduser()), None, name)
-    if not all(part.isidentifier() for part in place.split(".")):
+    if _is_path(source):
+        return Target(_existing_file(Path(source).expanduser()), None, name)
+    if not all(part.isidentifier() for part in source.split(".")):
         raise TargetError(f"cannot read {text!r} as a target: {_EXAMPLES}")
-    return Target(None, place, name)
+    return Target(None, source, name)
 
 
 def parse_value(text: str) -> object:
@@ -87,23 +89,23 @@ def _of_library(library: str, rest: str) -> Target:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """The place and the name. A path may hold a colon itself (a drive), so the last one counts, and none after .py."""
-    place, colon, name = text.rpartition(":")
+    """The file or module, and the name in it. A path may have a colon itself (a drive), so the last one counts."""
+    source, colon, name = text.rpartition(":")
     if not colon or text.endswith(".py") or os.sep in name:
         return text, None
     if not name:
         raise TargetError(f"{text!r} ends with a colon and no name: {_EXAMPLES}")
-    return place, name
+    return source, name
 
 
 CHECKPOINTS: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
 """The suffixes of files that hold tensors."""
 
 
-def _is_path(place: str) -> bool:
-    path, separators = Path(place), [separator for separator in (os.sep, os.altsep) if separator]
-    folder = bool(place) and path.is_dir() and not (path / "__init__.py").is_file()
-    named = place.endswith((".py", *CHECKPOINTS)) or any(separator in place for separator in separators)
+def _is_path(source: str) -> bool:
+    path, separators = Path(source), [separator for separator in (os.sep, os.altsep) if separator]
+    folder = bool(source) and path.is_dir() and not (path / "__init__.py").is_file()
+    named = source.endswith((".py", *CHECKPOINTS)) or any(separator in source for separator in separators)
     return named or path.is_file() or folder
 
 
@@ -135,3 +137,29 @@ def _existing_file(path: Path) -> Path:
     near = sorted(other.name for other in path.parent.glob("*.py")) if searched else []
     hint = f" ({path.parent} holds {', '.join(near[:8])}{' …' if len(near) > 8 else ''})" if near else ""
     raise TargetError(f"no such file: {path}{hint}")
+
+
+# -- definitions ------------------------------------------------------------------------------------------------------
+
+
+def line_of(target: Target) -> int:
+    """The line of the class, function or variable that `target` names in its file; 1 where that cannot be told."""
+    assert target.file is not None
+    try:
+        nodes: list[ast.stmt] = ast.parse(target.file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return 1
+    line = 1
+    for name in (target.name or "").split("."):
+        node = next((statement for statement in nodes if name in _names(statement)), None)
+        if node is None:
+            return line
+        line, nodes = node.lineno, getattr(node, "body", [])
+    return line
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [name.id for name in targets if isinstance(name, ast.Name)]

@@ -16,9 +16,9 @@ from typing import Any
 
 from memsize.errors import TargetError, first_line
 from memsize.files import parse_json, read
-from memsize.loading.hubs import Named, constructed, imported, is_broken, unknown
-from memsize.loading.hubs.huggingface_inputs import input_maker
-from memsize.loading.hubs.huggingface_inputs.model_config import PLACEHOLDERS, TEXT, part
+from memsize.loading.hubs.huggingface_inputs import config_input_maker
+from memsize.loading.hubs.input_batch import PLACEHOLDERS, TEXT, part
+from memsize.loading.hubs.libraries import LibraryModel, build_library_model, import_library, is_broken, unknown_name
 
 _LONGEST = 16 * 2**20
 _MOST_VALUES = 500_000
@@ -46,12 +46,7 @@ _TABLES = (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPI
            "MODEL_FOR_BACKBONE_MAPPING_NAMES", "MODEL_FOR_PRETRAINING_MAPPING_NAMES")  # fmt: skip
 
 
-def names() -> list[str]:
-    """The model types that transformers has."""
-    return list(imported("transformers").CONFIG_MAPPING)
-
-
-def load(name: str, arguments: Mapping[str, object]) -> Named:
+def load_transformers_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
     """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it.
 
     transformers looks whether torchvision is installed, not whether it works. Where it does not, what only *could* use
@@ -73,8 +68,8 @@ def _not_importable(error: BaseException, name: str) -> TargetError:
     return TargetError(f"transformers cannot import what hf:{name} needs: {_root(error)}")
 
 
-def _load(name: str, arguments: Mapping[str, object]) -> Named:
-    transformers = imported("transformers")
+def _load(name: str, arguments: Mapping[str, object]) -> LibraryModel:
+    transformers = import_library("transformers")
     label = f"hf:{name}"
     file = _config_file(name)
     if file is not None:
@@ -84,9 +79,9 @@ def _load(name: str, arguments: Mapping[str, object]) -> Named:
         file = Path()
     config, notes = _config(transformers, data, arguments, label)
     kind = model_class(transformers, config, label)
-    module, built = constructed(lambda: kind._from_config(config), label, {})
-    maker = input_maker(module, _preprocessor(file))
-    return Named(module, f"{label} ({kind.__name__})", maker, (*notes, *built))
+    module, built = build_library_model(lambda: kind._from_config(config), label, {})
+    maker = config_input_maker(module, _preprocessor(file))
+    return LibraryModel(module, f"{label} ({kind.__name__})", maker, (*notes, *built))
 
 
 # -- the config -------------------------------------------------------------------------------------------------------
@@ -134,14 +129,14 @@ def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
         return {"model_type": config.model_type} | ({} if kind is config else {"architectures": [name]})
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return None
-    raise unknown("transformers", name, types.keys())
+    raise unknown_name("transformers", name, types.keys())
 
 
 def _cached(name: str) -> Path:
     """The config.json of a Hub id in the local cache."""
-    found = imported("huggingface_hub").try_to_load_from_cache(name, "config.json")
-    if isinstance(found, str):
-        return Path(found)
+    path = import_library("huggingface_hub").try_to_load_from_cache(name, "config.json")
+    if isinstance(path, str):
+        return Path(path)
     raise TargetError(
         f"there is no folder or file {name}, and no config of that Hub id in the local cache: "
         f"fetch it with hf download {name} config.json"
@@ -201,10 +196,10 @@ def _type_of(transformers: Any, architectures: Any) -> str:
 
 def _check_names(kind: Any, data: Mapping[str, Any], arguments: Mapping[str, object], label: str) -> None:
     defaults = kind()
-    known = {*vars(defaults), *data, *getattr(defaults, "attribute_map", {}), "architectures", "dtype"}
+    names = {*vars(defaults), *data, *getattr(defaults, "attribute_map", {}), "architectures", "dtype"}
     for name in arguments:
-        if name not in known and not hasattr(defaults, name):
-            raise unknown(f"the config of {label}", name, sorted(known), "entry")
+        if name not in names and not hasattr(defaults, name):
+            raise unknown_name(f"the config of {label}", name, sorted(names), "entry")
 
 
 def _check_counts(entries: Any, label: str) -> None:
@@ -251,22 +246,22 @@ def _preprocessor(file: Path) -> dict[str, Any]:
 def model_class(transformers: Any, config: Any, label: str) -> Any:
     """The model class: the config's own, else that of the first task that knows its type."""
     for name in config.architectures or ():
-        found = _attribute(transformers, name)
-        if found is not None:
-            return found
-    auto = imported("transformers.models.auto.modeling_auto")
+        model = _attribute(transformers, name)
+        if model is not None:
+            return model
+    auto = import_library("transformers.models.auto.modeling_auto")
     for table in _TABLES:
         if "_CTC_" in table and getattr(config, "vocab_size", None) is None:
             continue  # its head has one output for each character
         entry = getattr(auto, table, {}).get(config.model_type)
         name = entry[0] if isinstance(entry, (tuple, list)) else entry
-        found = _attribute(transformers, name) if name else None
-        if found is not None:
-            return found
-    found = _of_config(transformers, type(config))
-    if found is None:
+        model = _attribute(transformers, name) if name else None
+        if model is not None:
+            return model
+    model = _of_config(transformers, type(config))
+    if model is None:
         raise TargetError(f"{label}: transformers has no model for the type {config.model_type!r}")
-    return found
+    return model
 
 
 def _of_config(transformers: Any, kind: type) -> Any:
@@ -274,12 +269,12 @@ def _of_config(transformers: Any, kind: type) -> Any:
     images, which no Auto class knows. One with a head comes first, then the shortest name.
     """
     package = sys.modules[kind.__module__].__package__
-    places = {name: f"transformers.{module}" for name, module in transformers._class_to_module.items()}
-    near = [name for name, place in places.items() if place.startswith(f"{package}.modeling")]
+    modules = {name: f"transformers.{module}" for name, module in transformers._class_to_module.items()}
+    near = [name for name, module in modules.items() if module.startswith(f"{package}.modeling")]
     for name in sorted(near, key=lambda name: ("For" not in name, len(name), name)):
-        found = _attribute(transformers, name)
-        if getattr(found, "config_class", None) is kind and not name.endswith("PreTrainedModel"):
-            return found
+        model = _attribute(transformers, name)
+        if getattr(model, "config_class", None) is kind and not name.endswith("PreTrainedModel"):
+            return model
     return None
 
 
@@ -296,18 +291,18 @@ def _attribute(transformers: Any, name: str) -> Any:
 @contextmanager
 def _without_torchvision() -> Iterator[None]:
     """While open, torchvision is not installed; transformers keeps in mind that it wasn't."""
-    checks = imported("transformers.utils.import_utils")
+    checks = import_library("transformers.utils.import_utils")
     for check in ("is_torchvision_available", "is_torchvision_v2_available"):
         cleared = getattr(getattr(checks, check, None), "cache_clear", None)
         if cleared is not None:
             cleared()
-    held = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "torchvision"}
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "torchvision"}
     sys.modules["torchvision"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules["torchvision"]
-        sys.modules.update(held)
+        sys.modules.update(hidden)
 
 
 def _is_torchvisions(error: BaseException) -> bool:

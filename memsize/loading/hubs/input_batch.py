@@ -1,4 +1,4 @@
-"""What a config says, whatever it calls it, and the batch of inputs that is made from it."""
+"""One batch of inputs of a transformers model, and the entries of its config, whatever the config calls them."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ class Batch:
         self.kind = str(self.config.model_type)
         parameters = inspect.signature(model.forward).parameters.values()
         self.taken = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-        self._made: dict[str, Tensor | None] = {}
+        self._arguments: dict[str, Tensor | None] = {}
 
     def get(self, name: str) -> Tensor | None:
         """The argument `name`, made now if it was not yet; None where the model does without."""
-        if name not in self._made:
-            self._made[name] = self.makers[name](self)
-        return self._made[name]
+        if name not in self._arguments:
+            self._arguments[name] = self.makers[name](self)
+        return self._arguments[name]
 
     def shape(self, name: str) -> torch.Size:
         """The shape of the argument `name`, which the model does not do without."""
-        made = self.get(name)
-        assert made is not None
-        return made.shape
+        tensor = self.get(name)
+        assert tensor is not None
+        return tensor.shape
 
     @property
     def main(self) -> str:
@@ -86,7 +86,7 @@ class Batch:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """What the model perceives beside a text: an image, else a clip, else a sound."""
+        """The arguments for things perceived beside a text: an image, else a clip, else a sound."""
         return tuple(name for name in PERCEIVED if name in self.taken)[:1]
 
     @cached_property
@@ -104,7 +104,7 @@ class Batch:
     def vision(self) -> tuple[Any, ...]:
         """The configs that may tell about images, in that order."""
         own = part(self.config, VISION)
-        deeper = tuple(found for _, found in _parts(own))
+        deeper = tuple(config for _, config in _parts(own))
         return (self.config, *deeper) if own is self.config else (own, *deeper, self.config)
 
     @cached_property
@@ -125,12 +125,12 @@ def part(config: Any, kinds: tuple[str, ...]) -> Any:
     """The part of `config` that is of the first of `kinds`, parts of parts included; `config` where there is none."""
     own = list(_parts(config))
     for kind in kinds:
-        for name, found in own:
+        for name, inner in own:
             if kind in name:
-                return part(found, (kind,)) if kind not in ("encoder", "decoder") else found
-    for _, found in own:
-        deeper = part(found, kinds[:-2])
-        if deeper is not found:
+                return part(inner, (kind,)) if kind not in ("encoder", "decoder") else inner
+    for _, inner in own:
+        deeper = part(inner, kinds[:-2])
+        if deeper is not inner:
             return deeper
     return config
 

@@ -1,7 +1,8 @@
-"""``torchvision:NAME``: any model of `torchvision.models.list_models()`, with inputs of its kind.
+"""``timm:NAME`` and ``torchvision:NAME``: the models of two libraries, without weights, with inputs of their kind.
 
-Sizes come from the model where it takes one only (ViT, SSD) or resizes what it is given (detection), else from the
-transforms that belong to its weights (``crop_size``), or from what its weights ask for at least. No weights are loaded.
+timm's models take images of the size in their own default config. torchvision's sizes come from the model where it
+takes one only (ViT, SSD) or resizes its images (detection), else from the transforms that belong to its weights
+(``crop_size``), or from the least that its weights ask for. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memsize.errors import InputError, TargetError
-from memsize.loading.hubs import Named, constructed, imported, unknown
+from memsize.loading.hubs.libraries import LibraryModel, build_library_model, import_library, unknown_name
 from memsize.spec.input_maker import InputMaker, InputRequest
 
 FRAMES = 16
@@ -21,17 +22,50 @@ _OBJECTS = 2
 _KEYPOINTS = 17
 
 
-def names() -> list[str]:
-    """The models that torchvision has."""
-    found: list[str] = imported("torchvision").models.list_models()
-    return found
+# -- timm -------------------------------------------------------------------------------------------------------------
 
 
-def load(name: str, arguments: Mapping[str, object]) -> Named:
+def load_timm_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
+    """The model that timm builds by `name` without pretrained weights, and one batch of its images."""
+    timm = import_library("timm")
+    if ":" in name or "/" in name:
+        raise TargetError(f"timm:{name} would be downloaded: name a model of timm.list_models()")
+    if not timm.is_model(name):
+        raise unknown_name("timm", name, timm.list_models())
+    if arguments.get("pretrained"):
+        raise TargetError("memsize loads no pretrained weights: it only needs their shapes")
+    label = f"timm:{name}"
+
+    def create_model(**options: object) -> Any:
+        return timm.create_model(name, **options)
+
+    module, notes = build_library_model(create_model, label, {"pretrained": False, **arguments})
+    size = _timm_size(module, arguments)
+
+    def make(request: InputRequest) -> Any:
+        _refuse_seq_len(request, label)
+        return (_unknown(request.batch_size, *size),)
+
+    return LibraryModel(module, label, InputMaker(make), notes)
+
+
+def _timm_size(module: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    """Channels, height and width: those in `arguments`, else those of the model's own config."""
+    config = getattr(module, "pretrained_cfg", None) or {}
+    channels, *sides = config.get("input_size", (3, 224, 224))
+    side: Any = arguments.get("img_size", sides)
+    sides = [side, side] if isinstance(side, int) else list(side)
+    return (int(arguments.get("in_chans", channels)), *sides)
+
+
+# -- torchvision ------------------------------------------------------------------------------------------------------
+
+
+def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
     """The model that torchvision builds by `name` without weights, and one batch of what it takes."""
-    models = imported("torchvision").models
+    models = import_library("torchvision").models
     if name not in models.list_models():
-        raise unknown("torchvision", name, models.list_models())
+        raise unknown_name("torchvision", name, models.list_models())
     label = f"torchvision:{name}"
     builder = models.get_model_builder(name)
     if any(value for key, value in arguments.items() if key.startswith("weights")):
@@ -41,25 +75,24 @@ def load(name: str, arguments: Mapping[str, object]) -> Named:
     def get_model(**options: object) -> Any:
         return models.get_model(name, **options)
 
-    module, notes = constructed(get_model, label, none | dict(arguments))
-    return Named(module, label, InputMaker(_maker(models, name, module, builder.__module__, label)), notes)
+    module, notes = build_library_model(get_model, label, none | dict(arguments))
+    return LibraryModel(module, label, InputMaker(_maker(models, name, module, builder.__module__, label)), notes)
 
 
-def _maker(models: Any, name: str, module: Any, place: str, label: str) -> Callable[[InputRequest], Any]:
-    arguments = _detection if ".detection" in place else _pair if ".optical_flow" in place else _images
-    shape = _detection_size(module) if arguments is _detection else _size(models, name, place, module)
+def _maker(models: Any, name: str, module: Any, module_name: str, label: str) -> Callable[[InputRequest], Any]:
+    arguments = _detection if ".detection" in module_name else _pair if ".optical_flow" in module_name else _images
+    shape = _detection_size(module) if arguments is _detection else _size(models, name, module_name, module)
 
     def make(request: InputRequest) -> Any:
-        if request.seq_len is not None:
-            raise InputError(f"{label} takes images: --seq-len means nothing to it")
+        _refuse_seq_len(request, label)
         return arguments(request, shape, module)
 
     return make
 
 
-def _size(models: Any, name: str, place: str, module: Any) -> tuple[int, ...]:
+def _size(models: Any, name: str, module_name: str, module: Any) -> tuple[int, ...]:
     """Channels, for clips frames, height and width."""
-    if ".optical_flow" in place:
+    if ".optical_flow" in module_name:
         return (3, *_FLOW_SIZE)
     weights = getattr(models.get_model_weights(name), "DEFAULT", None)
     options = getattr(weights.transforms, "keywords", None) or {} if weights is not None else {}
@@ -67,7 +100,7 @@ def _size(models: Any, name: str, place: str, module: Any) -> tuple[int, ...]:
     own = getattr(module, "image_size", None)
     side = own or options.get("crop_size") or options.get("resize_size") or meta.get("min_size") or 224
     sides = (side, side) if isinstance(side, int) else (tuple(side) * 2)[:2]
-    if ".video" in place:
+    if ".video" in module_name:
         return (3, max(FRAMES, meta.get("min_temporal_size", 1)), *sides)
     return (3, *sides)
 
@@ -118,3 +151,8 @@ def _unknown(*shape: int) -> Any:
     import torch
 
     return torch.empty(shape, device="meta")
+
+
+def _refuse_seq_len(request: InputRequest, label: str) -> None:
+    if request.seq_len is not None:
+        raise InputError(f"{label} takes images: --seq-len means nothing to it")

@@ -1,7 +1,8 @@
 """Inputs that suit a transformers model, read off its forward's parameters and its config.
 
-Here is which arguments of a forward are given; `text`, `images` and `signals` make them from what a config says. What
-only one unusual class takes is not made: such a model's inputs come from the user, and the error names the arguments.
+This module chooses the arguments of a forward; `sequence_inputs` and `image_inputs` make them from a config. An
+argument that only one unusual class takes is not made: such a model's inputs come from the user, and the error names
+them.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from memsize.errors import InputError
-from memsize.loading.hubs.huggingface_inputs import image_inputs, signal_inputs, text_inputs
-from memsize.loading.hubs.huggingface_inputs.model_config import PERCEIVED, Batch, Maker, entry
+from memsize.loading.hubs import image_inputs, sequence_inputs
+from memsize.loading.hubs.input_batch import PERCEIVED, Batch, Maker, entry
 from memsize.loading.weightless import SMALLEST, Weightless
 from memsize.spec.input_maker import InputMaker, InputRequest
 
-__all__ = ["input_maker"]
-
-MAKERS = {**text_inputs.MAKERS, **image_inputs.MAKERS, **signal_inputs.MAKERS}
-"""What makes each argument, by its name in the forward; None from it says that this model does without."""
+MAKERS = sequence_inputs.MAKERS | image_inputs.MAKERS
+"""A function for each argument, by its name in the forward. It returns None where a model does without."""
 
 ALWAYS = frozenset({
     "actions", "bbox", "classes_input_ids", "context_attention_mask", "context_input_ids", "doc_scores",
@@ -74,8 +73,10 @@ _COUNTS = ("image_seq_length", "mm_tokens_per_image", "num_image_tokens", "num_q
 """Entries that say how many tokens an image takes, for models without a method that embeds images."""
 
 
-def input_maker(model: Any, preprocessor: Mapping[str, Any], extra: Mapping[str, Maker] | None = None) -> InputMaker:
-    """What makes the inputs of `model`; `preprocessor` holds the entries of its processor's config, if there is one.
+def config_input_maker(
+    model: Any, preprocessor: Mapping[str, Any], extra: Mapping[str, Maker] | None = None
+) -> InputMaker:
+    """Return the maker of inputs for `model`; `preprocessor` holds its processor's config, if there is one.
 
     `extra` makes arguments that are not known here, or are of another form than usual. Making the inputs raises
     `InputError` where memsize does not know one that the forward takes.
@@ -89,12 +90,12 @@ def input_maker(model: Any, preprocessor: Mapping[str, Any], extra: Mapping[str,
 
     def make(request: InputRequest) -> dict[str, Tensor]:
         if missing or not names:
-            raise InputError(_asked(one, names, missing))
+            raise InputError(_no_inputs(one, names, missing))
         if request.seq_len is not None and not _SEQUENCES.intersection(names):
             raise InputError(f"{type(model).__name__} takes images: --seq-len means nothing to it")
         batch = Batch(model, preprocessor, request, makers, tokens)
-        made = {name: batch.get(name) for name in names}
-        return {name: value for name, value in made.items() if value is not None}
+        arguments = {name: batch.get(name) for name in names}
+        return {name: value for name, value in arguments.items() if value is not None}
 
     return InputMaker(make, note=_left_out(one, names, why))
 
@@ -105,7 +106,7 @@ def _is_unknown(batch: Batch, name: str) -> bool:
     return name not in MAKERS or UNLIKE.get(batch.kind) == name or not of_tower
 
 
-def _asked(batch: Batch, names: tuple[str, ...], missing: list[str]) -> str:
+def _no_inputs(batch: Batch, names: tuple[str, ...], missing: list[str]) -> str:
     """Why there are no inputs for the model: which arguments memsize cannot make, and how to give them."""
     name = type(batch.model).__name__
     if type(batch.model).forward is nn.Module.forward:
@@ -119,7 +120,7 @@ def _asked(batch: Batch, names: tuple[str, ...], missing: list[str]) -> str:
 
 
 def _left_out(batch: Batch, names: tuple[str, ...], why: str) -> str | None:
-    """What the model could read and is not given, as a note."""
+    """A note on arguments that the model could read and does not get."""
     left = [name for name in PERCEIVED if name in batch.taken and name not in names]
     if "input_ids" not in names or not left or not batch.mixes:
         return None
@@ -194,19 +195,19 @@ def _embedded(batch: Batch, name: str, owner: Any, method: str) -> int:
     twins: dict[int, Any] = {id(t): t.detach().to("meta") if t.numel() >= SMALLEST else t for t in tensors}
     embed = getattr(copy.deepcopy(owner, twins).eval(), method)
     taken = inspect.signature(embed).parameters
-    given = {n: batch.get(n) for n in taken if n == name or (n in batch.makers and n in batch.taken)}
+    arguments = {n: batch.get(n) for n in taken if n == name or (n in batch.makers and n in batch.taken)}
     # Real numbers, since some models look for images that are blank, and leave them out.
     dtype = next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
-    real = {n: torch.ones(v.shape, dtype=dtype) if v.is_meta else v for n, v in given.items() if v is not None}
+    real = {n: torch.ones(v.shape, dtype=dtype) if v.is_meta else v for n, v in arguments.items() if v is not None}
     with torch.no_grad(), Weightless(left_out=True):
         features = embed(**real)
     pooled = getattr(features, "pooler_output", None)
     pooled = getattr(features, "last_hidden_state", None) if pooled is None else pooled
-    made = list(_tensors(features if pooled is None else pooled))
+    embeddings = list(_tensors(features if pooled is None else pooled))
     width = batch.model.get_input_embeddings().weight.shape[-1]
-    if any(tensor.shape[-1] != width for tensor in made):
+    if any(tensor.shape[-1] != width for tensor in embeddings):
         raise ValueError("what is perceived is embedded in another width than the text")
-    return int(sum(tensor.numel() for tensor in made) // width)
+    return int(sum(tensor.numel() for tensor in embeddings) // width)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Images and clips: pixels, or patches of them with the grid that they are cut by."""
+"""Images and clips as arguments of transformers models: pixels, or patches with the grid that they are cut by."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsize.loading.hubs.huggingface_inputs.model_config import Batch, Maker, both, entry, ones, rows, unknown, whole
+from memsize.loading.hubs.input_batch import Batch, Maker, both, entry, ones, rows, unknown, whole
 
 SIDE = 224
 """Pixels of an image's side, where neither model nor processor has one."""
@@ -207,7 +207,7 @@ def _stated(batch: Batch) -> tuple[int, int] | None:
     processor = batch.preprocessor
     cut = processor.get("crop_size") if processor.get("do_center_crop", True) else None
     stated = [getattr(config, name, None) for config in batch.vision for name in _SIZES]
-    return next((found for found in map(both, (*stated, cut, processor.get("size"))) if found is not None), None)
+    return next((size for size in map(both, (*stated, cut, processor.get("size"))) if size is not None), None)
 
 
 def _tiles(batch: Batch) -> int:
