@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsize.documents.sections import Bar, Bars, Label, Limit, Part
+from memsize.documents.sections import Bar, Bars, Limit, Part
+from memsize.records.cells import Label
 from memsize.records.roles import ROLES
 from memsize.render.bars import LEAST, lines
 from memsize.render.screen import painted

@@ -16,11 +16,15 @@ from memsize.analysis.compare import compare_traces
 from memsize.analysis.timeline import timeline
 from memsize.documents import document
 from memsize.documents.layers import COLUMNS, layer_table
-from memsize.documents.sections import Bars, Column, Findings, Label, Missing, Notes, Part, Stop, Table, Title, Verdict
+from memsize.documents.sections import Bars, Findings, Notes, Part, Stop, Table, Title, Verdict
 from memsize.records import report as report_records
 from memsize.records.aggregates import Totals, totals
-from memsize.records.answer import FlatTable, Renderable
+from memsize.records.answer import Renderable
+from memsize.records.cells import Label, Missing
+from memsize.records.fields import Column, FlatTable
 from memsize.records.finding import Finding
+from memsize.records.fit import Budget, Fit, FitRow
+from memsize.records.gpu import Card
 from memsize.records.layout import Audit, LayerFormats, LayoutReport
 from memsize.records.layout import Run as LayoutRun
 from memsize.records.report import FIGURES, Report
@@ -321,3 +325,12 @@ def test_nothing_heavy_is_imported_with_the_report() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_rows_of_which_only_some_have_a_batch_stand_in_the_same_columns() -> None:
+    rows = (FitRow("fp32", "", "T4", 100, "found", size=3), FitRow("fp16", "", "T4", 200, "found", size=5, batch=8))
+    budget = Budget("T4", Card("T4", (7, 5), 200, "a test"), 200, 0)
+    fit = Fit("LM", (), "context", (budget,), rows)
+    first, second = fit.tables()["rows"].records()
+    assert (first["batch"], first["budget"], first["size"]) == (None, 100, 3)
+    assert (second["batch"], second["budget"], second["size"]) == (8, 200, 5)

@@ -17,8 +17,9 @@ from torch import nn
 
 import memsize
 from memsize.analysis.timeline import timeline
-from memsize.documents.sections import Bars, Label, Limit, Part
+from memsize.documents.sections import Bars, Limit, Part
 from memsize.records.answer import Renderable
+from memsize.records.cells import Label
 from memsize.records.finding import Finding, Moment
 from memsize.records.report import Report
 from memsize.render import render

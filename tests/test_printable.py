@@ -26,7 +26,8 @@ from memsize.cli.progress import Progress
 from memsize.documents import Document
 from memsize.errors import CheckpointError, ForwardError, MemsizeError, UnknownInputError
 from memsize.printable import LONGEST, printable, printable_lines
-from memsize.records.answer import FindingList, FlatTable, Renderable
+from memsize.records.answer import FindingList, Renderable
+from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
 from memsize.render import FORMATS, render
 from memsize.render.csv import draw as draw_csv

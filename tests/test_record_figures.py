@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from memsize.documents.sections import Cell, Column, Kind, Share, Specs, Table, Words
+from memsize.documents.sections import Kind, Table
 from memsize.errors import InputError
 from memsize.precision.layouts import LAYOUTS, part
 from memsize.precision.modelled import modelled
 from memsize.precision.recipes import apply_scenario
 from memsize.records.aggregates import Row, Totals, alive, own_rows, peak, split_phase, stored_dtypes, totals, visible
+from memsize.records.cells import Cell, Share, Specs, Words
 from memsize.records.comparison import Change, Comparison
+from memsize.records.fields import Column
 from memsize.records.fit import Budget, Fit, FitRow, Remedied, RemedyRow
 from memsize.records.gpu import Card, Interval
 from memsize.records.layout import Audit, Copy, LayerFormats, LayoutReport, Loss, Run, shortened

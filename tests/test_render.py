@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from memsize.documents import Document, document
 from memsize.documents.layers import COLUMNS, FILE_NAMES
-from memsize.documents.sections import Section, role_columns
+from memsize.documents.sections import Section
 from memsize.errors import OutputError
 from memsize.records.aggregates import totals
-from memsize.records.answer import FlatTable
+from memsize.records.fields import FlatTable, role_fields
 from memsize.records.report import Report
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, format_of, pieces, render
@@ -68,7 +68,7 @@ def test_text_without_a_width_is_complete() -> None:
 
 
 def test_the_roles_that_hold_least_are_left_out_first() -> None:
-    columns = role_columns([{"workspace": 16, "parameter": 1}, {"parameter": 2, "gradient": 1}])
+    columns = role_fields([{"workspace": 16, "parameter": 1}, {"parameter": 2, "gradient": 1}])
     assert [column.key for column in columns] == ["parameter", "workspace", "gradient"]
     by_weight = sorted(columns, key=lambda column: column.weight)
     assert [column.key for column in by_weight] == ["gradient", "parameter", "workspace"]

@@ -10,7 +10,9 @@ import pytest
 
 from memsize.cli import output
 from memsize.cli.output import Color, destination
-from memsize.documents.sections import Column, Path, Table
+from memsize.documents.sections import Table
+from memsize.records.cells import Path
+from memsize.records.fields import Column
 from memsize.records.report import Report
 from memsize.render import render
 from memsize.render.cell_text import columns_of, padded, shorten

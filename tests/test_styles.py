@@ -11,7 +11,8 @@ import pytest
 import memsize
 from memsize.analysis.step import StepTrace
 from memsize.errors import OutputError
-from memsize.records.answer import Answer, FlatTable
+from memsize.records.answer import Answer
+from memsize.records.fields import FlatTable
 from memsize.render import styles
 from tests import records
 

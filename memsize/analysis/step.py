@@ -17,8 +17,9 @@ from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.printable import printable
 from memsize.records.aggregates import live_bytes, split_phase
-from memsize.records.answer import FlatTable, Saveable
+from memsize.records.answer import Saveable
 from memsize.records.codec import decode, encode
+from memsize.records.fields import FlatTable
 from memsize.records.finding import moment_in_words
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
 from memsize.records.trace import Trace

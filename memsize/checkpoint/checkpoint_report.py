@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from memsize.checkpoint.contents import Group, View
 from memsize.checkpoint.findings import Inspection
-from memsize.records.answer import Answer, FlatTable
+from memsize.records.answer import Answer
+from memsize.records.fields import FlatTable
 
 if TYPE_CHECKING:
     from pandas import DataFrame

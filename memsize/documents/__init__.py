@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
 from memsize.documents.sections import Bars, Chart, Findings, Phrase, ScenarioView, Section, Verdict
-from memsize.records.answer import FlatTable, Renderable
+from memsize.records.answer import Renderable
+from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
 from memsize.records.kinds import KINDS
 

@@ -7,24 +7,10 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from memsize.documents import Case, Document
-from memsize.documents.sections import (
-    Bar,
-    Bars,
-    Cell,
-    Change,
-    Column,
-    Findings,
-    Label,
-    Limit,
-    Notes,
-    Part,
-    Section,
-    Sized,
-    Table,
-    Title,
-    listed,
-)
+from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title, listed
+from memsize.records.cells import Cell, Change, Label, Sized
 from memsize.records.check import SEVERITIES, Check, CheckedModel, Figure, Problem
+from memsize.records.fields import Column
 from memsize.records.finding import Finding
 
 SCHEMA: Final = "memsize.check/1"

@@ -22,21 +22,9 @@ from memsize.checkpoint.contents import (
 )
 from memsize.checkpoint.dtypes import BITS
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
-from memsize.documents.sections import (
-    Bars,
-    Cell,
-    Column,
-    Part,
-    Path,
-    Section,
-    Share,
-    Specs,
-    Table,
-    Title,
-    Words,
-    listed,
-)
-from memsize.records.answer import FlatTable
+from memsize.documents.sections import Bars, Part, Section, Table, Title, listed
+from memsize.records.cells import Cell, Path, Share, Specs, Words
+from memsize.records.fields import Column, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.roles import Role
 from memsize.units import Bytes

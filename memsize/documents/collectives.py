@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memsize.documents.sections import Cell, Column, Label, Table
+from memsize.documents.sections import Table
+from memsize.records.cells import Cell, Label
+from memsize.records.fields import Column
 from memsize.records.world import Traffic
 from memsize.units import Bytes
 

@@ -7,29 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memsize.documents import MOST_SENTENCES, Document, findings_data
-from memsize.documents.sections import (
-    Bars,
-    Cell,
-    Change,
-    Column,
-    Findings,
-    Label,
-    Missing,
-    Notes,
-    Part,
-    Path,
-    Remark,
-    Section,
-    Signed,
-    Table,
-    Title,
-    Words,
-    listed,
-    role_part,
-)
+from memsize.documents.sections import Bars, Findings, Notes, Part, Remark, Section, Table, Title, listed, role_part
 from memsize.records.aggregates import Totals, stored_dtypes, totals
 from memsize.records.answer import FindingList
+from memsize.records.cells import Cell, Change, Label, Missing, Path, Signed, Words
 from memsize.records.comparison import Comparison, FigureChange, LayerChange, LivingChange
+from memsize.records.fields import Column
 from memsize.records.finding import Finding, optimizer_in_words
 from memsize.records.gpu import LiveStorage
 from memsize.records.roles import TITLES, noun

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from memsize.documents import MOST_SENTENCES, Document, findings_data
-from memsize.documents.sections import Cell, Column, Section, Share, Signed, Table, Title, listed
+from memsize.documents.sections import Section, Table, Title, listed
+from memsize.records.cells import Cell, Share, Signed
 from memsize.records.explanation import Alive, Explanation, Place, category_noun
+from memsize.records.fields import Column
 from memsize.records.finding import Finding
 from memsize.units import Bytes
 

@@ -9,40 +9,18 @@ from typing import Any, Final
 from memsize.analysis.fit.search import LIMIT
 from memsize.documents import Document, findings_data, plain
 from memsize.documents.collectives import compared_collectives
-from memsize.documents.sections import (
-    Bar,
-    Bars,
-    Cell,
-    Column,
-    Label,
-    Limit,
-    Missing,
-    Part,
-    Path,
-    Phrase,
-    Remark,
-    Section,
-    Table,
-    Title,
-    listed,
-    said_once,
-)
+from memsize.documents.sections import Bar, Bars, Limit, Part, Phrase, Remark, Section, Table, Title, listed, said_once
 from memsize.documents.versions import versions
 from memsize.errors import first_line
 from memsize.records.aggregates import traffic
+from memsize.records.cells import Cell, Label, Missing
+from memsize.records.fields import SCENARIO, Column
 from memsize.records.finding import join_names, optimizer_in_words
-from memsize.records.fit import Bind, Budget, Fit, FitRow, Remedied, RemedyRow, gpus_in_words
-from memsize.records.roles import noun
+from memsize.records.fit import FIT_FIELDS, REMEDY_FIELDS, Bind, Budget, Fit, FitRow, Remedied, RemedyRow, gpus_in_words
 from memsize.records.world import Traffic
 from memsize.spec.vary import CONTEXT, UNITS
-from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.fit/1"
-_ROW: Final = (
-    Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
-    Column("gpu", "GPU", "text", 99, "where it is run"),
-)
-_OUTCOMES: Final = {"fits": "fits", "saves": "helps", "no help": "no help here", "not here": "not here"}
 
 
 class FitDocument(Document[Fit]):
@@ -54,7 +32,7 @@ class FitDocument(Document[Fit]):
         return (
             fit_title(fit),
             *self.opening(),
-            *([overview_table(fit)] if len(fit.budgets) > 1 and not _is_frontier(fit) else []),
+            *([overview_table(fit)] if len(fit.budgets) > 1 and not _has_batches(fit) else []),
             fit_table(fit),
             *compared_collectives(_collective_keys(fit), _collectives(fit)),
             *([remedies(fit, fit.remedied)] if fit.remedied else []),
@@ -134,7 +112,8 @@ def _traffic(fit: Fit, row: FitRow) -> tuple[Traffic, ...]:
 
 def _collective_keys(fit: Fit) -> tuple[Column, ...]:
     size = Column("size", fit.vary, "count", 98, "the size of the run")
-    return *_ROW[: 1 if len(fit.budgets) == 1 else 2], size
+    names = ("scenario",) if len(fit.budgets) == 1 else ("scenario", "gpu")
+    return *FIT_FIELDS.only(*names), size
 
 
 def _collectives(fit: Fit) -> Iterator[tuple[tuple[Cell, ...], tuple[Traffic, ...]]]:
@@ -143,7 +122,7 @@ def _collectives(fit: Fit) -> Iterator[tuple[tuple[Cell, ...], tuple[Traffic, ..
         yield (Label(row.scenario, hint=row.title), *place, row.size or row.next_size), _traffic(fit, row)
 
 
-def _is_frontier(fit: Fit) -> bool:
+def _has_batches(fit: Fit) -> bool:
     """Whether it has rows of several batches."""
     return any(row.batch is not None for row in fit.fit_rows)
 
@@ -174,11 +153,11 @@ def overview_table(fit: Fit) -> Table:
     if len({budget.gpus for budget in fit.budgets}) > 1:
         return _by_number(fit)
     scenarios = dict.fromkeys(row.scenario for row in fit.fit_rows)
-    cells = {(row.scenario, row.gpu): _answer(fit, row) for row in fit.fit_rows}
+    cells = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
     titles = {row.scenario: row.title for row in fit.fit_rows}
     unknown = Missing("not run before it was interrupted")
     columns = (
-        Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
+        SCENARIO,
         *(Column(budget.name, budget.name, "count", 90, f"on {budget.name}") for budget in fit.budgets),
     )
     rows = tuple(
@@ -194,11 +173,11 @@ def _overview_caption(fit: Fit) -> str:
 
 def _by_number(fit: Fit) -> Table:
     """Scenarios, strategies and numbers of GPUs down, cards across."""
-    cells = {(row.scenario, row.gpu): _answer(fit, row) for row in fit.fit_rows}
+    cells = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
     titles = {row.scenario: row.title for row in fit.fit_rows}
     cards = tuple(dict.fromkeys(budget.one for budget in fit.budgets))
     columns = (
-        Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
+        SCENARIO,
         Column("strategy", "strategy", "text", 99, "how its training is spread"),
         Column("gpus", "GPUs", "count", 98, "on how many"),
         *(Column(card, card, "count", 90, f"on so many {card}") for card in cards),
@@ -266,52 +245,15 @@ def fit_table(fit: Fit) -> Table:
     """One row per scenario and GPU, with its peaks and what binds."""
     step = UNITS.get(fit.vary, "step")
     answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
-    columns = (
-        *_ROW,
-        Column("batch", "batch", "count", 99, "how many sequences"),
-        Column("size", answer, "count", 98, "the answer"),
-        Column("peak", "needs", "bytes", 95, "the least that the allocator needs for it"),
-        Column("headroom", "left", "bytes", 80, "what the allocator has beyond that"),
-        Column("next_size", "next", "count", 84, "the next size, which does not fit"),
-        Column(
-            "next_peak", "would need", "bytes", 83, "the least that the allocator would need for it", beside="next_size"
-        ),
-        Column("per_step", f"per {step}", "bytes", 75, "what one more adds to what tensors ask for at their peak"),
-        Column("fixed", "fixed", "bytes", 70, "what does not depend on the size", alone="what is fixed"),
-        Column("bind", "mostly", "text", 90, "the role with most bytes where the next size runs out"),
-        Column("phase", "in", "text", 86, "the phase in which it runs out", alone="phase"),
-        Column("layer", "at", "name", 72, "the layer at which it runs out, or the op beside them", alone="layer"),
-    )
-    rows = tuple(_fit_cells(fit, row) for row in fit.fit_rows)
-    table = Table("fit", "Fit", columns, rows, remarks=said_once(_remarks(fit)))
+    fields = fit.row_fields.titled(size=answer, per_step=f"per {step}").drawn(size=_answer)
     if len(fit.budgets) == 1:
-        table = table.without("gpu")
-    if not _is_frontier(fit):
-        table = table.without("batch")
-    searched = any(row.next_size is not None for row in fit.fit_rows)
-    return table if searched else table.without("next_size", "next_peak", "per_step")
+        fields = fields.without("gpu")
+    if all(row.next_size is None for row in fit.fit_rows):
+        fields = fields.without("next_size", "next_peak", "per_step")
+    return Table.of("fit", "Fit", fields, fit.fit_rows, fit, remarks=said_once(_remarks(fit)))
 
 
-def _fit_cells(fit: Fit, row: FitRow) -> tuple[Cell, ...]:
-    bind = row.bind
-    return (
-        Label(row.scenario, hint=row.title),
-        row.gpu,
-        row.batch,
-        _answer(fit, row),
-        _bytes(row, row.peak),
-        _bytes(row, row.headroom),
-        row.next_size,
-        _bytes(row, row.next_peak),
-        _bytes(row, row.per_step),
-        _bytes(row, row.fixed),
-        noun(bind.role) if bind else None,
-        bind.phase if bind else None,
-        Path(bind.layer or bind.op) if bind else None,
-    )
-
-
-def _answer(fit: Fit, row: FitRow) -> Cell:
+def _answer(row: FitRow, fit: Fit) -> Cell:
     match row.status:
         case "unavailable":
             return Missing(row.reason or row.status)
@@ -333,12 +275,6 @@ def _answer(fit: Fit, row: FitRow) -> Cell:
 def _is_whole(fit: Fit, row: FitRow) -> bool:
     """Whether no longer context was looked at since the model has no positions for one."""
     return fit.vary == CONTEXT and row.size != LIMIT
-
-
-def _bytes(row: FitRow, count: int | None) -> Cell:
-    if count is not None:
-        return Bytes(count)
-    return Missing(row.reason or row.status) if row.status == "unavailable" else None
 
 
 def _remarks(fit: Fit) -> Iterator[Remark]:
@@ -376,20 +312,10 @@ def remedies(fit: Fit, found: Remedied) -> Table:
 
 def remedy_table(found: Remedied, caption: str) -> Table:
     """The remedies, most bytes saved first; those that mean nothing here are named below."""
-    columns = (
-        Column("remedy", "remedy", "name", 100, "what is done"),
-        Column("outcome", "at this size", "text", 95, "whether it fits with this remedy alone"),
-        Column("saved", "saves", "bytes", 98, "how much less the allocator needs"),
-        Column("peak", "needs then", "bytes", 90, "the least that the allocator needs with it"),
-    )
-    return Table(
-        name="remedies",
-        title="What would make it fit",
-        caption=caption,
-        columns=columns,
-        rows=tuple(_remedy_cells(row) for row in found.rows if row.outcome != "not here"),
-        remarks=tuple(_remedy_remarks(found.rows)),
-    )
+    fields = REMEDY_FIELDS.only("name", "outcome", "saved", "peak")
+    rows = (row for row in found.rows if row.outcome != "not here")
+    remarks = tuple(_remedy_remarks(found.rows))
+    return Table.of("remedies", "What would make it fit", fields, rows, caption=caption, remarks=remarks)
 
 
 def _remedy_remarks(rows: Iterable[RemedyRow]) -> Iterator[Remark]:
@@ -400,7 +326,3 @@ def _remedy_remarks(rows: Iterable[RemedyRow]) -> Iterator[Remark]:
     for row in rows:
         if row.outcome == "not here":
             yield Remark(row.name, "not here", first_line(row.reason or ""))
-
-
-def _remedy_cells(row: RemedyRow) -> tuple[Cell, ...]:
-    return Label(row.name, hint=row.title), _OUTCOMES[row.outcome], Bytes(row.saved or 0), Bytes(row.peak or 0)

@@ -9,9 +9,6 @@ from memsize.documents import Document, findings_data, plain
 from memsize.documents.fit import remedy_table
 from memsize.documents.sections import (
     Bars,
-    Cell,
-    Column,
-    Label,
     Limit,
     Part,
     Phrase,
@@ -24,6 +21,8 @@ from memsize.documents.sections import (
     said_once,
 )
 from memsize.documents.versions import versions
+from memsize.records.cells import Cell, Label
+from memsize.records.fields import Column
 from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationReport, GenerationRow
 from memsize.records.roles import TITLES, in_order

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from memsize.documents.sections import Cell, Column, Path, Share, Specs, Table, Words
+from memsize.documents.sections import Table
 from memsize.errors import UnknownOutputError
 from memsize.records.aggregates import Row, Totals, visible
+from memsize.records.cells import Cell, Path, Share, Specs, Words
+from memsize.records.fields import Column
 from memsize.records.report import Report
 from memsize.units import Bytes
 

@@ -7,21 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
-from memsize.documents.sections import (
-    Bars,
-    Cell,
-    Column,
-    Label,
-    Part,
-    Path,
-    Section,
-    Specs,
-    Table,
-    Title,
-    Words,
-    input_text,
-    listed,
-)
+from memsize.documents.sections import Bars, Part, Section, Table, Title, input_text, listed
+from memsize.records.cells import Cell, Label, Path, Specs, Words
+from memsize.records.fields import Column
 from memsize.records.finding import Finding
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, LayoutReport, shortened
 from memsize.units import Bytes

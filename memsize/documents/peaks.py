@@ -6,19 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memsize.device.cards import card
-from memsize.documents.sections import (
-    Bars,
-    Cell,
-    Column,
-    Label,
-    Limit,
-    Path,
-    Remark,
-    Table,
-    role_columns,
-    role_part,
-    said_once,
-)
+from memsize.documents.sections import Bars, Limit, Remark, Table, role_part, said_once
+from memsize.records.cells import Cell, Label, Path
+from memsize.records.fields import Column, role_fields
 from memsize.records.finding import moment_in_words, optimizer_in_words
 from memsize.records.gpu import GpuEstimate, LiveStorage, Shortage
 from memsize.records.report import Report, ScenarioResult
@@ -56,7 +46,7 @@ def peak_table(report: Report) -> Table:
         Column("device_high", "to", "bytes", 80, "reserved and what is outside PyTorch, at most", beside="device_low"),
         Column("phase", "in", "text", 85, "the phase that the peak falls in", alone="phase"),
         Column("layer", "at", "name", 70, "the layer that the peak falls in", alone="layer"),
-        *role_columns([look.roles for _, _, look in runs], " alive at the peak"),
+        *role_fields([look.roles for _, _, look in runs], " alive at the peak"),
     )
     # A100, H100, L4 and RTX begin with a vowel when they are read out.
     article = "an" if report.gpu[:1] in "AHLR" else "a"

@@ -12,24 +12,20 @@ from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
 from memsize.documents.collectives import collective_tables
 from memsize.documents.sections import (
     Bars,
-    Cell,
     Chart,
-    Column,
-    Label,
-    Path,
     Phrase,
     ScenarioView,
     Section,
-    Specs,
     Table,
     Title,
     listed,
-    role_columns,
     role_part,
 )
 from memsize.documents.streams import stream_tables
 from memsize.documents.timeline import alive_table, course_table
 from memsize.documents.versions import versions
+from memsize.records.cells import Cell, Label, Path, Specs
+from memsize.records.fields import Column, role_fields
 from memsize.records.finding import Finding
 from memsize.records.peak_by_module import ModuleShare, peak_by_module
 from memsize.records.program import Assumed, LiveTensor, ProgramRun
@@ -163,7 +159,7 @@ def module_table(run: ProgramRun) -> Table:
         Column("type", "type", "text", 50, "its class"),
         Column("total", "at the peak", "bytes", 99, "what it holds at the peak of the run"),
         Column("most", "at most", "bytes", 70, "the most that it holds at any moment"),
-        *role_columns([share.roles for share in shares]),
+        *role_fields([share.roles for share in shares]),
     )
     rows = tuple(_module_cells(share, roles) for share in shares)
     return Table("modules", "Modules", columns, rows, caption="Alive at the peak of the run, by module")

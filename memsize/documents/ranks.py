@@ -9,20 +9,17 @@ from memsize.documents import MOST_SENTENCES, Document, findings_data
 from memsize.documents.program import ProgramDocument
 from memsize.documents.sections import (
     Bars,
-    Cell,
     Chart,
-    Column,
     Findings,
-    Label,
-    Path,
     Remark,
     ScenarioView,
     Section,
     Table,
     Title,
-    role_columns,
     role_part,
 )
+from memsize.records.cells import Cell, Label, Path
+from memsize.records.fields import Column, role_fields
 from memsize.records.finding import Finding
 from memsize.records.ranks import RankGroup, RankRuns, spans
 from memsize.records.roles import in_order
@@ -108,7 +105,7 @@ def rank_table(runs: RankRuns) -> Table:
         Column("device", "GPU, at most", "bytes", 99, "what the GPU shows at the peak, at most"),
         Column("phase", "in", "text", 96, "when the peak is", alone="phase"),
         Column("layer", "at", "name", 70, "the layer that runs then", alone="layer"),
-        *role_columns([group.run.peak.roles for group in runs.groups]),
+        *role_fields([group.run.peak.roles for group in runs.groups]),
     )
     rows = tuple(_cells(group, roles) for group in runs.groups)
     below = Remark(runs.named(runs.worst), "shown below", f"no {runs.noun} needs more")

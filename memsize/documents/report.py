@@ -21,16 +21,12 @@ from memsize.documents.layers import COLUMNS, FILE_NAMES, column_keys, layer_tab
 from memsize.documents.peaks import living_table, peak_bars, peak_table, scenario_label
 from memsize.documents.sections import (
     Bars,
-    Cell,
     Chart,
-    Column,
-    Missing,
     Part,
     Phrase,
     Remark,
     ScenarioView,
     Section,
-    Share,
     Stop,
     Table,
     Title,
@@ -43,8 +39,9 @@ from memsize.documents.streams import compared_streams
 from memsize.documents.versions import versions
 from memsize.errors import OutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes
-from memsize.records.answer import FlatTable
+from memsize.records.cells import Cell, Missing, Share
 from memsize.records.codec import coder
+from memsize.records.fields import Column, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
 from memsize.records.report import FIGURES, Report, ScenarioResult, figures

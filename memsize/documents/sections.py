@@ -1,113 +1,18 @@
-"""Typed parts that every document is made of, and that every renderer draws.
-
-A cell is a value with a type (bytes, a share, a path, tensor specs …) and never text that was already formatted, so
-that each renderer draws it in its own way and none can know more than another. None is a cell that has no meaning in
-its row; `Missing` is a figure that is not known, with the reason.
-"""
+"""Typed parts that every document is made of, and that every renderer draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from memsize.records.cells import Cell, Label, Missing
+from memsize.records.fields import Column, Fields
 from memsize.records.finding import Finding
-from memsize.records.roles import Role, in_order, noun
+from memsize.records.roles import Role, noun
 from memsize.records.timeline import Timeline
-from memsize.records.trace import Failure, InputTensor, TensorSpec
+from memsize.records.trace import Failure, InputTensor
 from memsize.units import Bytes
-
-
-class Path(str):
-    """A module's or tensor's qualified name."""
-
-    __slots__ = ()
-
-
-class Sized(int):
-    """Bytes in a column of several units: drawn with their own."""
-
-    __slots__ = ()
-
-
-class Share(float):
-    """A part of a whole: 0.5 is half of it."""
-
-    __slots__ = ()
-
-
-class Signed(int):
-    """Bytes above (> 0) or below something."""
-
-    __slots__ = ()
-
-
-class Change(float):
-    """How far above (> 0) or below something, as a part of it: 0.012 is 1.2 % more."""
-
-    __slots__ = ()
-
-
-class Words(tuple[str, ...]):
-    """Short texts in one cell: marks, dtypes."""
-
-    __slots__ = ()
-
-
-class Specs(tuple[TensorSpec, ...]):
-    """The tensors that a module returns."""
-
-    __slots__ = ()
-
-
-class Missing(NamedTuple):
-    """A figure that is not known, and why."""
-
-    reason: str
-
-
-class Label(NamedTuple):
-    """A row's name; `modelled` when its figures were not all run, `hint` says in a few words what it is."""
-
-    text: str
-    modelled: bool = False
-    hint: str = ""
-
-
-Cell = Label | Path | Specs | Words | Share | Change | Signed | Sized | Bytes | str | int | Missing | None
-Kind = Literal["name", "text", "specs", "count", "bytes", "share", "words"]
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column: its stable `key`, its title, what its cells are, and how much it matters where room is short.
-
-    Its bytes are those of `role`, if they are of one. It goes where the column `beside` it, without which it says
-    nothing, goes. An `optional` one is shown where it is asked for. A title that says nothing without its row, such as
-    "in", has a name to be called by `alone`.
-    """
-
-    key: str
-    title: str
-    kind: Kind
-    weight: int
-    help: str = ""
-    role: Role | None = None
-    beside: str = ""
-    optional: bool = False
-    alone: str = ""
-
-
-def role_columns(held: Sequence[Mapping[Role, int]], meaning: str = "") -> list[Column]:
-    """A column for the bytes of each role in `held`. Where there is no room for all, the one whose largest figure is
-    smallest is left out first.
-    """
-    roles = in_order(role for sizes in held for role in sizes)
-    by_size = sorted(roles, key=lambda role: -max(sizes.get(role, 0) for sizes in held))
-    weights = {role: 60 - 3 * place for place, role in enumerate(by_size)}
-    named = ((role, noun(role)) for role in roles)
-    return [Column(role, name, "bytes", weights[role], meaning and f"{name}{meaning}", role) for role, name in named]
-
 
 Phrase = tuple[str | Bytes, ...]
 """Words and sizes, drawn with a space between them."""
@@ -247,6 +152,13 @@ class Table:
     chosen: bool = False
     caption: str = ""
     hint: str = "A file or a pipe gets them all."
+
+    @classmethod
+    def of(
+        cls, name: str, title: str, fields: Fields[Any], rows: Iterable[Any], answer: Any = None, **options: Any
+    ) -> Table:
+        """The table of the declared `fields` of `rows`; cells that depend on more than their row read `answer`."""
+        return cls(name, title, fields.columns, tuple(fields.cells(row, answer) for row in rows), **options)
 
     @property
     def modelled(self) -> bool:

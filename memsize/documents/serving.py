@@ -7,22 +7,10 @@ from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain
 from memsize.documents.fit import remedy_table
-from memsize.documents.sections import (
-    Bars,
-    Cell,
-    Column,
-    Label,
-    Limit,
-    Part,
-    Phrase,
-    Remark,
-    Section,
-    Table,
-    Title,
-    listed,
-    said_once,
-)
+from memsize.documents.sections import Bars, Limit, Part, Phrase, Remark, Section, Table, Title, listed, said_once
 from memsize.documents.versions import versions
+from memsize.records.cells import Cell, Label
+from memsize.records.fields import Column
 from memsize.records.fit import Remedied
 from memsize.records.serving import ServingReport, ServingRow
 from memsize.units import Bytes

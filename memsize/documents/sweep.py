@@ -8,22 +8,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data
-from memsize.documents.sections import (
-    Bars,
-    Cell,
-    Column,
-    Kind,
-    Label,
-    Limit,
-    Missing,
-    Path,
-    Remark,
-    Section,
-    Table,
-    Title,
-    listed,
-    role_part,
-)
+from memsize.documents.sections import Bars, Limit, Remark, Section, Table, Title, listed, role_part
+from memsize.records.cells import Cell, Label, Missing, Path
+from memsize.records.fields import Column, ColumnKind
 from memsize.records.roles import TITLES, noun
 from memsize.records.sweep import Sweep, SweepRow, phrase_of, setting_text
 from memsize.units import Bytes
@@ -32,7 +19,7 @@ SCHEMA: Final = "memsize.sweep/1"
 MOST_BARS: Final = 12
 """How many cells are drawn: those that need most, where there are more."""
 _OUTCOMES: Final = {"fits": "yes", "exceeds": "no", "unsure": "perhaps", "failed": "failed"}
-_SETTINGS: Final[Mapping[str, tuple[str, Kind, str]]] = {
+_SETTINGS: Final[Mapping[str, tuple[str, ColumnKind, str]]] = {
     "target": ("target", "name", "the model"),
     "arguments": ("arguments", "text", "what it is built with"),
     "input": ("input", "text", "the shape of its input"),

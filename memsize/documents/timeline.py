@@ -7,21 +7,11 @@ from typing import Any, Final
 
 from memsize.documents import Document
 from memsize.documents.collectives import collective_tables
-from memsize.documents.sections import (
-    Cell,
-    Chart,
-    Column,
-    Path,
-    Phrase,
-    Section,
-    Table,
-    Title,
-    Words,
-    listed,
-    role_columns,
-)
+from memsize.documents.sections import Chart, Phrase, Section, Table, Title, listed
 from memsize.documents.streams import stream_tables
 from memsize.documents.versions import versions
+from memsize.records.cells import Cell, Path, Words
+from memsize.records.fields import Column, role_fields
 from memsize.records.finding import Finding, Moment
 from memsize.records.roles import in_order, noun
 from memsize.records.timeline import PhaseSummary, Timeline, courses, to_data
@@ -126,7 +116,7 @@ def _course_cells(course: PhaseSummary) -> tuple[Cell, ...]:
 def alive_table(told: Sequence[PhaseSummary]) -> Table:
     """One row per phase: what is alive by role at its highest moment. Roles add up to what is live then."""
     roles = in_order(role for course in told for role in course.summit.roles)
-    columns = (*_PHASE, *role_columns([course.summit.roles for course in told]))
+    columns = (*_PHASE, *role_fields([course.summit.roles for course in told]))
     rows = tuple((*_phase_cells(c), *(Bytes(c.summit.roles.get(role, 0)) for role in roles)) for c in told)
     table = Table("alive", "Alive", columns, rows, caption="Alive at the highest moment of each phase")
     return table.without_empty("steps")

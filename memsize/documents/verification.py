@@ -7,23 +7,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, plain, renamed
-from memsize.documents.sections import (
-    Bar,
-    Bars,
-    Cell,
-    Change,
-    Column,
-    Label,
-    Missing,
-    Part,
-    Path,
-    Section,
-    Signed,
-    Table,
-    Title,
-    Words,
-    listed,
-)
+from memsize.documents.sections import Bar, Bars, Part, Section, Table, Title, listed
+from memsize.records.cells import Cell, Change, Label, Missing, Path, Signed, Words
+from memsize.records.fields import Column
 from memsize.records.finding import Finding
 from memsize.records.verification import Alignment, AllocationDifference, FigureComparison, Verification, VerifiedRun
 from memsize.units import Bytes, dotted_cudnn

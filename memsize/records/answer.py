@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from memsize import files
 from memsize.printable import printable
+from memsize.records.fields import BYTES, Fields, FlatTable, field
 from memsize.records.finding import Finding
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
     from pandas.io.formats.style import Styler
     from plotly.graph_objects import Figure
-
-
-class FlatTable(NamedTuple):
-    """Plain values in rows and columns, as a csv file and a DataFrame hold them. The rows can be read once.
-
-    `sizes` names the columns of bytes whose names don't end in ``bytes``.
-    """
-
-    columns: tuple[str, ...]
-    rows: Iterable[Sequence[object]]
-    sizes: Collection[str] = ()
-
-    @classmethod
-    def of(cls, records: Iterable[Mapping[str, object]], sizes: Collection[str] = ()) -> FlatTable:
-        """The table of `records`, which all have the same keys."""
-        rest = iter(records)
-        first = next(rest, None)
-        if first is None:
-            return cls((), ())
-        return cls(tuple(first), (tuple(record.values()) for record in chain((first,), rest)), sizes)
-
-    def records(self) -> list[dict[str, object]]:
-        """Its rows as dicts."""
-        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
-
-    def frame(self) -> DataFrame:
-        """The table as a DataFrame; ``attrs["units"]`` has the unit of each column of bytes. It imports pandas."""
-        from pandas import DataFrame
-
-        frame = DataFrame(list(self.rows), columns=list(self.columns))
-        frame.attrs["units"] = {name: "B" for name in self.columns if name in self.sizes or name.endswith("bytes")}
-        return frame
 
 
 class Renderable:
@@ -91,12 +57,19 @@ class FindingList(tuple[Finding, ...], Renderable):
 
     def tables(self) -> dict[str, FlatTable]:
         """`findings`: one row for each."""
-        columns = ("code", "bytes", "layers", "text")
-        return {"findings": FlatTable(columns, ((f.code, f.bytes, ", ".join(f.layers), f.text()) for f in self))}
+        return {"findings": _FINDING_FIELDS.flat(self)}
 
     def __repr__(self) -> str:
         lines = "\n".join(f"{n}. {printable(finding.text())}" for n, finding in enumerate(self, 1))
         return lines or "nothing to explain"
+
+
+_FINDING_FIELDS: Final = Fields[Finding](
+    field("code"),
+    field("bytes", kind=BYTES),
+    field("layers", get=lambda finding: ", ".join(finding.layers)),
+    field("text", get=lambda finding: finding.text()),
+)
 
 
 class Saveable:

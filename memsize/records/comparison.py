@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from memsize.printable import printable
 from memsize.records.aggregates import Totals, stored_dtypes, totals
-from memsize.records.answer import Answer, FlatTable
+from memsize.records.answer import Answer
+from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import LiveStorage
 from memsize.records.trace import StoredTensor, Trace

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as attribute
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
-from memsize.records.answer import Answer, FlatTable
+from memsize.records.answer import Answer
+from memsize.records.cells import Label, Missing, Path
+from memsize.records.fields import BYTES, COUNT, NAME, ROLE, SCENARIO, TEXT, Fields, FlatTable, field
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card
 from memsize.records.roles import Role
 from memsize.records.trace import InputTensor, TensorSpec, Trace
+from memsize.units import Bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -53,10 +57,10 @@ class FitRow:
     per_step: int | None = None
     fixed: int | None = None
     bind: Bind | None = None
-    standing: Mapping[Role, int] = field(default_factory=dict)
+    standing: Mapping[Role, int] = attribute(default_factory=dict)
     looked: tuple[int, ...] = ()
     step: int = 1
-    refused: Mapping[int, str] = field(default_factory=dict)
+    refused: Mapping[int, str] = attribute(default_factory=dict)
     monotone: bool = True
     grows_in: str = ""
     batch: int | None = None
@@ -77,6 +81,81 @@ class FitRow:
         return None if self.peak is None else self.budget - self.peak
 
 
+def _role_that_binds(row: FitRow) -> Role | None:
+    return row.bind.role if row.bind else None
+
+
+def _answered(row: FitRow) -> int | None:
+    return row.size if row.status in ANSWERED or row.status == "exceeds" else None
+
+
+FIT_FIELDS: Final = Fields[FitRow](
+    SCENARIO,
+    field("gpu", "GPU", TEXT, 99, "where it is run", is_key=True),
+    field("batch", "batch", COUNT, 99, "how many sequences", is_key=True),
+    field("budget", kind=BYTES, nullable=True),
+    field("status"),
+    field("size", "largest", COUNT, 98, "the answer", get=_answered, nullable=True),
+    field("peak", "needs", BYTES, 95, "the least that the allocator needs for it", nullable=True),
+    field("headroom", "left", BYTES, 80, "what the allocator has beyond that", nullable=True),
+    field(
+        "next_size",
+        "next",
+        COUNT,
+        84,
+        "the next size, which does not fit",
+        nullable=True,
+        cell=lambda row, _: row.next_size,
+    ),
+    field(
+        "next_peak",
+        "would need",
+        BYTES,
+        83,
+        "the least that the allocator would need for it",
+        nullable=True,
+        beside="next_size",
+    ),
+    field("per_step", "per step", BYTES, 75, "what one more adds to what tensors ask for at their peak", nullable=True),
+    field("fixed", "fixed", BYTES, 70, "what does not depend on the size", nullable=True, alone="what is fixed"),
+    field("grows_in", get=lambda row: row.grows_in or None),
+    field(
+        "binds",
+        "mostly",
+        TEXT,
+        90,
+        "the role with most bytes where the next size runs out",
+        key="bind",
+        get=_role_that_binds,
+        drawn=ROLE,
+    ),
+    field(
+        "phase",
+        "in",
+        TEXT,
+        86,
+        "the phase in which it runs out",
+        get=lambda row: row.bind.phase if row.bind else None,
+        alone="phase",
+    ),
+    field(
+        "layer",
+        "at",
+        NAME,
+        72,
+        "the layer at which it runs out, or the op beside them",
+        get=lambda row: row.bind.layer if row.bind else None,
+        cell=lambda row, _: Path(row.bind.layer or row.bind.op) if row.bind else None,
+        alone="layer",
+    ),
+    field("op", get=lambda row: row.bind.op if row.bind else None),
+    field("runs", kind=COUNT, get=lambda row: len(row.looked), nullable=True),
+    field("reason"),
+    lacks=lambda row: row.status == "unavailable",
+    missing=lambda row: Missing(row.reason or row.status),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class RemedyRow:
     """One remedy at the size that was asked about: what it needs then, and what that saves.
@@ -93,6 +172,45 @@ class RemedyRow:
     peak: int | None = None
     saved: int | None = None
     reason: str | None = None
+
+
+OUTCOMES: Final = {"fits": "fits", "saves": "helps", "no help": "no help here", "not here": "not here"}
+"""What the outcomes of remedies are called in tables."""
+
+REMEDY_FIELDS: Final = Fields[RemedyRow](
+    field(
+        "name", "remedy", NAME, 100, "what is done", key="remedy", cell=lambda row, _: Label(row.name, hint=row.title)
+    ),
+    field("title"),
+    field("cost"),
+    field(
+        "outcome",
+        "at this size",
+        TEXT,
+        95,
+        "whether it fits with this remedy alone",
+        cell=lambda row, _: OUTCOMES[row.outcome],
+    ),
+    field(
+        "peak",
+        "needs then",
+        BYTES,
+        90,
+        "the least that the allocator needs with it",
+        nullable=True,
+        cell=lambda row, _: Bytes(row.peak or 0),
+    ),
+    field(
+        "saved",
+        "saves",
+        BYTES,
+        98,
+        "how much less the allocator needs",
+        nullable=True,
+        cell=lambda row, _: Bytes(row.saved or 0),
+    ),
+    field("reason"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +278,9 @@ class Fit(Answer):
     findings: tuple[Finding, ...] = ()
     remedied: Remedied | None = None
     notes: tuple[str, ...] = ()
-    traces: Mapping[FitRun, Trace] = field(default_factory=dict)
+    traces: Mapping[FitRun, Trace] = attribute(default_factory=dict)
     runs: int = 0
-    generation: Mapping[str, object] = field(default_factory=dict)
+    generation: Mapping[str, object] = attribute(default_factory=dict)
     missing: tuple[str, ...] = ()
     """What was not run since Ctrl-C ended it before; empty where the answer is complete."""
 
@@ -182,53 +300,25 @@ class Fit(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`rows` and `remedies`, as the properties of these names have them."""
-        columns = ("name", "title", "cost", "outcome", "peak", "saved", "reason")
-        remedies = self.remedied.rows if self.remedied else ()
         return {
-            "rows": FlatTable.of(map(_row_record, self.fit_rows), _SIZES),
-            "remedies": FlatTable(
-                columns, [tuple(getattr(row, name) for name in columns) for row in remedies], ("peak", "saved")
-            ),
+            "rows": self.row_fields.flat(self.fit_rows),
+            "remedies": REMEDY_FIELDS.flat(self.remedied.rows if self.remedied else ()),
         }
+
+    @property
+    def row_fields(self) -> Fields[FitRow]:
+        """The fields of its rows; the batch only where it was searched at several."""
+        return FIT_FIELDS if any(row.batch is not None for row in self.fit_rows) else FIT_FIELDS.without("batch")
 
     @property
     def rows(self) -> DataFrame:
         """One row per scenario and GPU; sizes are counts, everything else is bytes."""
-        whole = (*_SIZES, "size", "next_size", "runs")
-        return self.tables()["rows"].frame().astype(dict.fromkeys(whole, "Int64"))
+        return self.tables()["rows"].frame()
 
     @property
     def remedies(self) -> DataFrame:
         """One row per remedy that was tried; empty where none was."""
-        return self.tables()["remedies"].frame().astype({"peak": "Int64", "saved": "Int64"})
-
-
-_SIZES: Final = ("budget", "peak", "headroom", "next_peak", "per_step", "fixed")
-
-
-def _row_record(row: FitRow) -> dict[str, object]:
-    bind = row.bind
-    return {
-        "scenario": row.scenario,
-        "gpu": row.gpu,
-        **({} if row.batch is None else {"batch": row.batch}),
-        "budget": row.budget,
-        "status": row.status,
-        "size": row.size if row.status in ANSWERED or row.status == "exceeds" else None,
-        "peak": row.peak,
-        "headroom": row.headroom,
-        "next_size": row.next_size,
-        "next_peak": row.next_peak,
-        "per_step": row.per_step,
-        "fixed": row.fixed,
-        "grows_in": row.grows_in or None,
-        "binds": bind.role if bind else None,
-        "phase": bind.phase if bind else None,
-        "layer": bind.layer if bind else None,
-        "op": bind.op if bind else None,
-        "runs": len(row.looked),
-        "reason": row.reason,
-    }
+        return self.tables()["remedies"].frame()
 
 
 @dataclass(frozen=True, slots=True)

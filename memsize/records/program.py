@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
-from memsize.records.answer import Answer, FlatTable
+from memsize.records.answer import Answer
+from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card, GpuEstimate, Interval
 from memsize.records.roles import Role

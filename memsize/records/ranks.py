@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import ClassVar, Literal
 
-from memsize.records.answer import Answer, FlatTable
+from memsize.records.answer import Answer
+from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
 from memsize.records.program import ProgramRun
 from memsize.records.roles import in_order

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from memsize.records.aggregates import Row, Totals, own_rows, stored_dtypes, totals
-from memsize.records.answer import Answer, FlatTable
+from memsize.records.answer import Answer
+from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import GpuEstimate
 from memsize.records.trace import Failure, StoredTensor, Trace

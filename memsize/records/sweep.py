@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from memsize import files
 from memsize.errors import OutputError
-from memsize.records.answer import Answer, FlatTable
+from memsize.records.answer import Answer
+from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
 from memsize.records.roles import Role

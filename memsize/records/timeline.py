@@ -9,7 +9,8 @@ from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.errors import InputError
-from memsize.records.answer import FlatTable, Renderable
+from memsize.records.answer import Renderable
+from memsize.records.fields import FlatTable
 from memsize.records.gpu import Card, StreamShare
 from memsize.records.roles import ROLES, Role
 from memsize.records.trace import Storage

@@ -6,22 +6,10 @@ import unicodedata
 from collections.abc import Sequence
 from itertools import groupby, takewhile
 
-from memsize.documents.sections import (
-    Cell,
-    Change,
-    Column,
-    Label,
-    Missing,
-    Path,
-    Phrase,
-    Share,
-    Signed,
-    Sized,
-    Specs,
-    Title,
-    Words,
-)
+from memsize.documents.sections import Phrase, Title
 from memsize.printable import LONGEST, printable, printable_lines
+from memsize.records.cells import Cell, Change, Label, Missing, Path, Share, Signed, Sized, Specs, Words
+from memsize.records.fields import Column
 from memsize.records.trace import Failure, TensorSpec
 from memsize.units import Bytes, amount_in, format_bytes
 

@@ -12,9 +12,11 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from memsize.documents import Document
-from memsize.documents.sections import Bars, Chart, Column, Path, Table, Title
+from memsize.documents.sections import Bars, Chart, Table, Title
 from memsize.errors import OutputError, first_line
 from memsize.printable import printable
+from memsize.records.cells import Path
+from memsize.records.fields import Column
 from memsize.records.roles import TITLES, noun
 from memsize.records.timeline import Phase, Timeline
 from memsize.render.bars import longest_drawn

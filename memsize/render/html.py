@@ -16,17 +16,9 @@ from json import dumps
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from memsize.documents import Document
-from memsize.documents.sections import (
-    Bar,
-    Bars,
-    Chart,
-    Label,
-    ScenarioView,
-    Section,
-    Table,
-    Title,
-)
+from memsize.documents.sections import Bar, Bars, Chart, ScenarioView, Section, Table, Title
 from memsize.printable import printable, printable_lines
+from memsize.records.cells import Label
 from memsize.records.roles import TITLES, Role
 from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage

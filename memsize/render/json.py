@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Final
 
 from memsize.documents import Document
-from memsize.records.answer import FlatTable
+from memsize.records.fields import FlatTable
 from memsize.render.screen import WHOLE, Screen
 
 _AT_ONCE: Final = 1000

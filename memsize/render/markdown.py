@@ -6,22 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memsize.documents import Document
-from memsize.documents.sections import (
-    Bars,
-    Cell,
-    Chart,
-    Findings,
-    Notes,
-    Path,
-    Section,
-    Specs,
-    Stop,
-    Table,
-    Title,
-    Verdict,
-    Words,
-)
+from memsize.documents.sections import Bars, Chart, Findings, Notes, Section, Stop, Table, Title, Verdict
 from memsize.printable import printable
+from memsize.records.cells import Cell, Path, Specs, Words
 from memsize.render import bars, chart
 from memsize.render.cell_text import MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
 from memsize.render.screen import WHOLE, Screen

@@ -8,8 +8,10 @@ from typing import Final
 
 from markupsafe import Markup, escape
 
-from memsize.documents.sections import Cell, Column, Label, Missing, Path, Signed, Table
+from memsize.documents.sections import Table
 from memsize.printable import printable
+from memsize.records.cells import Cell, Label, Missing, Path, Signed
+from memsize.records.fields import Column
 from memsize.records.roles import Role
 from memsize.render.cell_text import draw_cell
 from memsize.units import Bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from memsize.records.answer import FlatTable
+from memsize.records.fields import FlatTable
 from memsize.records.roles import TITLES
 from memsize.units import amount_in
 

@@ -10,8 +10,9 @@ from itertools import chain
 from typing import Any, Final
 
 from memsize.documents import Document
-from memsize.documents.sections import Bars, Chart, Column, Findings, Notes, Section, Stop, Table, Title, Verdict
+from memsize.documents.sections import Bars, Chart, Findings, Notes, Section, Stop, Table, Title, Verdict
 from memsize.printable import printable
+from memsize.records.fields import Column
 from memsize.render import bars, chart
 from memsize.render.cell_text import (
     MODELLED,

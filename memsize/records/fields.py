@@ -1,0 +1,294 @@
+"""Fields: the columns of a record, each declared once for every format.
+
+    ROWS = Fields[FitRow](
+        field("scenario", "scenario", NAME, 100, "how the model is stored and run"),
+        field("peak", "needs", BYTES, 95, "the least that the allocator needs for it"),
+    )
+
+Files (csv, JSON, DataFrames) hold `get(row)` under the field's `name`; documents (terminal, markdown, pages) draw the
+cell below its `title`. A field without a title is only in files, a field made by `shown` only in documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
+
+from memsize.records.cells import Cell, Change, Label, Missing, Path, Share, Signed, Specs, Words
+from memsize.records.roles import Role, in_order, noun
+from memsize.units import Bytes
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+ColumnKind = Literal["name", "text", "specs", "count", "bytes", "share", "words"]
+R = TypeVar("R")
+
+
+class Kind(NamedTuple):
+    """What a field holds: how its column is drawn, and the type of its cells. `is_size`: files hold bytes."""
+
+    drawn: ColumnKind
+    cell: Callable[[Any], Cell]
+    is_size: bool = False
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+NAME: Final = Kind("name", _same)
+PATH: Final = Kind("name", Path)
+TEXT: Final = Kind("text", _same)
+ROLE: Final = Kind("text", noun)
+WORDS: Final = Kind("words", Words)
+SPECS: Final = Kind("specs", Specs)
+COUNT: Final = Kind("count", _same)
+BYTES: Final = Kind("bytes", Bytes, is_size=True)
+SIGNED: Final = Kind("bytes", Signed, is_size=True)
+SHARE: Final = Kind("share", Share)
+CHANGE: Final = Kind("share", Change)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its stable `key`, its title, what its cells are, and how much it matters where room is short.
+
+    Its bytes are those of `role`, if they are of one. It goes where the column `beside` it, without which it says
+    nothing, goes. An `optional` one is shown where it is asked for. A title that says nothing without its row, such as
+    "in", has a name to be called by `alone`.
+    """
+
+    key: str
+    title: str
+    kind: ColumnKind
+    weight: int
+    help: str = ""
+    role: Role | None = None
+    beside: str = ""
+    optional: bool = False
+    alone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Field(Column, Generic[R]):
+    """One field of a record: a column, the `name` that files give it, and its getters.
+
+    `get` reads the value that files hold, `cell` the cell that documents draw, from the row and the answer that it
+    belongs to; without one it is the value of `get` in the type of `values`. A `key` field has a value in every row,
+    also in rows without figures. The DataFrame column of a `nullable` one is Int64. `adds` says that the rows add up.
+    """
+
+    name: str = ""
+    values: Kind = TEXT
+    get: Callable[[R], Any] = _same
+    cell: Callable[[R, Any], Cell] | None = None
+    in_files: bool = True
+    is_key: bool = False
+    nullable: bool = False
+    adds: bool = False
+
+
+def field(
+    name: str,
+    title: str = "",
+    kind: Kind = TEXT,
+    weight: int = 0,
+    hint: str = "",
+    *,
+    get: Callable[[R], Any] | None = None,
+    cell: Callable[[R, Any], Cell] | None = None,
+    key: str = "",
+    drawn: Kind | None = None,
+    is_key: bool = False,
+    nullable: bool = False,
+    adds: bool = False,
+    in_files: bool = True,
+    role: Role | None = None,
+    beside: str = "",
+    optional: bool = False,
+    alone: str = "",
+) -> Field[R]:
+    """A field called `name` in files and `title` in documents, where it is drawn as `drawn` (default: its kind).
+
+    Its value is the attribute `name` unless `get` reads it; `key` is the column's key where that is not `name`.
+    """
+    return Field(
+        key or name,
+        title,
+        (drawn or kind).drawn,
+        weight,
+        hint,
+        role,
+        beside,
+        optional,
+        alone,
+        name,
+        kind if drawn is None else kind._replace(cell=drawn.cell),
+        get or attrgetter(name),
+        cell,
+        in_files,
+        is_key,
+        nullable,
+        adds,
+    )
+
+
+def shown(name: str, title: str, kind: Kind, weight: int, hint: str = "", **options: Any) -> Field[Any]:
+    """A field that only documents have; `options` as in `field`."""
+    return field(name, title, kind, weight, hint, in_files=False, **options)
+
+
+SCENARIO: Final[Field[Any]] = field(
+    "scenario",
+    "scenario",
+    NAME,
+    100,
+    "how the model is stored and run",
+    cell=lambda row, _: Label(row.scenario, hint=row.title),
+    is_key=True,
+)
+"""The field of records whose rows are named by a `scenario`, explained by their `title`."""
+
+
+class Fields(Generic[R]):
+    """The fields of one record, in order.
+
+    A row that `lacks` figures has the cell `missing` in its columns of numbers and None in the others, but for its key
+    fields and for fields that have a `cell` of their own.
+    """
+
+    def __init__(
+        self,
+        *fields: Field[R],
+        lacks: Callable[[R], bool] = lambda row: False,
+        missing: Callable[[R], Cell] = lambda row: None,
+    ) -> None:
+        self._fields = fields
+        self._lacks = lacks
+        self._missing = missing
+
+    def __iter__(self) -> Iterator[Field[R]]:
+        return iter(self._fields)
+
+    @property
+    def columns(self) -> tuple[Field[R], ...]:
+        """The fields that documents draw."""
+        return tuple(each for each in self._fields if each.title)
+
+    def only(self, *names: str) -> Fields[R]:
+        """The fields of these names, in their order."""
+        by_name = {each.name: each for each in self._fields}
+        return self._with(by_name[name] for name in names)
+
+    def without(self, *names: str) -> Fields[R]:
+        """The fields without those of these names."""
+        return self._with(each for each in self._fields if each.name not in names)
+
+    def titled(self, **titles: str) -> Fields[R]:
+        """The fields with other titles, by name."""
+        return self._with(replace(each, title=titles.get(each.name, each.title)) for each in self._fields)
+
+    def hinted(self, **hints: str) -> Fields[R]:
+        """The fields with other hints, by name."""
+        return self._with(replace(each, help=hints.get(each.name, each.help)) for each in self._fields)
+
+    def drawn(self, **cells: Callable[[R, Any], Cell]) -> Fields[R]:
+        """The fields with other cells, by name."""
+        return self._with(replace(each, cell=cells.get(each.name, each.cell)) for each in self._fields)
+
+    def plus(self, *fields: Field[R]) -> Fields[R]:
+        """The fields with more behind them."""
+        return self._with((*self._fields, *fields))
+
+    def _with(self, fields: Iterable[Field[R]]) -> Fields[R]:
+        return Fields(*fields, lacks=self._lacks, missing=self._missing)
+
+    def record(self, row: R) -> dict[str, Any]:
+        """A row as files hold it."""
+        return {each.name: each.get(row) for each in self._fields if each.in_files}
+
+    def flat(self, rows: Iterable[R]) -> FlatTable:
+        """The rows as files hold them."""
+        filed = tuple(each for each in self._fields if each.in_files)
+        return FlatTable(
+            tuple(each.name for each in filed),
+            (tuple(each.get(row) for each in filed) for row in rows),
+            tuple(each.name for each in filed if each.values.is_size),
+            tuple(each.name for each in filed if each.nullable),
+        )
+
+    def cells(self, row: R, answer: Any = None) -> tuple[Cell, ...]:
+        """A row as documents draw it."""
+        lacks, missing = self._lacks(row), self._missing(row)
+        return tuple(_cell(each, row, answer, lacks, missing) for each in self.columns)
+
+    def total(self, label: str, sums: Any, answer: Any = None) -> tuple[Cell, ...]:
+        """The cells of a row of sums below `label`: the fields that add up, read from `sums`."""
+        _, *others = self.columns
+        return (label, *(_cell(each, sums, answer, False, None) if each.adds else None for each in others))
+
+
+def _cell(of: Field[Any], row: Any, answer: Any, lacks: bool, missing: Cell) -> Cell:
+    if of.cell is not None:
+        return of.cell(row, answer)
+    if lacks and not of.is_key:
+        return missing if of.kind in ("bytes", "count", "share") else None
+    value = of.get(row)
+    return value if value is None or isinstance(value, Missing) else of.values.cell(value)
+
+
+def role_fields(sizes: Sequence[Mapping[Role, int]], meaning: str = "", of: str = "roles") -> tuple[Field[Any], ...]:
+    """A field for the bytes of each role in `sizes`, which rows have as their attribute `of`.
+
+    Where there is no room for all, the column whose largest figure is smallest is left out first.
+    """
+    roles = in_order(role for each in sizes for role in each)
+    by_size = sorted(roles, key=lambda role: -max(each.get(role, 0) for each in sizes))
+    weights = {role: 60 - 3 * position for position, role in enumerate(by_size)}
+    read = attrgetter(of)
+
+    def getter(role: Role) -> Callable[[Any], int]:
+        return lambda row: read(row).get(role, 0)
+
+    named = ((role, noun(role)) for role in roles)
+    return tuple(
+        field(role, title, BYTES, weights[role], meaning and f"{title}{meaning}", get=getter(role), role=role)
+        for role, title in named
+    )
+
+
+class FlatTable(NamedTuple):
+    """Plain values in rows and columns, as a csv file and a DataFrame hold them. The rows can be read once.
+
+    `sizes` names the columns of bytes, `nullable` the columns of whole numbers of which some may be unknown.
+    """
+
+    columns: tuple[str, ...]
+    rows: Iterable[Sequence[object]]
+    sizes: Collection[str] = ()
+    nullable: Collection[str] = ()
+
+    @classmethod
+    def of(cls, records: Iterable[Mapping[str, object]], sizes: Collection[str] = ()) -> FlatTable:
+        """The table of `records`, which all have the same keys."""
+        rest = iter(records)
+        first = next(rest, None)
+        if first is None:
+            return cls((), ())
+        return cls(tuple(first), (tuple(record.values()) for record in chain((first,), rest)), sizes)
+
+    def records(self) -> list[dict[str, object]]:
+        """Its rows as dicts."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def frame(self) -> DataFrame:
+        """The table as a DataFrame; ``attrs["units"]`` has the unit of each column of bytes. It imports pandas."""
+        from pandas import DataFrame
+
+        frame = DataFrame(list(self.rows), columns=list(self.columns)).astype(dict.fromkeys(self.nullable, "Int64"))
+        frame.attrs["units"] = {name: "B" for name in self.columns if name in self.sizes or name.endswith("bytes")}
+        return frame
