@@ -39,7 +39,7 @@ from memsize.analysis.verify.verification import Experiment
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.autocast_region import cuda_semantics
 from memsize.kernels import rules
-from memsize.kernels.cudnn.conv_problem import Convolution
+from memsize.kernels.cudnn.library import Convolution
 from memsize.kernels.cudnn.workspaces import Plans
 from memsize.kernels.registry import TEMPORARIES
 from memsize.loading.weightless import Weightless

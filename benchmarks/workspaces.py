@@ -22,8 +22,7 @@ from memsize.device.allocator import replay
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.workspace_bounds import requests, variants
-from memsize.kernels.cudnn.conv_problem import Convolution
-from memsize.kernels.cudnn.library import Library, installed
+from memsize.kernels.cudnn.library import Convolution, Library, installed
 from memsize.kernels.cudnn.workspaces import Plans, estimate
 from memsize.records.measurement import SoftwareStack
 from memsize.records.trace import Trace

@@ -24,8 +24,7 @@ from memsize.device.workspace_bounds import is_estimated, requests, variants
 from memsize.errors import InputError
 from memsize.kernels.convolution import Convolutions, Kernels
 from memsize.kernels.cudnn.backend import CudnnError
-from memsize.kernels.cudnn.conv_problem import Convolution
-from memsize.kernels.cudnn.library import OLDEST, Library, Plan, installed
+from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, installed
 from memsize.kernels.cudnn.workspaces import Plans, estimate
 from memsize.loading.weightless import Weightless
 from memsize.model.input_tensors import inputs_from_data

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.cuda.autocast_region import cuda_semantics
 from memsize.errors import ScenarioError
-from memsize.precision.dequantized import run_as
 from memsize.precision.layouts import Kernel
+from memsize.precision.quantized import run_as
 from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype
 from memsize.spec.scenario import SCENARIOS
 

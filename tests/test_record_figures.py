@@ -12,7 +12,7 @@ import pytest
 from memsize.documents.sections import Kind, Table
 from memsize.errors import InputError
 from memsize.precision.layouts import LAYOUTS, part
-from memsize.precision.modelled import modelled
+from memsize.precision.quantized import modelled
 from memsize.precision.recipes import apply_scenario
 from memsize.records.aggregates import Row, Totals, alive, own_rows, peak, split_phase, stored_dtypes, totals, visible
 from memsize.records.cells import Cell, Share, Specs, Words

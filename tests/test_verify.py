@@ -34,7 +34,7 @@ from memsize.analysis.verify.verification import (
 )
 from memsize.cli import run
 from memsize.errors import InputError, OutputError, ScenarioError
-from memsize.kernels.cudnn.conv_problem import Convolution
+from memsize.kernels.cudnn.library import Convolution
 from memsize.kernels.cudnn.workspaces import Plans
 from memsize.loading.weightless import Weightless
 from memsize.model.input_tensors import inputs_from_data, inputs_from_specs

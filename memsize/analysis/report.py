@@ -20,7 +20,7 @@ from memsize.device.gpu_estimate import Replays, estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.loading.input_functions import wanted_inputs
 from memsize.model.meta_copy import in_mode
-from memsize.precision.modelled import modelled
+from memsize.precision.quantized import modelled
 from memsize.precision.recipes import floating_dtype
 from memsize.processes.ctrl_c import found_kept
 from memsize.processes.workers import Workers

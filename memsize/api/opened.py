@@ -127,7 +127,7 @@ def model_of(
 def _untouched(model: nn.Module) -> AbstractContextManager[None]:
     """The globals of the model's code are kept; raises `MemsizeError` for a model that must not even be copied."""
     from memsize.model.globals_kept import globals_kept
-    from memsize.model.traced import refuse_traced_model
+    from memsize.model.refusals import refuse_traced_model
 
     refuse_traced_model(model)
     return globals_kept(model)
@@ -151,7 +151,7 @@ def _users_code_runs() -> Iterator[None]:
 def _told(model: nn.Module) -> Iterator[None]:
     """While open, what the user's own code raises is an error that says where; a model without end is refused."""
     from memsize.loading.building import users_failures_told
-    from memsize.model.structure import refuse_endless
+    from memsize.model.refusals import refuse_endless
 
     with users_failures_told():
         refuse_endless(model)

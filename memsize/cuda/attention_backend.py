@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from memsize.cuda import autocast
+from memsize.cuda import cast_cache
 from memsize.kernels.semantics import Semantics, current
 from memsize.torch_internals.dispatch_key import KEY, Kernel, exclude, key_excluded, overload
 from memsize.torch_internals.meta import is_meta
@@ -225,9 +225,9 @@ def _attention(
     semantics = current()
     with key_excluded:
         tensors: list[Any] = [query, key, value, attn_mask]
-        casting = autocast.active()
+        casting = cast_cache.active()
         if casting is not None:
-            tensors = autocast.cast_arguments(tensors, autocast.region_dtype(), casting)
+            tensors = cast_cache.cast_arguments(tensors, cast_cache.region_dtype(), casting)
         if semantics is not None and _is_valid(tensors, is_causal, semantics):
             call = _call(tensors, dropout_p, is_causal, scale, enable_gqa, semantics)
             backend = choose_backend(call)

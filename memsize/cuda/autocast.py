@@ -1,18 +1,16 @@
-"""CUDA's autocast: which operators cast their arguments, to what, and how long the weight copies live.
+"""CUDA's autocast policy: which operators cast their arguments, and to what. `cast_cache` casts them.
 
 Everything is driven by PyTorch's own state, so that a user's nested and disabled regions count. `POLICIES` is the one
 table of operators. Only those that the installed torch wraps get a kernel, so that each version behaves as it does:
 2.12 added `rms_norm` and dropped dimensions by name (``.dimname``), 2.14 added `linalg_matrix_sqrth`. Operators of
 other libraries are known by their full names, and get their kernels once their library is imported.
 
-Source: aten/src/ATen/autocast_mode.h (the lists and the wrappers), autocast_mode.cpp (the cache, the refused loss),
+Source: aten/src/ATen/autocast_mode.h (the lists and the wrappers), autocast_mode.cpp (the refused loss),
 aten/src/ATen/cudnn/AutocastRNN.cpp; torchvision/csrc/ops/autocast (since 0.28 torchvision/_autograd_registrations.py).
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -20,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from memsize.cuda.cast_cache import active, cast_arguments, is_eligible, region_dtype
 from memsize.kernels.semantics import Semantics, current
 from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
 
@@ -65,13 +64,6 @@ POLICIES: dict[str, Policy] = {name: policy for policy, names in _LISTS.items() 
 """What autocast does to each CUDA operator, by name: without the namespace where that is ``aten``."""
 
 
-class _Region(threading.local):
-    is_inference = False
-
-
-region = _Region()
-"""Whether this thread is in what stands in for an inference mode."""
-
 LATE = tuple(name for name in POLICIES if "::" in name)
 """Operators that exist only once their library is imported."""
 
@@ -89,19 +81,10 @@ _NORM_DEFAULTS: dict[str, tuple[Any, ...]] = {
     "norm.names_ScalarOpt_dim": (None, None, None, False),
 }
 
-_is_enabled = torch._C.is_autocast_enabled
-_lower_dtype = torch._C.get_autocast_dtype
-_is_cache_enabled = torch._C.is_autocast_cache_enabled
-
 
 def wrapped_operators() -> tuple[str, ...]:
     """The operators that the installed torch wraps for CUDA's autocast, with their namespaces."""
     return tuple(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
-
-
-def unknown_operators() -> tuple[str, ...]:
-    """Operators that the installed torch wraps and `POLICIES` lacks: they would run uncast."""
-    return tuple(sorted(name for name in wrapped_operators() if name.removeprefix("aten::") not in POLICIES))
 
 
 def autocast_region(dtype: torch.dtype) -> torch.autocast:
@@ -121,82 +104,12 @@ def kernels(beneath: Mapping[str, Kernel] = MappingProxyType({})) -> Mapping[str
     return {name: _KERNELS[policy](name, beneath.get(name)) for name, policy in policies if policy in _KERNELS}
 
 
-def active() -> Semantics | None:
-    """This thread's semantics if a CUDA autocast region is open in it."""
-    return current() if _is_enabled("cuda") else None
-
-
-def region_dtype() -> torch.dtype:
-    """The lower precision of the open region."""
-    return _lower_dtype("cuda")
-
-
-def cast_arguments(values: Sequence[Any], dtype: torch.dtype, semantics: Semantics) -> list[Any]:
-    """`values` with every eligible tensor in `dtype`, also inside lists of tensors.
-
-    The last argument is cast first: autocast's wrappers are C++ calls of casts, and gcc evaluates those from the right.
-    """
-    last_first = [
-        cast(value, dtype, semantics)
-        if isinstance(value, Tensor)
-        else [cast(tensor, dtype, semantics) for tensor in value]
-        if type(value) is list and value and isinstance(value[0], Tensor)
-        else value
-        for value in reversed(values)
-    ]
-    return last_first[::-1]
-
-
-def cast(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
-    """`tensor` in `dtype`: itself where autocast leaves it alone, else a copy, the cached one of a weight."""
-    own = tensor.dtype
-    if own is dtype or not _is_eligible(tensor, semantics):
-        return tensor
-    if own is torch.float32 and _is_cached(tensor) and dtype is _lower_dtype("cuda"):
-        return _cached_copy(tensor, dtype, semantics)
-    copy = tensor.to(dtype)
-    if semantics.observer is not None and _is_parameter(tensor):
-        semantics.observer(tensor, copy)
-    return copy
-
-
-def _is_eligible(tensor: Tensor, semantics: Semantics) -> bool:
-    """Whether autocast may cast `tensor`: on the GPU, floating, not double."""
-    return tensor.is_floating_point() and tensor.dtype is not torch.float64 and semantics.stands_for_cuda(tensor)
-
-
-def _is_cached(tensor: Tensor) -> bool:
-    """Whether PyTorch would keep the copy: of leaves that want a gradient, and never in inference mode."""
-    is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-    is_inference = region.is_inference or torch.is_inference_mode_enabled()
-    return is_weight and _is_cache_enabled() and not is_inference
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    """Whether `tensor` is a parameter, or a view of one."""
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
-
-
-def _cached_copy(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
-    """The one copy of a weight in this region. As in PyTorch, the dtype is not part of the cache's key, and a copy made
-    under `no_grad` passes gradients on to whoever uses it later."""
-    entry = semantics.copies.get(id(tensor))
-    if entry is not None and entry[0]() is tensor:
-        return entry[1]
-    with torch.enable_grad():
-        copy = tensor.to(dtype)
-    semantics.copies[id(tensor)] = (weakref.ref(tensor), copy)
-    if semantics.observer is not None:
-        semantics.observer(tensor, copy)
-    return copy
-
-
 def _lower_precision(name: str, beneath: Kernel | None) -> Kernel:
-    return _casting(name, beneath, _lower_dtype)
+    return _casting(name, beneath, region_dtype)
 
 
 def _float32(name: str, beneath: Kernel | None) -> Kernel:
-    return _casting(name, beneath, lambda _: torch.float32)
+    return _casting(name, beneath, lambda: torch.float32)
 
 
 def _float32_and_back(name: str, beneath: Kernel | None) -> Kernel:
@@ -217,8 +130,8 @@ def _float32_and_back(name: str, beneath: Kernel | None) -> Kernel:
     return kernel
 
 
-def _casting(name: str, beneath: Kernel | None, dtype_of: Callable[[str], torch.dtype]) -> Kernel:
-    """A kernel that casts every argument to the dtype that `dtype_of` gives for the device."""
+def _casting(name: str, beneath: Kernel | None, dtype_of: Callable[[], torch.dtype]) -> Kernel:
+    """A kernel that casts every argument to the dtype that `dtype_of` returns."""
     call: Any = beneath
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +141,7 @@ def _casting(name: str, beneath: Kernel | None, dtype_of: Callable[[str], torch.
             semantics = active()
             if semantics is None:
                 return call(*args, **kwargs)
-            dtype = dtype_of("cuda")
+            dtype = dtype_of()
             if kwargs:
                 kwargs = dict(zip(kwargs, cast_arguments(tuple(kwargs.values()), dtype, semantics), strict=True))
             return call(*cast_arguments(args, dtype, semantics), **kwargs)
@@ -246,7 +159,7 @@ def _promote(name: str, beneath: Kernel | None) -> Kernel:
             semantics = active()
             if semantics is None:
                 return call(*args, **kwargs)
-            dtype = _widest(args, _lower_dtype("cuda"), semantics)
+            dtype = _widest(args, region_dtype(), semantics)
             return call(*cast_arguments(args, dtype, semantics), **kwargs)
 
     return kernel
@@ -257,7 +170,7 @@ def _widest(values: Sequence[Any], lower: torch.dtype, semantics: Semantics) -> 
     widest = lower
     for value in values:
         if isinstance(value, Tensor):
-            if not _is_eligible(value, semantics):
+            if not is_eligible(value, semantics):
                 continue
             if torch.float32 in (widest, value.dtype):
                 widest = torch.float32
@@ -278,7 +191,7 @@ def _float32_output(name: str, beneath: Kernel | None) -> Kernel:
         call = call or overload(name)
         with key_excluded:
             semantics = active()
-            if semantics is not None and _is_eligible(args[0], semantics):
+            if semantics is not None and is_eligible(args[0], semantics):
                 if position is None:
                     kwargs["dtype"] = torch.float32 if kwargs.get("dtype") is None else kwargs["dtype"]
                 elif len(args) <= position or args[position] is None:
@@ -301,7 +214,7 @@ def _float32_appended(name: str, beneath: Kernel | None) -> Kernel:
             semantics = active()
             if semantics is None:
                 return plain(*args, **kwargs)
-            dtype = torch.float32 if _is_eligible(args[0], semantics) else args[0].dtype
+            dtype = torch.float32 if is_eligible(args[0], semantics) else args[0].dtype
             return typed(*args, *defaults[len(args) :], dtype=dtype)
 
     return kernel

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memsize.cuda import autocast
+from memsize.cuda import cast_cache
 from memsize.kernels.rnn import MODES
 from memsize.kernels.semantics import Semantics, current
 from memsize.known_values.values import constant_of
@@ -117,11 +117,11 @@ def _cudnn(
     width, projected = _widths(first, cell)
     stride = (4 if options.has_biases else 2) + (projected > 0)
     buffer = _flat_storage(weights)
-    if autocast.active() is not None:
+    if cast_cache.active() is not None:
         weights, buffer = _recast(weights, buffer, stride, semantics)
-        cell = None if cell is None else autocast.cast(cell, torch.float16, semantics)
-        first = autocast.cast(first, torch.float16, semantics)
-        tensor = autocast.cast(tensor, torch.float16, semantics)
+        cell = None if cell is None else cast_cache.cast(cell, torch.float16, semantics)
+        first = cast_cache.cast(first, torch.float16, semantics)
+        tensor = cast_cache.cast(tensor, torch.float16, semantics)
     states = [state for state in (tensor, first, cell) if state is not None]
     if any(other.dtype is not tensor.dtype for other in (*states, *weights)):
         return None

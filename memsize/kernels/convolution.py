@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memsize.kernels.cudnn.conv_problem import WIDTHS, Convolution, Operation
+from memsize.kernels.cudnn.library import WIDTHS, Convolution, Operation
 from memsize.kernels.cudnn.workspaces import Plans
 from memsize.kernels.registry import Copies, copies_of, same_dtype, shape_rule
 from memsize.kernels.strides import Shape

@@ -24,7 +24,7 @@ from memsize.known_values.values import (
     set_constant,
     state_of,
 )
-from memsize.model.traced import refuse_traced
+from memsize.model.refusals import refuse_traced
 from memsize.torch_internals.sparse_tensors import PARTS, with_parts
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)

@@ -62,7 +62,7 @@ class Layout:
     them. `weight` gives the parts of one weight from its shape and floating dtype, `skips` why a weight of some shape
     is left alone (None: it is not). A `packed` layout takes the bias into the packed object too. `claims` is the dtype
     that the quantized weight shows to PyTorch: None for the dtype that it had. `kernel` says how its layers multiply
-    (`memsize.precision.dequantized`).
+    (`memsize.precision.quantized.run_as`).
     """
 
     name: str

@@ -1,26 +1,29 @@
-"""Quantized weights: which parameters of a model a storage layout replaces, by what, and which it leaves alone."""
+"""Quantized weights: which parameters of a model a storage layout replaces, by what, and which it leaves alone; and
+how quantized layers use their weights while they run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from memsize.errors import ScenarioError, UnknownScenarioError, first_line, quoted
 from memsize.model.stored import TORCHSCRIPT_CONSTANT, stored_tensors
 from memsize.model.tensor_storage import dtype_name, wrapper_name
-from memsize.precision.dequantized import run_as
-from memsize.precision.layouts import Layout, Parts
-from memsize.records.trace import StoredTensor
+from memsize.precision.layouts import Kernel, Layout, Parts
+from memsize.records.trace import Layer, Output, StoredTensor, TensorSpec, Trace
+from memsize.spec.scenario import Scenario
 
 _UNCONVERTED = nn.modules.linear.NonDynamicallyQuantizableLinear
 """The output projection of an attention module, whose weight is read directly: no library here converts it."""
@@ -228,6 +231,97 @@ def _quantized_row(tensor: StoredTensor, parts: Parts, quantized: Quantized) -> 
         wrapper=quantized.wrapper,
         parts=parts if len(parts) > 1 else (),
     )
+
+
+# How quantized layers run
+
+
+def run_as(kernel: Kernel, modules: Iterable[nn.Module]) -> None:
+    """Let `modules` (of a copy that memsize may change) make the copies that a library's quantized modules make.
+
+    Sources: torchao's `Int8Tensor` and `Float8Tensor` (a weight-only linear multiplies by a copy of the weight in the
+    input's dtype, which autograd keeps for the input's gradient), bitsandbytes' `MatMul4Bit` (a copy in the forward and
+    one in the backward, none kept), torch.ao (int8 kernels without a gradient).
+    """
+    for module in modules:
+        if kernel == "no gradient":
+            _without_gradient(module)
+        elif kernel == "copy kept" and isinstance(module, nn.Linear):
+            _with_copy(module)
+        elif kernel == "copy freed" and isinstance(module, nn.Linear):
+            _with_passing_copy(module)
+
+
+def _with_copy(module: nn.Linear) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return functional.linear(x, module.weight.to(x.dtype, copy=True), module.bias)
+
+    vars(module)["forward"] = forward
+
+
+def _with_passing_copy(module: nn.Linear) -> None:
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = _PassingCopy.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call]
+        return result
+
+    vars(module)["forward"] = forward
+
+
+def _without_gradient(module: nn.Module) -> None:
+    forward = module.forward
+
+    def detached(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return forward(*args, **kwargs)
+
+    vars(module)["forward"] = detached
+
+
+class _PassingCopy(torch.autograd.Function):
+    """A linear layer whose weight is unpacked for each product and dropped after it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.has_bias = bias is not None
+        return functional.linear(x, weight.to(x.dtype, copy=True), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, Tensor | None]:
+        (weight,) = ctx.saved_tensors
+        gradient = gradients[0]
+        back = gradient.matmul(weight.to(gradient.dtype, copy=True)) if ctx.needs_input_grad[0] else None
+        return back, None, gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
+
+
+# Figures that a run on `meta` cannot show
+
+
+def modelled(trace: Trace, scenario: Scenario) -> tuple[Trace, str | None]:
+    """Return the trace as `scenario` would have it, and what in it is modelled: None where the run shows everything.
+
+    Only static int8 is modelled. Its modules return quint8 tensors of one byte per element (scale and zero point are
+    numbers, not tensors) and keep nothing for backward, since quantized ops have no gradient.
+    """
+    if not scenario.is_modelled:
+        return trace, None
+    layers = tuple(_int8_layer(layer) for layer in trace.layers)
+    storages = tuple(storage._replace(saved_by=-1) for storage in trace.storages)
+    reason = "activations are taken to be quint8, one byte per element, and none is kept for backward"
+    return dataclasses.replace(trace, layers=layers, storages=storages), reason
+
+
+def _int8_layer(layer: Layer) -> Layer:
+    outputs = tuple(_int8_output(output) for output in layer.outputs)
+    return dataclasses.replace(
+        layer, outputs=outputs, output_bytes=sum(output.bytes for output in outputs), saved_bytes=0
+    )
+
+
+def _int8_output(output: Output) -> Output:
+    if output.spec.dtype != "float32":
+        return output
+    return Output(TensorSpec("quint8", output.spec.shape), output.memory, output.bytes // 4)
 
 
 # torchao itself

@@ -186,7 +186,7 @@ class DeviceUse:
 
 
 class ConvolutionWorkspace(NamedTuple):
-    """What cuDNN said of a convolution (`memsize.kernels.cudnn.Convolution` as text): the bytes of its workspace."""
+    """A convolution (`memsize.kernels.cudnn.library.Convolution` as text), and the bytes that cuDNN takes for it."""
 
     convolution: str
     bytes: int

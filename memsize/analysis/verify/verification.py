@@ -17,8 +17,7 @@ from memsize.analysis.verify.prediction import predict
 from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import InputError
 from memsize.kernels.convolution import Convolutions
-from memsize.kernels.cudnn.conv_problem import Convolution
-from memsize.kernels.cudnn.library import installed
+from memsize.kernels.cudnn.library import Convolution, installed
 from memsize.kernels.cudnn.workspaces import Plans
 from memsize.kernels.semantics import CUDNN
 from memsize.model.input_tensors import ModelInputs, input_tensors

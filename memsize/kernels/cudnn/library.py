@@ -18,12 +18,21 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import cache
+from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
+from memsize.errors import InputError
 from memsize.kernels.cudnn.backend import Attribute, Backend, CudnnError, Descriptors, Handle, Kind, Type
-from memsize.kernels.cudnn.conv_problem import Convolution
 from memsize.units import dotted_cudnn
+
+Operation = Literal["forward", "data", "filter"]
+"""The forward, the gradient of its input, and that of its weights. A transposed convolution's forward is ``"data"``."""
+
+WIDTHS: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of a number, for the dtypes that PyTorch gives to cuDNN's convolutions."""
+
+_FORMATS: Final = ("row-major", "channels-last")
 
 OLDEST: Final = 91_100
 """9.11.0, the release since which cuDNN reads the description of a device."""
@@ -43,6 +52,74 @@ _PLACES: Final = ("nvidia/cudnn", "torch")
 """Packages that contain it: NVIDIA's own, and builds of PyTorch that bundle it."""
 _MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132}
 """The number on the most common card of each compute capability: V100, T4, A100, A10, L40S, H100."""
+
+
+class Convolution(NamedTuple):
+    """A convolution as cuDNN is asked about it: one of three operations, and the tensors involved.
+
+    `x`, `w` and `y` are the shapes of input, weight and output of the forward, whichever of them is computed. All of
+    them are of one dtype and one format. `deterministic` and `tf32` are PyTorch's settings
+    (`torch.backends.cudnn`), which rule some of cuDNN's plans out.
+    """
+
+    operation: Operation
+    dtype: str
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    y: tuple[int, ...]
+    padding: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    channels_last: bool = False
+    deterministic: bool = False
+    tf32: bool = True
+
+    @property
+    def operands(self) -> int:
+        """The bytes of the three tensors together."""
+        return WIDTHS[self.dtype] * (prod(self.x) + prod(self.w) + prod(self.y))
+
+    @property
+    def groups(self) -> int:
+        """Into how many groups the channels are divided."""
+        return self.x[1] // self.w[1]
+
+    def __str__(self) -> str:
+        shapes = (self.x, self.w, self.y, self.padding, self.stride, self.dilation)
+        flags = [name for name in ("deterministic", "tf32") if getattr(self, name)]
+        words = (self.operation, self.dtype, _FORMATS[self.channels_last], *map(_joined, shapes), *flags)
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, text: str) -> Convolution:
+        """The convolution that `str` wrote; raises `InputError` for anything else."""
+        words = text.split()
+        try:
+            operation, dtype, layout, *rest = words
+            x, w, y, padding, stride, dilation = (tuple(map(int, word.split(","))) for word in rest[:6])
+            last = bool(_FORMATS.index(layout))
+        except ValueError as error:
+            raise InputError(f"not a convolution: {text!r}") from error
+        flags = frozenset(rest[6:])
+        if operation not in get_args(Operation) or dtype not in WIDTHS or not flags <= {"deterministic", "tf32"}:
+            raise InputError(f"not a convolution: {text!r}")
+        return cls(
+            operation,  # type: ignore[arg-type]
+            dtype,
+            x,
+            w,
+            y,
+            padding,
+            stride,
+            dilation,
+            last,
+            "deterministic" in flags,
+            "tf32" in flags,
+        )
+
+
+def _joined(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
 
 
 class Plan(NamedTuple):

@@ -7,8 +7,7 @@ from contextlib import suppress
 from typing import Final
 
 from memsize.kernels.cudnn.backend import CudnnError
-from memsize.kernels.cudnn.conv_problem import Convolution
-from memsize.kernels.cudnn.library import Library
+from memsize.kernels.cudnn.library import Convolution, Library
 
 _FEW_CHANNELS: Final = 4
 """Up to this many input channels, plans read an image in the format that it has."""
