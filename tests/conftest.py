@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_type_hints
 
@@ -55,18 +57,57 @@ def toy_target() -> str:
     return f"{ROOT / 'notebooks' / 'model.py'}:Test"
 
 
-@pytest.fixture
-def python(tmp_path: Path) -> Python:
-    """Runs the test's Python with the given arguments in `tmp_path`, and returns what came out."""
+def _python(*command: str, folder: Path) -> Python:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", timeout=300, check=False
+            [*command, *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=300,
+            check=False,
         )
 
     return run
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Python:
+    """Runs the test's Python with the given arguments in `tmp_path`, and returns what came out."""
+    return _python(sys.executable, folder=tmp_path)
+
+
+@pytest.fixture
+def warm_python(warm: list[str], tmp_path: Path) -> Python:
+    """As `python`, in a process that has torch and memsize imported: see `tests.forked`."""
+    return _python(*warm, folder=tmp_path)
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[list[str]]:
+    """A command that stands for `python` where a test isn't about how a process starts: see `tests.forked`."""
+    if not hasattr(os, "fork"):
+        yield [sys.executable]
+        return
+    program = str(Path(__file__).with_name("forked.py"))
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        address = f"{folder}/socket"
+        listener.bind(address)
+        listener.listen(64)
+        number = listener.fileno()
+        with subprocess.Popen(
+            [sys.executable, program, "serve", str(number)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[number],
+        ):
+            listener.close()
+            yield [sys.executable, "-IS", program, address]
 
 
 @pytest.fixture

@@ -346,6 +346,6 @@ print(memsize.report(Net(4, 4), (4,), scenarios="fp32").totals.output_bytes)
 
 
 @pytest.mark.thorough
-def test_forward_mode_gradients_say_what_to_import(python: Python) -> None:
-    done = python("-W", "ignore", "-c", FORWARD_MODE)
+def test_forward_mode_gradients_say_what_to_import(warm_python: Python) -> None:
+    done = warm_python("-W", "ignore", "-c", FORWARD_MODE)
     assert done.stdout.splitlines() == ["True", "16"], done.stderr

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from memsize.records.trace import Failure, Layer, Trace
 from memsize.spec.inputs import InputSpec
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.stack import Stack
+from tests.conftest import Python
 
-Python = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parent.parent
 
 FC = Layer("fc", "Linear", 1, True, 1, (), 15, 15, 60, 0, 0, 0, 0)
@@ -453,7 +453,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(python: Python) -> None:
         assert python("-c", code).stdout.endswith("[]\n")
 
 
-def test_the_toy_model_end_to_end(python: Python, toy_target: str) -> None:
+def test_the_toy_model_end_to_end(python: Python, warm_python: Python, toy_target: str) -> None:
     done = python("-m", "memsize", "report", toy_target, "--input", "3,64,64")
     assert (done.returncode, done.stderr) == (0, "")
     assert "9,223,901" in done.stdout
@@ -463,13 +463,13 @@ def test_the_toy_model_end_to_end(python: Python, toy_target: str) -> None:
         f"run(['report', {toy_target!r}, '-i', '3,64,64', '-o', 'a.json'])\n"
         "print([name for name in ('torch._dynamo', 'sympy', 'pandas', 'torchao') if name in sys.modules])"
     )
-    done = python("-c", code)
+    done = warm_python("-c", code)
     assert (done.stdout, done.stderr) == ("[]\n", "Wrote a.json\n")
 
 
 @pytest.mark.thorough
-def test_a_wrong_size_end_to_end(python: Python, toy_target: str) -> None:
-    done = python("-m", "memsize", "report", toy_target, "--input", "3,32,32")
+def test_a_wrong_size_end_to_end(warm_python: Python, toy_target: str) -> None:
+    done = warm_python("-m", "memsize", "report", toy_target, "--input", "3,32,32")
     assert done.returncode == 2
     assert "conv.2" in done.stdout
     # 1000 channels × 26 × 26 reach a layer made for 1000 × 58 × 58

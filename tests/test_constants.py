@@ -745,6 +745,6 @@ print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 
 
 @pytest.mark.thorough
-def test_a_step_on_packed_sequences_imports_no_compiler(python: Python) -> None:
-    done = python("-c", PACKED_STEP)
+def test_a_step_on_packed_sequences_imports_no_compiler(warm_python: Python) -> None:
+    done = warm_python("-c", PACKED_STEP)
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -150,8 +150,8 @@ def test_choices_fall_as_they_are_assumed_to() -> None:
 
 
 @pytest.mark.thorough
-def test_the_command(python: Python) -> None:
-    done: subprocess.CompletedProcess[str] = python("-m", "benchmarks.cpu_truth", "perceptron/infer/*")
+def test_the_command(warm_python: Python) -> None:
+    done: subprocess.CompletedProcess[str] = warm_python("-m", "benchmarks.cpu_truth", "perceptron/infer/*")
     assert done.returncode == 0, done.stderr
     assert "| perceptron/infer/fp16 |" in done.stdout and "| none" in done.stdout
     assert done.stdout.rstrip().endswith("1 steps, 0 differences unexplained")

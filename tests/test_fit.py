@@ -49,6 +49,7 @@ from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import Training
 from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
+from tests.conftest import Python
 from tests.pages import check_golden as check
 
 MiB = 1 << 20
@@ -1129,10 +1130,8 @@ def test_help_loads_no_torch(python: Callable[..., subprocess.CompletedProcess[s
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", [[], ["--train", "adamw"], ["--train", "sgd-momentum", "--ema"]])
-def test_a_search_does_not_load_the_compiler(
-    python: Callable[..., subprocess.CompletedProcess[str]], toy_target: str, how: list[str]
-) -> None:
+def test_a_search_does_not_load_the_compiler(warm_python: Python, toy_target: str, how: list[str]) -> None:
     options = ["fit", toy_target, "--input", "3,64,64", "--gpu", "t4", "-s", "fp32,amp-fp16", *how]
     code = f"import sys\nfrom memsize.cli import run\nassert run({options}) == 0\n"
-    done = python("-c", f"{code}print(*({{'torch._dynamo', 'sympy', 'torchao'}} & set(sys.modules)))")
+    done = warm_python("-c", f"{code}print(*({{'torch._dynamo', 'sympy', 'torchao'}} & set(sys.modules)))")
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "", done.stderr

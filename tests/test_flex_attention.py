@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
@@ -15,6 +13,7 @@ from torch.nn.attention import flex_attention as flex
 
 import memsize
 from memsize.kernels import flex_attention as fused
+from tests.conftest import Python
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14")
 """What torch.compile's parts say as they are imported."""
@@ -150,6 +149,6 @@ assert sum("flex_attention is counted as" in note for note in gpu.trace.notes) =
 
 
 @pytest.mark.thorough
-def test_a_program_may_import_it_while_it_runs() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", IN_A_PROGRAM], capture_output=True, text=True)
+def test_a_program_may_import_it_while_it_runs(warm_python: Python) -> None:
+    done = warm_python("-W", "ignore", "-c", IN_A_PROGRAM)
     assert done.returncode == 0, done.stderr

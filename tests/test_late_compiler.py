@@ -9,9 +9,9 @@ from tests.conftest import Python, Write
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("target", "library"), [("timm:resnet50", "timm"), ("torchvision:resnet18", "torchvision")])
-def test_a_library_of_models_does_not_import_it(target: str, library: str, python: Python) -> None:
+def test_a_library_of_models_does_not_import_it(target: str, library: str, warm_python: Python) -> None:
     pytest.importorskip(library)
-    done = python(
+    done = warm_python(
         "-c",
         f"""
 import sys, memsize
@@ -24,9 +24,9 @@ print(*(finder for finder in sys.meta_path if type(finder).__module__.startswith
 
 
 @pytest.mark.thorough
-def test_transformers_does_not_import_it_and_its_marks_reach_it(python: Python) -> None:
+def test_transformers_does_not_import_it_and_its_marks_reach_it(warm_python: Python) -> None:
     pytest.importorskip("transformers")
-    done = python(
+    done = warm_python(
         "-c",
         """
 import sys, memsize
@@ -44,8 +44,8 @@ with TransformGetItemToIndex():
 
 
 @pytest.mark.thorough
-def test_a_mark_without_the_compiler_is_the_compilers_own(python: Python) -> None:
-    done = python(
+def test_a_mark_without_the_compiler_is_the_compilers_own(warm_python: Python) -> None:
+    done = warm_python(
         "-c",
         """
 import sys, torch
@@ -71,8 +71,8 @@ print(vars(constant) == vars(other), torch._dynamo.assume_constant_result is ass
 
 
 @pytest.mark.thorough
-def test_a_stand_in_makes_way_for_whoever_wants_more(python: Python) -> None:
-    done = python(
+def test_a_stand_in_makes_way_for_whoever_wants_more(warm_python: Python) -> None:
+    done = warm_python(
         "-c",
         """
 import sys
@@ -93,8 +93,8 @@ print("same")
 
 
 @pytest.mark.thorough
-def test_the_question_is_answered_once_it_is_asked(python: Python) -> None:
-    done = python(
+def test_the_question_is_answered_once_it_is_asked(warm_python: Python) -> None:
+    done = warm_python(
         "-c",
         """
 import sys
@@ -113,7 +113,7 @@ print(answers == [is_compile_supported("meta")] * 2, early is is_compile_support
 
 
 @pytest.mark.thorough
-def test_a_function_that_is_not_to_be_compiled_is_marked_when_it_is_called(write: Write, python: Python) -> None:
+def test_a_function_that_is_not_to_be_compiled_is_marked_when_it_is_called(write: Write, warm_python: Python) -> None:
     write(
         "model.py",
         """
@@ -137,7 +137,7 @@ class Net(nn.Module):
         return thrice(twice(self.layer(x)))
 """,
     )
-    done = python(
+    done = warm_python(
         "-c",
         """
 import sys, torch, memsize

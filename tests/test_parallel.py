@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.spec.parallel import Parallel, on_each, parse_parallel
 from memsize.units import MiB, format_bytes
-from tests.conftest import Write
+from tests.conftest import Python, Write
 from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most
 
 ROOT = Path(__file__).parent.parent
@@ -251,11 +249,11 @@ def test_offloaded_shards_are_on_the_host_and_layers_are_gathered_from_there() -
 
 
 @pytest.mark.thorough
-def test_the_scale_of_offloaded_gradients_leaves_nothing_to_wait_for(write: Write) -> None:
+def test_the_scale_of_offloaded_gradients_leaves_nothing_to_wait_for(write: Write, warm_python: Python) -> None:
     """PyTorch's C++ code tells of such collectives when the process ends."""
     command = ["timeline", f"{write('net.py', NET)}:build", "--input", "64", "--train", "sgd", "--steps", "1"]
     command += ["--gpu", "t4", "--parallel", "fsdp=4,offload", "--scenario", "amp-fp16"]
-    done = subprocess.run([sys.executable, "-m", "memsize", *command], capture_output=True, text=True, cwd=ROOT)
+    done = warm_python("-m", "memsize", *command)
     assert done.returncode == 0 and "unwaited" not in done.stderr
 
 
@@ -303,7 +301,6 @@ def test_only_the_usual_loop_is_spread(options: dict[str, Any], message: str) ->
 
 NET = """
 from torch import nn
-from tests.conftest import Write
 from tests.test_ranks import Block
 
 def build():

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +28,7 @@ from memsize.records.program import ProgramRun, Refused, WentOn
 from memsize.records.ranks import RankGroup, RankRuns, spans
 from memsize.records.world import Collective, World
 from memsize.render import render
+from tests.conftest import Python
 from tests.pages import check_golden as check
 from tests.test_program_document import program
 
@@ -626,12 +624,10 @@ assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "n
 """
 
 
-def test_a_program_of_one_gpu_joins_a_group_of_one(tmp_path: Path) -> None:
+def test_a_program_of_one_gpu_joins_a_group_of_one(tmp_path: Path, warm_python: Python) -> None:
     """In a process of its own, as PyTorch registers its fake group only where something imports that."""
     (tmp_path / "train.py").write_text(ALONE, encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "memsize", "run", "train.py"]
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    found = warm_python("-m", "memsize", "run", "train.py")
     assert "AssertionError" not in found.stdout + found.stderr
     assert "It fits on A100 40GB" in found.stdout
 

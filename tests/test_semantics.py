@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -25,6 +23,7 @@ from memsize.kernels import kernel_temporaries
 from memsize.kernels.semantics import current
 from memsize.torch_internals.dispatch_key import KEY, suspended
 from memsize.tracing.ledger import Ledger
+from tests.conftest import Python
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 WEIGHTS = 2 * (300 * 3 * 9 + 500 * 300 * 9 + 1000 * 500 * 9 + 3_364_000)  # copies of the weights, biases apart
@@ -288,14 +287,15 @@ def test_suspended_passes_the_kernels_over() -> None:
         assert (meta(2, 2) @ meta(2, 2)).dtype is BF16
 
 
-def test_registering_imports_nothing_heavy() -> None:
+def test_registering_imports_nothing_heavy(warm_python: Python) -> None:
     code = (
         "import sys, torch\nfrom memsize.cuda.autocast import autocast_region\n"
         "from memsize.cuda.autocast_region import cuda_semantics\n"
         "with cuda_semantics(), autocast_region(torch.bfloat16):\n    pass\n"
         "assert not {'sympy', 'torch._dynamo'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = warm_python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 # What user code does with autocast

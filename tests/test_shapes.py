@@ -4,7 +4,6 @@ the `meta` kernel where the CPU has none."""
 from __future__ import annotations
 
 import itertools
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from memsize.kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_ru
 from memsize.torch_internals.meta_memo import MetaMemo
 from memsize.torch_internals.sparse_tensors import in_coordinates
 from memsize.tracing.dispatch import MetaDispatchMode
+from tests.conftest import Python
 
 Tensor = torch.Tensor
 META = torch.device("meta")
@@ -950,7 +950,7 @@ assert not heavy, heavy
 
 
 def test_a_step_of_ordinary_models_imports_neither_dynamo_nor_sympy(
-    python: Callable[..., subprocess.CompletedProcess[str]],
+    warm_python: Python,
 ) -> None:
-    done = python("-c", _STEP)
+    done = warm_python("-c", _STEP)
     assert done.returncode == 0, done.stderr

@@ -279,7 +279,7 @@ def test_planned_and_real_inferences_write_the_same_events(name: str) -> None:
 
 
 @pytest.mark.thorough
-def test_the_first_checkpoint_of_a_process_keeps_nothing_alive(python: Python) -> None:
+def test_the_first_checkpoint_of_a_process_keeps_nothing_alive(warm_python: Python) -> None:
     """It imports PyTorch's compiler, which leaves a cycle with every frame below it, the forward's among them."""
     source = """
         import torch, memsize
@@ -301,7 +301,7 @@ def test_the_first_checkpoint_of_a_process_keeps_nothing_alive(python: Python) -
         tensors = [event for event in ended if trace.storages[event.storage].role != "workspace"]
         print([trace.phases[event.phase] for event in tensors])
     """
-    done = python("-c", textwrap.dedent(source))
+    done = warm_python("-c", textwrap.dedent(source))
     assert done.stdout.strip() == "['forward']", done.stdout + done.stderr
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 import types
 import warnings
 from collections import UserDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +30,7 @@ from memsize.model.input_tensors import inputs_from_data, inputs_from_maker, inp
 from memsize.spec.input_maker import InputRequest
 from memsize.spec.inputs import InputSpec, parse_input
 from memsize.torch_internals.pytree import tensors_in
-
-Python = Callable[..., subprocess.CompletedProcess[str]]
-Write = Callable[[str, str], Path]
+from tests.conftest import Python, Write
 
 TINY = {
     "model_type": "llama",
@@ -587,7 +583,7 @@ BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')\n"
 
 
 @pytest.mark.slow
-def test_a_broken_torchvision_breaks_nothing_else(write: Write, python: Python, transformers: Any) -> None:
+def test_a_broken_torchvision_breaks_nothing_else(write: Write, warm_python: Python, transformers: Any) -> None:
     write("torchvision/__init__.py", BROKEN)
     write("PIL/__init__.py", "")
     for module in ("Image", "ImageOps", "ImageDraw", "ImageFont"):
@@ -597,7 +593,7 @@ def test_a_broken_torchvision_breaks_nothing_else(write: Write, python: Python, 
         )
     vit = "hf:vit?num_hidden_layers=1&hidden_size=32&num_attention_heads=2&intermediate_size=32"
     code = f"from memsize.cli import run\nprint(run(['report', {vit!r}]), run(['report', 'torchvision:vgg11']))"
-    done = python("-c", code)
+    done = warm_python("-c", code)
     assert done.stdout.splitlines()[-1] == "0 2", done.stderr
     error = done.stderr.strip().splitlines()[-1]
     assert "installed torchvision cannot be imported" in error and "torchvision::nms does not exist" in error

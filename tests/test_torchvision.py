@@ -64,7 +64,7 @@ def test_the_installed_torchvision_requires_that_torch() -> None:
 
 
 @pytest.mark.thorough
-def test_library_models_run_beside_a_torchvision_that_does_not_fit(write: Write, python: Python) -> None:
+def test_library_models_run_beside_a_torchvision_that_does_not_fit(write: Write, warm_python: Python) -> None:
     pytest.importorskip("timm")
     pytest.importorskip("transformers")
     write("config.json", json.dumps(LLAMA))
@@ -82,7 +82,7 @@ def test_library_models_run_beside_a_torchvision_that_does_not_fit(write: Write,
         assert torch.ops.load_library is refuse
         print(done)
     """)
-    done = python("-c", code)
+    done = warm_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["operator torchvision::nms does not exist", "[0, 0, 0]"], done.stderr
 
@@ -115,10 +115,10 @@ DETECTOR = """
 """
 
 
-def test_operators_whose_gradients_cannot_be_loaded_refuse(write: Write, python: Python) -> None:
+def test_operators_whose_gradients_cannot_be_loaded_refuse(write: Write, warm_python: Python) -> None:
     write("torchvision/__init__.py", dedent(OLD))
     write("detector.py", dedent(DETECTOR))
-    done = python("-m", "memsize", "report", "detector.py:Net", "--input", "3,4,4")
+    done = warm_python("-m", "memsize", "report", "detector.py:Net", "--input", "3,4,4")
     assert done.returncode == 2
     assert "needs the compiled part of torchvision" in done.stdout + done.stderr
     assert "pip install --force-reinstall --no-deps torchvision==0." in done.stdout + done.stderr

@@ -6,7 +6,6 @@ import csv
 import inspect
 import io
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +67,7 @@ from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training
 from tests import records
+from tests.conftest import Python
 from tests.pages import check_golden as check
 from tests.standin import CONTEXT, STACK, StandIn
 from tests.test_step import Checkpointed, without_onednn
@@ -764,13 +764,11 @@ def test_without_a_gpu_there_is_one_line(net: Path, capsys: pytest.CaptureFixtur
     assert err == "error: this machine has no GPU that PyTorch can use: verify runs the step for real on one\n"
 
 
-def test_without_a_gpu_the_target_is_not_even_loaded(
-    write: Any, python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_without_a_gpu_the_target_is_not_even_loaded(write: Any, warm_python: Python) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     write("net.py", "raise SystemExit('loaded')\n")
-    done = python("-m", "memsize", "verify", "net.py:Net", "--input", "16")
+    done = warm_python("-m", "memsize", "verify", "net.py:Net", "--input", "16")
     assert done.returncode == 2
     assert done.stderr.startswith("error: this machine has no GPU")
     assert len(done.stderr.splitlines()) == 1

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import runpy
-import subprocess
 import sys
 import textwrap
 import threading
@@ -42,6 +41,7 @@ from memsize.records.world import World
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import format_bytes
 from memsize.workloads.program import Program
+from tests.conftest import Python
 from tests.models import Small
 
 MiB = 2**20
@@ -1924,7 +1924,7 @@ def _state() -> tuple[Any, ...]:
 
 
 @pytest.mark.thorough
-def test_a_plain_script_imports_nothing_of_sharding(tmp_path: Path) -> None:
+def test_a_plain_script_imports_nothing_of_sharding(tmp_path: Path, warm_python: Python) -> None:
     """Which takes a second; a script that imports it gets what is replaced in it."""
     (tmp_path / "plain.py").write_text("import torch\nx = torch.ones(3).cuda()", encoding="utf-8")
     (tmp_path / "sharded.py").write_text("from torch.distributed.fsdp import fully_shard", encoding="utf-8")
@@ -1940,8 +1940,8 @@ with __import__("memsize").virtual_gpu():
     assert FSDPParam.init_all_gather_outputs.__module__ == "memsize.ranks.sharding"
 assert FSDPParam.init_all_gather_outputs.__module__ != "memsize.ranks.sharding"
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL)
+    done = warm_python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("fails", [False, True])
