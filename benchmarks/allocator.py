@@ -7,8 +7,8 @@ import random
 import time
 from collections.abc import Callable
 
-from memsize.device.allocator import replay
 from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.replay import replay
 
 Events = list[tuple[int, int]]
 

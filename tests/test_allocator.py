@@ -13,10 +13,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memsize.device import bounded_replay
-from memsize.device.allocator import replay
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.bounded_replay import Limited, replay_within
+from memsize.device.replay import BoundedReplay, replay, replay_within
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
 
@@ -316,7 +314,7 @@ def test_out_of_memory_after_giving_back_what_is_cached():
     assert levels(enough) == (70 * MiB, 70 * MiB, 70 * MiB)  # the free 30 MiB went back to CUDA
     failed = replay(events, capacity=69 * MiB).out_of_memory
     assert (failed.event, failed.storage, failed.request, failed.segment) == (3, 2, 40 * MiB, 40 * MiB)
-    assert failed.held == (30 * MiB, 30 * MiB, 30 * MiB)
+    assert failed.levels == (30 * MiB, 30 * MiB, 30 * MiB)
 
 
 def test_nothing_is_given_back_while_memory_lasts():
@@ -330,7 +328,7 @@ def test_a_segment_with_a_live_block_is_not_given_back():
     events = [(0, 2 * MiB), (1, 12 * MiB), (2, 30 * MiB), (3, 1), (1, -12 * MiB), (3, -1), (4, 40 * MiB)]
     result = replay(events, capacity=90 * MiB)
     assert mebibytes(result) == [(20, [(2, 0), (18, None)]), (30, [(30, 2)]), (40, [(40, 4)])]
-    assert replay(events, capacity=89 * MiB).out_of_memory.held == (32 * MiB, 32 * MiB, 50 * MiB)
+    assert replay(events, capacity=89 * MiB).out_of_memory.levels == (32 * MiB, 32 * MiB, 50 * MiB)
 
 
 def test_what_other_streams_cache_is_given_back_too():
@@ -555,7 +553,7 @@ def test_only_steps_that_are_wholly_free_are_unmapped():
     events = [*allocated(10 * MiB, 45 * MiB, 25 * MiB), (1, -45 * MiB), (3, 60 * MiB)]
     result = replay(events, EXPANDABLE, capacity=120 * MiB)
     assert mebibytes(result) == [(20, [(10, 0), (10, None)]), (100, [(15, None), (25, 2), (60, 3)])]
-    assert replay(events, EXPANDABLE, capacity=119 * MiB).out_of_memory.held.reserved == 60 * MiB
+    assert replay(events, EXPANDABLE, capacity=119 * MiB).out_of_memory.levels.reserved == 60 * MiB
 
 
 def test_the_lowest_hole_that_suffices_is_mapped_again():
@@ -644,7 +642,7 @@ def test_of_equal_blocks_that_cannot_grow_the_first_serves():
 def test_a_request_beyond_an_eighth_of_the_card_has_a_stretch_that_holds_it():
     # A card of 80 MiB has stretches of 90, rounded up to 100; one of 120 MiB would fail for its memory alone
     result = replay([(0, 120 * MiB)], EXPANDABLE, capacity=80 * MiB)
-    assert (result.out_of_memory.event, result.out_of_memory.held.reserved) == (0, 0)
+    assert (result.out_of_memory.event, result.out_of_memory.levels.reserved) == (0, 0)
 
 
 def test_without_a_card_a_stretch_is_as_long_as_what_is_asked_for():
@@ -678,17 +676,18 @@ def test_a_card_is_replayed_beside_the_least_and_the_most_that_others_take():
     config = AllocatorConfig()
 
     def alone(replay):
-        return Limited(replay, replay)
+        return BoundedReplay(replay, replay)
 
     assert replay_within(events, config, 90 * MiB, outside) == alone(replay(events))
     # Of 89 MiB, 79 are enough for 30 + 40; where 69 are left, the first 30 are given back.
     found = replay_within(events, config, 89 * MiB, outside)
-    assert found == Limited(replay(events), replay(events, capacity=69 * MiB))
-    assert (found.replay.reserved.bytes, found.tightest.reserved.bytes) == (70 * MiB, 40 * MiB)
+    assert found == BoundedReplay(replay(events), replay(events, capacity=69 * MiB))
+    assert (found.with_least_overhead.reserved.bytes, found.with_most_overhead.reserved.bytes) == (70 * MiB, 40 * MiB)
     # Of 79 MiB, neither 69 nor 59 are.
-    assert replay_within(events, config, 79 * MiB, outside).replay.reserved.bytes == 40 * MiB
+    assert replay_within(events, config, 79 * MiB, outside).with_least_overhead.reserved.bytes == 40 * MiB
     perhaps = replay_within(events, config, 59 * MiB, outside)
-    assert perhaps.replay == perhaps.tightest == replay(events, capacity=49 * MiB) and not perhaps.certain
+    assert perhaps.with_least_overhead == perhaps.with_most_overhead == replay(events, capacity=49 * MiB)
+    assert not perhaps.certain
     assert perhaps.failure == replay(events, capacity=39 * MiB).out_of_memory
     never = replay_within(events, config, 49 * MiB, outside)
     assert never == alone(replay(events))._replace(
@@ -700,8 +699,14 @@ def test_a_run_that_needs_a_fuller_card_is_told_as_it_ends_there(monkeypatch):
     """Giving back early may leave room where a larger block would have been split: then the fuller card decides."""
     fails, ends = replay([(0, 40 * MiB)], capacity=30 * MiB), replay([(0, 30 * MiB)], capacity=50 * MiB)
     ends = replace(ends, refused=60 * MiB)
-    monkeypatch.setattr(bounded_replay, "replay", lambda *_, capacity, **__: ends if capacity == 50 * MiB else fails)
-    assert replay_within([], AllocatorConfig(), 70 * MiB, Interval(10 * MiB, 20 * MiB)) == Limited(ends, ends)
+
+    def either(*_: object, capacity: int, **__: object) -> object:
+        return ends if capacity == 50 * MiB else fails
+
+    monkeypatch.setattr(
+        "memsize.device.replay.replay", lambda *_, capacity, **__: ends if capacity == 50 * MiB else fails
+    )
+    assert replay_within([], AllocatorConfig(), 70 * MiB, Interval(10 * MiB, 20 * MiB)) == BoundedReplay(ends, ends)
 
 
 # --- made-up streams of events
@@ -827,15 +832,15 @@ def test_freeing_everything_leaves_whole_segments_and_a_second_round_reserves_no
 @given(streams(), configs, capacities, st.integers(0, 40 * MiB))
 def test_what_a_card_shows_is_bounded_or_what_the_run_would_take(events, config, total, least):
     found = replay_within(events, config, total, Interval(least, least + 20 * MiB))
-    assert found.replay.out_of_memory is None
+    assert found.with_least_overhead.out_of_memory is None
     if found.certain:
         ample = replace(config, memory_fraction=1.0)
-        assert found.failure is not None and found.replay == replay(events, ample)
+        assert found.failure is not None and found.with_least_overhead == replay(events, ample)
     else:
-        assert found.replay.reserved.bytes <= total - least
+        assert found.with_least_overhead.reserved.bytes <= total - least
     if found.failure is None:
-        assert found.tightest.reserved.bytes <= total - least - 20 * MiB
-        assert found.replay.requested == found.tightest.requested
+        assert found.with_most_overhead.reserved.bytes <= total - least - 20 * MiB
+        assert found.with_least_overhead.requested == found.with_most_overhead.requested
 
 
 @settings(deadline=None)
@@ -1019,7 +1024,7 @@ def test_memory_runs_out_only_when_every_segment_is_in_use(requests, stride, meb
         assert any(owner is not None for *_, owner in segment.blocks)
         if segment.small == (failed.request <= MiB):
             assert all(size < failed.request for _, size, owner in segment.blocks if owner is None)
-    assert failed.held.reserved + failed.segment > mebibytes * MiB
+    assert failed.levels.reserved + failed.segment > mebibytes * MiB
 
 
 @settings(deadline=None)

@@ -9,7 +9,7 @@ import pytest
 
 from memsize.device.cards import CARDS, card
 from memsize.device.context import EAGER, LAZY, context
-from memsize.device.workspace import cublas_workspace, cublaslt_workspace, release
+from memsize.device.library_workspaces import cublas_workspace, cublaslt_workspace, release
 from memsize.errors import InputError
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30

@@ -16,7 +16,7 @@ from torch import nn
 
 import memsize
 from memsize.cli import run
-from memsize.device.allocator import replay
+from memsize.device.replay import replay
 from memsize.errors import InputError, MemsizeError, first_line, in_one_line
 from tests.conftest import Python
 

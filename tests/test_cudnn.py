@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import memsize
 from memsize.analysis.runner import Runner
-from memsize.device.allocator import replay
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
-from memsize.device.workspace_bounds import is_estimated, requests, variants
+from memsize.device.library_workspaces import is_estimated, requests, variants
+from memsize.device.replay import replay
 from memsize.errors import InputError
 from memsize.kernels.convolution import Convolutions, Kernels
 from memsize.kernels.cudnn.backend import CudnnError

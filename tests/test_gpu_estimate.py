@@ -11,11 +11,11 @@ from torch import nn
 
 import memsize
 from memsize.analysis.timeline import timeline
-from memsize.device.allocator import NOTHING
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
-from memsize.device.workspace_bounds import is_estimated, requests, variants
+from memsize.device.library_workspaces import is_estimated, requests, variants
+from memsize.device.replay import OMITTED
 from memsize.records.gpu import Card, LiveStorage, Platform, Shortage
 from memsize.records.trace import Event, Role, Storage, Trace
 from tests.records import layer
@@ -257,7 +257,7 @@ CONVOLVED = replace(
 def test_only_the_workspaces_of_convolutions_are_scaled() -> None:
     plain = [(event.storage, event.delta) for event in CONVOLVED.events]
     assert list(requests(CONVOLVED)) == plain
-    assert list(requests(CONVOLVED, 0)) == [NOTHING if pair[0] in (1, 2) else pair for pair in plain]
+    assert list(requests(CONVOLVED, 0)) == [OMITTED if pair[0] in (1, 2) else pair for pair in plain]
     scaled = {0: 30, 1: 36, 2: 42, 3: 16, 4: 18}
     assert list(requests(CONVOLVED, 3)) == [(s, (1 if size > 0 else -1) * scaled[s] * MiB) for s, size in plain]
 

@@ -19,9 +19,9 @@ import memsize
 from memsize.analysis.findings.out_of_memory import lagging
 from memsize.analysis.program import program_run
 from memsize.analysis.timeline import timeline
-from memsize.device.allocator import replay
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
+from memsize.device.replay import replay
 from memsize.documents import document
 from memsize.records.gpu import RecordStreamCost
 from memsize.records.program import ProgramRun

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from memsize.analysis.snapshot import pickled, snapshot
 from memsize.analysis.step import StepTrace
 from memsize.api import trace as trace_step
-from memsize.device.allocator import replay
 from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.replay import replay
 from memsize.records.trace import Trace
 from tests.test_timeline import MiB, empty, inference, traces, two_steps
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize.analysis.runner import Runner
-from memsize.device.allocator import replay
 from memsize.device.gpu_estimate import estimate_gpu
+from memsize.device.replay import replay
 from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import alive, live_bytes, peak

@@ -23,9 +23,9 @@ from memsize.analysis.step import StepTrace
 from memsize.analysis.timeline import timeline
 from memsize.api import trace as trace_step
 from memsize.cli import run
-from memsize.device.allocator import replay
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
+from memsize.device.replay import replay
 from memsize.errors import InputError
 from memsize.records.aggregates import alive, live_bytes
 from memsize.records.aggregates import peak as peak_of

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 import memsize
 from memsize.analysis.program import program_run, run_program
 from memsize.cli import run as command
-from memsize.device.allocator import replay
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
+from memsize.device.replay import replay
 from memsize.documents import document
 from memsize.documents.sections import Table
 from memsize.errors import ForwardError, InputError

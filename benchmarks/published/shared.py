@@ -24,8 +24,8 @@ import memsize
 from benchmarks.accuracy import VISION, predicted
 from benchmarks.zoo.operators import declare
 from memsize.analysis.step import StepTrace
-from memsize.device.allocator import replay
-from memsize.device.workspace_bounds import variants
+from memsize.device.library_workspaces import variants
+from memsize.device.replay import replay
 from memsize.records.gpu import Interval
 from memsize.records.verification import off_by
 from memsize.units import MiB

@@ -9,8 +9,8 @@ import warnings
 
 from benchmarks.published.rows import Row, rows
 from benchmarks.zoo.operators import declare
-from memsize.device.allocator import replay
-from memsize.device.workspace_bounds import variants
+from memsize.device.library_workspaces import variants
+from memsize.device.replay import replay
 
 RECIPES = {"litgpt": "litgpt", "vit-l": "vision", "preflight": "preflight"}
 """The recipe of sources by the first part of their name; the rest are the attention tables."""

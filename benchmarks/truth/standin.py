@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from memsize.analysis.verify.cuda_memory import AllocationEvent, allocation_events
-from memsize.device.allocator import replay
+from memsize.device.replay import replay
 from memsize.records.measurement import DeviceUse, Peaks, SoftwareStack
 from memsize.records.roles import Role
 from memsize.tracing.ledger import Ledger

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from memsize.analysis.step import StepTrace
-from memsize.device.settings_of import config_of
+from memsize.device.allocator_config import config_of
 from memsize.errors import InputError, UnknownScenarioError
 from memsize.records.generation import GenerationReport
 from memsize.records.gpu import DEFAULT_GPU

@@ -16,8 +16,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 from memsize.analysis.timeline import phases
-from memsize.device.allocator import Segment, replay
+from memsize.device.allocation_events import flow_of
+from memsize.device.allocator import Segment
 from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.replay import replay
 from memsize.records.aggregates import split_phase
 from memsize.records.trace import Event, Trace
 
@@ -38,8 +40,7 @@ def pickled(trace: Trace, config: AllocatorConfig | None = None) -> bytes:
 def snapshot(trace: Trace, config: AllocatorConfig | None = None) -> Fields:
     """The snapshot after the last event of `trace`, with everything that led to it."""
     config = config or AllocatorConfig()
-    pairs = ((event.storage, event.delta) for event in trace.events)
-    replayed = replay(pairs, config, streams=trace.streams, emptied=trace.emptied, timeline=True)
+    replayed = replay(flow_of(trace), config, streams=trace.streams, emptied=trace.emptied, timeline=True)
     assert replayed.timeline is not None
     history = _History(trace, replayed.segments, config.expandable_segments)
     levels = zip(replayed.timeline.address.tolist(), replayed.timeline.reserved.tolist(), strict=True)

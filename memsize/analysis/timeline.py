@@ -14,8 +14,7 @@ from typing import Final
 from memsize.analysis.findings.out_of_memory import lagging, out_of_memory
 from memsize.device.allocation_events import flow_of
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.gpu_estimate import Replays, lag, replay_on
-from memsize.device.stream_memory import stream_shares
+from memsize.device.gpu_estimate import Replays, lag, replay_on, stream_shares
 from memsize.records.aggregates import split_phase, traffic
 from memsize.records.gpu import Card
 from memsize.records.roles import Role, in_order

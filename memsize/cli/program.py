@@ -204,7 +204,7 @@ def _answer(found: ProgramRun | RankRuns, output: Destination) -> None:
     output.keep(found)
     if output.format == "snapshot":
         from memsize.analysis.snapshot import pickled
-        from memsize.device.settings_of import config_of
+        from memsize.device.allocator_config import config_of
 
         run = found.worst.run if isinstance(found, RankRuns) else found
         output.write(pickled(run.trace, config_of(run)))

@@ -7,6 +7,7 @@ requests that added a setting. Known limit: `roundup_bypass_threshold_mb`, which
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -14,6 +15,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from memsize.errors import InputError
+from memsize.records.codec import coder
+from memsize.records.generation import GenerationReport
+from memsize.records.program import ProgramRun
+from memsize.records.report import Report
 from memsize.spec.stack import OLDEST, Release
 from memsize.units import MiB
 
@@ -144,6 +149,12 @@ class AllocatorConfig:
 def settings_in(environment: Mapping[str, str]) -> str:
     """The text of the settings that a PyTorch process started in `environment` would use; empty where none are set."""
     return next((environment[name] for name in _VARIABLES if name in environment), "")
+
+
+def config_of(answer: Report | ProgramRun | GenerationReport) -> AllocatorConfig:
+    """The settings that `answer` was made with."""
+    config: AllocatorConfig = coder(AllocatorConfig).read(json.loads(answer.allocator or "{}"))
+    return config
 
 
 def _entries(text: str) -> list[tuple[str, str]]:

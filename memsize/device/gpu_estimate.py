@@ -6,15 +6,13 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from memsize.device.allocation_events import AllocationEvents, flow_of
-from memsize.device.allocator import Replay, replay
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.bounded_replay import Limited, replay_within
 from memsize.device.context import context, context_on, nccl
-from memsize.device.stream_memory import stream_shares
-from memsize.device.workspace_bounds import dispensable, factors, requests
+from memsize.device.library_workspaces import dispensable, factors, requests
+from memsize.device.replay import BoundedReplay, Replay, replay, replay_within
 from memsize.records.aggregates import split_phase, traffic
-from memsize.records.columns import places
-from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, RecordStreamCost, Shortage
+from memsize.records.columns import numbers, places
+from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, RecordStreamCost, Shortage, StreamShare
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
 from memsize.spec.stack import Stack
@@ -26,9 +24,9 @@ class Replays:
     def __init__(self, config: AllocatorConfig | None = None, *, timeline: bool = False) -> None:
         self.config = config or AllocatorConfig()
         self._timeline = timeline
-        self._made: dict[object, Limited] = {}
+        self._made: dict[object, BoundedReplay] = {}
 
-    def of(self, trace: Trace, events: AllocationEvents, where: Card | None, *, lags: bool = False) -> Limited:
+    def of(self, trace: Trace, events: AllocationEvents, where: Card | None, *, lags: bool = False) -> BoundedReplay:
         """`events` of the trace, or of one like it, on a card (None: one whose memory never ends), whose streams have
         always done what they were given; with `lags` only when the program has waited for them.
         """
@@ -40,12 +38,12 @@ class Replays:
 
     def _replayed(
         self, events: AllocationEvents, optional: Set[int], card: tuple[int, Interval] | None, lags: bool
-    ) -> Limited:
+    ) -> BoundedReplay:
         how: Any = {"streams": events.streams, "emptied": events.emptied, "timeline": self._timeline}
         how["deferred"] = events.deferred if lags else None
         if card is None:
             unbounded = replay(events, self.config, **how)
-            return Limited(unbounded, unbounded)
+            return BoundedReplay(unbounded, unbounded)
         return replay_within(events, self.config, *card, optional=optional, **how)
 
 
@@ -98,7 +96,7 @@ def lag(trace: Trace, where: Card | None, replays: Replays) -> RecordStreamCost 
     if not flow.deferred:
         return None
     prompt, late = (replays.of(trace, flow, where, lags=each) for each in (False, True))
-    reserved, most = prompt.replay.reserved.bytes, late.replay.reserved.bytes
+    reserved, most = prompt.with_least_overhead.reserved.bytes, late.with_least_overhead.reserved.bytes
     runs_out = late.failure is not None and prompt.failure is None
     return RecordStreamCost(len(flow.deferred), max(reserved, most), runs_out) if most > reserved or runs_out else None
 
@@ -117,7 +115,7 @@ def _on_card(
     trace: Trace, flow: AllocationEvents, where: Card | None, replays: Replays
 ) -> tuple[Replay, Shortage | None]:
     found = replays.of(trace, flow, where)
-    return found.replay, _shortage(trace, where, found) if where else None
+    return found.with_least_overhead, _shortage(trace, where, found) if where else None
 
 
 def _outside(trace: Trace, where: Card | None) -> Interval:
@@ -145,17 +143,17 @@ def _device(trace: Trace, where: Card | None, replays: Replays, *, bounded: bool
     found = [replays.of(trace, flow, where, lags=lags) for flow, lags in cases]
     reserved = [
         int(each.timeline.reserved[since:].max()) if since and each.timeline else each.reserved.bytes
-        for limited in found
-        for each in (limited.replay, limited.tightest)
+        for bounded in found
+        for each in (bounded.with_least_overhead, bounded.with_most_overhead)
     ]
     high = max(reserved) + outside.high
     return Interval(min(reserved) + outside.low, min(high, where.bytes) if where and bounded else high)
 
 
-def _shortage(trace: Trace, where: Card, found: Limited) -> Shortage | None:
+def _shortage(trace: Trace, where: Card, found: BoundedReplay) -> Shortage | None:
     if found.failure is None:
         return None
-    event, held = trace.events[found.failure.event], found.failure.held
+    event, held = trace.events[found.failure.event], found.failure.levels
     phase, step = split_phase(trace.phases[event.phase])
     return Shortage(
         request=found.failure.request,
@@ -171,6 +169,39 @@ def _shortage(trace: Trace, where: Card, found: Limited) -> Shortage | None:
         certain=found.certain,
         event=found.failure.event,
         nccl=among.high if (among := nccl(trace.collectives)) else 0,
+    )
+
+
+def stream_shares(trace: Trace, flow: AllocationEvents, replayed: Replay) -> tuple[StreamShare, ...]:
+    """The most bytes that each CUDA stream of `trace` needs, and its part of the segments in `replayed`.
+
+    Empty where there is only one stream.
+    """
+    import numpy as np
+
+    if not flow.streams:
+        return ()
+    allocated = ~np.isin(flow.storages, list(replayed.skipped))
+    flow = AllocationEvents(flow.storages[allocated], flow.deltas[allocated], flow.streams)
+    streams = numbers(trace.storages, "stream")[flow.storages]
+    shares = []
+    for stream in np.unique(streams).tolist():
+        part = AllocationEvents(flow.storages[streams == stream], flow.deltas[streams == stream], {})
+        shares.append(_stream_share(trace, part, stream=stream, replayed=replayed))
+    return tuple(shares) if len(shares) > 1 else ()
+
+
+def _stream_share(trace: Trace, flow: AllocationEvents, *, stream: int, replayed: Replay) -> StreamShare:
+    live = flow.deltas.cumsum()
+    peak = int(live.argmax())
+    roles = _roles(trace, flow.alive(peak))
+    kinds = dict.fromkeys(collective.kind for collective in trace.collectives if collective.stream == stream)
+    return StreamShare(
+        stream=stream,
+        collectives=tuple(kinds),
+        role=next(iter(roles)),
+        requested=int(live[peak]),
+        reserved=replayed.of_streams.get(stream, 0),
     )
 
 

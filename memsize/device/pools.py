@@ -30,22 +30,20 @@ class Memory:
     matters, and only between free blocks of one size.
     """
 
-    __slots__ = ("_next", "capacity", "changes", "reserved")
+    __slots__ = ("_next", "capacity", "changes", "event", "reserved")
 
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
         self.reserved = 0
-        self.changes: list[tuple[int, int, int]] = []
-        """The stretches mapped since `changes_at`: the stream, the start and the size of each; the size is below 0
-        where it was given back.
-        """
+        self.event = 0
+        """The event that is being replayed."""
+        self.changes: list[tuple[int, int, int, int]] = []
+        """The stretches mapped (size above 0) or given back (below 0): the event, the stream, the start, the size."""
         self._next = GAP
 
-    def changes_at(self, event: int) -> list[tuple[int, int, int, int]]:
-        """The changes since the last call, which came with `event`: that event, the stream, start and size of each."""
-        changes = [(event, *change) for change in self.changes]
-        self.changes.clear()
-        return changes
+    def record_change(self, stream: int, start: int, size: int) -> None:
+        """Note that a stretch was mapped, or given back with a `size` below 0."""
+        self.changes.append((self.event, stream, start, size))
 
     def obtain(self, size: int) -> bool:
         """Hand out `size` more, if there is as much."""
@@ -57,7 +55,7 @@ class Memory:
     def give_back(self, size: int) -> None:
         self.reserved -= size
 
-    def place(self, size: int, alignment: int = GAP) -> int:
+    def assign_address(self, size: int, alignment: int = GAP) -> int:
         """The address of `size` blocks of address space, a multiple of `alignment`.
 
         Raises `InputError` beyond the last address: CUDA's own are shorter.
@@ -130,9 +128,9 @@ class Pool:
         """The first `size` of a new segment of `segment`; 0 when CUDA has no more memory."""
         if not self.memory.obtain(segment):
             return 0
-        start = self.memory.place(segment)
+        start = self.memory.assign_address(segment)
         self.segments[start] = segment
-        self.memory.changes.append((self.stream, start, segment))
+        self.memory.record_change(self.stream, start, segment)
         block = segment << SHIFT | start
         self.starts[start] = self.ends[start + segment] = block
         return self.cut(block, size)
@@ -150,7 +148,7 @@ class Pool:
         """Give back the segment that the free `block` makes up."""
         self.withdraw(block)
         del self.segments[block & ADDRESS]
-        self.memory.changes.append((self.stream, block & ADDRESS, -(block >> SHIFT)))
+        self.memory.record_change(self.stream, block & ADDRESS, -(block >> SHIFT))
         self.memory.give_back(block >> SHIFT)
 
     def withdraw(self, block: int) -> None:
@@ -293,7 +291,7 @@ class ExpandablePool(Pool):
             if self._room(start, size) >= size:
                 return start
         space = max(self.space, -(-size // self.grain) * self.grain)
-        start = self.memory.place(space, self.grain)
+        start = self.memory.assign_address(space, self.grain)
         self.segments[start] = space
         self.holes[start] = start + space
         return start
@@ -315,7 +313,7 @@ class ExpandablePool(Pool):
         mapped = -(-min(size, end - hole) // self.grain) * self.grain
         if not self.memory.obtain(mapped):
             return False
-        self.memory.changes.append((self.stream, hole, mapped))
+        self.memory.record_change(self.stream, hole, mapped)
         del self.holes[hole]
         if hole + mapped < end:
             self.holes[hole + mapped] = end
@@ -323,7 +321,7 @@ class ExpandablePool(Pool):
         return True
 
     def _unmap(self, first: int, last: int) -> None:
-        self.memory.changes.append((self.stream, first, first - last))
+        self.memory.record_change(self.stream, first, first - last)
         self.memory.give_back(last - first)
         before = next((start for start, end in self.holes.items() if end == first), first)
         self.holes[before] = self.holes.pop(last, last)

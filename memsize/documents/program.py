@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from memsize.analysis.timeline import timeline
-from memsize.device.settings_of import config_of
+from memsize.device.allocator_config import config_of
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
 from memsize.documents.collectives import collective_tables
 from memsize.documents.sections import (

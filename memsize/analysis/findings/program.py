@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from memsize.analysis.findings.out_of_memory import lagging
-from memsize.device.settings_of import config_of
+from memsize.device.allocator_config import config_of
 from memsize.known_values.assumptions import UNCOMPILED
 from memsize.ranks.group import environment
 from memsize.ranks.tp_head_split import undivided

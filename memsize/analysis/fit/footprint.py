@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Final
 
 from memsize.device.allocation_events import AllocationEvents, flow_of
-from memsize.device.allocator import Replay, replay
 from memsize.device.allocator_config import SEGMENT_STEP, AllocatorConfig
+from memsize.device.replay import Replay, replay
 from memsize.records.fit import Alike, Bind
 from memsize.records.roles import Role
 from memsize.records.trace import TensorSpec, Trace
@@ -150,7 +150,7 @@ class Footprint:
         """How much the request that fails with `capacity` was short of, in whole steps; 0 where that isn't known."""
         if self.unbounded.allocated.bytes > capacity or (failure := self.bounded(capacity).out_of_memory) is None:
             return 0
-        return -(-(failure.held.reserved + failure.segment) // SEGMENT_STEP) * SEGMENT_STEP
+        return -(-(failure.levels.reserved + failure.segment) // SEGMENT_STEP) * SEGMENT_STEP
 
 
 def bind(run: Footprint, capacity: int | None) -> Bind:

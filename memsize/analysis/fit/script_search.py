@@ -18,8 +18,7 @@ from memsize.analysis.fit.rows import growing_row
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.analysis.program import run_program
 from memsize.analysis.script_imports import import_packages
-from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.settings_of import config_of
+from memsize.device.allocator_config import AllocatorConfig, config_of
 from memsize.errors import ForwardError, InputError, first_line
 from memsize.processes.ctrl_c import found_kept
 from memsize.processes.forks import can_fork

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from memsize.analysis.fit.footprint import Footprint
 from memsize.device.allocation_events import AllocationEvents
-from memsize.device.allocator import replay
+from memsize.device.replay import replay
 from memsize.errors import ForwardError, InputError
 from memsize.records.roles import FIXED
 from memsize.records.trace import Storage

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from memsize.device.allocation_events import AllocationEvents
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.bounded_replay import replay_within
 from memsize.device.context import context
-from memsize.device.workspace_bounds import CONVOLUTIONS, dispensable, requests, variants
+from memsize.device.library_workspaces import CONVOLUTIONS, dispensable, requests, variants
+from memsize.device.replay import replay_within
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.gpu import Interval
 from memsize.records.measurement import AllocationLog, ConvolutionWorkspace, OpLocation, Peaks, SoftwareStack, log_of
@@ -62,8 +62,8 @@ def _peaks(
 ) -> Iterator[Peaks]:
     """The peaks on a card of `total` bytes, beside the least and the most that is taken `outside` the allocator."""
     optional = dispensable(trace)
-    found = replay_within(events, config, total, outside, streams=events.streams, optional=optional)
-    for each in (found.replay, found.tightest):
+    bounded = replay_within(events, config, total, outside, streams=events.streams, optional=optional)
+    for each in (bounded.with_least_overhead, bounded.with_most_overhead):
         yield Peaks(each.requested.bytes, each.allocated.bytes, each.reserved.bytes)
 
 

@@ -14,7 +14,7 @@ from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.cuda_memory import DeviceMemory
 from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
 from memsize.analysis.verify.prediction import predict
-from memsize.device.workspace import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
+from memsize.device.library_workspaces import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import InputError
 from memsize.kernels.convolution import Convolutions
 from memsize.kernels.cudnn.library import Convolution, installed

@@ -1,4 +1,4 @@
-"""Memory that cuBLAS and cuBLASLt take for themselves out of the caching allocator.
+"""The workspaces of CUDA's libraries, which the caching allocator serves: cuBLAS, cuBLASLt, and cuDNN's convolutions.
 
 cuBLAS: PyTorch allocates one workspace per handle and stream when a matrix product first runs there and keeps it. The
 autograd thread has its own handle, so a training step has two workspaces. cuBLASLt, which computes products with a bias
@@ -10,13 +10,20 @@ was read in the compiled libraries of 2.0, 2.8 to 2.12 and 2.14.
 
 Known limit: from PyTorch 2.15 on (194311), each op takes its workspace and gives it back unless
 `TORCH_CUBLAS_WORKSPACE_CACHE` is 1; runs are simulated with workspaces that stay, as in releases up to 2.14.
+
+cuDNN: the workspaces of convolutions may be estimates, with a lower and an upper bound.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Final
 
+from memsize.device.allocation_events import AllocationEvents, flow_of
+from memsize.device.replay import OMITTED
+from memsize.records.columns import places
+from memsize.records.trace import Trace
 from memsize.spec.stack import NEWEST, Release
 from memsize.spec.stack import release as read_release
 from memsize.units import KiB, MiB
@@ -26,6 +33,13 @@ DEFAULT: Final = 2 * 4096 * KiB + 8 * 16 * KiB
 HOPPER: Final = 32 * MiB
 BLAS_LT: Final = 1 * MiB
 """cuBLASLt's own workspace where it does not share that of cuBLAS (pytorch/pytorch issue 73328)."""
+
+CONVOLUTIONS: Final = frozenset({"convolution", "convolution_backward"})
+"""Ops that cuDNN computes with a workspace."""
+DOUBLED: Final = 2
+"""An estimated workspace may be up to this many times as large (`python -m benchmarks.workspaces` says how often it
+is).
+"""
 
 _LARGE_SINCE: Final[dict[int, Release]] = {9: (2, 12), 10: (2, 12), 12: (2, 12), 11: (2, 14)}
 """Since when a card has the large workspace that Hopper (9.0) always had, by its major compute capability."""
@@ -71,3 +85,39 @@ def keeps_cublaslt_workspace(torch_version: str | None = None) -> bool:
 def release(torch_version: str | None) -> Release:
     """Major and minor of ``"2.13.0+cpu"``; those of the newest release that is known where None or unreadable."""
     return read_release(torch_version or "") or NEWEST
+
+
+def requests(trace: Trace, factor: int = 1) -> AllocationEvents:
+    """The events of a trace, with the workspaces of its convolutions `factor` times as large; 0 leaves them out."""
+    import numpy as np
+
+    flow = flow_of(trace)
+    if factor == 1:
+        return flow
+    scaled = np.isin(flow.storages, list(dispensable(trace)))
+    storages = flow.storages if factor else np.where(scaled, OMITTED[0], flow.storages)
+    return replace(flow, storages=storages, deltas=np.where(scaled, factor * flow.deltas, flow.deltas))
+
+
+def is_estimated(trace: Trace) -> bool:
+    """Whether any convolution workspace in the trace is an estimate."""
+    workspaces = dispensable(trace) if trace.cudnn is None else frozenset()
+    return bool(workspaces) and any(event.storage in workspaces for event in trace.events)
+
+
+def factors(trace: Trace) -> tuple[int, ...]:
+    """By how much workspaces may be larger: 1; where they are estimates, also 0 and `DOUBLED`."""
+    return (1, 0, DOUBLED) if is_estimated(trace) else (1,)
+
+
+def variants(trace: Trace) -> list[AllocationEvents]:
+    """The events as they are; where workspaces are estimates, also without those and with twice as much (`DOUBLED`)."""
+    return [requests(trace, factor) for factor in factors(trace)]
+
+
+def dispensable(trace: Trace) -> frozenset[int]:
+    """The workspaces that a run can do without: where one does not fit, PyTorch tries the next of cuDNN's plans, and
+    most convolutions have a plan that needs little.
+    """
+    storages = trace.storages
+    return frozenset(index for index in places(storages, "role", {"workspace"}) if storages[index].op in CONVOLUTIONS)

@@ -1,0 +1,330 @@
+"""Replay a run's events through the CUDA caching allocator: requested, allocated and reserved bytes, event by event.
+
+`replay` knows how much memory CUDA can give; `replay_within` knows it only as an interval, as on a real card.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from memsize.device.allocator import SMALL_BLOCKS, Allocator, LiveBlock, Segment
+from memsize.device.allocator_config import BLOCK, AllocatorConfig
+from memsize.device.pools import ADDRESS, SHIFT
+from memsize.errors import InputError
+from memsize.records.gpu import Interval
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Events = Iterable[tuple[int, int]]
+Numbered = Iterator[tuple[int, tuple[int, int]]]
+DEFAULT: Final = AllocatorConfig()
+OMITTED: Final = -1, 0
+"""Replaces an event that is left out, so that the events after it keep their numbers."""
+
+
+class Mark(NamedTuple):
+    """Something that the program does before `event`: empty the cache, or wait for streams that use deferred blocks."""
+
+    event: int
+    action: Literal["empty the cache", "wait for streams"]
+
+
+class Peak(NamedTuple):
+    """The most bytes at any moment, and the first event after which they are in use (-1: before any)."""
+
+    bytes: int
+    event: int
+
+
+class Levels(NamedTuple):
+    """Bytes at one moment."""
+
+    requested: int
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """The request that failed: its event and bytes, the bytes then requested from CUDA, and the levels before it."""
+
+    event: int
+    storage: int
+    request: int
+    segment: int
+    levels: Levels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """The levels after each event, and the address of the block that the event allocated or freed (int64 arrays).
+
+    `segments` are the stretches of memory that CUDA gave (bytes > 0) or got back: (event, address, bytes).
+    """
+
+    requested: np.ndarray[tuple[int], np.dtype[np.int64]]
+    allocated: np.ndarray[tuple[int], np.dtype[np.int64]]
+    reserved: np.ndarray[tuple[int], np.dtype[np.int64]]
+    address: np.ndarray[tuple[int], np.dtype[np.int64]]
+    segments: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The result of a replay: `requested` ≤ `allocated` ≤ `reserved` at every event.
+
+    `idle` is what was reserved and not allocated when `reserved` peaked first. A replay that ran out of memory ends
+    there, with the levels of that moment.
+    """
+
+    requested: Peak
+    allocated: Peak
+    reserved: Peak
+    idle: int
+    final: Levels
+    segments: tuple[Segment, ...]
+    out_of_memory: OutOfMemory | None = None
+    timeline: Timeline | None = None
+    skipped: frozenset[int] = frozenset()
+    """The storages that the run did without, as there was no room for them."""
+    refused: int | None = None
+    """The least that CUDA refused to bring the reserved bytes to; None where it refused nothing."""
+    of_streams: Mapping[int, int] = field(default_factory=dict)
+    """The bytes of each stream's segments when `reserved` peaked first: they add up to it."""
+
+    def holds_with(self, capacity: int) -> bool:
+        """Whether a replay with `capacity` bytes would be the same: CUDA would grant and refuse the same requests.
+
+        Valid only if nothing else depends on the capacity: a fraction of the card, an expandable segment's span.
+        """
+        return self.reserved.bytes <= capacity and (self.refused is None or capacity < self.refused)
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the reserved peak that no block used then, 0 to 1."""
+        return self.idle / self.reserved.bytes if self.reserved.bytes else 0.0
+
+
+def replay(
+    events: Events,
+    config: AllocatorConfig = DEFAULT,
+    *,
+    capacity: int | None = None,
+    total: int | None = None,
+    streams: Mapping[int, int] | None = None,
+    optional: Collection[int] = (),
+    emptied: Collection[int] = (),
+    deferred: Mapping[int, int] | None = None,
+    timeline: bool = False,
+) -> Replay:
+    """Replay `events`, pairs of a storage and the bytes that it gains (above 0: allocated) or loses (below 0: freed).
+
+    A difference on a live storage that does not free it is a resize: a new block, a copy, then the old block is freed.
+    `capacity` is what CUDA can give this process (the card less its context), None without bound; `total` is the card's
+    size, of which `config.memory_fraction` is taken (None: `capacity`). `streams` maps storages to the stream they are
+    allocated on (default 0). `optional` are storages that the run does without where there is no room. The cache is
+    emptied before the events with the numbers in `emptied`. `deferred` maps each event that frees a block to the event
+    before which the block can be reused, unless memory runs out first. Raises `InputError` when an event frees more
+    than a storage holds.
+    """
+    if not isinstance(events, Sized):
+        events = tuple(events)
+    whole = total if total is not None else capacity
+    allowed = None if whole is None else config.allowed(whole)
+    marks = [Mark(event, "empty the cache") for event in emptied]
+    marks += [Mark(event, "wait for streams") for event in dict.fromkeys((deferred or {}).values())]
+    return _replay(
+        events,
+        Allocator(config, capacity, allowed),
+        marks=sorted(mark for mark in marks if mark.event < len(events)),
+        streams=streams or {},
+        optional=optional,
+        deferred=deferred or {},
+        count=len(events),
+        timeline=timeline,
+    )
+
+
+def _replay(
+    events: Events,
+    allocator: Allocator,
+    *,
+    marks: Sequence[Mark],
+    streams: Mapping[int, int],
+    optional: Collection[int],
+    deferred: Mapping[int, int],
+    count: int,
+    timeline: bool,
+) -> Replay:
+    """Loop over `count` events. State is in local names: an attribute or a call per figure would halve the speed."""
+    small, large = allocator.pool(0, True), allocator.pool(0, False)
+    memory, block_size = allocator.memory, allocator.config.block_size
+    plain = max(allocator.config.roundup_divisions) < 2
+    live: dict[int, LiveBlock] = {}
+    skipped: set[int] = set()
+    rows: list[tuple[int, int, int, int, int]] | None = [] if timeline else None
+    requested = allocated = reserved = most_requested = most_allocated = most_reserved = idle = 0
+    at_requested = at_allocated = at_reserved = -1
+    failure: OutOfMemory | None = None
+    for mark, stretch in _stretches(events, marks):
+        if mark is not None:
+            _apply_mark(mark, allocator)
+            reserved = memory.reserved
+        for event, (storage, delta) in _without(skipped, stretch) if optional else stretch:
+            before = live.get(storage)
+            request = delta if before is None else before[0] + delta
+            if request > 0:
+                size = (request + BLOCK - 1) // BLOCK if plain else block_size(request) // BLOCK
+                pool = small if size <= SMALL_BLOCKS else large
+                if streams and streams.get(storage, 0):
+                    pool = allocator.pool(streams[storage], size <= SMALL_BLOCKS)
+                block = pool.take(size)
+                if not block:
+                    memory.event = event
+                    block = allocator.grow(pool, size)
+                    reserved = memory.reserved
+                    if not block and before is None and storage in optional:
+                        skipped.add(storage)
+                        continue
+                    if not block:
+                        levels = Levels(requested, allocated * BLOCK, reserved * BLOCK)
+                        failure = OutOfMemory(event, storage, request, allocator.segment(size) * BLOCK, levels)
+                        break
+                live[storage] = (request, block, pool)
+                requested += request
+                allocated += block >> SHIFT
+                if requested > most_requested:
+                    most_requested, at_requested = requested, event
+                if allocated > most_allocated:
+                    most_allocated, at_allocated = allocated, event
+                if reserved > most_reserved:
+                    most_reserved, at_reserved, idle = reserved, event, reserved - allocated
+            elif before is not None and not request:
+                block = live.pop(storage)[1]
+            elif storage == OMITTED[0]:
+                continue
+            else:
+                raise InputError(f"event {event} frees more bytes than storage {storage} holds")
+            if before is not None:
+                requested -= before[0]
+                allocated -= before[1] >> SHIFT
+                if event in deferred:
+                    allocator.defer(deferred[event], before)
+                else:
+                    before[2].give(before[1])
+            if rows is not None:
+                rows.append((event, requested, allocated, reserved, block & ADDRESS))
+        if failure is not None:
+            break
+    return Replay(
+        requested=Peak(most_requested, at_requested),
+        allocated=Peak(most_allocated * BLOCK, at_allocated),
+        reserved=Peak(most_reserved * BLOCK, at_reserved),
+        idle=idle * BLOCK,
+        final=Levels(requested, allocated * BLOCK, reserved * BLOCK),
+        segments=allocator.segments(live),
+        out_of_memory=failure,
+        timeline=None if rows is None else _timeline(rows, memory.changes, failure.event if failure else count),
+        skipped=frozenset(skipped),
+        refused=allocator.refused,
+        of_streams=_of_streams(memory.changes, at_reserved),
+    )
+
+
+def _stretches(events: Events, marks: Sequence[Mark]) -> Iterator[tuple[Mark | None, Numbered]]:
+    """The numbered events, parted at the marks: each stretch with the mark before its first event."""
+    numbered = iter(enumerate(events))
+    first, mark = 0, None
+    for following in marks:
+        yield mark, islice(numbered, following.event - first)
+        first, mark = following.event, following
+    yield mark, numbered
+
+
+def _apply_mark(mark: Mark, allocator: Allocator) -> None:
+    allocator.memory.event = mark.event
+    if mark.action == "empty the cache":
+        allocator.release()
+    else:
+        allocator.free_deferred(mark.event)
+
+
+def _without(skipped: Collection[int], numbered: Numbered) -> Numbered:
+    """The events of storages that the run allocates; `skipped` may grow meanwhile."""
+    return (event for event in numbered if event[1][0] not in skipped)
+
+
+def _of_streams(changes: Iterable[tuple[int, int, int, int]], event: int) -> dict[int, int]:
+    """The bytes that each stream has in segments after an event."""
+    sizes: Counter[int] = Counter()
+    for at, stream, _, size in changes:
+        if at <= event:
+            sizes[stream] += size * BLOCK
+    return dict(sorted(sizes.items()))
+
+
+def _timeline(
+    rows: list[tuple[int, int, int, int, int]], changes: Iterable[tuple[int, int, int, int]], events: int
+) -> Timeline:
+    """The levels after each of `events` events; an event without a row has those of the row before."""
+    import numpy as np
+
+    table = np.array([(-1, 0, 0, 0, 0), *rows], dtype=np.int64)
+    table = table[np.searchsorted(table[:, 0], np.arange(events), side="right") - 1]
+    table[:, 2:] *= BLOCK
+    _, requested, allocated, reserved, address = table.T.copy()
+    segments = tuple((event, start * BLOCK, size * BLOCK) for event, _, start, size in changes)
+    return Timeline(requested, allocated, reserved, address, segments)
+
+
+class BoundedReplay(NamedTuple):
+    """Two replays on a card: with the least memory that may be used outside the allocator, and with the most.
+
+    `failure` is the request that fails with the most overhead. Where the run only completes with the least, both are
+    that replay. `certain`: it fails even so, and both are a replay without any bound.
+    """
+
+    with_least_overhead: Replay
+    with_most_overhead: Replay
+    failure: OutOfMemory | None = None
+    certain: bool = False
+
+
+def replay_within(
+    events: Events,
+    config: AllocatorConfig,
+    total: int,
+    outside: Interval,
+    *,
+    streams: Mapping[int, int] | None = None,
+    optional: Collection[int] = (),
+    emptied: Collection[int] = (),
+    deferred: Mapping[int, int] | None = None,
+    timeline: bool = False,
+) -> BoundedReplay:
+    """Replay `events` on a card of `total` bytes, of which the CUDA context, and NCCL, take an amount in `outside`.
+
+    Near the limit the two replays differ: the overhead decides when cached segments are given back, and a run that
+    gives some back reserves less. The other arguments are those of `replay`.
+    """
+    run = partial(replay, events, streams=streams, emptied=emptied, deferred=deferred, timeline=timeline)
+
+    def beside(overhead: int) -> Replay:
+        return run(config=config, capacity=max(total - overhead, 0), total=total, optional=optional)
+
+    most = beside(outside.high)
+    if most.refused is None:
+        return BoundedReplay(most, most)
+    least, failure = beside(outside.low), most.out_of_memory
+    if least.out_of_memory is None:
+        return BoundedReplay(least, most if failure is None else least, failure)
+    if failure is None:
+        return BoundedReplay(most, most)
+    unbounded = run(config=replace(config, memory_fraction=1.0))
+    return BoundedReplay(unbounded, unbounded, failure, certain=True)
