@@ -1,7 +1,7 @@
 """The parts of a checkpoint: the model, its EMA copy, the optimizer's state, and what else a training run saves.
 
-A part is recognised by what a dictionary holds (an optimizer's has ``state`` and ``param_groups``) and else by the keys
-that people give it. A file of names alone (safetensors, GGUF, a bare ``state_dict``) is a model.
+A part is recognised by the entries of a dictionary (an optimizer's has ``state`` and ``param_groups``), or else by its
+usual keys. A file without dictionaries (safetensors, GGUF, a bare ``state_dict``) is a model.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
-from memsize.checkpoint.contents import KINDS, Contents, Group, PartKind, Place, Tensor, View
+from memsize.checkpoint.contents import KINDS, Contents, Group, Part, PartKind, Tensor, View
 from memsize.checkpoint.dtypes import BITS, is_float
 
 MOST_ROWS = 30
-"""How many rows of modules are shown unasked."""
+"""Rows of modules that are shown by default."""
 DEEPEST = 8
 
 _NAMES: tuple[tuple[PartKind, re.Pattern[str]], ...] = (
@@ -48,63 +48,60 @@ class Breakdown:
         self.contents = contents
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
-        """Where each tensor belongs, in their order."""
+    def tensor_parts(self) -> tuple[Part, ...]:
+        """The part of each tensor, in the order of the tensors."""
         marks = {mark.keys: mark.kind for mark in self.contents.marks}
         containers = {tensor.keys[:-1] for tensor in self.contents.tensors}
         heads = {keys[0] for keys in containers if keys and not _PACKED.search(keys[0])}
         named = any(_kind_of(head) == "model" for head in heads)
-        memo: dict[tuple[str, ...], Place] = {}
-        places = []
+        memo: dict[tuple[str, ...], Part] = {}
+        parts = []
         for tensor in self.contents.tensors:
             inner = tensor.keys[:-1]
             if not inner:
-                places.append(_bare(tensor, heads, marks))
+                parts.append(_part_at_top(tensor, heads, marks))
                 continue
             if inner not in memo:
-                memo[inner] = _place(inner, marks, named, tensor.wrapper)
-            places.append(memo[inner])
-        return tuple(places)
+                memo[inner] = _part_below(inner, marks, named, tensor.wrapper)
+            parts.append(memo[inner])
+        return tuple(parts)
 
     def of(self, kind: PartKind) -> list[Tensor]:
         """The tensors of one kind of part."""
-        pairs = zip(self.contents.tensors, self.places, strict=True)
-        return [tensor for tensor, place in pairs if place.kind == kind]
+        pairs = zip(self.contents.tensors, self.tensor_parts, strict=True)
+        return [tensor for tensor, part in pairs if part.kind == kind]
 
     @cached_property
     def parts(self) -> tuple[Group, ...]:
         """One group for each kind of part that there is, named by the keys it stands under."""
-        found: dict[PartKind, list[Tensor]] = {}
+        members: dict[PartKind, list[Tensor]] = {}
         roots: dict[PartKind, dict[str, None]] = {}
-        for tensor, place in zip(self.contents.tensors, self.places, strict=True):
-            found.setdefault(place.kind, []).append(tensor)
-            roots.setdefault(place.kind, {}).setdefault(".".join(tensor.keys[: place.root]))
-        return tuple(_group(kind, _listed(roots[kind]), found[kind]) for kind in KINDS if kind in found)
+        for tensor, part in zip(self.contents.tensors, self.tensor_parts, strict=True):
+            members.setdefault(part.kind, []).append(tensor)
+            roots.setdefault(part.kind, {}).setdefault(".".join(tensor.keys[: part.root]))
+        return tuple(_group(kind, _listed(roots[kind]), members[kind]) for kind in KINDS if kind in members)
 
     @cached_property
     def dtypes(self) -> tuple[Group, ...]:
         """One group for each dtype, the largest first."""
-        found: dict[str, list[Tensor]] = {}
+        members: dict[str, list[Tensor]] = {}
         for tensor in self.contents.tensors:
-            found.setdefault(tensor.spec.dtype, []).append(tensor)
-        groups = [_group("model", dtype, tensors) for dtype, tensors in found.items()]
+            members.setdefault(tensor.spec.dtype, []).append(tensor)
+        groups = [_group("model", dtype, tensors) for dtype, tensors in members.items()]
         return tuple(sorted(groups, key=lambda group: -group.bytes))
 
     def modules(self, view: View) -> Iterator[Group]:
         """One group for each module that `view` tells apart, part by part, in the order of the file."""
-        found: dict[tuple[PartKind, str, tuple[str, ...]], list[Tensor]] = {}
-        for tensor, place, steps in zip(self.contents.tensors, self.places, self._steps(view.folded), strict=True):
-            root = ".".join(tensor.keys[: place.root])
-            found.setdefault((place.kind, root, steps[: view.depth]), []).append(tensor)
-        for (kind, root, steps), tensors in sorted(found.items(), key=lambda item: KINDS.index(item[0][0])):
+        members: dict[tuple[PartKind, str, tuple[str, ...]], list[Tensor]] = {}
+        for tensor, part, steps in zip(self.contents.tensors, self.tensor_parts, self._steps(view.folded), strict=True):
+            root = ".".join(tensor.keys[: part.root])
+            members.setdefault((part.kind, root, steps[: view.depth]), []).append(tensor)
+        for (kind, root, steps), tensors in sorted(members.items(), key=lambda item: KINDS.index(item[0][0])):
             yield _group(kind, ".".join([root, *steps] if root else steps), tensors, root)
 
     @cached_property
     def fitting_view(self) -> View:
-        """The modules as deep as they are few enough to be read; numbered ones are put together where that shows more.
-
-        Of depths that show the same the least is taken.
-        """
+        """The view with the most rows, at most `MOST_ROWS`, at the least depth. Numbers are folded if that shows more."""
         plain, folded = self._fitting_depth(False), self._fitting_depth(True)
         return View(folded, folded=True) if folded > plain else View(plain)
 
@@ -118,10 +115,10 @@ class Breakdown:
         return best
 
     def _count(self, depth: int, folded: bool) -> int:
-        """How many groups there are, counted no further than it matters."""
+        """The number of groups, counted up to one more than `MOST_ROWS`."""
         seen: set[tuple[PartKind, tuple[str, ...], tuple[str, ...]]] = set()
-        for tensor, place, steps in zip(self.contents.tensors, self.places, self._steps(folded), strict=True):
-            seen.add((place.kind, tensor.keys[: place.root], steps[:depth]))
+        for tensor, part, steps in zip(self.contents.tensors, self.tensor_parts, self._steps(folded), strict=True):
+            seen.add((part.kind, tensor.keys[: part.root], steps[:depth]))
             if len(seen) > MOST_ROWS:
                 break
         return len(seen)
@@ -131,19 +128,19 @@ class Breakdown:
 
     @cached_property
     def _folded_steps(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each tensor below its part, with every number in them a star."""
+        """The same with a star for every number."""
         star = {step: "*" if step.isdecimal() else step for steps in self._plain_steps for step in steps}
         return tuple(tuple([star[step] for step in steps]) for steps in self._plain_steps)
 
     @cached_property
     def _plain_steps(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each tensor below its part. An optimizer's are gathered by what they are, not by parameter."""
+        """The steps of each tensor's name below its part. An optimizer's are grouped by kind, not by parameter."""
         steps: list[tuple[str, ...]] = []
         # Of 100,000 names a few thousand steps differ: one text for each.
         one: dict[str, str] = {}
-        for tensor, place in zip(self.contents.tensors, self.places, strict=True):
-            inner = tensor.keys[place.root :]
-            if place.kind == "optimizer" and len(inner) > 2 and inner[0] == "state":
+        for tensor, part in zip(self.contents.tensors, self.tensor_parts, strict=True):
+            inner = tensor.keys[part.root :]
+            if part.kind == "optimizer" and len(inner) > 2 and inner[0] == "state":
                 steps.append((".".join(("state", "*", *inner[2:])),))
             else:
                 steps.append(tuple([one.setdefault(step, step) for step in ".".join(inner).split(".")]))
@@ -195,32 +192,34 @@ def _kind_of(key: str) -> PartKind | None:
     return next((kind for kind, pattern in _NAMES if pattern.search(lowered)), None)
 
 
-def _bare(tensor: Tensor, heads: set[str], marks: Mapping[tuple[str, ...], PartKind]) -> Place:
-    """A tensor that stands at the top: of a model's own names, or beside the dictionaries of a training checkpoint."""
+def _part_at_top(tensor: Tensor, heads: set[str], marks: Mapping[tuple[str, ...], PartKind]) -> Part:
+    """The part of a tensor at the top level: a model's own, or one beside the dictionaries of a training checkpoint."""
     if () in marks:
-        return Place(marks[()], 0)
+        return Part(marks[()], 0)
     head, dot, _ = tensor.name.partition(".")
     if dot and _FLAT_EMA.match(head):
-        return Place("EMA", 0)
+        return Part("EMA", 0)
     beside = bool(heads) and not dot
-    return Place("other" if beside else "model", 0)
+    return Part("other" if beside else "model", 0)
 
 
-def _place(keys: tuple[str, ...], marks: Mapping[tuple[str, ...], PartKind], named: bool, wrapper: str | None) -> Place:
-    """Where what stands under `keys` belongs. `named`: some part of the file is called a model."""
+def _part_below(
+    keys: tuple[str, ...], marks: Mapping[tuple[str, ...], PartKind], named: bool, wrapper: str | None
+) -> Part:
+    """The part of the tensors under `keys`. `named`: some part of the file is called a model."""
     for length in range(len(keys), -1, -1):
         if keys[:length] in marks:
-            return Place(marks[keys[:length]], length)
+            return Part(marks[keys[:length]], length)
     if _PACKED.search(keys[0]):
-        return Place("model", 0)
+        return Part("model", 0)
     kinds = [_kind_of(key) for key in keys[:2]]
     for length, kind in enumerate(kinds, 1):
         if kind is not None and kind != "model":
-            return Place(kind, length)
+            return Part(kind, length)
     if kinds[0] == "model":
-        return Place("model", 1)
+        return Part("model", 1)
     if "model" in kinds:
-        return Place("model", 2)
+        return Part("model", 2)
     if wrapper == "numpy array" or named or (len(keys) > 1 and keys[1].isdecimal()):
-        return Place("other", 1)
-    return Place("model", 1)
+        return Part("other", 1)
+    return Part("model", 1)

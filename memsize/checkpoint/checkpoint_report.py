@@ -1,4 +1,4 @@
-"""`CheckpointReport`: what `memsize checkpoint` found out about a file, as a value to read, draw and tabulate."""
+"""`CheckpointReport`: the answer of `memsize checkpoint`, with its tables and DataFrames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class CheckpointReport(Answer, Inspection):
-    """What a checkpoint weighs and why. `match` says how it fits a model, when one was named."""
+    """The sizes of a checkpoint and their causes. `match` compares it with a model, if one was named."""
 
     kind: ClassVar = "checkpoint"
 
@@ -59,11 +59,11 @@ class CheckpointReport(Answer, Inspection):
 
     def _tensor_records(self) -> Iterator[dict[str, object]]:
         files, storages = self.contents.files, self.contents.storages
-        for tensor, place in zip(self.contents.tensors, self.breakdown.places, strict=True):
+        for tensor, part in zip(self.contents.tensors, self.breakdown.tensor_parts, strict=True):
             storage = None if tensor.storage is None else storages[tensor.storage]
             yield {
                 "name": tensor.name,
-                "part": place.kind,
+                "part": part.kind,
                 "dtype": tensor.spec.dtype,
                 "shape": list(tensor.spec.shape),
                 "elements": tensor.elements,

@@ -12,13 +12,13 @@ from typing import Literal, NamedTuple
 from memsize.records.trace import TensorSpec
 
 Use = Literal["tensors", "padding", "metadata", "pickle", "headers", "other", "unclaimed"]
-"""What a byte of a file is for: tensor data; alignment; metadata such as a tokenizer; pickled objects; what describes
-the rest (headers, zip records); other records (the code of a scripted model); nothing that the format knows of."""
+"""The uses of a file's bytes: tensor data; alignment; metadata such as a tokenizer; pickled objects; headers and zip
+records; other records (the code of a scripted model); bytes unknown to the format."""
 
 USES: tuple[Use, ...] = ("tensors", "padding", "metadata", "pickle", "headers", "other", "unclaimed")
 
 PartKind = Literal["model", "EMA", "optimizer", "scheduler", "other"]
-"""What a part of a training checkpoint is."""
+"""The kinds of parts of a training checkpoint."""
 
 KINDS: tuple[PartKind, ...] = ("model", "EMA", "optimizer", "scheduler", "other")
 
@@ -61,12 +61,12 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor, or one piece of a tensor that is kept in several (`wrapper` says of what).
+    """One tensor, or one piece of a tensor that is kept in several; `wrapper` is the class of that tensor.
 
-    `bytes` is what it needs and no tensor before it does: 0 when `shared_with` names the one that has it all.
-    `unneeded` is the rest of its storage, which no tensor covers, counted with the first tensor that keeps it.
-    `storage` indexes `Contents.storages`, None when it keeps no data (a meta tensor). `keys` are the steps of the
-    dictionaries and lists down to it, so that `name` is these joined by dots.
+    `bytes` are those that no earlier tensor owns: 0 when `shared_with` names the tensor that owns them all. `unneeded`
+    are the bytes of its storage that no tensor covers, counted with the first tensor of the storage. `storage` indexes
+    `Contents.storages`, None for a tensor without data (a meta tensor). `keys` are those of the dictionaries and lists
+    down to it; joined by dots they are its `name`.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A container that shows what it is by what it holds: an optimizer's ``state`` and ``param_groups``, say."""
+    """A container that is recognised by its entries, such as an optimizer's ``state`` and ``param_groups``."""
 
     keys: tuple[str, ...]
     kind: PartKind
@@ -123,8 +123,8 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor belongs: the kind of its part, and how many of its keys name the part itself."""
+class Part:
+    """The part of a checkpoint that a tensor belongs to: its kind, and how many of the tensor's keys name the part."""
 
     kind: PartKind
     root: int
@@ -132,9 +132,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors taken together: a part, a dtype, a module. `bytes` is what they need, shared ones once; `unneeded` what
-    is saved along with them although no tensor covers it. `root` are the keys of the part that a module's name begins
-    with.
+    """Tensors taken together: a part, a dtype, a module. `bytes` is the size of their data, shared bytes once, and
+    `unneeded` the bytes saved along with them that no tensor covers. A module's name begins with `root`, the keys of
+    its part.
     """
 
     kind: PartKind
@@ -148,8 +148,8 @@ class Group:
 
 
 class View(NamedTuple):
-    """Which modules are told apart: down to `depth` below their part (None: each tensor), or `folded`, where those that
-    differ in numbers only are one.
+    """The modules to list: down to `depth` below their part (None: every tensor), `folded` if those whose names differ
+    only in numbers are one row.
     """
 
     depth: int | None = None
@@ -158,7 +158,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that is not as the model wants it; `file` and `model` are what each has."""
+    """One tensor that differs from the model's; `file` and `model` are the two specs."""
 
     name: str
     problem: Problem
@@ -169,10 +169,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How a file fits a model. `key` is what the compared weights stand under in the file.
+    """A comparison of a file with a model. `key` is the file's key of the compared weights.
 
-    `dropped` and `added` are the prefixes that were, so that names meet; `wrappers` the steps that were left out of
-    names; `left_out` the tied tensors that the file leaves out, as safetensors does.
+    `dropped`, `added` and `wrappers` are the change of names under which they match: a prefix dropped, one added, and
+    steps left out. `left_out` are tied tensors that the file leaves out, as safetensors does.
     """
 
     model: str

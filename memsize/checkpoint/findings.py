@@ -1,4 +1,4 @@
-"""Rules about checkpoints: what makes a file larger than what it is for, and what is odd about it."""
+"""Rules about checkpoints: the causes of a file's size, and its oddities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GGML_NAMES = ("Q", "IQ", "TQ", "MXFP", "NVFP")
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint, and how it fits a model when one was named: what rules look at and reports are made of."""
+    """A checkpoint, and its match with a model if one was named: the subject of the rules."""
 
     contents: Contents
     match: Match | None = None
@@ -32,7 +32,7 @@ class Inspection:
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """What makes it larger than what it is for, and what is odd about it, most important first."""
+        """The causes of its size and its oddities, most important first."""
         return RULES.findings(self)
 
     @property
@@ -89,7 +89,7 @@ def fits_the_model(inspection: Inspection) -> Iterator[Finding]:
 
 @RULES.rule("names-changed")
 def names_changed(inspection: Inspection) -> Iterator[Finding]:
-    """Which change of names made the file's tensors meet the model's."""
+    """The change of names under which the file's tensors match the model's."""
     match = inspection.match
     if match is None or not (match.dropped or match.added or match.wrappers):
         return
@@ -122,8 +122,8 @@ def index_disagrees(inspection: Inspection) -> Iterator[Finding]:
 @RULES.rule("optimizer-dominates", "optimizer-state")
 def optimizer(inspection: Inspection) -> Iterator[Finding]:
     """The optimizer's state, which only resuming a training needs."""
-    held = inspection.breakdown.of("optimizer")
-    size, model = _bytes(held), _bytes(inspection.breakdown.of("model"))
+    tensors = inspection.breakdown.of("optimizer")
+    size, model = _bytes(tensors), _bytes(inspection.breakdown.of("model"))
     if inspection.matters(size):
         yield Finding(
             "optimizer-dominates" if size >= model else "optimizer-state",
@@ -209,15 +209,15 @@ def doubles(inspection: Inspection) -> Iterator[Finding]:
 @RULES.rule("fp32-could-be-half")
 def could_be_half(inspection: Inspection) -> Iterator[Finding]:
     """Weights in float32 that inference rarely needs to be."""
-    held = [tensor for tensor in inspection.breakdown.of("model") if tensor.spec.dtype == "float32"]
-    size = _bytes(held)
+    weights = [tensor for tensor in inspection.breakdown.of("model") if tensor.spec.dtype == "float32"]
+    size = _bytes(weights)
     if size and size >= _bytes(inspection.breakdown.of("model")) / 2 and inspection.matters(size):
         yield Finding(
             "fp32-could-be-half",
             size // 2,
             (),
             "The model's float32 weights take {bytes}; in float16 or bfloat16 they take {half}.",
-            {"bytes": Bytes(size), "half": Bytes(halved(held))},
+            {"bytes": Bytes(size), "half": Bytes(halved(weights))},
             brief="The model's float32 weights would take {half} in float16 or bfloat16, not {bytes}.",
         )
 
@@ -248,11 +248,11 @@ def _is_block(tensor: Tensor) -> bool:
 
 @RULES.rule("bits-per-weight")
 def blocks(inspection: Inspection) -> Iterator[Finding]:
-    """What quantization in blocks comes to, per weight."""
-    held = inspection.contents.tensors
-    if not any(map(_is_block, held)):
+    """The bits per weight of quantization in blocks."""
+    tensors = inspection.contents.tensors
+    if not any(map(_is_block, tensors)):
         return
-    size, elements = _bytes(list(held)), sum(tensor.elements for tensor in held)
+    size, elements = _bytes(list(tensors)), sum(tensor.elements for tensor in tensors)
     yield Finding(
         "bits-per-weight",
         size,
@@ -274,11 +274,11 @@ def prefixed(inspection: Inspection) -> Iterator[Finding]:
     if inspection.match is not None:
         return
     names: dict[str, list[str]] = {"model": [], "EMA": []}
-    for tensor, place in zip(inspection.contents.tensors, inspection.breakdown.places, strict=True):
-        if place.kind in names:
-            names[place.kind].append(".".join(tensor.keys[place.root :]))
+    for tensor, part in zip(inspection.contents.tensors, inspection.breakdown.tensor_parts, strict=True):
+        if part.kind in names:
+            names[part.kind].append(".".join(tensor.keys[part.root :]))
     for prefix, wrapper in _PREFIXES.items():
-        kinds = tuple(kind for kind, held in names.items() if held and all(name.startswith(prefix) for name in held))
+        kinds = tuple(kind for kind, stems in names.items() if stems and all(name.startswith(prefix) for name in stems))
         if kinds:
             yield Finding(
                 "module-prefix",

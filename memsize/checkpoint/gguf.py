@@ -73,9 +73,9 @@ class _Cursor:
     def string(self, longest: int = 1000) -> str:
         """The next string; what is longer than `longest` bytes is cut."""
         length = int(self.number("Q"))
-        kept = self.take(min(length, longest))
-        self.skip(length - len(kept))
-        text = kept.decode("utf-8", "replace")
+        data = self.take(min(length, longest))
+        self.skip(length - len(data))
+        text = data.decode("utf-8", "replace")
         return printable(text + "…" if length > longest else text)
 
     def skip_strings(self, count: int) -> None:
@@ -112,7 +112,7 @@ def looks_like(source: Source) -> bool:
 
 
 def read(source: Source) -> Contents:
-    """What the file at `source` holds, from its metadata and tensor descriptions alone."""
+    """Read the metadata and tensor descriptions of the file at `source`."""
     header = _header(source)
     alignment = header.values.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**30:

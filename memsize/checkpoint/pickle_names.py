@@ -1,4 +1,4 @@
-"""Which names a pickle may mention: known, opaque, or refused. None of them is ever imported or called.
+"""The names in a pickle, by what a file may do with them: known, opaque, or refused. None is imported or called.
 
 A pickle names functions and classes and says what to call them with; unpickling does so. memsize reads the instructions
 and keeps them as values, so that no name is dangerous to memsize itself. The policy is about what a reader is told:

@@ -1,4 +1,4 @@
-"""What a pickle stands for, as plain values: storages, tensors, dictionaries, and what its calls would return.
+"""The values of a pickle: storages, tensors, dictionaries, and the results that its calls would have.
 
 Nothing that a pickle names is imported or called. The functions that put tensors together have rules here, from
 `torch._utils`, `torch._tensor` and the classes' own ``__reduce__``; any other call makes an `Object`, whose arguments
@@ -68,11 +68,11 @@ class Dict:
 
 @dataclass(slots=True, eq=False)
 class Object:
-    """Anything that a pickle makes by a call: what it would call, with what, and what it adds to the result: states,
-    items of a list, and `entries` of a dictionary.
+    """The result of a call: the `callee`, its arguments, and additions to the result: states, items of a list, and
+    `entries` of a dictionary.
     """
 
-    made_by: Any
+    callee: Any
     args: tuple[Any, ...] = ()
     states: list[Any] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
@@ -116,12 +116,12 @@ class Composite:
     trainable: bool | None = None
 
 
-def meaning(made_by: Any, args: Args) -> Any:
-    """What calling `made_by` with `args` would return, as a value. Raises ValueError for arguments that cannot be."""
-    if not isinstance(made_by, Global) or not isinstance(args, tuple):
+def meaning(callee: Any, args: Args) -> Any:
+    """Return the value that calling `callee` with `args` would have. Raises ValueError for impossible arguments."""
+    if not isinstance(callee, Global) or not isinstance(args, tuple):
         raise ValueError("not a call of a name")
-    rule = _RULES.get(made_by.path)
-    return rule(args) if rule else Object(made_by, args)
+    rule = _RULES.get(callee.path)
+    return rule(args) if rule else Object(callee, args)
 
 
 def dtype_of(value: Any) -> str:
@@ -260,16 +260,16 @@ def _path(value: Any) -> str:
 
 def _mapping(args: Args) -> Dict:
     """A dictionary class, called with nothing, with pairs, or with another dictionary."""
-    given = next((arg for arg in args if isinstance(arg, Dict | list)), ())
-    if isinstance(given, Dict):
-        return Dict(given.flat)
-    return Dict([part for pair in given if isinstance(pair, list | tuple) and len(pair) == 2 for part in pair])
+    source = next((arg for arg in args if isinstance(arg, Dict | list)), ())
+    if isinstance(source, Dict):
+        return Dict(source.flat)
+    return Dict([part for pair in source if isinstance(pair, list | tuple) and len(pair) == 2 for part in pair])
 
 
 def _items(args: Args) -> Any:
     """A list, tuple or set made from another."""
-    given = args[0] if args else []
-    return given if isinstance(given, list | tuple) else []
+    source = args[0] if args else []
+    return source if isinstance(source, list | tuple) else []
 
 
 def _first(args: Args) -> Any:
@@ -279,20 +279,20 @@ def _first(args: Args) -> Any:
 def _reconstructed(args: Args) -> Any:
     """``copyreg._reconstructor(class, base, state)``: an object whose base class, a dict or a list, has a state."""
     kind, _, state = args[:3]
-    made = meaning(_class(kind), ())
-    if isinstance(made, Object) and state is not None:
-        made.states.append(state)
-    elif isinstance(made, Dict) and isinstance(state, Dict):
+    value = meaning(_class(kind), ())
+    if isinstance(value, Object) and state is not None:
+        value.states.append(state)
+    elif isinstance(value, Dict) and isinstance(state, Dict):
         return Dict(state.flat)
-    return made
+    return value
 
 
-def _made_anew(args: Args) -> Any:
+def _new_object(args: Args) -> Any:
     return meaning(_class(args[0]), args[1:])
 
 
 def _class(kind: Any) -> Any:
-    """What an object is to be made of: not by another way to make objects, which could go on without end."""
+    """Return `kind`, the class of a new object. Raises ValueError for a function of copyreg, which could recurse."""
     if _path(kind).startswith("copyreg."):
         raise ValueError("not a class")
     return kind
@@ -327,7 +327,7 @@ _RULES: dict[str, Callable[[Args], Any]] = {
     "builtins.bytearray": _first,
     "_codecs.encode": _first,
     "copyreg._reconstructor": _reconstructed,
-    "copyreg.__newobj__": _made_anew,
+    "copyreg.__newobj__": _new_object,
     **{
         f"torch.jit._pickle.{name}": _first
         for name in "build_intlist build_tensorlist build_doublelist build_boollist restore_type_tag".split()
@@ -346,7 +346,7 @@ def array_of(value: Object) -> TensorValue | None:
     numpy pickles an array as ``_reconstruct(ndarray, (0,), b'b')`` with a state of version, shape, dtype, Fortran order
     and bytes; from protocol 5 on as ``_frombuffer``. Arrays of a kilobyte or less count with the pickle they are in.
     """
-    path = _path(value.made_by)
+    path = _path(value.callee)
     state = value.states[0] if value.states else None
     if path in _ARRAYS and isinstance(state, tuple) and len(state) == 5:
         return _array(state[1], state[2], state[4])
@@ -375,7 +375,7 @@ def _array(shape: Any, kind: Any, data: Any) -> TensorValue | None:
 
 def _dtype(kind: Any) -> str | None:
     """torch's name of ``numpy.dtype('f4', …)``."""
-    if not (isinstance(kind, Object) and kind.made_by == Global("numpy.dtype") and kind.args):
+    if not (isinstance(kind, Object) and kind.callee == Global("numpy.dtype") and kind.args):
         return None
     code = kind.args[0]
     if not isinstance(code, str) or not code[1:].isdecimal() or len(code) > 4:

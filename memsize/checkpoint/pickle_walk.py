@@ -1,4 +1,4 @@
-"""The walk through what a pickle stands for: its tensors and plain values, each by the keys down to it.
+"""A walk through the values of a pickle: its tensors and plain values, each by the keys down to it.
 
 A module that was pickled whole is walked as its ``state_dict()`` names it. Lists and tuples count as keys by number.
 """
@@ -31,8 +31,8 @@ _SCALER = frozenset(("scale", "growth_factor"))
 
 
 @dataclass(slots=True)
-class Found:
-    """Everything that the pickles of a file hold."""
+class PickleContents:
+    """The tensors and plain values in the pickles of a file."""
 
     pieces: list[Piece] = field(default_factory=list)
     values: list[tuple[str, str]] = field(default_factory=list)
@@ -50,8 +50,8 @@ class _Step(NamedTuple):
     trainable: bool | None = None
 
 
-def walk(root: Any, locate: Locate, source: Source, found: Found) -> None:
-    """Add what `root` holds to `found`. Raises `CheckpointError` for what is nested too deeply or without end."""
+def walk(root: Any, locate: Locate, source: Source, contents: PickleContents) -> None:
+    """Add the tensors and values in `root` to `contents`. Raises `CheckpointError` for too deep or endless nesting."""
     budget = source.budget
     open_now: set[int] = set()
     barren: set[int] = set()
@@ -63,7 +63,7 @@ def walk(root: Any, locate: Locate, source: Source, found: Found) -> None:
         if step is None:
             levels.pop()
             open_now.discard(container)
-            if before == len(found.pieces):
+            if before == len(contents.pieces):
                 barren.add(container)
             continue
         value = step.value
@@ -72,30 +72,30 @@ def walk(root: Any, locate: Locate, source: Source, found: Found) -> None:
         if isinstance(value, _TENSORS):
             budget.tensors -= 1
             budget.letters -= sum(map(len, step.keys))
-            found.pieces.append(_piece(step, locate))
+            contents.pieces.append(_piece(step, locate))
         elif not isinstance(value, _CONTAINERS):
-            _note(step, found)
+            _note(step, contents)
         elif value not in ((), []) and id(value) not in open_now and id(value) not in barren:
             # An entry of a dictionary gets a text for its key, and takes as much time and memory as 40 items of a list.
             budget.items -= 40 * len(value) if isinstance(value, Dict) else len(_items(value))
             if len(levels) > DEEPEST + 1:
                 raise CheckpointError(f"{source.name} holds objects that are nested more than {DEEPEST} deep")
             open_now.add(id(value))
-            levels.append((_inner(step, found), id(value), len(found.pieces)))
+            levels.append((_inner(step, contents), id(value), len(contents.pieces)))
         budget.check_walk()
-    _describe(root, found)
+    _describe(root, contents)
 
 
-def _describe(root: Any, found: Found) -> None:
-    """Say in a few words what stands at the top and holds no tensor: a scheduler's state, a configuration."""
+def _describe(root: Any, contents: PickleContents) -> None:
+    """Describe the top-level containers without tensors in a few words: a scheduler's state, a configuration."""
     if not isinstance(root, Dict):
         return
-    heads = {piece.keys[0] for piece in found.pieces}
-    marks = {mark.keys: mark.kind for mark in found.marks}
+    heads = {piece.keys[0] for piece in contents.pieces}
+    marks = {mark.keys: mark.kind for mark in contents.marks}
     for key, value in list(_entries(root).items())[:MOST_VALUES_SHOWN]:
         if key not in heads and isinstance(value, _CONTAINERS):
             kind = f"{marks[(key,)]} state" if (key,) in marks else _shape_of(value)
-            found.values.append((key, f"{kind}, among the pickled objects"))
+            contents.values.append((key, f"{kind}, among the pickled objects"))
 
 
 def _shape_of(value: Any) -> str:
@@ -103,19 +103,19 @@ def _shape_of(value: Any) -> str:
         return f"a dictionary of {len(value):,}"
     if isinstance(value, list | tuple):
         return f"a list of {len(value):,}"
-    return printable(str(value.made_by)) if isinstance(value, Object) else "an object"
+    return printable(str(value.callee)) if isinstance(value, Object) else "an object"
 
 
 def _items(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _inner(step: _Step, found: Found) -> Iterator[_Step]:
-    """What a container holds, in order."""
+def _inner(step: _Step, contents: PickleContents) -> Iterator[_Step]:
+    """The items of a container, in order."""
     value = step.value
     if isinstance(value, Dict):
         entries = _entries(value)
-        _mark(step.keys, entries, found)
+        _mark(step.keys, entries, contents)
         for key, item in entries.items():
             if not step.keys or isinstance(item, _HOLDERS):
                 yield _Step((*step.keys, key), item, step.wrapper, step.trainable)
@@ -123,7 +123,7 @@ def _inner(step: _Step, found: Found) -> Iterator[_Step]:
         for key, item in value.inner:
             yield _Step((*step.keys, key) if key else step.keys, item, value.kind or None, value.trainable)
     elif isinstance(value, Object):
-        yield from _of_object(step, value, found)
+        yield from _of_object(step, value, contents)
     elif any(isinstance(item, _HOLDERS) for item in value):
         for index, item in enumerate(value):
             if isinstance(item, _HOLDERS):
@@ -156,7 +156,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | Global)
 
 
-def _mark(keys: Keys, entries: dict[str, Any], found: Found) -> None:
+def _mark(keys: Keys, entries: dict[str, Any], contents: PickleContents) -> None:
     """Note what a dictionary shows itself to be."""
     names = entries.keys()
     kind: PartKind | None = None
@@ -167,11 +167,11 @@ def _mark(keys: Keys, entries: dict[str, Any], found: Found) -> None:
     elif names >= _SCALER:
         kind = "other"
     if kind:
-        found.marks.append(Mark(keys, kind))
+        contents.marks.append(Mark(keys, kind))
 
 
-def _of_object(step: _Step, value: Object, found: Found) -> Iterator[_Step]:
-    """What an object was made with and what it was given later; a module as its ``state_dict()``."""
+def _of_object(step: _Step, value: Object, contents: PickleContents) -> Iterator[_Step]:
+    """The states, arguments and items of an object; a module as its ``state_dict()``."""
     array = array_of(value)
     if array is not None:
         yield _Step(step.keys, array, "numpy array")
@@ -181,7 +181,7 @@ def _of_object(step: _Step, value: Object, found: Found) -> Iterator[_Step]:
         if isinstance(state, Dict):
             entries = _entries(state)
             if all(name in entries for name in _MODULE):
-                found.module = found.module or str(value.made_by)
+                contents.module = contents.module or str(value.callee)
                 yield from _of_module(step, entries)
                 continue
         yield _Step(step.keys, state, step.wrapper, step.trainable)
@@ -218,9 +218,9 @@ def _piece(step: _Step, locate: Locate) -> Piece:
     )
 
 
-def _note(step: _Step, found: Found) -> None:
+def _note(step: _Step, contents: PickleContents) -> None:
     """Keep a plain value that stands near the top: an epoch, a version, a best score."""
-    if len(step.keys) != 1 or len(found.values) >= MOST_VALUES_SHOWN:
+    if len(step.keys) != 1 or len(contents.values) >= MOST_VALUES_SHOWN:
         return
     if isinstance(step.value, bool | int | float | str):
-        found.values.append((step.keys[0], printable(str(step.value))))
+        contents.values.append((step.keys[0], printable(str(step.value))))

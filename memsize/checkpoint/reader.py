@@ -27,23 +27,23 @@ _ASIDE = ("training_args.bin", "scheduler.pt", "scaler.pt")
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
-    """What the checkpoint at `path` holds: a file, an index of several files, or a folder with either.
+    """Read the checkpoint at `path`: a file, an index of several files, or a folder with either.
 
     Raises `CheckpointError` for what is not a checkpoint, is damaged, or would run code when it is loaded.
     """
     # os.path answers no where pathlib raises: for names that are too long, and users that there are not.
-    place = Path(os.path.expanduser(path))
+    file = Path(os.path.expanduser(path))
     with _no_collection():
-        if os.path.isdir(place):
-            return _read_folder(place)
-        if place.name.endswith(".json"):
-            return _read_index(place)
-        return _one_of_several(_read_file(place), place)
+        if os.path.isdir(file):
+            return _read_folder(file)
+        if file.name.endswith(".json"):
+            return _read_index(file)
+        return _note_shard(_read_file(file), file)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: what is read is kept, and going over it again and again takes a third of the time."""
+    """Pause garbage collection, which would take a third of the time: everything that is read is kept."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -54,7 +54,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _read_file(path: Path) -> Contents:
-    """What the single file at `path` holds."""
+    """Read the single file at `path`."""
     with opened(path) as source:
         contents = _read_source(source)
         # A byte that two records claim would count twice: only a file made to deceive has one.
@@ -93,15 +93,15 @@ def _check_pointer(source: Source) -> None:
 
 def _unknown(source: Source) -> str:
     start = source.read(0, min(source.size, 16), "its first bytes")
-    known = "safetensors, GGUF, and what torch.save writes"
+    formats = "safetensors, GGUF, and what torch.save writes"
     if start[:1] == b"\x80" or start[:1] in (b"(", b"]", b"}"):
-        return f"{source.name} is a plain pickle and not what torch.save writes; memsize reads {known}"
+        return f"{source.name} is a plain pickle and not what torch.save writes; memsize reads {formats}"
     if start.lstrip()[:1] == b"<":
-        return f"{source.name} is a web page, perhaps in place of a download; memsize reads {known}"
+        return f"{source.name} is a web page, perhaps in place of a download; memsize reads {formats}"
     if start.startswith(b"\x89HDF"):
-        return f"{source.name} is an HDF5 file; memsize reads {known}"
+        return f"{source.name} is an HDF5 file; memsize reads {formats}"
     shown = printable(start.decode("latin-1"))
-    return f"{source.name} is not a checkpoint that memsize knows (it begins with {shown!r}); it reads {known}"
+    return f"{source.name} is not a checkpoint that memsize knows (it begins with {shown!r}); it reads {formats}"
 
 
 # Several files
@@ -116,16 +116,16 @@ def _read_folder(folder: Path) -> Contents:
     for ending in _INDEX:
         indexes = [name for name in names if name.endswith(ending)]
         if indexes:
-            note = _beside(names, indexes[0])
-            return _noted(_read_index(folder / indexes[0]), _name_of(folder), note)
+            note = _note_other_index(names, indexes[0])
+            return _with_note(_read_index(folder / indexes[0]), _name_of(folder), note)
     for suffix in SUFFIXES:
-        found = [name for name in names if name.endswith(suffix) and name not in _ASIDE]
-        if found:
-            return _few(folder, found)
+        candidates = [name for name in names if name.endswith(suffix) and name not in _ASIDE]
+        if candidates:
+            return _read_shards(folder, candidates)
     raise CheckpointError(f"{folder} holds no checkpoint: no file ends in {', '.join(SUFFIXES)}")
 
 
-def _few(folder: Path, names: Sequence[str]) -> Contents:
+def _read_shards(folder: Path, names: Sequence[str]) -> Contents:
     if len(names) == 1:
         return replace(_read_file(folder / names[0]), path=f"{_name_of(folder)}/{printable(names[0])}")
     matches = [match for name in names if (match := _NUMBERED.fullmatch(name))]
@@ -136,12 +136,12 @@ def _few(folder: Path, names: Sequence[str]) -> Contents:
     count = int(matches[0]["count"])
     if len(names) != count:
         raise CheckpointError(f"{folder} holds {len(names)} of the {count} files of {matches[0]['stem']}")
-    return _joined(_name_of(folder), [_read_file(folder / name) for name in names])
+    return _join(_name_of(folder), [_read_file(folder / name) for name in names])
 
 
 def _read_index(path: Path) -> Contents:
     """The checkpoint whose ``weight_map`` says which file has which tensor."""
-    index = _parsed(path)
+    index = _read_json(path)
     wanted = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):
         raise CheckpointError(f"{path.name} is not an index of a checkpoint: it has no weight_map of names to files")
@@ -154,11 +154,11 @@ def _read_index(path: Path) -> Contents:
             raise CheckpointError(
                 f"{path.name}: {absent} of its {len(names)} files are missing, such as {printable(name, 80)}"
             )
-    contents = _joined(printable(path.name), [_read_file(path.parent / name) for name in names])
-    return _compared(contents, index, wanted)
+    contents = _join(printable(path.name), [_read_file(path.parent / name) for name in names])
+    return _check_index(contents, index, wanted)
 
 
-def _one_of_several(contents: Contents, path: Path) -> Contents:
+def _note_shard(contents: Contents, path: Path) -> Contents:
     """`contents` of a single file, with a note when its name says that it is one of several."""
     match = _NUMBERED.fullmatch(path.name)
     if match is None or int(match["count"]) < 2:
@@ -169,7 +169,7 @@ def _one_of_several(contents: Contents, path: Path) -> Contents:
     return replace(contents, notes=(*contents.notes, note))
 
 
-def _parsed(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return files.parse_json(files.read(path, LONGEST_INDEX))
     except OSError as error:
@@ -178,11 +178,11 @@ def _parsed(path: Path) -> Any:
         raise CheckpointError(f"{path.name} is not JSON that can be read: {error}") from error
 
 
-def _compared(contents: Contents, index: dict[str, Any], wanted: dict[str, str]) -> Contents:
-    """`contents` with what the index says otherwise."""
-    held = {tensor.name for tensor in contents.tensors}
-    missing = tuple(printable(name) for name in wanted if printable(name) not in held)
-    extra = [name for name in held if name not in wanted]
+def _check_index(contents: Contents, index: dict[str, Any], wanted: dict[str, str]) -> Contents:
+    """`contents` with the tensors that are missing, and notes on differences from the index."""
+    names = {tensor.name for tensor in contents.tensors}
+    missing = tuple(printable(name) for name in wanted if printable(name) not in names)
+    extra = [name for name in names if name not in wanted]
     notes = list(contents.notes)
     if extra:
         notes.append(f"The index leaves out {len(extra):,} tensors that the files hold, such as {min(extra)}.")
@@ -194,7 +194,7 @@ def _compared(contents: Contents, index: dict[str, Any], wanted: dict[str, str])
     return replace(contents, missing=missing, notes=tuple(notes))
 
 
-def _joined(name: str, parts: Iterable[Contents]) -> Contents:
+def _join(name: str, parts: Iterable[Contents]) -> Contents:
     """Several files as one checkpoint."""
     contents = list(parts)
     storages: list[Storage] = []
@@ -229,16 +229,16 @@ def _in_set(t: Tensor, base: int) -> Tensor:
     )
 
 
-def _beside(names: Sequence[str], index: str) -> str | None:
-    """That another set stands in the same folder, when one does."""
+def _note_other_index(names: Sequence[str], index: str) -> str | None:
+    """A note on another index in the same folder, or None."""
     others = [name for name in names if name.endswith(_INDEX[:2]) and name != index]
     return f"The folder also has {others[0]}, which is not read here." if others else None
 
 
 def _name_of(folder: Path) -> str:
-    """What messages call a folder; the working folder by its real name."""
+    """The name of a folder in messages; that of the working folder is resolved."""
     return printable(folder.resolve().name) or "/"
 
 
-def _noted(contents: Contents, name: str, note: str | None) -> Contents:
+def _with_note(contents: Contents, name: str, note: str | None) -> Contents:
     return replace(contents, path=name, notes=(*contents.notes, *([note] if note else [])))

@@ -31,7 +31,7 @@ def looks_like(source: Source) -> bool:
 
 
 def read(source: Source) -> Contents:
-    """What the file at `source` holds, from its header alone."""
+    """Read the header of the file at `source`."""
     header, base = _header(source)
     metadata = header.pop(_METADATA, None)
     pieces: list[Piece] = []

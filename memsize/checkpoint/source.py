@@ -1,4 +1,4 @@
-"""An open file that is read by position and within its bounds, never as a whole, and what each of its bytes is for."""
+"""An open file that is read by position and within its bounds, never as a whole, and the uses of its bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Source:
         self.budget = WorkBudget(self.name, self.size)
 
     def read(self, offset: int, count: int, what: str) -> bytes:
-        """`count` bytes from `offset`; raises `CheckpointError` that the file ends within `what`."""
+        """Read `count` bytes from `offset`, called `what`. Raises `CheckpointError` if the file ends within them."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise self.cut_off(what, offset + count)
         self.file.seek(offset)
@@ -65,7 +65,7 @@ class Source:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
-    """The file at `path` while it is open. Raises `CheckpointError` when it is not a file that can be read."""
+    """Open the file at `path`. Raises `CheckpointError` when it is not a file that can be read."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(files.opened(path))
@@ -76,21 +76,21 @@ def opened(path: Path) -> Iterator[Source]:
 
 @dataclass(slots=True)
 class Claims:
-    """What a reader says the bytes of a file of `size` bytes are for, swept into sums that add up to its size.
+    """The uses of byte ranges of a file of `size` bytes, as its reader finds them. Their sums add up to `size`.
 
-    A byte counts for the claim that starts first; one that nobody claims is `unclaimed`.
+    A byte counts for the claim that starts first; a byte without a claim is `unclaimed`.
     """
 
     size: int
     _claims: list[tuple[int, int, Use]] = field(default_factory=list)
 
     def claim(self, start: int, length: int, use: Use) -> None:
-        """`length` bytes from `start` are for `use`."""
+        """Claim `length` bytes from `start` for `use`."""
         if length > 0:
             self._claims.append((start, start + length, use))
 
     def claim_around(self, start: int, length: int, use: Use, holes: Iterable[tuple[int, int]]) -> None:
-        """`length` bytes from `start` are for `use`, except `holes`: starts and lengths that others claim."""
+        """Claim `length` bytes from `start` for `use`, without `holes`: the starts and lengths of other claims."""
         position, end = start, start + length
         for hole, size in sorted(holes):
             if start <= hole < end:
@@ -99,7 +99,7 @@ class Claims:
         self.claim(position, end - position, use)
 
     def pad_gaps(self, start: int, end: int) -> None:
-        """What no claim covers between `start` and `end` is padding."""
+        """Claim the bytes between `start` and `end` that no claim covers as padding."""
         position = start
         for first, last, _ in sorted(self._claims, key=itemgetter(0, 1)):
             if last <= position:

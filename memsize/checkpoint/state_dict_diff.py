@@ -47,21 +47,21 @@ class _Naming:
 
     @property
     def size(self) -> tuple[int, int]:
-        """How much it changes: of several that fit equally well the plainest is meant."""
+        """The size of the change, by which the plainest of several equally good ones is chosen."""
         return len(self.wrappers), len(self.dropped) + len(self.added)
 
 
 def compared(breakdown: Breakdown, expected: Mapping[str, Expected], model: str) -> Match:
-    """How the model part of a checkpoint fits the tensors that a model expects, by name."""
-    held = breakdown.of("model") or breakdown.of("EMA") or list(breakdown.contents.tensors)
-    naming = _naming(tuple(tensor.name for tensor in held), expected)
-    plain = [tensor for tensor in held if tensor.wrapper is None]
+    """Compare the model part of a checkpoint with the tensors that a model expects, by name."""
+    tensors = breakdown.of("model") or breakdown.of("EMA") or list(breakdown.contents.tensors)
+    naming = _naming(tuple(tensor.name for tensor in tensors), expected)
+    plain = [tensor for tensor in tensors if tensor.wrapper is None]
     named = {name: tensor for tensor in plain if (name := naming.of(tensor.name)) is not None}
-    found = _stems(naming, [tensor for tensor in held if tensor.wrapper is not None]) | named
-    left_out = tuple(name for name, wanted in expected.items() if name not in found and wanted.tied in found)
-    rows = [_compared(name, wanted, found.get(name)) for name, wanted in expected.items() if name not in left_out]
+    matches = _stems(naming, [tensor for tensor in tensors if tensor.wrapper is not None]) | named
+    left_out = tuple(name for name, wanted in expected.items() if name not in matches and wanted.tied in matches)
+    rows = [_compared(name, wanted, matches.get(name)) for name, wanted in expected.items() if name not in left_out]
     differences = [row for row in rows if row]
-    root = _root(naming.dropped, held)
+    root = _root(naming.dropped, tensors)
     outside = {t.name: t for t in plain if naming.of(t.name) is None and t.keys[: len(root)] == root}
     for name, tensor in (named | outside).items():
         if name not in expected or name in outside:

@@ -1,8 +1,4 @@
-"""The storages of one file, and who needs which bytes of them.
-
-Ties and views are counted once: of the tensors of a storage the first gets what it covers, a later one what is left for
-it, and what no tensor covers is laid open.
-"""
+"""The storages of one file, and the record of the file: its tensors with the bytes that each owns of a storage."""
 
 from __future__ import annotations
 
@@ -54,7 +50,7 @@ class StorageIndex:
         self.storages.append(storage)
 
     def find(self, value: StorageValue, prefix: str = "") -> int:
-        """Where the storage is that a pickle means, whose keys all stand behind `prefix` here."""
+        """The index of a pickle's storage, whose key follows `prefix` here. Raises `CheckpointError` if it is missing."""
         key = prefix + value.key
         index = self._by_key.get(key)
         if index is None:
@@ -67,14 +63,14 @@ class StorageIndex:
         return index
 
     def find_array(self, blob: Blob, in_file: bool) -> int:
-        """Where the array is whose data are `blob`: part of the file itself unless its pickle is compressed."""
+        """The index of the array with the data `blob`, which is part of the file unless its pickle is compressed."""
         if blob not in self._arrays:
             self._arrays[blob] = len(self.storages)
             self.storages.append(Storage("in the pickle", 0, blob.start if in_file else None, 0, 0))
         return self._arrays[blob]
 
     def measure_arrays(self, pieces: Sequence[Piece], claims: Claims) -> None:
-        """Give arrays within a pickle the size that they need: a text that encodes them is longer."""
+        """Set the sizes of arrays within a pickle from their tensors: a text that encodes an array is longer."""
         needs = dict.fromkeys(self._arrays.values(), 0)
         for piece in pieces if needs else ():
             if piece.storage in needs:
@@ -86,7 +82,7 @@ class StorageIndex:
 
     @property
     def holes(self) -> list[tuple[int, int]]:
-        """Where arrays stand within a pickle."""
+        """The starts and lengths of arrays within a pickle."""
         storages = (self.storages[index] for index in self._arrays.values())
         return [(storage.offset, storage.file_bytes) for storage in storages if storage.offset is not None]
 

@@ -1,4 +1,4 @@
-"""What torch.save writes: a zip archive with a record for each storage, or, before 1.6, pickles with the data behind.
+"""The files of torch.save: a zip archive with a record for each storage, or, before 1.6, pickles with the data behind.
 
 In the archive ``data.pkl`` says what there is. A TorchScript archive is the same with code beside it, and with
 constants in a pickle of their own. Source: `torch.serialization._save`, ``caffe2/serialize/inline_container.h``.
@@ -21,7 +21,7 @@ from memsize.checkpoint.dtypes import BITS
 from memsize.checkpoint.limits import BEST_PACKING, LONGEST_DIRECTORY, MOST_UNPACKED
 from memsize.checkpoint.pickle_names import is_allowed
 from memsize.checkpoint.pickle_values import Blob, Dict, StorageValue
-from memsize.checkpoint.pickle_walk import Found, Locate, walk
+from memsize.checkpoint.pickle_walk import Locate, PickleContents, walk
 from memsize.checkpoint.source import Claims, Source, printable
 from memsize.checkpoint.storage_index import StorageIndex, file_contents
 from memsize.checkpoint.unpickler import Unpickler
@@ -42,8 +42,8 @@ def is_zip(source: Source) -> bool:
 
 
 def read_zip(source: Source) -> Contents:
-    """What the archive at `source` holds, from its pickles and the places of its records."""
-    claims, index, found = Claims(source.size), StorageIndex(source), Found()
+    """Read the pickles of the archive at `source`, and the positions of its records."""
+    claims, index, contents = Claims(source.size), StorageIndex(source), PickleContents()
     mentioned: dict[str, None] = {}
     pickles: dict[str, _Record] = {}
     for name, record in _records(source, claims).items():
@@ -54,26 +54,28 @@ def read_zip(source: Source) -> Contents:
         else:
             claims.claim(record.offset, record.packed, _use(name))
     for name in (name for name in _PICKLES if name in pickles):
-        noted = len(found.values)
-        mentioned |= _read_pickle(source, pickles[name], index, _PICKLES[name], found)
+        noted = len(contents.values)
+        mentioned |= _read_pickle(source, pickles[name], index, _PICKLES[name], contents)
         if name == "constants.pkl":
-            del found.values[noted:]
-    index.measure_arrays(found.pieces, claims)
+            del contents.values[noted:]
+    index.measure_arrays(contents.pieces, claims)
     for record in pickles.values():
         claims.claim_around(record.offset, record.packed, "pickle", index.holes)
     format = "TorchScript" if "constants.pkl" in pickles else "PyTorch zip"
-    return _contents(source, format, claims, index, found, mentioned)
+    return _contents(source, format, claims, index, contents, mentioned)
 
 
-def _read_pickle(source: Source, record: _Record, index: StorageIndex, prefix: str, found: Found) -> dict[str, None]:
-    """Add what one pickle of the archive holds to `found`; the names that it mentions."""
+def _read_pickle(
+    source: Source, record: _Record, index: StorageIndex, prefix: str, contents: PickleContents
+) -> dict[str, None]:
+    """Add the values of one pickle of the archive to `contents`, and return the names that it mentions."""
     unpickler = _unpickler(source, record)
-    walk(unpickler.load(), _locator(index, prefix, record.unpacked is None), source, found)
+    walk(unpickler.load(), _locator(index, prefix, record.unpacked is None), source, contents)
     return unpickler.mentioned
 
 
 def _unpickler(source: Source, record: _Record) -> Unpickler:
-    """What reads one pickle of the archive: where it stands, or unpacked."""
+    """An unpickler of one pickle of the archive, in the file or unpacked."""
     if record.unpacked is not None:
         return Unpickler(source, len(record.unpacked), io.BytesIO(record.unpacked))
     source.file.seek(record.offset)
@@ -81,7 +83,7 @@ def _unpickler(source: Source, record: _Record) -> Unpickler:
 
 
 def _locator(index: StorageIndex, prefix: str = "", in_file: bool = True) -> Locate:
-    """What finds the storages of one pickle."""
+    """A function that finds the storages of one pickle."""
 
     def locate(value: StorageValue | Blob) -> int:
         return index.find_array(value, in_file) if isinstance(value, Blob) else index.find(value, prefix)
@@ -96,18 +98,23 @@ def _use(name: str) -> Use:
 
 
 def _contents(
-    source: Source, format: str, claims: Claims, index: StorageIndex, found: Found, mentioned: dict[str, None]
+    source: Source,
+    format: str,
+    claims: Claims,
+    index: StorageIndex,
+    contents: PickleContents,
+    mentioned: dict[str, None],
 ) -> Contents:
     return file_contents(
         source,
         format,
         claims,
-        found.pieces,
+        contents.pieces,
         index.storages,
-        values=tuple(found.values),
-        marks=tuple(found.marks),
+        values=tuple(contents.values),
+        marks=tuple(contents.marks),
         classes=tuple(name for name in mentioned if not is_allowed(name)),
-        module=found.module,
+        module=contents.module,
     )
 
 
@@ -127,7 +134,7 @@ class _Record(NamedTuple):
 
 
 class _Guarded:
-    """A file as `zipfile` sees it, which reads a directory of any size that an archive claims."""
+    """A file for `zipfile`, which would read a directory of any size that an archive claims."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._most = source, source.budget.grown(LONGEST_DIRECTORY)
@@ -151,7 +158,7 @@ def _records(source: Source, claims: Claims) -> dict[str, _Record]:
         archive = zipfile.ZipFile(_Guarded(source), metadata_encoding="utf-8")
     except _ZIP_DAMAGE as error:
         raise source.damaged(f"its zip directory is not one ({printable(str(error))})") from error
-    found: dict[str, _Record] = {}
+    records: dict[str, _Record] = {}
     position, before = 0, ""
     folder = _folder(source, archive.namelist())
     for info in sorted(archive.infolist(), key=attrgetter("header_offset")):
@@ -160,22 +167,22 @@ def _records(source: Source, claims: Claims) -> dict[str, _Record]:
         if info.header_offset < position:
             raise source.damaged(f"its records {before!r} and {name!r} overlap")
         key = name.removeprefix(folder)
-        if key in found:
+        if key in records:
             raise source.damaged(f"it has two records called {name!r}")
         if key in _PICKLES and info.compress_type != zipfile.ZIP_STORED:
             record = record._replace(unpacked=_unpacked(source, archive, info, f"the record {key!r}"))
-        found[key] = record
+        records[key] = record
         position, before = record.offset + record.packed, name
     _claim_directory(source, archive, claims)
-    return found
+    return records
 
 
 def _folder(source: Source, names: list[str]) -> str:
     """The folder that all records are in, by the pickle that they belong to."""
-    found = [name.removesuffix("data.pkl") for name in names if name == "data.pkl" or name.endswith("/data.pkl")]
-    if not found:
+    folders = [name.removesuffix("data.pkl") for name in names if name == "data.pkl" or name.endswith("/data.pkl")]
+    if not folders:
         raise source.damaged("it is a zip archive without a data.pkl, so not a file that torch.save wrote")
-    return printable(min(found, key=len))
+    return printable(min(folders, key=len))
 
 
 def _located(source: Source, info: zipfile.ZipInfo, what: str, claims: Claims) -> _Record:
@@ -217,7 +224,7 @@ def _claim_directory(source: Source, archive: zipfile.ZipFile, claims: Claims) -
 
 
 def _unpacked(source: Source, archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str) -> bytes:
-    """What a record unpacks to, refused when it is too much, whatever size it claims."""
+    """Unpack a record. Raises `CheckpointError` if it is too long, whatever size it claims."""
     if info.compress_type != zipfile.ZIP_DEFLATED:
         raise source.damaged(f"{what} is compressed by method {info.compress_type}, which PyTorch does not read either")
     most = MOST_UNPACKED + int(BEST_PACKING * min(info.compress_size, MOST_UNPACKED * source.budget.scale))
@@ -240,14 +247,14 @@ _COUNT = 8
 
 
 def is_legacy(source: Source) -> bool:
-    """Whether the file begins with the magic number, pickled by any protocol."""
+    """Whether the file begins with the magic number, contents by any protocol."""
     start = source.read(0, min(source.size, 32), "the magic number")
     return any(magic in start for magic in _MAGIC_PICKLES) or str(MAGIC).encode() in start
 
 
 def read_legacy(source: Source) -> Contents:
-    """What the file at `source` holds, from its pickles and the counts before each storage."""
-    claims, index, found = Claims(source.size), StorageIndex(source), Found()
+    """Read the pickles of the file at `source`, and the counts before each storage."""
+    claims, index, contents = Claims(source.size), StorageIndex(source), PickleContents()
     source.file.seek(0)
     unpickler = Unpickler(source, source.size)
     magic, protocol, system, root, keys = (unpickler.load() for _ in range(5))
@@ -256,12 +263,12 @@ def read_legacy(source: Source) -> Contents:
         raise source.damaged(f"its magic number or protocol ({shown}) is not PyTorch's")
     if not isinstance(keys, list):
         raise source.damaged("its list of storages is not one")
-    pickled = source.file.tell()
+    end = source.file.tell()
     _index_storages(source, keys, unpickler.storages, index, claims, "little" if _is_little(system) else "big")
-    walk(root, _locator(index), source, found)
-    index.measure_arrays(found.pieces, claims)
-    claims.claim_around(0, pickled, "pickle", index.holes)
-    return _contents(source, "PyTorch legacy", claims, index, found, unpickler.mentioned)
+    walk(root, _locator(index), source, contents)
+    index.measure_arrays(contents.pieces, claims)
+    claims.claim_around(0, end, "pickle", index.holes)
+    return _contents(source, "PyTorch legacy", claims, index, contents, unpickler.mentioned)
 
 
 def _is_little(system: object) -> bool:
@@ -272,14 +279,14 @@ def _is_little(system: object) -> bool:
 def _index_storages(
     source: Source,
     keys: list[object],
-    known: dict[str, StorageValue],
+    mentioned: dict[str, StorageValue],
     index: StorageIndex,
     claims: Claims,
     order: Literal["little", "big"],
 ) -> None:
     """Find the storages in the order of the file: a number of elements, and their data."""
     position = source.file.tell()
-    rest = dict(known)
+    rest = dict(mentioned)
     for key in keys:
         storage = rest.pop(key, None) if isinstance(key, str) else None
         if not isinstance(key, str) or storage is None:

@@ -63,7 +63,7 @@ _COSTS = _costs()
 
 
 class Memo:
-    """What a pickle numbers to refer back to it. Pickling numbers in sequence, so that a list holds it; the first
+    """The values that a pickle refers back to by number. Numbers are in sequence, so a list holds the values; the first
     numbers may be left out, as Python 2 does with 0.
     """
 
@@ -93,7 +93,7 @@ class Memo:
 
 
 _THEIRS: dict[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
-"""What each instruction does in Python's own machine."""
+"""The instructions of Python's own machine."""
 
 
 class Unpickler(pickle._Unpickler):
@@ -125,8 +125,8 @@ class Unpickler(pickle._Unpickler):
         except pickle._Stop as stop:  # type: ignore[attr-defined]
             value = stop.value
         except _DAMAGE as error:
-            place = self._file.tell() - start
-            raise self.damaged(f"near byte {place:,} of it ({type(error).__name__})") from error
+            offset = self._file.tell() - start
+            raise self.damaged(f"near byte {offset:,} of it ({type(error).__name__})") from error
         except RecursionError as error:
             raise self.damaged("it is nested without end") from error
         if self._file.tell() > self._end:
@@ -176,7 +176,7 @@ class Unpickler(pickle._Unpickler):
         return Global(path)
 
     def persistent_load(self, pid: Value) -> Value:
-        """What a persistent id points to: a storage, or a class whose source stands beside it."""
+        """The value of a persistent id: a storage, or a class whose source stands beside it."""
         match pid:
             case ("storage", Global() as kind, str(key), _, int(elements), *rest) if elements >= 0:
                 first = StorageValue(key, STORAGES[kind.path.rpartition(".")[2]], elements)
@@ -190,21 +190,21 @@ class Unpickler(pickle._Unpickler):
         """Refuse a function by its number in a registry that other programs may have filled."""
         raise self.damaged("it names functions by numbers that only the program which wrote it knows")
 
-    def call(self, made_by: Value, args: Value) -> None:
-        """Push what a call stands for. Nothing is called."""
+    def call(self, callee: Value, args: Value) -> None:
+        """Push the value that a call would have. Nothing is called."""
         if not isinstance(args, tuple):
             raise self.damaged("it calls something with what is not a tuple")
-        if not isinstance(made_by, _CALLED):
+        if not isinstance(callee, _CALLED):
             raise self.damaged("it calls what is not a function")
-        if isinstance(made_by, Object):
+        if isinstance(callee, Object):
             raise CheckpointError(
                 f"{self._name} is refused: its pickle calls what another call returned, as only code that hides what "
                 "it does has reason to. Nothing was run. Do not load it with torch.load(weights_only=False)"
             )
-        # A call may copy what it is given.
-        given = len(args) + sum([len(arg) for arg in args if isinstance(arg, _SEQUENCES)])
-        self.budget.pickle -= 3 * given if given > _FREE else 0
-        self.append(meaning(made_by, args))
+        # A call may copy what it is items.
+        items = len(args) + sum([len(arg) for arg in args if isinstance(arg, _SEQUENCES)])
+        self.budget.pickle -= 3 * items if items > _FREE else 0
+        self.append(meaning(callee, args))
 
     def _instantiate(self, klass: Value, args: list[Value]) -> None:
         self.call(klass, tuple(args))
@@ -216,8 +216,8 @@ class Unpickler(pickle._Unpickler):
 
     def load_newobj_ex(self) -> None:
         """NEWOBJ_EX: the same with keyword arguments."""
-        keywords, args, made_by = self.stack.pop(), self.stack.pop(), self.stack.pop()
-        self.call(made_by, (*args, keywords))
+        keywords, args, callee = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        self.call(callee, (*args, keywords))
 
     def load_build(self) -> None:
         """BUILD: give an object its state. What a tensor or a dictionary gets is its attributes: not kept."""
@@ -310,7 +310,7 @@ def _bytes(unpickler: Unpickler, length: int) -> None:
 
 
 def _harmless() -> dict[bytes, Callable[[Any], None]]:
-    """What instructions do here that would do something else in Python's own machine."""
+    """The instructions that this machine runs in another way than Python's own."""
     return {
         pickle.FRAME: Unpickler.load_frame,
         pickle.INT: Unpickler.load_decimal,

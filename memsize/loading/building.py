@@ -1,4 +1,4 @@
-"""How the user's code is called: to build a module from what a target names, or to make inputs.
+"""Calls of the user's code, to build a module or to make inputs, and where it failed.
 
 It runs without the memory of its weights where it can, and leaves the random generators as they were. Where it fails,
 `user_traceback` says in one line where, and why.
@@ -156,9 +156,9 @@ def _check_arguments(factory: Callable[..., Any], label: str, arguments: Mapping
         raise UnknownTargetError("argument", unknown[0], named, problem=problem)
     missing = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
     if missing:
-        given = " ".join(f"--arg {name}=…" for name in missing)
+        options = " ".join(f"--arg {name}=…" for name in missing)
         needs = f"the argument{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        raise TargetError(f"{label} needs {needs}: give {given} (in Python: arguments={{{missing[0]!r}: …}})")
+        raise TargetError(f"{label} needs {needs}: give {options} (in Python: arguments={{{missing[0]!r}: …}})")
 
 
 def _kind(value: Any) -> str:
@@ -172,7 +172,7 @@ def _kind(value: Any) -> str:
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Afterwards the global random generators of Python, NumPy and PyTorch are where they were."""
+    """Restore the global random generators of Python, NumPy and PyTorch at the end."""
     import torch
 
     python, state = random.getstate(), torch.get_rng_state()
@@ -195,8 +195,8 @@ def random_numbers_kept() -> Iterator[None]:
 
 def user_traceback(error: BaseException, is_theirs: Callable[[str], bool]) -> str:
     """``"at model.py:12: NameError: name 'foo' is not defined"``: the innermost line in a file that `is_theirs`."""
-    place = _place(error, is_theirs)
-    return f"{f'at {place}: ' if place else ''}{in_one_line(error)}"
+    line = _line_of(error, is_theirs)
+    return f"{f'at {line}: ' if line else ''}{in_one_line(error)}"
 
 
 _WANTS_GPU = re.compile("not compiled with CUDA|NVIDIA driver|No CUDA GPUs|has no attribute '_cuda_|CUDA driver")
@@ -208,7 +208,7 @@ def lacks_gpu(error: BaseException | None) -> bool:
 
 
 def gpu_advice(error: BaseException) -> str:
-    """What to do about an error that `lacks_gpu`; empty for any other error."""
+    """Return advice on an error that `lacks_gpu`, for the end of a message; empty for any other error."""
     if not lacks_gpu(error):
         return ""
     return (
@@ -217,7 +217,7 @@ def gpu_advice(error: BaseException) -> str:
     )
 
 
-def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str | None:
+def _line_of(error: BaseException, is_theirs: Callable[[str], bool]) -> str | None:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -227,9 +227,7 @@ def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str | None
 
 @contextmanager
 def users_failures_told() -> Iterator[None]:
-    """While open, what the user's own code raises where memsize or PyTorch called it, in a ``train()`` of theirs, say,
-    is a `TargetError` that names the line.
-    """
+    """Turn an exception of the user's own code, such as their ``train()``, into a `TargetError` that names the line."""
     try:
         yield
     except MemsizeError:
@@ -246,7 +244,7 @@ def users_failures_told() -> Iterator[None]:
 
 
 def _users_frame(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's, if it lies below every one of memsize's."""
+    """The innermost frame of the user's code, if it lies below every frame of memsize."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_users(frame.filename):
             return frame

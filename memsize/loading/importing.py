@@ -75,7 +75,7 @@ def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and target.module and f"{target.module}.".startswith(f"{missing}."):
         return f"no module {missing!r}, neither installed nor in {scope.folder}{_dotted_hint(target)}"
-    failure = f"importing {target.place} failed {user_traceback(error, scope.owns)}{gpu_advice(error)}"
+    failure = f"importing {target.source} failed {user_traceback(error, scope.owns)}{gpu_advice(error)}"
     if "torchvision::" in str(error):
         from memsize.loading.torchvision_ops import remedy
 
@@ -83,7 +83,7 @@ def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str
     if isinstance(error, ExitError):
         return f"{failure}; keep what runs the program below if __name__ == '__main__'"
     if missing and missing.partition(".")[0] not in sys.stdlib_module_names:
-        return f"{failure}; install it where memsize is installed, or put it beside {target.place}"
+        return f"{failure}; install it where memsize is installed, or put it beside {target.source}"
     return failure
 
 
@@ -100,7 +100,7 @@ def look_up(module: ModuleType, name: str, target: Target) -> Any:
         try:
             value = getattr(value, part)
         except AttributeError:
-            problem = f"{target.place} has no {quoted(name)}"
+            problem = f"{target.source} has no {quoted(name)}"
             raise UnknownTargetError("name", name, _candidates(module), problem=problem) from None
     return value
 
@@ -115,9 +115,9 @@ def only_class(module: ModuleType, target: Target) -> str:
         return classes[0]
     choices = classes or _candidates(module)
     if not choices:
-        raise TargetError(f"{target.place} defines no torch.nn.Module class, and no function to build one")
-    example = f"{target.place}:{choices[0]}"
-    raise TargetError(f"{target.place} holds {', '.join(choices)}: name the one you mean, like {example}")
+        raise TargetError(f"{target.source} defines no torch.nn.Module class, and no function to build one")
+    example = f"{target.source}:{choices[0]}"
+    raise TargetError(f"{target.source} holds {', '.join(choices)}: name the one you mean, like {example}")
 
 
 def _candidates(module: ModuleType) -> list[str]:

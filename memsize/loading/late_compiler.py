@@ -1,10 +1,9 @@
 """PyTorch's compiler, imported when something first uses it: that takes as long as importing torch.
 
-Nothing compiles here. Yet torchvision imports it for a question that its `roi_align` may ask of it, transformers for a
-mode of masks that it seldom makes, and both timm and transformers to mark functions for it. transformers also imports
-torchao, and the compiler with it, for what it calls when it saves quantized weights. While a model is loaded, such
-functions wait until they are called, and marks until the compiler is imported or the function is called, which is how
-PyTorch marks its own.
+Nothing compiles here. Yet torchvision imports the compiler for a check in its `roi_align`, transformers for a mode of
+masks that it seldom makes, and both timm and transformers to mark functions. transformers also imports torchao, and the
+compiler with it, to save quantized weights. While a model is loaded, these imports wait until the function is called.
+Marks wait until the compiler is imported or the function is called, as PyTorch's own marks do.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LATE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     "torchao": {"torchao.prototype.safetensors.safetensors_support": ("flatten_tensor_state_dict",)},
 }
-"""By package: the modules of it that others import, for what they only call."""
+"""By package: its modules that other libraries import, and the functions in them that are called later, if ever."""
 
 
 class _Thread(threading.local):
@@ -46,7 +45,7 @@ _thread = _Thread()
 
 @contextmanager
 def compiler_late() -> Iterator[None]:
-    """While open, what imports these packages in passing does not, nor does marking functions in this thread."""
+    """Keep libraries from importing these packages in passing, or by marking functions in this thread."""
     finders = [_StandIns(package) for package in _LATE if not any(name in sys.modules for name in _family(package))]
     sys.meta_path[:0] = finders
     try:
@@ -67,7 +66,7 @@ def _family(package: str) -> tuple[str, ...]:
 
 
 class _Finder:
-    """Does something when a package is really imported, and not when one only looks whether it is there."""
+    """Runs `_execute` when a package is really imported, and not when code only checks that it is installed."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -90,7 +89,7 @@ class _Finder:
 
 
 class _StandIns(_Finder):
-    """Stand-ins for modules of a package, which make way for its own when it is imported after all."""
+    """Stand-ins for modules of a package. When the package is imported after all, they give way to its own modules."""
 
     def __init__(self, package: str) -> None:
         super().__init__(package)
@@ -108,7 +107,7 @@ class _StandIns(_Finder):
 
 
 class _StandIn(ModuleType):
-    """A module of which some functions can be had without importing it."""
+    """A module whose functions can be looked up without importing it."""
 
     def __init__(self, package: str, name: str, called: tuple[str, ...]) -> None:
         super().__init__(name)
@@ -163,7 +162,7 @@ def _allowed_when_imported(mark: Function) -> Function:
 
 
 class _Allowed(_Finder):
-    """Functions that the compiler is to leave whole, of which it is told when it is imported."""
+    """Functions marked with `allow_in_graph`. The compiler gets them when it is imported."""
 
     def __init__(self) -> None:
         super().__init__(_COMPILER)
@@ -186,14 +185,14 @@ _allowed = _Allowed()
 
 
 class _Mentioned:
-    """`torch._dynamo` where it is only named: ``@torch._dynamo.allow_in_graph``."""
+    """`torch._dynamo` for code that only names it, as in ``@torch._dynamo.allow_in_graph``."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.compiler if name in _MARKS else importlib.import_module(_COMPILER), name)
 
 
-def _without_import(found: Function) -> Function:
-    return lambda name: _Mentioned() if name == "_dynamo" and _COMPILER not in sys.modules else found(name)
+def _without_import(lookup: Function) -> Function:
+    return lambda name: _Mentioned() if name == "_dynamo" and _COMPILER not in sys.modules else lookup(name)
 
 
 _MARKS: Final = {

@@ -79,7 +79,7 @@ def load(
         with _loading(scope):
             module = import_target(target, scope, module_name)
             name = target.name or only_class(module, target)
-            label = f"{target.place}:{name}"
+            label = f"{target.source}:{name}"
             built, note = build(look_up(module, name, target), label, arguments or {}, scope.owns, failure)
             trainer = built if is_trainer(built) else None
             model = trainer.model if trainer else built
@@ -121,7 +121,7 @@ def _function(
     target = parse_target(text)
     if target.library is not None or target.name is None:
         raise TargetError(f"{text!r} names no function that {purpose}: write it like {example}")
-    label = f"{target.place}:{target.name}"
+    label = f"{target.source}:{target.name}"
 
     def attempt(_: BaseException | None) -> tuple[ImportScope, Any]:
         scope, module_name = scope_of(target)

@@ -1,4 +1,4 @@
-"""Models that say themselves how they are trained: a LightningModule, and the model of a Hugging Face `Trainer`.
+"""Training steps that models define themselves: a LightningModule, and the model of a Hugging Face `Trainer`.
 
 Their step takes the place of the model's forward: it is called with a batch and returns the loss, and the modules in it
 are called from there. That is how Lightning itself puts a training step behind a wrapper such as DDP
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class OwnStep(ABC):
-    """The forward of `model` that is a whole training step, up to the loss; `optimizer` makes what it is updated by."""
+    """A forward of `model` that is a whole training step up to the loss; `optimizer` makes its optimizer."""
 
     name: str
-    """What runs, in the words of the library."""
+    """The methods that run, in the words of the library."""
     autocast: str | None = None
     """The lower precision of the autocast region that its trainer opens."""
     accumulate: int = 1
-    """How many batches make a step."""
+    """Batches whose gradients make a step."""
     clip: float = 0
     """The norm to which gradients are clipped; 0: they are not."""
 
@@ -48,7 +48,7 @@ class OwnStep(ABC):
 
     @property
     def note(self) -> str:
-        """What a reader must know of the step."""
+        """A note for readers of the report: whose training step it is."""
         return f"the training step is the target's own, {self.name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -57,8 +57,8 @@ class OwnStep(ABC):
 
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of a batch; raises `InputError` where none is returned."""
-        found = self.result(batch)
-        loss: torch.Tensor | None = found.get("loss") if isinstance(found, Mapping) else found
+        result = self.result(batch)
+        loss: torch.Tensor | None = result.get("loss") if isinstance(result, Mapping) else result
         if loss is None:
             raise InputError(f"{self.name}: no loss was returned")
         return loss
@@ -87,7 +87,7 @@ class OwnStep(ABC):
 
     @abstractmethod
     def batches(self) -> Any:
-        """What the model is trained with, to be iterated over."""
+        """An iterable of the model's training batches."""
 
     def inputs(self) -> InputMaker:
         """Its first batch, as it comes."""
@@ -109,24 +109,23 @@ class LightningStep(OwnStep):
 
     @property
     def note(self) -> str:
-        """As the base class; what its Trainer would add nobody knows here."""
+        """As the base class. The Trainer's settings are unknown here."""
         return f"{super().note}: how gradients are accumulated and clipped, and the precision, are not known from it"
 
     def result(self, batch: Any) -> Any:
         model: Any = self.model
         if not model.automatic_optimization:
             raise InputError("the module optimizes by itself (automatic_optimization): memsize run shows its script")
-        given = {"batch": batch, "batch_idx": 0, "dataloader_idx": 0}
-        taken = list(inspect.signature(model.training_step).parameters)[: len(given)]
-        return model.training_step(*list(given.values())[: len(taken)])
+        arguments = (batch, 0, 0)  # batch, batch_idx, dataloader_idx
+        return model.training_step(*arguments[: len(inspect.signature(model.training_step).parameters)])
 
     def optimizer(self) -> torch.optim.Optimizer:
-        made: Any = self.model.configure_optimizers()  # type: ignore[operator]
-        while not hasattr(made, "step"):
-            made = made.get("optimizer") if isinstance(made, Mapping) else made[0] if made else None
-            if made is None:
+        result: Any = self.model.configure_optimizers()  # type: ignore[operator]
+        while not hasattr(result, "step"):
+            result = result.get("optimizer") if isinstance(result, Mapping) else result[0] if result else None
+            if result is None:
                 raise InputError("configure_optimizers returned no optimizer")
-        optimizer: torch.optim.Optimizer = made
+        optimizer: torch.optim.Optimizer = result
         return optimizer
 
     def batches(self) -> Any:
@@ -176,8 +175,8 @@ class TrainerStep(OwnStep):
         other.model = other.model_wrapped = self.model
         other.optimizer = None
         other.create_optimizer()
-        made: torch.optim.Optimizer = other.optimizer
-        return made
+        optimizer: torch.optim.Optimizer = other.optimizer
+        return optimizer
 
     def batches(self) -> Any:
         return self._trainer.get_train_dataloader()
@@ -191,20 +190,20 @@ def _checkpoint(model: Any, options: dict[str, Any]) -> None:
 
 
 def own_step_of(model: nn.Module) -> OwnStep | None:
-    """The step that is the forward of `model`, which `load` gave it; None for a forward like any other."""
+    """The step that `load` has made the forward of `model`; None if its forward is its own."""
     step = vars(model).get("forward")
     return step if isinstance(step, OwnStep) else None
 
 
-def is_trainer(found: Any) -> bool:
-    """Whether `found` is a Hugging Face `Trainer`, or one of those that derive from it."""
+def is_trainer(value: Any) -> bool:
+    """Whether `value` is a Hugging Face `Trainer`, or of a class derived from it."""
     return any(
-        kind.__name__ == "Trainer" and kind.__module__.startswith("transformers.") for kind in type(found).__mro__
+        kind.__name__ == "Trainer" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__
     )
 
 
 def own_step(model: nn.Module, trainer: Any = None) -> OwnStep:
-    """The step by which `model` is trained, by `trainer` where there is one; raises `TargetError` if it has none."""
+    """The training step of `model`, by `trainer` if there is one. Raises `TargetError` if the model defines no step."""
     if trainer is not None:
         return TrainerStep(model, trainer)
     if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):

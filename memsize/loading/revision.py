@@ -29,10 +29,10 @@ class Revision(NamedTuple):
 
 
 def parse_revision(text: str) -> Revision | None:
-    """The revision that ``HEAD~1:model.py:Net`` names; None for a target of now, such as ``package.module:Net``."""
+    """The revision that ``HEAD~1:model.py:Net`` names; None for any other target, ``package.module:Net``."""
     name, _, target = text.partition(":")
-    place = target.partition(":")[0]
-    is_file_or_module = place.endswith(_FILES) or (bool(place) and ":" in target)
+    path = target.partition(":")[0]
+    is_file_or_module = path.endswith(_FILES) or (bool(path) and ":" in target)
     if not name or not is_file_or_module or name in LIBRARIES or _is_path(text):
         return None
     return Revision(name, target)
@@ -92,9 +92,9 @@ def _commit(revision: str) -> str:
 
 
 def _git(*arguments: str, variables: Mapping[str, str] | None = None, folder: Path | None = None) -> str:
-    """What git prints; raises `TargetError` with what it says where it fails."""
+    """Run git and return its output. Raises `TargetError` with git's message where it fails."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ("git", *arguments),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -104,7 +104,7 @@ def _git(*arguments: str, variables: Mapping[str, str] | None = None, folder: Pa
         )
     except FileNotFoundError:
         raise TargetError("git is not installed: a revision of a target needs it") from None
-    if done.returncode:
-        said = first_line(done.stderr.decode(errors="replace")).removeprefix("fatal: ")
-        raise TargetError(f"git {arguments[0]} failed: {said or f'status {done.returncode}'}")
-    return done.stdout.decode(errors="surrogateescape")
+    if process.returncode:
+        message = first_line(process.stderr.decode(errors="replace")).removeprefix("fatal: ")
+        raise TargetError(f"git {arguments[0]} failed: {message or f'status {process.returncode}'}")
+    return process.stdout.decode(errors="surrogateescape")

@@ -23,10 +23,10 @@ _MEMSIZE = Path(__file__).absolute().parents[1]
 
 
 class ImportScope:
-    """What one target imports from `folder`.
+    """The imports of one target from `folder`.
 
-    `last` is a folder that is looked at only after everything that is installed. `script` is what ``sys.argv`` says
-    meanwhile: an argument parser that runs on import must not read our command line.
+    `last` is a folder that comes after all installed packages. `script` replaces ``sys.argv`` meanwhile: an argument
+    parser that runs on import must not read memsize's command line.
     """
 
     def __init__(self, folder: Path, last: Path | None = None, script: Path | None = None) -> None:
@@ -85,13 +85,13 @@ class ImportScope:
     def _put_away(self, before: set[str]) -> None:
         """Take the scope's modules out of ``sys.modules``, and put back what they hid."""
         new = [name for name in list(sys.modules) if name not in before]
-        given = {top for top in {_top(name) for name in new} - before if self._gave(top)}
-        own = [*(name for name in new if _top(name) in given), *self._own]
+        tops = {top for top in {_top(name) for name in new} - before if self._is_from_here(top)}
+        own = [*(name for name in new if _top(name) in tops), *self._own]
         self._own = {name: sys.modules.pop(name) for name in own if name in sys.modules}
         sys.modules.update(self._hidden)
         self._hidden = {}
 
-    def _gave(self, top: str) -> bool:
+    def _is_from_here(self, top: str) -> bool:
         home = _home(sys.modules.get(top))
         return home is not None and home in self._folders() and not _installed(home)
 
@@ -121,13 +121,13 @@ def _top(name: str) -> str:
 
 def _home(module: ModuleType | None) -> Path | None:
     """The folder on ``sys.path`` that a top-level module came from; None for one without a file."""
-    held = vars(module) if isinstance(module, ModuleType) else {}  # not getattr: lazy modules import on it
-    file = held.get("__file__")
+    attributes = vars(module) if isinstance(module, ModuleType) else {}  # not getattr: lazy modules import on it
+    file = attributes.get("__file__")
     if isinstance(file, str):
         path = Path(file).absolute()
         return path.parent.parent if path.stem == "__init__" else path.parent
-    places = list(held.get("__path__") or ())
-    return Path(places[0]).absolute().parent if places and isinstance(places[0], str) else None
+    folders = list(attributes.get("__path__") or ())
+    return Path(folders[0]).absolute().parent if folders and isinstance(folders[0], str) else None
 
 
 def is_users(file: str) -> bool:

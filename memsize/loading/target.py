@@ -35,7 +35,7 @@ class Target:
     options: tuple[tuple[str, object], ...] = ()
 
     @property
-    def place(self) -> str:
+    def source(self) -> str:
         """The file, module or library as messages call it: ``model.py``, ``package.module``, ``timm``."""
         return self.file.name if self.file else str(self.library or self.module)
 

@@ -1,4 +1,4 @@
-"""A torchvision that does not fit the installed torch, made importable all the same.
+"""A way to import a torchvision that does not fit the installed torch.
 
 A torchvision wheel fits one build of torch. Beside another (the usual wheel beside the CPU build of torch) its compiled
 part is not loaded, importing it fails, and timm and parts of transformers fail with it. The models themselves are
@@ -75,7 +75,7 @@ _thread = _Thread()
 
 @contextmanager
 def torchvision_importable() -> Iterator[None]:
-    """While open, this thread can import torchvision: operators that cannot be loaded are declared instead."""
+    """Let this thread import torchvision: operators that cannot be loaded are declared instead."""
     _forget_failed_import()
     with _patches.active():
         _thread.inside += 1

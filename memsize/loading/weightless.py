@@ -1,4 +1,4 @@
-"""How a constructor is run without the memory of its weights: large floating tensors come out as `meta` tensors.
+"""Constructors run without the memory of their weights: large floating tensors come out as `meta` tensors.
 
 Shapes, dtypes, strides, ties and everything that a constructor decides stay real; only numbers that nobody needs are
 never made, so initialising them costs nothing either. Small and integer tensors stay real, because constructors look
@@ -34,9 +34,9 @@ _CPU = torch.device("cpu")
 
 
 class Weightless(TorchDispatchMode):
-    """While it is active, new large CPU tensors are `meta` tensors, and small ones may be mixed with them.
+    """A mode in which new large CPU tensors are `meta` tensors, and ops may mix small tensors with them.
 
-    `left_out` says that there are such tensors before, as when a model runs that was built this way.
+    `left_out` says that there are such tensors already, as when a model runs that was built in this mode.
     """
 
     def __init__(self, left_out: bool = False) -> None:
@@ -69,10 +69,10 @@ class Weightless(TorchDispatchMode):
             if self._left_out and kwargs.get("device") == _META:
                 kwargs["device"] = _CPU
             if _is_cpu(kwargs.get("device")):
-                made = _try_on_meta(func, args, kwargs)
-                if isinstance(made, torch.Tensor) and _is_large(made):
+                result = _try_on_meta(func, args, kwargs)
+                if isinstance(result, torch.Tensor) and _is_large(result):
                     self._left_out = True
-                    return made
+                    return result
         return func(*args, **kwargs)
 
 
@@ -94,7 +94,7 @@ def _reduced(tensor: torch.Tensor, _: object, dim: list[int], keepdim: bool = Fa
 
 
 def _indexed(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """`tensor[indices]`; how much a mask selects shows in its values, which `meta` has none of."""
+    """`tensor[indices]`. A mask selects by its values, which `meta` lacks, so real masks become indices first."""
     places: list[torch.Tensor | None] = []
     for index in indices:
         is_mask = index is not None and not index.is_meta and index.dtype in (torch.bool, torch.uint8)
@@ -109,7 +109,7 @@ _SHAPE_RULES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.triu.default: _same_shape,
     torch.ops.aten.norm.ScalarOpt_dim: _reduced,
 }
-"""What `meta` cannot answer, or answers in Python by way of sympy (a second)."""
+"""Shape rules of ops that `meta` cannot run, or runs in Python by way of sympy (a second)."""
 
 _RESHAPING = ("aten::resize_", "aten::resize_as_", "aten::set_")
 
@@ -127,7 +127,7 @@ def _only_fills(func: Any) -> bool:
 
 
 def _try_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` makes on `meta`, or None where it cannot be made there."""
+    """Run `func` on `meta`; None where it cannot run there."""
     try:
         if func._schema.name == "aten::arange" and all(isinstance(bound, int) for bound in args):
             # On `meta` it is Python that imports torch._dynamo.
@@ -155,7 +155,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 @cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     arguments = enumerate(func._schema.arguments)
-    return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple((position, a.name) for position, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 @cache
