@@ -56,7 +56,7 @@ def contents(*tensors: Tensor, **facts: Any) -> Contents:
 
 
 def kinds(*names: str, **facts: Any) -> list[str]:
-    return [place.kind for place in Breakdown(contents(*map(tensor, names), **facts)).places]
+    return [part.kind for part in Breakdown(contents(*map(tensor, names), **facts)).tensor_parts]
 
 
 def codes(report: CheckpointReport) -> list[str]:

@@ -101,7 +101,7 @@ class Breakdown:
 
     @cached_property
     def fitting_view(self) -> View:
-        """The view with the most rows, at most `MOST_ROWS`, at the least depth. Numbers are folded if that shows more."""
+        """The view with the most rows up to `MOST_ROWS`, at the least depth. Numbers are folded if that shows more."""
         plain, folded = self._fitting_depth(False), self._fitting_depth(True)
         return View(folded, folded=True) if folded > plain else View(plain)
 

@@ -50,7 +50,7 @@ class StorageIndex:
         self.storages.append(storage)
 
     def find(self, value: StorageValue, prefix: str = "") -> int:
-        """The index of a pickle's storage, whose key follows `prefix` here. Raises `CheckpointError` if it is missing."""
+        """The index of a pickle's storage, whose key follows `prefix` here. Raises `CheckpointError` if none does."""
         key = prefix + value.key
         index = self._by_key.get(key)
         if index is None:
