@@ -15,7 +15,7 @@ import pytest
 from memsize.analysis.compare import compare_traces
 from memsize.analysis.timeline import timeline
 from memsize.documents import document
-from memsize.documents.layers import COLUMNS, layer_table
+from memsize.documents.report import layer_table
 from memsize.documents.sections import Bars, Findings, Notes, Part, Stop, Table, Title, Verdict
 from memsize.records import report as report_records
 from memsize.records.aggregates import Totals, totals
@@ -27,7 +27,7 @@ from memsize.records.fit import Budget, Fit, FitRow
 from memsize.records.gpu import Card
 from memsize.records.layout import Audit, LayerFormats, LayoutReport
 from memsize.records.layout import Run as LayoutRun
-from memsize.records.report import FIGURES, Report
+from memsize.records.report import COLUMNS, FIGURES, Report
 from memsize.render import FORMATS, render
 from memsize.units import Bytes
 from tests import records

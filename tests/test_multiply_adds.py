@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import memsize
-from memsize.documents.layers import column_keys
 from memsize.errors import UnknownValueError
 from memsize.records.aggregates import totals, visible
-from memsize.records.report import Report
+from memsize.records.report import Report, column_keys
 from memsize.render import render
 from tests.models import Toy
 

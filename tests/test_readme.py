@@ -34,8 +34,8 @@ from memsize.analysis import compare
 from memsize.analysis.findings import fit, generation, layout, program, ranks, report, serving, snapshot, sweep
 from memsize.checkpoint import findings as checkpoint
 from memsize.cli.session import Session
-from memsize.documents.layers import COLUMNS, layer_table
-from memsize.records.report import Report
+from memsize.documents.report import layer_table
+from memsize.records.report import COLUMNS, Report
 from memsize.records.trace import Role, Trace
 from memsize.spec.scenario import DEFAULT, SCENARIOS
 from tests.conftest import ROOT

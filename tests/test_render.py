@@ -18,12 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memsize.documents import Document, document
-from memsize.documents.layers import COLUMNS, FILE_NAMES
 from memsize.documents.sections import Section
 from memsize.errors import OutputError
 from memsize.records.aggregates import totals
 from memsize.records.fields import FlatTable, role_fields
-from memsize.records.report import Report
+from memsize.records.report import LAYER_FIELDS, Report
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, format_of, pieces, render
 from memsize.render.cell_text import draw_specs, shorten_path
@@ -158,13 +157,9 @@ def test_csv_is_the_layer_table_in_exact_bytes() -> None:
     whole = totals(records.structures())
     for name in ("parameter_bytes", "buffer_bytes", "attribute_bytes", "cast_bytes", "output_bytes", "saved_bytes"):
         assert sum(int(row[name]) for row in rows) == getattr(whole, name)
-    assert list(rows[0]) == list(FILE_NAMES.values())
+    assert list(rows[0]) == [column.name for column in LAYER_FIELDS.columns]
     lstm = next(row for row in rows if row["path"] == "blocks.0.lstm")
     assert lstm["marks"] == "×3; never used: bias_ih_l0"
-
-
-def test_every_column_has_a_name_in_files() -> None:
-    assert tuple(FILE_NAMES) == COLUMNS
 
 
 @pytest.mark.parametrize("name", REPORTS)

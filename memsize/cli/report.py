@@ -24,11 +24,10 @@ from memsize.cli.values import listed
 from memsize.cli.working import working
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.documents.layers import COLUMNS, column_keys
 from memsize.errors import ForwardError, OutputError
 from memsize.processes.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
-from memsize.records.report import Report
+from memsize.records.report import COLUMNS, Report, column_keys
 from memsize.records.trace import Failure
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import spread_of

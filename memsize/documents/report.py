@@ -17,8 +17,7 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
 from memsize.documents.collectives import compared_collectives
-from memsize.documents.layers import COLUMNS, FILE_NAMES, column_keys, layer_table
-from memsize.documents.peaks import living_table, peak_bars, peak_table, scenario_label
+from memsize.documents.peaks import living_table, peak_bars, peak_table
 from memsize.documents.sections import (
     Bars,
     Chart,
@@ -38,13 +37,21 @@ from memsize.documents.sections import (
 from memsize.documents.streams import compared_streams
 from memsize.documents.versions import versions
 from memsize.errors import OutputError
-from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes
-from memsize.records.cells import Cell, Missing, Share
+from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
 from memsize.records.codec import coder
-from memsize.records.fields import Column, FlatTable
+from memsize.records.fields import SCENARIO, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
-from memsize.records.report import FIGURES, Report, ScenarioResult, figures
+from memsize.records.report import (
+    COLUMNS,
+    LAYER_FIELDS,
+    SCENARIO_FIELDS,
+    SHARES,
+    Report,
+    ScenarioResult,
+    column_keys,
+    figures,
+)
 from memsize.records.trace import Trace
 from memsize.units import Bytes
 
@@ -93,10 +100,9 @@ class ReportDocument(Document[Report]):
 
     def _between_gpus(self) -> tuple[Table, ...]:
         """The collectives and streams of a training that is spread over several GPUs, scenario by scenario."""
-        key = Column("scenario", "scenario", "name", 100, "how the model is stored and run")
-        runs = [((scenario_label(r),), r.training) for r in self.answer.scenario_results if r.training]
-        traffic = compared_collectives([key], ((label, training.collectives) for label, training in runs))
-        return *traffic, *compared_streams([key], ((label, training.streams) for label, training in runs))
+        runs = [((r.label,), r.training) for r in self.answer.scenario_results if r.training]
+        traffic = compared_collectives([SCENARIO], ((label, training.collectives) for label, training in runs))
+        return *traffic, *compared_streams([SCENARIO], ((label, training.streams) for label, training in runs))
 
     def verdict(self) -> tuple[Finding, ...]:
         """Whether a training that was asked for fits and where it peaks, then what precision does."""
@@ -140,8 +146,8 @@ class ReportDocument(Document[Report]):
     def tables(self) -> dict[str, FlatTable]:
         """The layer table as it is shown, all its columns unless some are chosen, and what else the report has."""
         table = layer_table(self.answer, self.depth, self.columns or COLUMNS)
-        names = tuple(FILE_NAMES[key] for key in table.keys)
-        return self.answer.tables() | {"layers": FlatTable(names, table.rows)}
+        names = {column.key: column.name for column in LAYER_FIELDS.columns}
+        return self.answer.tables() | {"layers": FlatTable(tuple(map(names.__getitem__, table.keys)), table.rows)}
 
     def versions(self) -> tuple[Phrase, ...]:
         """The PyTorch that ran it, and the GPU of its peaks."""
@@ -248,68 +254,38 @@ def title(report: Report) -> Title:
     return Title(report.model, tuple(phrases))
 
 
-_INFERENCE = "the model, its input, cast copies and all outputs; the peak is smaller, as outputs are freed"
-_TRAINING = "the model, its input, cast copies and what is kept for backward: without gradients and optimizer state"
-_SCENARIO_COLUMNS: Final = (
-    (Column("stored", "parameters", "bytes", 95, "bytes of stored parameters", "parameter"), 85),
-    (Column("buffers", "buffers", "bytes", 42, "bytes of registered buffers", "buffer"), 0),
-    (Column("unregistered", "not registered", "bytes", 43, "bytes of tensors held as plain attributes"), 0),
-    (
-        Column(
-            "master",
-            "master weights",
-            "bytes",
-            44,
-            "float32 copies of parameters that the optimizer keeps",
-            "master weight",
-        ),
-        0,
-    ),
-    (
-        Column(
-            "cast", "cast copies", "bytes", 75, "copies of parameters in another dtype, made while it runs", "cast copy"
-        ),
-        0,
-    ),
-    (Column("new", "outputs", "bytes", 60, "new memory that layers' outputs take", "output"), 35),
-    (Column("saved", "kept for backward", "bytes", 80, "what backward needs, parameters apart", "activation"), 45),
-    (Column("input", "input", "bytes", 30, "bytes of the model's input", "input"), 0),
-    (Column("inference", "inference total", "bytes", 70, _INFERENCE), 50),
-    (Column("training", "training up to backward", "bytes", 90, _TRAINING), 55),
-)
-"""The columns of `FIGURES`, in their order, each with the weight of the column of its share of float32's (0: none)."""
+_FROM_RUNS: Final = ("input", "output", "calls", "cast", "new", "saved", "mult_adds", "mult_adds_share")
+"""The columns of which nothing is known where the model was not run."""
+
+
+def layer_table(report: Report, depth: int | None = None, columns: Sequence[str] | None = None) -> Table:
+    """The layer table down to `depth`; its rows add up to its total. `layer` is always its first column."""
+    rows, totals = visible(report.trace, depth), report.totals
+    table = Table.of(
+        "layers",
+        "Layers",
+        LAYER_FIELDS,
+        rows,
+        totals,
+        total=LAYER_FIELDS.total("so far" if report.stopped else "total", totals, totals),
+        chosen=columns is not None,
+        hint="--columns chooses; a file or a pipe gets them all.",
+    )
+    if columns is not None:
+        return table.picked(dict.fromkeys(("layer", *columns)))
+    # A dtype that all share stands in the heading.
+    dtypes = {row.dtypes for row in rows if row.parameter_bytes}
+    unknown = [] if report.trace.ran else _FROM_RUNS
+    table = table.without(*(["dtype"] if len(dtypes) < 2 else []), *unknown)
+    return table.without_empty("buffers", "unregistered", "cast", "notes")
 
 
 def scenario_table(report: Report) -> Table:
     """The scenarios side by side, each figure beside its share of float32's where that is known."""
-    baseline = report.fp32
-    columns = [Column("scenario", "scenario", "name", 100, "how the model is stored and run")]
-    for column, weight in _SCENARIO_COLUMNS:
-        columns.append(column)
-        if weight and baseline:
-            meaning = f"{column.title} ÷ fp32's"
-            columns.append(Column(f"{column.key}_of_fp32", "% of fp32", "share", weight, meaning, beside=column.key))
-    table = Table(
-        name="scenarios",
-        title="Scenarios",
-        columns=tuple(columns),
-        rows=tuple(_scenario_cells(result, baseline) for result in report.scenario_results),
-        remarks=said_once(
-            Remark(result.name, result.status, result.reason) for result in report.scenario_results if result.reason
-        ),
-    )
+    fields = SCENARIO_FIELDS if report.fp32 else SCENARIO_FIELDS.without(*SHARES)
+    remarks = said_once(Remark(each.name, each.status, each.reason) for each in report.scenario_results if each.reason)
+    table = Table.of("scenarios", "Scenarios", fields, report.scenario_rows, remarks=remarks)
     return table.without_empty("buffers", "unregistered", "master", "cast")
-
-
-def _scenario_cells(result: ScenarioResult, baseline: Totals | None) -> tuple[Cell, ...]:
-    cells: list[Cell] = [scenario_label(result)]
-    for name, (_, weight) in zip(FIGURES, _SCENARIO_COLUMNS, strict=True):
-        size = result.figure(name)
-        cells.append(Missing(result.reason or result.status) if size is None else Bytes(size))
-        if weight and baseline:
-            share = result.share(name, baseline)
-            cells.append(None if share is None else Share(share))
-    return tuple(cells)
 
 
 _PARTS: Final = (
@@ -328,7 +304,7 @@ def scenario_bars(report: Report) -> Bars:
     return Bars.of(
         "held when backward begins",
         _PARTS,
-        ((scenario_label(result), _sizes(result.totals)) for result in report.scenario_results if result.totals),
+        ((result.label, _sizes(result.totals)) for result in report.scenario_results if result.totals),
     )
 
 

@@ -236,7 +236,7 @@ def _cell(of: Field[Any], row: Any, answer: Any, lacks: bool, missing: Cell) -> 
     if of.cell is not None:
         return of.cell(row, answer)
     if lacks and not of.is_key:
-        return missing if of.kind in ("bytes", "count", "share") else None
+        return missing if of.kind in ("bytes", "count") else None
     value = of.get(row)
     return value if value is None or isinstance(value, Missing) else of.values.cell(value)
 

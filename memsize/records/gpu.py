@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
+from memsize.records.fields import BYTES, PATH, TEXT, Fields, field
 from memsize.records.roles import Role
 from memsize.records.world import CollectiveKind, Traffic
 
@@ -64,6 +65,22 @@ class LiveStorage(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     line: str | None = None
+
+    @property
+    def tensor(self) -> str:
+        """Its first tensor: ``float32[64,64]``."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+LIVE_FIELDS: Final = Fields[LiveStorage](
+    field("bytes", "bytes", BYTES, 100, "the storage's size"),
+    field("role", "role", TEXT, 95, "what it is for"),
+    field("layer", "layer", PATH, 90, "the layer that it belongs to or was made in"),
+    field("op", "op", TEXT, 70, "the op that made it"),
+    field("phase", "made in", TEXT, 60, "the phase that it was made in"),
+    field("tensor", "tensor", TEXT, 80, "its dtype and shape"),
+    field("line", "line", TEXT, 75, "the line of the forward that made it"),
+)
 
 
 class StreamShare(NamedTuple):

@@ -5,15 +5,34 @@ The figures stand in the record (`trace`, `scenario_results`, `findings`); every
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
+from memsize.errors import UnknownOutputError
 from memsize.records.aggregates import Row, Totals, own_rows, stored_dtypes, totals
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.cells import Label, Missing, Words, share_of
+from memsize.records.fields import (
+    BYTES,
+    COUNT,
+    NAME,
+    PATH,
+    SCENARIO,
+    SHARE,
+    SPECS,
+    TEXT,
+    WORDS,
+    Field,
+    Fields,
+    FlatTable,
+    field,
+    shown,
+)
 from memsize.records.finding import Finding
 from memsize.records.gpu import GpuEstimate
+from memsize.records.roles import Role
 from memsize.records.trace import Failure, StoredTensor, Trace
 
 if TYPE_CHECKING:
@@ -22,20 +41,6 @@ if TYPE_CHECKING:
 
 Status = Literal["run", "modelled", "unavailable"]
 """How a scenario's figures came about: its trace was run, some are computed from another run, or there are none."""
-
-FIGURES = (
-    "parameter_bytes",
-    "buffer_bytes",
-    "attribute_bytes",
-    "master_bytes",
-    "cast_bytes",
-    "output_bytes",
-    "saved_bytes",
-    "input_bytes",
-    "inference",
-    "training",
-)
-"""The figures of a scenario, by their names in `Totals`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ class ScenarioResult:
     training: GpuEstimate | None = None
     untrained: str | None = None
 
+    @property
+    def label(self) -> Label:
+        """Its name in tables, marked where its figures are modelled."""
+        return Label(self.name, self.status == "modelled", self.title)
+
     def figure(self, name: str) -> int | None:
         """One of `FIGURES`, in bytes; None when the scenario is unavailable."""
         return None if self.totals is None else int(getattr(self.totals, name))
@@ -65,6 +75,76 @@ class ScenarioResult:
         figure = self.figure(name)
         whole = baseline and getattr(baseline, name)
         return figure / whole if figure is not None and whole else None
+
+
+class ScenarioRow(NamedTuple):
+    """A scenario beside the figures that its shares are of."""
+
+    result: ScenarioResult
+    baseline: Totals | None
+
+
+def _figure(
+    name: str, key: str, title: str, weight: int, hint: str, share_weight: int = 0, role: Role | None = None
+) -> tuple[Field[ScenarioRow], Field[ScenarioRow]]:
+    """A figure of `Totals`, and its share of float32's, which documents show where it has a weight."""
+    share = "% of fp32" if share_weight else ""
+    return (
+        field(
+            name, title, BYTES, weight, hint, get=lambda row: row.result.figure(name), key=key, role=role, nullable=True
+        ),
+        field(
+            f"{name}_of_fp32",
+            share,
+            SHARE,
+            share_weight,
+            f"{title} ÷ fp32's",
+            get=lambda row: row.result.share(name, row.baseline),
+            key=f"{key}_of_fp32",
+            beside=key,
+        ),
+    )
+
+
+_INFERENCE = "the model, its input, cast copies and all outputs; the peak is smaller, as outputs are freed"
+_TRAINING = "the model, its input, cast copies and what is kept for backward: without gradients and optimizer state"
+_MASTER = "float32 copies of parameters that the optimizer keeps"
+_CAST = "copies of parameters in another dtype, made while it runs"
+_FIGURE_FIELDS: Final = (
+    _figure("parameter_bytes", "stored", "parameters", 95, "bytes of stored parameters", 85, "parameter"),
+    _figure("buffer_bytes", "buffers", "buffers", 42, "bytes of registered buffers", 0, "buffer"),
+    _figure("attribute_bytes", "unregistered", "not registered", 43, "bytes of tensors held as plain attributes"),
+    _figure("master_bytes", "master", "master weights", 44, _MASTER, 0, "master weight"),
+    _figure("cast_bytes", "cast", "cast copies", 75, _CAST, 0, "cast copy"),
+    _figure("output_bytes", "new", "outputs", 60, "new memory that layers' outputs take", 35, "output"),
+    _figure("saved_bytes", "saved", "kept for backward", 80, "what backward needs, parameters apart", 45, "activation"),
+    _figure("input_bytes", "input", "input", 30, "bytes of the model's input", 0, "input"),
+    _figure("inference", "inference", "inference total", 70, _INFERENCE, 50),
+    _figure("training", "training", "training up to backward", 90, _TRAINING, 55),
+)
+
+FIGURES: Final = tuple(figure.name for figure, _ in _FIGURE_FIELDS)
+"""The figures of a scenario, by their names in `Totals`."""
+SHARES: Final = tuple(share.name for _, share in _FIGURE_FIELDS)
+"""Their shares of float32's."""
+
+SCENARIO_FIELDS: Final = Fields[ScenarioRow](
+    field(
+        "name",
+        "scenario",
+        NAME,
+        100,
+        SCENARIO.help,
+        get=lambda row: row.result.name,
+        cell=lambda row, _: row.result.label,
+        key="scenario",
+    ),
+    field("status", get=lambda row: row.result.status),
+    field("reason", get=lambda row: row.result.reason),
+    *chain.from_iterable(_FIGURE_FIELDS),
+    lacks=lambda row: row.result.totals is None,
+    missing=lambda row: Missing(row.result.reason or row.result.status),
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -124,11 +204,11 @@ class Report(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`layers`, `scenarios` and `tensors`, as the properties of these names have them."""
-        shares = (f"{name}_of_fp32" for name in FIGURES)
+        scenarios = SCENARIO_FIELDS.only("name", "status", "reason", *FIGURES, *SHARES)
         return {
-            "layers": FlatTable.of(map(_layer_record, own_rows(self.trace))),
-            "scenarios": FlatTable(("name", "status", "reason", *FIGURES, *shares), self._scenario_rows(), FIGURES),
-            "tensors": FlatTable.of(map(_tensor_record, self.trace.tensors)),
+            "layers": LAYER_FIELDS.only(*LAYER_RECORD).flat(own_rows(self.trace)),
+            "scenarios": scenarios.flat(self.scenario_rows),
+            "tensors": TENSOR_FIELDS.flat(self.trace.tensors),
         }
 
     @property
@@ -139,7 +219,7 @@ class Report(Answer):
     @property
     def scenarios(self) -> DataFrame:
         """One row per scenario: its figures in bytes, and each as a share of float32's (``…_of_fp32``)."""
-        return self.tables()["scenarios"].frame().astype(dict.fromkeys(FIGURES, "Int64")).set_index("name")
+        return self.tables()["scenarios"].frame().set_index("name")
 
     @property
     def tensors(self) -> DataFrame:
@@ -154,53 +234,179 @@ class Report(Answer):
         """
         return self._plotted("layers", unit, columns=tuple(columns))
 
-    def _scenario_rows(self) -> Iterator[tuple[object, ...]]:
+    @property
+    def scenario_rows(self) -> tuple[ScenarioRow, ...]:
+        """The scenarios, each beside the figures that percentages compare with."""
         baseline = self.fp32
-        for result in self.scenario_results:
-            shares = (result.share(name, baseline) for name in FIGURES)
-            yield (result.name, result.status, result.reason, *map(result.figure, FIGURES), *shares)
+        return tuple(ScenarioRow(result, baseline) for result in self.scenario_results)
 
 
-def _layer_record(row: Row) -> dict[str, object]:
-    return {
-        "path": row.path,
-        "type": row.type,
-        "depth": row.depth,
-        "calls": row.calls,
-        "kernel": "×".join(map(str, row.kernel)),
-        "input": ", ".join(map(str, row.inputs)),
-        "output": ", ".join(str(output.spec) for output in row.outputs),
-        "stored_as": ", ".join(row.dtypes),
-        "parameters": row.parameters,
-        "trainable": row.trainable,
-        "parameter_bytes": row.parameter_bytes,
-        "buffer_bytes": row.buffer_bytes,
-        "attribute_bytes": row.attribute_bytes,
-        "output_bytes": row.output_bytes,
-        "saved_bytes": row.saved_bytes,
-        "cast_bytes": row.cast_bytes,
-        "multiply_adds": row.multiply_adds,
-        "marks": ", ".join(row.marks),
-    }
+def _joined(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items))
 
 
-def _tensor_record(tensor: StoredTensor) -> dict[str, object]:
-    return {
-        "name": tensor.name,
-        "kind": tensor.kind,
-        "layer": tensor.layer,
-        "dtype": tensor.spec.dtype,
-        "stored_as": ", ".join(stored_dtypes([tensor])),
-        "shape": tensor.spec.shape,
-        "elements": tensor.elements,
-        "bytes": tensor.bytes,
-        "reported_bytes": tensor.reported_bytes,
-        "trainable": tensor.trainable,
-        "tied_to": tensor.tied_to,
-        "wrapper": tensor.wrapper,
-        "used": tensor.used,
-        "differentiable": tensor.differentiable,
-    }
+_NOTES = "other paths, ties, views, calls, what was never called or used"
+LAYER_FIELDS: Final = Fields[Row](
+    field("path", "layer", PATH, 100, "the module's path in the model", key="layer"),
+    field("type", "type", TEXT, 60, "its class"),
+    field("depth", kind=COUNT),
+    field(
+        "kernel",
+        "kernel",
+        TEXT,
+        21,
+        "the window that it slides over its input",
+        get=lambda row: "×".join(map(str, row.kernel)),
+        optional=True,
+    ),
+    field("input", get=lambda row: _joined(row.inputs)),
+    shown("inputs", "input", SPECS, 22, "every tensor that it is given", key="input", optional=True),
+    field("output", get=lambda row: _joined(output.spec for output in row.outputs)),
+    shown(
+        "outputs",
+        "output",
+        SPECS,
+        70,
+        "every tensor that it returns",
+        get=lambda row: [output.spec for output in row.outputs],
+        key="output",
+    ),
+    field("calls", "calls", COUNT, 20, "how often it was called", optional=True),
+    field("parameters", "parameters", COUNT, 80, "elements of its own parameters, tied ones once", adds=True),
+    field("trainable", "trainable", COUNT, 23, "those of them that require a gradient", optional=True, adds=True),
+    shown(
+        "parameters_share",
+        "% of parameters",
+        SHARE,
+        24,
+        "its part of the model's parameters",
+        cell=lambda row, whole: share_of(row.parameters, whole.parameters),
+        key="share",
+        optional=True,
+        adds=True,
+    ),
+    field(
+        "stored_as",
+        "stored as",
+        WORDS,
+        50,
+        "the dtypes in which its parameters are stored",
+        get=lambda row: _joined(row.dtypes),
+        cell=lambda row, _: Words(row.dtypes),
+        key="dtype",
+    ),
+    field(
+        "parameter_bytes", "stored", BYTES, 95, "bytes of its own parameters", key="stored", role="parameter", adds=True
+    ),
+    field("buffer_bytes", "buffers", BYTES, 62, "bytes of its own buffers", key="buffers", role="buffer", adds=True),
+    field(
+        "attribute_bytes",
+        "not registered",
+        BYTES,
+        88,
+        "bytes of tensors that it holds as plain attributes",
+        key="unregistered",
+        adds=True,
+    ),
+    field("cast_bytes", "cast copies", BYTES, 65, _CAST, key="cast", role="cast copy", adds=True),
+    field(
+        "output_bytes",
+        "new output",
+        BYTES,
+        85,
+        "new memory that its outputs take; views and in-place results: 0",
+        key="new",
+        role="output",
+        adds=True,
+    ),
+    field(
+        "saved_bytes",
+        "kept for backward",
+        BYTES,
+        90,
+        "what its ops keep for backward, parameters apart",
+        key="saved",
+        role="activation",
+        adds=True,
+    ),
+    field(
+        "multiply_adds",
+        "multiply-adds",
+        COUNT,
+        25,
+        "those of its products and convolutions",
+        key="mult_adds",
+        optional=True,
+        adds=True,
+    ),
+    shown(
+        "multiply_adds_share",
+        "% of multiply-adds",
+        SHARE,
+        24,
+        "its part of those of the forward",
+        cell=lambda row, whole: share_of(row.multiply_adds, whole.multiply_adds),
+        key="mult_adds_share",
+        optional=True,
+        adds=True,
+    ),
+    field(
+        "marks",
+        "notes",
+        WORDS,
+        92,
+        _NOTES,
+        get=lambda row: _joined(row.marks),
+        cell=lambda row, _: Words(row.marks),
+        key="notes",
+    ),
+)
+"""The fields of a layer in the order of the layer table; the totals of the report are their answer."""
+
+COLUMNS: Final = tuple(column.key for column in LAYER_FIELDS.columns)
+"""The columns of the layer table, in the order in which they stand by default."""
+
+_TORCHINFO_NAMES: Final = {
+    "input_size": "input",
+    "output_size": "output",
+    "num_params": "parameters",
+    "params_percent": "share",
+    "kernel_size": "kernel",
+}
+"""What torchinfo calls the same columns, where its name is another."""
+
+
+def column_keys(names: Iterable[str]) -> tuple[str, ...]:
+    """Columns of the layer table by their names, or by torchinfo's; raises `OutputError` for one that there is not."""
+    keys = tuple(_TORCHINFO_NAMES.get(name, name) for name in names)
+    for name in keys:
+        if name not in COLUMNS:
+            raise UnknownOutputError("column", name, COLUMNS)
+    return keys
+
+
+LAYER_RECORD: Final = (
+    "path type depth calls kernel input output stored_as parameters trainable parameter_bytes buffer_bytes "
+    "attribute_bytes output_bytes saved_bytes cast_bytes multiply_adds marks"
+).split()
+"""The fields of `Report.layers`, in their order."""
+
+TENSOR_FIELDS: Final = Fields[StoredTensor](
+    field("name"),
+    field("kind"),
+    field("layer"),
+    field("dtype", get=lambda tensor: tensor.spec.dtype),
+    field("stored_as", get=lambda tensor: _joined(stored_dtypes([tensor]))),
+    field("shape", get=lambda tensor: tensor.spec.shape),
+    field("elements", kind=COUNT),
+    field("bytes", kind=BYTES),
+    field("reported_bytes", kind=BYTES),
+    field("trainable"),
+    field("tied_to"),
+    field("wrapper"),
+    field("used"),
+    field("differentiable"),
+)
 
 
 def figures(totals: Totals | None) -> dict[str, Any]:
