@@ -229,7 +229,9 @@ def _attention(
         if casting is not None:
             tensors = cast_cache.cast_arguments(tensors, cast_cache.region_dtype(), casting)
         if semantics is not None and _is_valid(tensors, is_causal, semantics):
-            call = _call(tensors, dropout_p, is_causal, scale, enable_gqa, semantics)
+            query, key, value, mask = tensors
+            gpu = (semantics.capability, semantics.cudnn)
+            call = Attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, *gpu)
             backend = choose_backend(call)
             # CUDA's own kernels have rules for meta tensors, but none for CPU tensors.
             if is_meta(query) or backend == "math":
@@ -250,13 +252,6 @@ def _is_valid(tensors: list[Any], causal: bool, semantics: Semantics) -> bool:
         return True
     is_known = mask.dtype in (torch.bool, torch.float32, query.dtype)
     return is_known and not causal and not mask.is_nested
-
-
-def _call(
-    tensors: list[Any], dropout: float, causal: bool, scale: float | None, grouped: bool, semantics: Semantics
-) -> Attention:
-    query, key, value, mask = tensors
-    return Attention(query, key, value, mask, dropout, causal, scale, grouped, semantics.capability, semantics.cudnn)
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

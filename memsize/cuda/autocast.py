@@ -95,25 +95,20 @@ def autocast_region(dtype: torch.dtype) -> torch.autocast:
 
 
 def kernels(beneath: Mapping[str, Kernel] = MappingProxyType({})) -> Mapping[str, Kernel]:
-    """The kernel of every operator that both the installed torch and the table contain.
+    """Return the kernel of every operator that both the installed torch and the table contain.
 
     After its casts a kernel calls the operator, or the kernel `beneath` it where there is one.
     """
     wrapped = (name.removeprefix("aten::") for name in wrapped_operators())
-    policies = ((name, POLICIES[name]) for name in wrapped if name in POLICIES)
-    return {name: _KERNELS[policy](name, beneath.get(name)) for name, policy in policies if policy in _KERNELS}
+    policies = ((name, _CASTINGS.get(POLICIES[name])) for name in wrapped if name in POLICIES)
+    return {name: _kernel(name, casting, beneath.get(name)) for name, casting in policies if casting is not None}
 
 
-def _lower_precision(name: str, beneath: Kernel | None) -> Kernel:
-    return _casting(name, beneath, region_dtype)
+Casting = Callable[[str, Any, Semantics, Any, Any], Any]
+"""Calls an operator as its policy says, in an open region: from its name, what to call, and the caller's arguments."""
 
 
-def _float32(name: str, beneath: Kernel | None) -> Kernel:
-    return _casting(name, beneath, lambda: torch.float32)
-
-
-def _float32_and_back(name: str, beneath: Kernel | None) -> Kernel:
-    """A kernel that casts every argument to float32, and everything that comes out to the first argument's dtype."""
+def _kernel(name: str, casting: Casting, beneath: Kernel | None) -> Kernel:
     call: Any = beneath
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -121,48 +116,34 @@ def _float32_and_back(name: str, beneath: Kernel | None) -> Kernel:
         call = call or overload(name)
         with key_excluded:
             semantics = active()
-            if semantics is None:
-                return call(*args, **kwargs)
-            result = call(*cast_arguments(args, torch.float32, semantics), **kwargs)
-            dtype = args[0].dtype
-            return result.to(dtype) if isinstance(result, Tensor) else tuple(part.to(dtype) for part in result)
+            return call(*args, **kwargs) if semantics is None else casting(name, call, semantics, args, kwargs)
 
     return kernel
 
 
-def _casting(name: str, beneath: Kernel | None, dtype_of: Callable[[], torch.dtype]) -> Kernel:
-    """A kernel that casts every argument to the dtype that `dtype_of` returns."""
-    call: Any = beneath
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal call
-        call = call or overload(name)
-        with key_excluded:
-            semantics = active()
-            if semantics is None:
-                return call(*args, **kwargs)
-            dtype = dtype_of()
-            if kwargs:
-                kwargs = dict(zip(kwargs, cast_arguments(tuple(kwargs.values()), dtype, semantics), strict=True))
-            return call(*cast_arguments(args, dtype, semantics), **kwargs)
-
-    return kernel
+def _lower_precision(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
+    return _with_all_in(region_dtype(), call, semantics, args, kwargs)
 
 
-def _promote(name: str, beneath: Kernel | None) -> Kernel:
-    call: Any = beneath
+def _float32(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
+    return _with_all_in(torch.float32, call, semantics, args, kwargs)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal call
-        call = call or overload(name)
-        with key_excluded:
-            semantics = active()
-            if semantics is None:
-                return call(*args, **kwargs)
-            dtype = _widest(args, region_dtype(), semantics)
-            return call(*cast_arguments(args, dtype, semantics), **kwargs)
 
-    return kernel
+def _with_all_in(dtype: torch.dtype, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
+    if kwargs:
+        kwargs = dict(zip(kwargs, cast_arguments(tuple(kwargs.values()), dtype, semantics), strict=True))
+    return call(*cast_arguments(args, dtype, semantics), **kwargs)
+
+
+def _float32_and_back(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
+    result = call(*cast_arguments(args, torch.float32, semantics), **kwargs)
+    dtype = args[0].dtype
+    return result.to(dtype) if isinstance(result, Tensor) else tuple(part.to(dtype) for part in result)
+
+
+def _promote(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
+    dtype = _widest(args, region_dtype(), semantics)
+    return call(*cast_arguments(args, dtype, semantics), **kwargs)
 
 
 def _widest(values: Sequence[Any], lower: torch.dtype, semantics: Semantics) -> torch.dtype:
@@ -181,63 +162,31 @@ def _widest(values: Sequence[Any], lower: torch.dtype, semantics: Semantics) -> 
     return widest
 
 
-def _float32_output(name: str, beneath: Kernel | None) -> Kernel:
-    """A kernel that asks for a float32 result, where the first argument is eligible and the caller named no dtype."""
-    call: Any = beneath
+def _float32_output(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
+    """Ask for a float32 result, where the first argument is eligible and the caller named no dtype."""
     position = _POSITIONAL_DTYPE.get(name)
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal call
-        call = call or overload(name)
-        with key_excluded:
-            semantics = active()
-            if semantics is not None and is_eligible(args[0], semantics):
-                if position is None:
-                    kwargs["dtype"] = torch.float32 if kwargs.get("dtype") is None else kwargs["dtype"]
-                elif len(args) <= position or args[position] is None:
-                    args = (*args[:position], torch.float32)
-            return call(*args, **kwargs)
-
-    return kernel
+    if is_eligible(args[0], semantics):
+        if position is None:
+            kwargs["dtype"] = torch.float32 if kwargs.get("dtype") is None else kwargs["dtype"]
+        elif len(args) <= position or args[position] is None:
+            args = (*args[:position], torch.float32)
+    return call(*args, **kwargs)
 
 
-def _float32_appended(name: str, beneath: Kernel | None) -> Kernel:
-    """A kernel that calls the overload with a dtype: float32, or the first argument's own where it is not eligible."""
-    plain: Any = beneath
-    typed: Any = None
-    defaults = _NORM_DEFAULTS[name]
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal plain, typed
-        plain, typed = plain or overload(name), typed or overload(_WITH_DTYPE[name])
-        with key_excluded:
-            semantics = active()
-            if semantics is None:
-                return plain(*args, **kwargs)
-            dtype = torch.float32 if is_eligible(args[0], semantics) else args[0].dtype
-            return typed(*args, *defaults[len(args) :], dtype=dtype)
-
-    return kernel
+def _float32_appended(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
+    """Call the overload with a dtype: float32, or the first argument's own where it is not eligible."""
+    dtype = torch.float32 if is_eligible(args[0], semantics) else args[0].dtype
+    return overload(_WITH_DTYPE[name])(*args, *_NORM_DEFAULTS[name][len(args) :], dtype=dtype)
 
 
-def _refused(name: str, beneath: Kernel | None) -> Kernel:
-    call: Any = beneath
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal call
-        if active() is not None:
-            raise RuntimeError(
-                f"CUDA autocast refuses {name}: its gradient overflows in half precision. "
-                f"Leave out the sigmoid before it and use {name}_with_logits (BCEWithLogitsLoss)."
-            )
-        call = call or overload(name)
-        with key_excluded:
-            return call(*args, **kwargs)
-
-    return kernel
+def _refused(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"CUDA autocast refuses {name}: its gradient overflows in half precision. "
+        f"Leave out the sigmoid before it and use {name}_with_logits (BCEWithLogitsLoss)."
+    )
 
 
-_KERNELS: dict[Policy, Callable[[str, Kernel | None], Kernel]] = {
+_CASTINGS: dict[Policy, Casting] = {
     "lower precision": _lower_precision,
     "float32": _float32,
     "float32 and back": _float32_and_back,

@@ -65,31 +65,6 @@ _FLATTENING = frozenset({"aten::argmax", "aten::argmin"})
 class OpTraits:
     """The traits of one overload: which arguments it writes, and what can be known of its results."""
 
-    __slots__ = (
-        "aliases",
-        "between_ranks",
-        "by_strides",
-        "checks",
-        "choice",
-        "comparison",
-        "counts",
-        "data_dependent",
-        "dynamic",
-        "empty",
-        "fill",
-        "finite",
-        "informative",
-        "joins",
-        "mutates",
-        "name",
-        "passive",
-        "pointwise",
-        "preserving",
-        "quantizes",
-        "random",
-        "written",
-    )
-
     def __init__(self, func: Any) -> None:
         schema, tags = func._schema, func.tags
         self.name: str = func.name()

@@ -39,25 +39,6 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 class Op:
     """The facts about one overload, collected once in a run: each look-up by an overload calls its hash, in Python."""
 
-    __slots__ = (
-        "allocates_result_alone",
-        "composite",
-        "copies",
-        "flops",
-        "is_backward",
-        "is_biased",
-        "is_cublas",
-        "is_forward",
-        "name",
-        "result_first",
-        "rule",
-        "same",
-        "single",
-        "sparse_rule",
-        "temporaries",
-        "traits",
-    )
-
     def __init__(self, func: Any) -> None:
         self.name: str = func._overloadpacket.__name__
         self.rule = rules()[func]
