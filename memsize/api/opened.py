@@ -126,11 +126,11 @@ def model_of(
 
 def _untouched(model: nn.Module) -> AbstractContextManager[None]:
     """The globals of the model's code are kept; raises `MemsizeError` for a model that must not even be copied."""
-    from memsize.model.globals_kept import globals_kept
     from memsize.model.refusals import refuse_traced_model
+    from memsize.model.restored_globals import restored_globals
 
     refuse_traced_model(model)
-    return globals_kept(model)
+    return restored_globals(model)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def kernels() -> Mapping[str, Kernel]:
         "rms_norm": _rms_norm,
         "softmax.int": _softmax("softmax"),
         "log_softmax.int": _softmax("log_softmax"),
-        "dropout": _dropout(),
+        "dropout": _dropout,
         "one_hot": _one_hot,
         "mish_backward": _mish_backward,
     }
@@ -165,16 +165,13 @@ def _differentiable(grad: Tensor, tensor: Tensor, weight: Tensor | None, ctx: An
 
 
 def _softmax(name: str) -> Kernel:
-    plain: Any = None
-    fused: Any = None
+    """Return the function for ``softmax`` or ``log_softmax``."""
 
     def kernel(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        nonlocal plain, fused
-        plain, fused = plain or overload(f"{name}.int"), fused or overload(f"_{name}")
         with key_excluded:
-            widens = tensor.dtype is torch.float16 and dtype is torch.float32 and _stands_in(tensor)
-            result: Tensor = fused(tensor, dim, True) if widens else plain(tensor, dim, dtype)
-            return result
+            if tensor.dtype is torch.float16 and dtype is torch.float32 and _stands_in(tensor):
+                return overload(f"_{name}")(tensor, dim, True)  # type: ignore[no-any-return]
+            return overload(f"{name}.int")(tensor, dim, dtype)  # type: ignore[no-any-return]
 
     return kernel
 
@@ -182,20 +179,13 @@ def _softmax(name: str) -> Kernel:
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
 
-def _dropout() -> Kernel:
-    plain: Any = None
-    fused: Any = None
-
-    def kernel(tensor: Tensor, p: float, train: bool) -> Tensor:
-        nonlocal plain, fused
-        plain, fused = plain or overload("dropout"), fused or overload("native_dropout")
-        semantics = current()
-        is_fused = train and 0 < p < 1 and semantics is not None and semantics.stands_for_cuda(tensor)
-        with key_excluded:
-            result: Tensor = fused(tensor, p, train)[0] if is_fused and tensor.numel() else plain(tensor, p, train)
-            return result
-
-    return kernel
+def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
+    semantics = current()
+    is_fused = train and 0 < p < 1 and semantics is not None and semantics.stands_for_cuda(tensor) and tensor.numel()
+    with key_excluded:
+        if is_fused:
+            return overload("native_dropout")(tensor, p, train)[0]  # type: ignore[no-any-return]
+        return overload("dropout")(tensor, p, train)  # type: ignore[no-any-return]
 
 
 # -- one-hot vectors --------------------------------------------------------------------------------------------------
@@ -206,9 +196,7 @@ def _one_hot(index: Tensor, classes: int = -1) -> Tensor:
     with key_excluded:
         is_written = semantics is not None and semantics.stands_for_cuda(index) and index.dtype is torch.int64
         if not is_written or classes < 1:
-            plain: Any = overload("one_hot")
-            result: Tensor = plain(index, classes)
-            return result
+            return overload("one_hot")(index, classes)  # type: ignore[no-any-return]
         if not index.numel():
             return index.new_empty((*index.shape, classes))
         zeros = torch.zeros((*index.shape, classes), dtype=index.dtype, device=index.device)

@@ -40,7 +40,7 @@ class Layers(NamedTuple):
 def kernels() -> Mapping[str, Kernel]:
     """The kernels of the recurrent layers, padded (``.input``) and packed (``.data``), and of the fused cells."""
     whole: dict[str, Kernel] = {f"{name}.{form}": _layers(name, form) for name in MODES for form in ("input", "data")}
-    return {**whole, "lstm_cell": _lstm_cell, "gru_cell": _gru_cell}
+    return {**whole, "lstm_cell": _cell("lstm"), "gru_cell": _cell("gru")}
 
 
 # -- whole layers -----------------------------------------------------------------------------------------------------
@@ -177,30 +177,27 @@ def _flat_length(weights: Sequence[Tensor], stride: int) -> int:
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
-def _lstm_cell(
-    tensor: Tensor,
-    hidden: list[Tensor],
-    input_weight: Tensor,
-    hidden_weight: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
-) -> Any:
-    weights = (input_weight, hidden_weight, input_bias, hidden_bias)
-    outputs = _fused("lstm", tensor, hidden[0], hidden[1], weights)
-    return _plain("lstm_cell", tensor, hidden, weights) if outputs is None else outputs[:2]
+def _cell(name: str) -> Kernel:
+    """Return the kernel of ``lstm_cell``, whose `hidden` has the cell state too, or of ``gru_cell``."""
+    is_lstm = name == "lstm"
 
+    def kernel(
+        tensor: Tensor,
+        hidden: Any,
+        input_weight: Tensor,
+        hidden_weight: Tensor,
+        input_bias: Tensor | None = None,
+        hidden_bias: Tensor | None = None,
+    ) -> Any:
+        weights = (input_weight, hidden_weight, input_bias, hidden_bias)
+        first, state = hidden if is_lstm else (hidden, hidden)
+        outputs = _fused(name, tensor, first, state, weights)
+        if outputs is not None:
+            return outputs[:2] if is_lstm else outputs[0]
+        with key_excluded:
+            return overload(f"{name}_cell")(tensor, hidden, *weights)
 
-def _gru_cell(
-    tensor: Tensor,
-    hidden: Tensor,
-    input_weight: Tensor,
-    hidden_weight: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
-) -> Any:
-    weights = (input_weight, hidden_weight, input_bias, hidden_bias)
-    outputs = _fused("gru", tensor, hidden, hidden, weights)
-    return _plain("gru_cell", tensor, hidden, weights) if outputs is None else outputs[0]
+    return kernel
 
 
 def _fused(name: str, tensor: Tensor, hidden: Tensor, state: Tensor, weights: tuple[Tensor | None, ...]) -> Any:
@@ -216,8 +213,3 @@ def _fused(name: str, tensor: Tensor, hidden: Tensor, state: Tensor, weights: tu
             return overload(f"_thnn_fused_{name}_cell")(*gates, state, *biases)
     except NotImplementedError:
         return None
-
-
-def _plain(name: str, tensor: Tensor, hidden: Any, weights: tuple[Tensor | None, ...]) -> Any:
-    with key_excluded:
-        return overload(name)(tensor, hidden, *weights)

@@ -18,17 +18,16 @@ from memsize.kernels.convolution import Convolutions
 from memsize.kernels.matmul import takes_cublas, takes_cublaslt
 from memsize.kernels.registry import Temporary
 from memsize.known_values.propagation import carry_over
-from memsize.model.tensor_storage import PLAIN_TYPES, dtype_name, is_wrapper, plain_tensors, shape_of
+from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors, shape_of
 from memsize.processes.user_code import Lines, line_in_forward, shown
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.sparse_tensors import PARTS, parts_of
 from memsize.tracing.dispatch import DETACH, MetaDispatchMode, Op, has_own_dispatch
-from memsize.tracing.functional import of_the_same_level
 from memsize.tracing.multiply_adds import FLOPS_OF_ONE
 from memsize.tracing.run_position import RunPosition
-from memsize.tracing.saved_tensors import SavedTensor
+from memsize.tracing.saved_tensors import SavedTensor, without_graph
 
 _NOT_SAVED: frozenset[Role] = frozenset(("parameter", "buffer", "gathered parameter"))
 """Roles of storages that exist without backward too, and so don't count as saved for it."""
@@ -318,7 +317,7 @@ class Ledger(MetaDispatchMode):
             pieces = map(self.index_of, plain_tensors(tensor)) if is_wrapper(tensor) else ()
             storages = [piece for piece in pieces if piece >= 0 and self._roles[piece] not in _NOT_SAVED]
         line = self._line() if storages else -1
-        saved = SavedTensor(_without_graph(tensor), storages, self.clock.layer, line)
+        saved = SavedTensor(without_graph(tensor), storages, self.clock.layer, line)
         if storages:
             self._saved.append(weakref.ref(saved))
             for storage in storages:
@@ -424,18 +423,6 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         functional = torch._C._functorch
         wrapped = functional.is_functorch_wrapped_tensor(tensor)  # as torch.func.grad and vmap see it
         return _storage(functional.get_unwrapped(tensor)) if wrapped else None
-
-
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` itself where no graph made it, so that autograd sees data that it is given later (``.data = …``)."""
-    level = of_the_same_level(tensor)
-    if tensor.is_leaf or level is not tensor:
-        return level
-    if type(tensor) not in PLAIN_TYPES:
-        return tensor.detach()
-    with torch._C._DisableTorchDispatch():
-        alias = tensor.data  # not detach(), which would cut the outer graphs of torch.func's transforms too
-    return carry_over(tensor, alias)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from memsize.cuda.autocast_region import cuda_semantics
 from memsize.errors import ForwardError, MemsizeError, exits_caught
 from memsize.kernels.semantics import CUDNN, Semantics
-from memsize.model.globals_kept import globals_kept
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
+from memsize.model.restored_globals import restored_globals
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors
 from memsize.precision.recipes import RunPrecision
@@ -142,7 +142,7 @@ class Run:
 
         With `inner` False only calls of the model itself are recorded, and nothing is known about layers.
         """
-        with undisturbed(), globals_kept(self.setup.model), ExitStack() as regions:
+        with undisturbed(), restored_globals(self.setup.model), ExitStack() as regions:
             if self.setup.device == "meta":
                 # Only small constants are computed, a mask at most: on a busy machine threads take many times as long.
                 torch.set_num_threads(1)

@@ -10,6 +10,10 @@ from operator import attrgetter
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from memsize.known_values.propagation import carry_over
+from memsize.model.tensor_storage import PLAIN_TYPES
+from memsize.tracing.functional import of_the_same_level
+
 
 class SavedTensor:
     """A handle that autograd holds in the place of a tensor that it saves for backward, and releases with its graph.
@@ -36,3 +40,15 @@ def saving(save: Callable[[torch.Tensor], SavedTensor]) -> saved_tensors_hooks:
     hook = partial(save)
     vars(hook).update(_checkpoint_internal=True, _user_hooks=None)
     return saved_tensors_hooks(hook, attrgetter("tensor"))
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` without its graph: itself where no graph made it, so that autograd sees a later ``.data = …``."""
+    level = of_the_same_level(tensor)
+    if tensor.is_leaf or level is not tensor:
+        return level
+    if type(tensor) not in PLAIN_TYPES:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        alias = tensor.data  # not detach(), which would cut the outer graphs of torch.func's transforms too
+    return carry_over(tensor, alias)

@@ -26,8 +26,8 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
 @contextmanager
-def globals_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards the classes of `model` that the user wrote, and the globals that their methods name, are as before."""
+def restored_globals(model: nn.Module) -> Iterator[None]:
+    """Put the user's classes among those of `model`, and the globals that their methods name, back at the end."""
     classes = _classes(model)
     functions = [value for cls in classes for value in vars(cls).values() if isinstance(value, types.FunctionType)]
     attributes = [(cls, _contents(vars(cls), vars(cls))) for cls in classes]
@@ -41,7 +41,7 @@ def globals_kept(model: nn.Module) -> Iterator[None]:
             _put_back(table, before)
 
 
-Held = dict[str, tuple[Any, Any]]
+Contents = dict[str, tuple[Any, Any]]
 """By name: an object, and a copy of what it holds (None where it is no container)."""
 
 
@@ -82,12 +82,12 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _contents(table: Any, names: Iterable[str]) -> Held:
+def _contents(table: Any, names: Iterable[str]) -> Contents:
     values = {name: table.get(name, _NOTHING) for name in names if not name.startswith("__")}
     return {name: (value, value.copy() if type(value) in _CONTAINERS else None) for name, value in values.items()}
 
 
-def _put_back(owner: Any, before: Held) -> None:
+def _put_back(owner: Any, before: Contents) -> None:
     """Put names of a class, or of a module's globals, and the contents of containers back where they changed."""
     is_class = isinstance(owner, type)
     table: Any = vars(owner) if is_class else owner
