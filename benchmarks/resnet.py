@@ -16,7 +16,7 @@ from memsize.analysis.runner import Runner
 from memsize.model.input_tensors import inputs_from_specs
 from memsize.spec.inputs import InputSpec
 from memsize.spec.scenario import DEFAULT, SCENARIOS
-from memsize.workloads.forward import Forward
+from memsize.workloads import Forward
 
 SIZE = (3, 224, 224)
 PARAMETERS = 25_557_032

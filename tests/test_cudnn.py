@@ -32,7 +32,7 @@ from memsize.records.trace import Event, Trace
 from memsize.spec.scenario import SCENARIOS
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import dotted_cudnn
-from memsize.workloads.forward import Forward
+from memsize.workloads import Forward
 
 A100, H100, T4, V100 = (8, 0), (9, 0), (7, 5), (7, 0)
 MIB = 2**20

@@ -29,10 +29,11 @@ from memsize import api
 from memsize.analysis.crossover import first_size
 from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
 from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, peak_has_left_the_optimizer
-from memsize.analysis.fit.footprint import Footprint, bind
-from memsize.analysis.fit.generations import GenerationTrials
+from memsize.analysis.fit.footprint import Footprint, limit_of
+from memsize.analysis.fit.forecast import Forecast
+from memsize.analysis.fit.generation_runs import GenerationRunCache
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
-from memsize.analysis.fit.search import MOST_RUNS, Forecast, Search, largest
+from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.cli import run
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.budget import budgets
@@ -88,6 +89,15 @@ def test_streams_have_pools_of_their_own() -> None:
     assert apart.fits(12 * MiB) and not apart.fits(10 * MiB)
 
 
+def largest(measure: Callable[[int], Footprint], capacity: int, **options: Any) -> Search:
+    """The search for the largest size that fits."""
+    known, refused = ({**options.pop(name, {})} for name in ("known", "refused"))
+    start, most_runs = options.pop("start", None), options.pop("runs", MOST_RUNS)
+    search = Search(measure, capacity, known, refused, **{"most": LIMIT} | options)
+    search.run(start, most_runs)
+    return search
+
+
 def refusing(divisor: int = 1, floor: int = 1, ceiling: int = 10**9) -> Callable[[int], int]:
     """The identity on sizes that a model runs with."""
 
@@ -125,9 +135,9 @@ def test_a_loop_over_the_size_is_halved(fits: int) -> None:
     def measure(size: int) -> Footprint:
         return footprint(size, MiB, [32 * MiB] * size)
 
-    answer = largest(measure, MiB + 32 * MiB * fits + 20 * MiB, start=128, runs=GenerationTrials.most_runs)
-    assert (answer.size, answer.bound) == (fits, fits + 1)
-    assert len(answer.looked) <= 4 + 11
+    answer = largest(measure, MiB + 32 * MiB * fits + 20 * MiB, start=128, runs=GenerationRunCache.most_runs)
+    assert (answer.size, answer.next_size) == (fits, fits + 1)
+    assert len(answer.measured) <= 4 + 11
 
 
 @settings(max_examples=60)
@@ -155,17 +165,17 @@ def test_the_search_against_every_size(shape: str, fixed: int, per: list[int], p
     fitting = [size for size, run in every.items() if run.fits(capacity)]
 
     answer = largest(measure, capacity)
-    assert tuple(looked) == answer.looked and len(set(looked)) == len(looked) <= MOST_RUNS
+    assert tuple(looked) == answer.measured and len(set(looked)) == len(looked) <= MOST_RUNS
     assert answer.size == 0 or answer.size in fitting
     if shape == "falls after 32":
         # The answer is an edge: it fits, and the next does not. There may be another one farther on.
-        assert answer.bound == answer.size + 1 and not every[answer.bound].fits(capacity)
+        assert answer.next_size == answer.size + 1 and not every[answer.next_size].fits(capacity)
     elif answer.closed:
         assert answer.size == max(fitting, default=0)
     else:
         # Memory that grows in steps may need more runs than there are. Then the answer says between what it lies.
         assert shape == "steps of 8"
-        assert answer.bound is not None and answer.size <= max(fitting) < answer.bound
+        assert answer.next_size is not None and answer.size <= max(fitting) < answer.next_size
 
 
 @pytest.mark.parametrize("shape", ["line", "parabola", "from 2", "up to 40"])
@@ -173,7 +183,7 @@ def test_plain_shapes_take_few_runs(shape: str) -> None:
     answer = largest(lambda size: footprint(size, MiB, [5 * MiB * SHAPES[shape](size)]), 1000 * MiB)
     # 1 + 5·n MiB in segments: at most 199; n + n²/4 ≤ 199 up to 26.
     assert answer.size == {"line": 199, "parabola": 26, "from 2": 199, "up to 40": 40}[shape]
-    assert len(answer.looked) <= 6
+    assert len(answer.measured) <= 6
 
 
 def test_refused_sizes_are_told_with_their_reasons() -> None:
@@ -182,7 +192,7 @@ def test_refused_sizes_are_told_with_their_reasons() -> None:
     assert (answer.size, answer.step) == (96, 4)
     assert "invalid" in answer.refused[13]
     ceiling = largest(lambda size: footprint(size, MiB, [refusing(ceiling=1024)(size)]), 100 * MiB)
-    assert (ceiling.size, ceiling.bound, ceiling.above) == (1024, 1025, None)
+    assert (ceiling.size, ceiling.next_size, ceiling.next_run) == (1024, 1025, None)
     assert ceiling.ceiling is not None and "1024" in ceiling.ceiling
 
 
@@ -195,11 +205,11 @@ def test_what_was_refused_before_is_not_run_again() -> None:
 
     first = largest(measure, 100 * MiB)
     # 13 runs; 4,108 = 316 · 13 is as far as one run is believed; its refusal names 37, which runs, and so 38 is asked.
-    assert first.looked == (13, 4108, 37, 38) and first.size == 37
+    assert first.measured == (13, 4108, 37, 38) and first.size == 37
     assert first.ceiling is not None and "37" in first.ceiling
     looked.clear()
     again = largest(measure, 100 * MiB, known=first.runs, refused=first.refused)
-    assert (again.size, again.bound, looked) == (37, 38, [])
+    assert (again.size, again.next_size, looked) == (37, 38, [])
     with pytest.raises(ForwardError, match="not at all"):
         largest(nothing_runs, MiB, refused=dict.fromkeys((13, 8, 60, 840, 1, 2), "not at all"))
 
@@ -215,7 +225,7 @@ def test_a_model_that_runs_with_no_size_raises_its_own_error() -> None:
 
 def test_nothing_fits_and_everything_fits() -> None:
     none = largest(lambda size: footprint(size, 50 * MiB, [MiB * size]), 40 * MiB)
-    assert (none.size, none.largest, none.bound) == (0, None, 1)
+    assert (none.size, none.largest_run, none.next_size) == (0, None, 1)
     endless = largest(lambda size: footprint(size, 50 * MiB, [MiB]), 60 * MiB)
     assert endless.endless and endless.size == 2**20
 
@@ -273,12 +283,12 @@ def test_sizes_as_far_apart_as_two_that_fit_are_looked_at_together(events: int, 
 def test_no_size_below_the_least_is_run() -> None:
     search = Search(lambda size: footprint(size, 50 * MiB, [MiB * size]), 200 * MiB, {}, {}, least=513)
     search.run(433)
-    assert (search.looked, search.size, search.bound, search.closed) == ((513,), 0, 513, True)
+    assert (search.measured, search.size, search.next_size, search.closed) == ((513,), 0, 513, True)
 
 
 def test_what_binds() -> None:
     # 8 MiB of parameters, then 12 and 20: the second does not fit into 30.
-    found = bind(footprint(1, 8 * MiB, [12 * MiB, 20 * MiB]), 30 * MiB)
+    found = limit_of(footprint(1, 8 * MiB, [12 * MiB, 20 * MiB]), 30 * MiB)
     assert (found.role, found.request, found.op) == ("activation", 20 * MiB, "op")
     assert found.roles == {"activation": 32 * MiB, "parameter": 8 * MiB}
 
@@ -522,9 +532,9 @@ def check_against_brute_force(name: str, place: float) -> None:
     assert len(looked) <= MOST_RUNS
     assert answer.size == 0 or answer.size in fitting
     if not answer.closed:
-        assert answer.bound is not None and not every[answer.bound].fits(capacity)
-    elif answer.bound is not None:
-        assert answer.bound not in fitting
+        assert answer.next_size is not None and not every[answer.next_size].fits(capacity)
+    elif answer.next_size is not None:
+        assert answer.next_size not in fitting
     if name != "sparing" and answer.closed:
         assert answer.size == max(fitting, default=0)
 
@@ -916,7 +926,7 @@ def test_inputs_that_disagree_on_a_batch() -> None:
 
 def test_given_tensors_are_grown() -> None:
     own = RunCache("m", Narrow(), inputs_from_data(torch.zeros(4, 10, 64)), True, parse_vary("0:1"), lambda _: None)
-    assert own.asked == 10
+    assert own.input_size == 10
     assert own.run(VARIANT, 25).trace.inputs[0].spec.shape == (4, 25, 64)
 
 

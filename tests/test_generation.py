@@ -36,7 +36,7 @@ from memsize.records.aggregates import split_phase
 from memsize.spec.generation import Generation
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import scenario_named
-from memsize.workloads import cache_limits
+from memsize.workloads import caches
 from memsize.workloads.generation import GenerationSteps
 
 transformers = pytest.importorskip("transformers")
@@ -339,7 +339,7 @@ def test_caches_that_transformers_lacks_are_told_before(
     config: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache_limits, "_is_installed", lambda package: False)
+    monkeypatch.setattr(caches, "_is_installed", lambda package: False)
     with pytest.raises(InputError, match=message):
         memsize.generate(config(**entries), prompt=8, new=4, scenarios="as-given", **options)
 

@@ -21,7 +21,7 @@ from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import totals, visible
 from memsize.records.trace import Trace
 from memsize.tracing.run import Setup
-from memsize.workloads.forward import Forward
+from memsize.workloads import Forward
 
 Compute = Callable[..., Any]
 

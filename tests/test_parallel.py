@@ -14,7 +14,7 @@ from torch import nn
 
 import memsize
 from memsize.analysis.findings.fit import FitEvidence, gpus_needed
-from memsize.analysis.fit.rows import likely_size
+from memsize.analysis.fit.fit_rows import likely_size
 from memsize.cli import run
 from memsize.device.budget import budget_of, spread_over
 from memsize.device.cards import card

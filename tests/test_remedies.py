@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimizations import OPTIMIZATIONS, RANK, accumulation
 from memsize.analysis.fit.optimized_models import Adam8bit, repeated_blocks
-from memsize.analysis.fit.remedies import Attempts, try_optimizations
-from memsize.analysis.fit.run_cache import NotApplicable, RunCache, RunVariant
+from memsize.analysis.fit.remedies import SEGMENT, remedies_of
+from memsize.analysis.fit.run_cache import RunCache, RunVariant
+from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation
+from memsize.analysis.remedies import Need, NotApplicable, RemedySearch, try_remedies
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.model.input_tensors import inputs_from_specs
@@ -113,7 +114,7 @@ SIZE = "128,256"
 
 def remedied(name: str, build: Callable[[], nn.Module] = Stack, base: RunVariant = BASE, size: str = SIZE) -> Footprint:
     """The run with one remedy."""
-    remedy = next(remedy for remedy in OPTIMIZATIONS if remedy.name == name)
+    remedy = next(remedy for remedy in STEP_REMEDIES if remedy.name == name)
     return trials(build, size).run(remedy.apply(base), BATCH)
 
 
@@ -183,7 +184,7 @@ def test_eight_bits_saves_three_quarters_of_the_state() -> None:
 
 
 def _with(name: str) -> RunVariant:
-    return next(remedy for remedy in OPTIMIZATIONS if remedy.name == name).apply(BASE)
+    return next(remedy for remedy in STEP_REMEDIES if remedy.name == name).apply(BASE)
 
 
 def test_in_place_activations() -> None:
@@ -415,7 +416,8 @@ def test_two_remedies_rather_than_three() -> None:
     sizes |= {(ckpt, inplace): 56, (ckpt, expandable): 46, (inplace, expandable): 30}
     sizes |= {(ckpt, inplace, expandable): 28}
     run = made_up({frozenset(names): need for names, need in sizes.items()})
-    found = try_optimizations(Attempts(run, BASE, 40 * MiB), 1, "a GPU", parts=False)
+    search = RemedySearch(BASE, lambda variant: Need(run(variant).needs(40 * MiB), 40 * MiB), SEGMENT)
+    found = try_remedies(search, remedies_of(BASE), scenario="fp32", gpu="a GPU", size=1)
     assert [row.name for row in found.rows if row.outcome == "saves"] == [ckpt, inplace, expandable]
     assert set(found.combination) == {inplace, expandable} and found.combined == 30 * MiB
 
@@ -426,7 +428,7 @@ def cases(names: tuple[str, ...]) -> Iterator[RunVariant]:
         case = BASE
         for name in names:
             if name != left_out:
-                remedy = next((r for r in OPTIMIZATIONS if r.name == name), None) or accumulation(
+                remedy = next((r for r in STEP_REMEDIES if r.name == name), None) or accumulation(
                     int(name.rpartition("×")[2])
                 )
                 case = remedy.apply(case)

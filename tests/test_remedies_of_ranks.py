@@ -8,9 +8,10 @@ import pytest
 from torch import nn
 
 import memsize
-from memsize.analysis.fit.optimizations import OPTIMIZATIONS
-from memsize.analysis.fit.parallel_strategies import more_gpus, optimizations_of
-from memsize.analysis.fit.run_cache import NotApplicable, RunVariant
+from memsize.analysis.fit.remedies import remedies_of
+from memsize.analysis.fit.run_cache import RunVariant
+from memsize.analysis.fit.step_remedies import STEP_REMEDIES, more_gpus
+from memsize.analysis.remedies import NotApplicable
 from memsize.device.cards import card
 from memsize.records.fit import Fit
 from memsize.spec.parallel import parse_parallel
@@ -125,16 +126,16 @@ def variant(parallel: str) -> RunVariant:
     ],
 )
 def test_more_gpus_are_tried_where_each_holds_less(parallel: str, more: list[str]) -> None:
-    tried = [each.apply(variant(parallel)).parallel for each in more_gpus(variant(parallel))]
+    tried = [each.apply(variant(parallel)).parallel for each in more_gpus(variant(parallel).parallel)]
     assert list(map(str, tried)) == more
 
 
 def test_there_is_one_table_of_optimizations_and_what_ranks_add_to_it() -> None:
     alone = RunVariant(SCENARIOS["fp32"], card("t4"), Training("adamw"))
-    assert optimizations_of(alone) is OPTIMIZATIONS
-    names = [each.name for each in OPTIMIZATIONS]
-    assert [each.name for each in optimizations_of(variant("ddp=8"))] == ["bucket views", "fsdp", *names]
-    sharded = [each.name for each in optimizations_of(variant("fsdp=8"))]
+    assert remedies_of(alone) is STEP_REMEDIES
+    names = [each.name for each in STEP_REMEDIES]
+    assert [each.name for each in remedies_of(variant("ddp=8"))] == ["bucket views", "fsdp", *names]
+    sharded = [each.name for each in remedies_of(variant("fsdp=8"))]
     assert sharded == ["fsdp", "offload", "mixed precision", *(name for name in names if name != "autocast")]
 
 
@@ -150,6 +151,6 @@ def test_there_is_one_table_of_optimizations_and_what_ranks_add_to_it() -> None:
     ],
 )
 def test_what_does_not_go_with_a_strategy(parallel: str, name: str, reason: str) -> None:
-    optimization = next(each for each in optimizations_of(variant(parallel)) if each.name == name)
+    optimization = next(each for each in remedies_of(variant(parallel)) if each.name == name)
     with pytest.raises(NotApplicable, match=reason):
         optimization.apply(variant(parallel))

@@ -25,7 +25,7 @@ from memsize.records.aggregates import totals
 from memsize.spec.scenario import SCENARIOS
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
-from memsize.workloads.forward import Forward, kept_for_backward
+from memsize.workloads import Forward, kept_for_backward
 from tests import test_torchinfo_cases as structures
 from tests.models import Small, Tied
 

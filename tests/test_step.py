@@ -29,7 +29,7 @@ from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import OPTIMIZERS as NAMED
 from memsize.spec.training import Training, parse_optimizer
 from memsize.tracing.run import Run, Setup
-from memsize.workloads.forward import Inference
+from memsize.workloads import Inference
 from memsize.workloads.training import OwnLoop, TrainingSteps
 from tests import models
 from tests.conftest import Python

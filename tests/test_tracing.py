@@ -20,7 +20,7 @@ from memsize.records.trace import Trace
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Setup
 from memsize.tracing.saved_tensors import saving
-from memsize.workloads.forward import Forward
+from memsize.workloads import Forward
 from tests import models
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

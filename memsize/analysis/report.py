@@ -38,7 +38,7 @@ from memsize.torch_internals.isolation import collector_paused
 from memsize.tracing.ddp import bucket_bytes
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import stored_only, wants_shapes
-from memsize.workloads.forward import Forward, Inference
+from memsize.workloads import Forward, Inference
 from memsize.workloads.parallel import ParallelSteps
 from memsize.workloads.training import TrainingSteps
 

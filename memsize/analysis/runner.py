@@ -33,8 +33,7 @@ from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import GpuSetup, Setup, give_shapes
-from memsize.workloads import Workload
-from memsize.workloads.forward import kept_for_backward
+from memsize.workloads import Workload, kept_for_backward
 
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"

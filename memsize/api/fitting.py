@@ -120,12 +120,19 @@ def _fit_of_generations(
     assert request.generation is not None
     with model_of(subject, say, request.budgets[0].card.name) as loaded:
         from memsize.analysis.fit.fit import find_fit
-        from memsize.analysis.fit.generations import GenerationTrials
+        from memsize.analysis.fit.generation_runs import GenerationRunCache
         from memsize.workloads.generation import generate_of
 
         generate_of(loaded.model, loaded.name)
         prompts = prompts_of(subject, loaded)
-        trials = GenerationTrials(
-            loaded.name, loaded.model, prompts, request.generation, subject.batch_size or 1, varied, say, software
+        runs = GenerationRunCache(
+            loaded.name,
+            loaded.model,
+            prompts=prompts,
+            generation=request.generation,
+            batch=subject.batch_size or 1,
+            vary=varied,
+            say=say,
+            stack=software,
         )
-        return find_fit(trials, request, loaded.notes, tell)
+        return find_fit(runs, request, loaded.notes, tell)

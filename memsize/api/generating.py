@@ -76,7 +76,7 @@ def generate(
     _check(generations[0], sizes, own_step=step is not None)
     settings = AllocatorConfig.of(config, software.release)
     with model_of(subject, say, where.name) as loaded, assisted(loaded, draft, assistant, say) as draft:
-        from memsize.analysis.fit.generation_remedies import generation_remedies
+        from memsize.analysis.fit.remedies import remedies_for_generations
         from memsize.analysis.generation.generation_rows import GenerationRequest, report_generation
         from memsize.analysis.runner import Runner
         from memsize.loading import load_loop
@@ -89,7 +89,7 @@ def generate(
         loop = load_loop(step, loaded.machine) if isinstance(step, str) else step
         generations = [replace(each, draft=draft) for each in generations]
         request = GenerationRequest(generations, sizes, asked, settings, loop)
-        remedies = partial(generation_remedies, runner, prompts, request, say)
+        remedies = partial(remedies_for_generations, runner, prompts, request, say)
         return report_generation(runner, prompts, request, loaded.notes, say, remedies)
 
 
@@ -160,7 +160,7 @@ def _one_of(tp: int, subject: ModelRequest, say: Callable[[str], None]) -> Model
     if not (isinstance(subject.model, str) and subject.model.startswith("hf:")):
         raise InputError("only a target such as hf:config.json can be divided among cards: its config says how")
     with model_of(subject, say) as loaded:
-        from memsize.analysis.serving.tensor_parallel import divided
+        from memsize.workloads.serving import divided
 
         entries = divided(getattr(loaded.model, "config", None), tp, loaded.name)
     return replace(subject, arguments={**subject.arguments, **entries})

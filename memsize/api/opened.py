@@ -13,11 +13,11 @@ from memsize.spec.model_request import ModelRequest
 if TYPE_CHECKING:
     from torch import nn
 
-    from memsize.analysis.generation.prompts import Prompts
     from memsize.loading import GpuContextFactory
     from memsize.model.input_tensors import ModelInputs
     from memsize.spec.generation import Draft
     from memsize.spec.input_maker import InputMaker
+    from memsize.workloads.generation import Prompts
 
 
 class Opened(NamedTuple):
@@ -59,7 +59,7 @@ def with_inputs(subject: ModelRequest, loaded: Loaded) -> Opened:
 
 def prompts_of(subject: ModelRequest, loaded: Loaded) -> Prompts:
     """The prompts of a model that generates, by their length. Raises `InputError` where they have none."""
-    from memsize.analysis.generation.prompts import prompts_of
+    from memsize.workloads.generation import prompts_of
 
     maker = loaded.maker
     goes_on = maker and replace(maker, make=lambda request: maker.make(replace(request, goes_on=True)))

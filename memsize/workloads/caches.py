@@ -1,16 +1,20 @@
-"""What the caches of transformers' models hold for each layer, on the GPU and, if they are offloaded, on its host."""
+"""KV caches of transformers' models: the bytes of each layer, on the GPU and on the host, and unsupported caches."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 
+from memsize.errors import InputError
 from memsize.model.tensor_storage import plain_tensors
 from memsize.records.gpu import Card
+from memsize.spec.generation import Generation
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Run, Setup
@@ -20,6 +24,7 @@ from memsize.virtual.machine import VirtualMachine
 
 _CACHES: Final = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
 """The names by which models of transformers take and return their caches."""
+_FULL: Final = "full_attention"
 
 
 class State(NamedTuple):
@@ -158,3 +163,49 @@ def _kind(layer: Any) -> str:
     attention = "Attention" in name.removeprefix("LinearAttention").removesuffix("Layer") or not linear
     kept = (["state"] if linear else []) + ([("sliding window" if window else "full attention")] if attention else [])
     return " and ".join(kept)
+
+
+# -- caches that transformers lacks -----------------------------------------------------------------------------------
+
+
+def refuse_missing_cache(model: nn.Module, generation: Generation) -> None:
+    """Raise `InputError` where transformers has no such cache for a model, or needs another package for it.
+
+    Checked before the model runs, because transformers' own errors are about its code.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        if generation.is_quantized:
+            raise InputError("transformers quantizes no cache of an encoder-decoder: use --cache dynamic or static")
+        if generation.is_offloaded:
+            raise InputError(
+                "transformers offloads the cross-attention of an encoder-decoder without bringing it back to the GPU: "
+                "use --cache dynamic or static"
+            )
+    kinds = _layer_kinds(config)
+    if generation.is_quantized and kinds != {_FULL}:
+        others = ", ".join(sorted(kinds - {_FULL}))
+        raise InputError(f"transformers quantizes caches of full attention alone, and this model has {others} layers")
+    if generation.cache == "offloaded_static" and _FULL not in kinds:
+        raise InputError("transformers offloads no static layers with a window or a state: use --cache offloaded")
+    if generation.is_quantized and generation.kv_dtype != "fp8" and not _is_installed("optimum.quanto"):
+        raise InputError(
+            f"a KV cache in {generation.kv_dtype or 'int4'} needs optimum-quanto: pip install optimum-quanto"
+        )
+
+
+def _layer_kinds(config: Any) -> set[str]:
+    """Return the kinds of layers for which transformers makes a cache."""
+    from transformers import cache_utils
+
+    layer_types = getattr(cache_utils, "get_layer_types_and_kwargs", None)
+    return set(layer_types(config.get_text_config(decoder=True))[0]) if layer_types else {_FULL}
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -18,8 +18,11 @@ from torch import nn
 
 from memsize.errors import InputError
 from memsize.known_values.values import MAX_INTEGER_ELEMENTS, set_constant
+from memsize.model.input_tensors import ModelInputs, input_tensors, resized_call
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
+from memsize.spec.model_request import ModelRequest
+from memsize.spec.vary import parse_vary
 from memsize.tracing.run import Run, Setup
 from memsize.workloads.caches import CachedLayer, cache_of, cached_layers, offloading_watched
 from memsize.workloads.drafts import assistant_of, assistants, assisting, endless, never_right
@@ -32,6 +35,8 @@ END: Final = "end"
 _MADE: Final = frozenset(("decoder_input_ids", "decoder_attention_mask", "labels"))
 """Arguments of a forward that `generate` makes itself."""
 
+Prompts = Callable[[int], ModelInputs]
+"""Makes the inputs of a prompt of as many tokens."""
 
 Observer = Callable[[int, tuple[CachedLayer, ...]], None]
 """Called after each forward with its number (0: the prefill), and what the cache holds then."""
@@ -90,6 +95,29 @@ def generate_of(model: nn.Module, name: str) -> Callable[..., Any]:
     if not callable(generate):
         raise InputError(f"{name} has no generate method: it generates no tokens")
     return generate
+
+
+def positions(model: nn.Module) -> int | None:
+    """Return the number of positions in the config of a transformers model; None where it does not say."""
+    count = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return count if isinstance(count, int) and count > 0 else None
+
+
+def prompts_of(request: ModelRequest, inputs: Callable[[ModelRequest], ModelInputs]) -> Prompts:
+    """Make prompts of any length: `inputs` returns the inputs of a request, or the user's inputs, which are resized.
+
+    Raises `InputError` where the user's inputs have no length.
+    """
+    if not request.has_input:
+        return cache(lambda length: inputs(replace(request, seq_len=length)))
+    original = inputs(request)
+    dimensions = parse_vary("seq_len").dimensions(input_tensors(original.call()))
+
+    @cache
+    def prompt(length: int) -> ModelInputs:
+        return replace(original, make=lambda batch: resized_call(original.make(batch), dimensions, length))
+
+    return prompt
 
 
 def _padded(setup: Setup) -> Setup:

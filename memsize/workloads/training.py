@@ -23,7 +23,7 @@ from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.repetition import Steps
 from memsize.tracing.run import Run, Setup
-from memsize.workloads.forward import Inference
+from memsize.workloads import Inference
 from memsize.workloads.losses import Losses
 from memsize.workloads.optimizers import make_optimizer, steps_watched
 

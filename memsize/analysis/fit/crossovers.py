@@ -1,4 +1,4 @@
-"""The sizes from which on something changes: autocast pays, activations outweigh parameters, the peak leaves the
+"""Find the sizes from which on something changes: autocast pays, activations outweigh parameters, the peak leaves the
 optimizer.
 
 A forecast says where to look; runs of that size and of the one before decide.
@@ -13,8 +13,8 @@ from typing import Final, Literal
 
 from memsize.analysis.crossover import first_size
 from memsize.analysis.fit.footprint import phase_name
+from memsize.analysis.fit.forecast import Forecast, forecast
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
-from memsize.analysis.fit.search import Forecast, forecast
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Crossing
 from memsize.records.roles import Role
@@ -28,46 +28,46 @@ Deltas = Sequence[tuple[int, int]]
 """The events of a run or of a forecast: a storage of the trace, and the bytes that it gains or loses."""
 
 
-def crossings(trials: RunCache, scenarios: Sequence[Scenario], base: RunVariant) -> Iterator[Crossing]:
-    """The crossovers of the first of `scenarios` that can be run and does not cast on the way, otherwise as `base`."""
-    plain = next((each for each in scenarios if each.recipe != "autocast" and not each.is_modelled), None)
-    if plain is None or not trials.resizable:
+def crossings(runs: RunCache, scenarios: Sequence[Scenario], base: RunVariant) -> Iterator[Crossing]:
+    """Yield the crossovers of `base` under the first of `scenarios` that can be run without autocast."""
+    plain = next((one for one in scenarios if one.recipe != "autocast" and not one.is_modelled), None)
+    if plain is None or not runs.resizable:
         return
     variant = replace(base, scenario=plain)
-    foreseen = _foreseen(trials, variant)
-    if foreseen is None:
+    ahead = _forecast_of(runs, variant)
+    if ahead is None:
         return
 
     def crossing(kind: Literal["activations", "peak"], holds: Callable[[Trace, Deltas], bool]) -> Crossing:
         def measured(size: int) -> bool:
-            run = trials.run(variant, size)
+            run = runs.run(variant, size)
             return holds(run.trace, run.pairs)
 
-        trace = foreseen.runs[0].trace
-        size = _first_size(lambda size: holds(trace, foreseen.pairs(size)), measured)
+        trace = ahead.runs[0].trace
+        size = _first_size(lambda size: holds(trace, ahead.pairs(size)), measured)
         return Crossing(kind, size, plain.name)
 
     if plain.name in ("as-given", "fp32"):
-        yield from _autocast_crossing(trials, variant, foreseen)
+        yield from _autocast_crossing(runs, variant, ahead)
     if variant.training is not None:
         yield crossing("activations", activations_outweigh)
         yield crossing("peak", peak_has_left_the_optimizer)
 
 
-def _autocast_crossing(trials: RunCache, plain: RunVariant, foreseen: Forecast) -> Iterator[Crossing]:
+def _autocast_crossing(runs: RunCache, plain: RunVariant, ahead: Forecast) -> Iterator[Crossing]:
     name = "amp-bf16" if plain.card.capability >= (8, 0) else "amp-fp16"
     lower = replace(plain, scenario=SCENARIOS[name])
-    with_it = _foreseen(trials, lower)
+    with_it = _forecast_of(runs, lower)
     if with_it is not None:
         size = _first_size(
-            lambda size: with_it.requested(size) < foreseen.requested(size),
-            lambda size: trials.run(lower, size).requested < trials.run(plain, size).requested,
+            lambda size: with_it.requested(size) < ahead.requested(size),
+            lambda size: runs.run(lower, size).requested < runs.run(plain, size).requested,
         )
         yield Crossing("autocast", size, name, plain.scenario.name)
 
 
 def _first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool]) -> int | None:
-    """`first_size`, where a size that the model refuses counts as one at which the condition does not hold yet."""
+    """Call `first_size`; at a size that the model refuses the condition does not hold yet."""
 
     def holds(size: int) -> bool:
         try:
@@ -78,20 +78,20 @@ def _first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool]
     return first_size(foretold, holds, FARTHEST)
 
 
-def _foreseen(trials: RunCache, variant: RunVariant) -> Forecast | None:
-    """A forecast for small sizes, from the runs made so far and up to two more; None where the model refuses those."""
-    for size in (trials.asked, 8, 13):
-        if len(trials.known(variant)) > 1:
+def _forecast_of(runs: RunCache, variant: RunVariant) -> Forecast | None:
+    """Forecast small sizes from the runs made so far and up to two more; None where the model refuses these."""
+    for size in (runs.input_size, 8, 13):
+        if len(runs.runs_of(variant)) > 1:
             break
         try:
-            trials.run(variant, size)
+            runs.run(variant, size)
         except (ForwardError, ScenarioError, InputError):
             continue
-    return forecast(trials.known(variant), 0)
+    return forecast(runs.runs_of(variant), 0)
 
 
 def most_alive(trace: Trace, deltas: Deltas, roles: Collection[Role]) -> int:
-    """The most bytes of some roles that are alive at one moment."""
+    """Return the most bytes of some roles that are alive at one moment."""
     counted = [storage.role in roles for storage in trace.storages]
     return max(accumulate((delta for storage, delta in deltas if counted[storage]), initial=0))
 

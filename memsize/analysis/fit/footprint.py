@@ -16,8 +16,8 @@ from memsize.records.trace import TensorSpec, Trace
 
 _VOCABULARY: Final = 1000
 """From this many classes on, what the model returns is called logits."""
-_LOOKS_AT_LACKS: Final = 6
-"""How often the shortfall of a replay is followed before the rest is bisected: several small ones may add up."""
+_MOST_GUESSES: Final = 6
+"""How many guesses are checked before the rest is bisected: several small shortfalls may add up."""
 
 
 Replays = dict[int | None, Replay]
@@ -28,34 +28,34 @@ Replays = dict[int | None, Replay]
 class Footprint:
     """The run of one size (a batch, a length) and the settings of the allocator that serves it.
 
-    `of` is its record, or what makes that anew each time, with `given`, the events of it: what is asked of a run is
-    mostly in these. `replays` are those made so far, for all runs that make the same events.
+    `source` is its trace, or a function that builds the trace anew each time; then `events` are its events, which
+    answer most questions. `replays` are those made so far; runs that make the same events share them.
     """
 
     size: int
-    of: Trace | Callable[[], Trace]
+    source: Trace | Callable[[], Trace]
     config: AllocatorConfig
     replays: Replays = field(default_factory=dict)
-    given: AllocationEvents | None = None
+    events: AllocationEvents | None = None
 
     @property
     def trace(self) -> Trace:
-        """Its record."""
-        return self.of if isinstance(self.of, Trace) else self.of()
+        """The trace of the run."""
+        return self.source if isinstance(self.source, Trace) else self.source()
 
     @cached_property
     def flow(self) -> AllocationEvents:
-        """The events as the allocator takes them."""
-        return self.given or flow_of(self.trace)
+        """The events of the run as the allocator takes them."""
+        return self.events or flow_of(self.trace)
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The events one by one: a storage, and the bytes that it gains or loses."""
+        """The events one by one: storages, and the bytes that they gain or lose."""
         return tuple(self.flow)
 
     @cached_property
     def shape(self) -> int:
-        """A number that runs share where they make the same events, apart from the bytes."""
+        """A hash of the events without their bytes: runs of one shape make the same events."""
         import numpy as np
 
         storages = self.flow.storages
@@ -63,19 +63,19 @@ class Footprint:
 
     @cached_property
     def requested(self) -> int:
-        """The most bytes that tensors ask for at one moment."""
+        """The most bytes that tensors request at one moment."""
         return max(int(self.flow.deltas.cumsum().max(initial=0)), 0)
 
     def live(self, event: int) -> int:
-        """The bytes that tensors hold after an event."""
+        """Return the bytes of all tensors after an event."""
         return int(self.flow.deltas[: event + 1].sum())
 
     def most(self, phase: str) -> int | None:
-        """The most bytes that tensors hold in a phase such as ``"optimizer 2"``; None where the run has no such one."""
+        """Return the most bytes of tensors in a phase such as ``"optimizer 2"``; None if the run has no such phase."""
         trace = self.trace
         label = trace.phases.index(phase) if phase in trace.phases else None
         live = zip(trace.events, self.flow.deltas.cumsum().tolist(), strict=True)
-        return max((held for event, held in live if event.phase == label), default=None)
+        return max((size for event, size in live if event.phase == label), default=None)
 
     @property
     def unbounded(self) -> Replay:
@@ -83,16 +83,16 @@ class Footprint:
         return self.bounded(None)
 
     def bounded(self, capacity: int | None) -> Replay:
-        """The replay with `capacity` bytes available: cached blocks are given back before it fails."""
+        """Replay with `capacity` bytes available: cached blocks are given back before it fails."""
         if capacity not in self.replays:
-            self.replays[capacity] = self._known(capacity) or self._replayed(capacity)
+            self.replays[capacity] = self._equal_replay(capacity) or self._replayed(capacity)
         return self.replays[capacity]
 
-    def _known(self, capacity: int | None) -> Replay | None:
-        """A replay with another capacity that is the same with this one."""
+    def _equal_replay(self, capacity: int | None) -> Replay | None:
+        """Return a replay with another capacity that is the same with this one."""
         if capacity is None or self.config.expandable_segments or self.config.memory_fraction < 1:
             return None
-        return next((made for made in self.replays.values() if made.holds_with(capacity)), None)
+        return next((replay for replay in self.replays.values() if replay.holds_with(capacity)), None)
 
     def _replayed(self, capacity: int | None) -> Replay:
         # A budget is what a fraction of the card leaves already.
@@ -102,10 +102,10 @@ class Footprint:
 
     def fits(self, capacity: int) -> bool:
         """Whether the run ends well with `capacity` bytes for the allocator."""
-        return self.takes(capacity) is not None
+        return self.reserved_within(capacity) is not None
 
-    def takes(self, capacity: int) -> int | None:
-        """The most that is reserved with `capacity` bytes available; None where the run runs out of memory."""
+    def reserved_within(self, capacity: int) -> int | None:
+        """Return the most bytes reserved with `capacity` bytes available; None where the run runs out of memory."""
         if self.requested > capacity:
             return None
         if self.unbounded.reserved.bytes <= capacity:
@@ -116,11 +116,11 @@ class Footprint:
         return None if replayed.out_of_memory else replayed.reserved.bytes
 
     def needs(self, capacity: int | None = None) -> int:
-        """The smallest capacity with which the run completes, between its blocks' peak and its segments' peak.
+        """Find the smallest capacity with which the run completes: at least its blocks' peak, at most its segments'.
 
         In steps of 2 MiB, the granularity of segments. A replay that runs out of memory says how much was missing: that
-        is where to look next, and one step below what fits there. Otherwise the range is bisected. A `capacity` that
-        was tried before narrows it.
+        gives the next guess, and a replay that completes gives one step less. Then the rest is bisected. A `capacity`
+        that was tried before narrows the range.
 
         Known limit: where a run that completes with some capacity fails with a little more, because its segments are
         split differently, the answer fits and one step less does not, but an even smaller capacity may fit.
@@ -129,71 +129,74 @@ class Footprint:
         low = (self.unbounded.allocated.bytes - 1) // SEGMENT_STEP * SEGMENT_STEP
         guesses = [low + SEGMENT_STEP]
         if capacity is not None:
-            taken = self.takes(capacity)
-            high, low = (high, max(low, capacity)) if taken is None else (min(high, taken), low)
-            guesses += [self._lacks(capacity)] if taken is None else []
-        for _ in range(_LOOKS_AT_LACKS):
-            looked = next((guess for guess in reversed(guesses) if low < guess < high), None)
-            if looked is None:
+            reserved = self.reserved_within(capacity)
+            high, low = (high, max(low, capacity)) if reserved is None else (min(high, reserved), low)
+            guesses += [self._enough_for_failure(capacity)] if reserved is None else []
+        for _ in range(_MOST_GUESSES):
+            guess = next((guess for guess in reversed(guesses) if low < guess < high), None)
+            if guess is None:
                 break
-            taken = self.takes(looked)
-            high, low = (high, looked) if taken is None else (taken, low)
-            guesses.append(self._lacks(looked) if taken is None else high - SEGMENT_STEP)
+            reserved = self.reserved_within(guess)
+            high, low = (high, guess) if reserved is None else (reserved, low)
+            guesses.append(self._enough_for_failure(guess) if reserved is None else high - SEGMENT_STEP)
+        return self._bisect(low, high)
+
+    def _bisect(self, low: int, high: int) -> int:
+        """Find the smallest sufficient capacity above `low`, which is not enough, up to `high`, which is."""
         while high - low > SEGMENT_STEP:
             middle = (low + (high - low) // 2) // SEGMENT_STEP * SEGMENT_STEP
             middle = middle if middle > low else high - SEGMENT_STEP
-            taken = self.takes(middle)
-            high, low = (high, middle) if taken is None else (taken, low)
+            reserved = self.reserved_within(middle)
+            high, low = (high, middle) if reserved is None else (reserved, low)
         return high
 
-    def _lacks(self, capacity: int) -> int:
-        """How much the request that fails with `capacity` was short of, in whole steps; 0 where that isn't known."""
+    def _enough_for_failure(self, capacity: int) -> int:
+        """Return the capacity with which the request that fails with `capacity` would succeed; 0 where unknown."""
         if self.unbounded.allocated.bytes > capacity or (failure := self.bounded(capacity).out_of_memory) is None:
             return 0
         return -(-(failure.levels.reserved + failure.segment) // SEGMENT_STEP) * SEGMENT_STEP
 
 
-def bind(run: Footprint, capacity: int | None) -> Bind:
-    """What limits a run: where it runs out of `capacity`, or its peak where it doesn't or none is given."""
+def limit_of(run: Footprint, capacity: int | None) -> Bind:
+    """Describe what limits a run: the request that fails with `capacity`, else the peak of its tensors."""
     failure = None if capacity is None else run.bounded(capacity).out_of_memory
-    event = failure.event if failure else run.unbounded.requested.event
+    number = failure.event if failure else run.unbounded.requested.event
     trace = run.trace
+    alive = run.flow.alive(number)
     roles: dict[Role, int] = {}
-    held = run.flow.alive(event)
-    for storage, size in held.items():
+    for storage, size in alive.items():
         roles[trace.storages[storage].role] = roles.get(trace.storages[storage].role, 0) + size
-    what = trace.events[event]
-    most = max(roles, key=lambda role: roles[role])
+    event = trace.events[number]
     return Bind(
-        phase=phase_name(trace.phases[what.phase]),
-        layer=trace.layers[what.layer].path if what.layer >= 0 else "",
-        op=what.op,
-        role=most,
+        phase=phase_name(trace.phases[event.phase]),
+        layer=trace.layers[event.layer].path if event.layer >= 0 else "",
+        op=event.op,
+        role=max(roles, key=lambda role: roles[role]),
         request=failure.request if failure else 0,
         roles=dict(sorted(roles.items(), key=lambda item: -item[1])),
-        largest=_most_alike(trace, held),
+        largest=_largest_group(trace, alive),
     )
 
 
-def _most_alike(trace: Trace, held: Mapping[int, int]) -> Alike | None:
-    """The tensors of one shape that hold most bytes; None where nothing is held."""
-    found: dict[TensorSpec, Alike] = {}
-    for index, size in held.items():
+def _largest_group(trace: Trace, alive: Mapping[int, int]) -> Alike | None:
+    """Return the tensors of one shape and dtype with most bytes; None where nothing is `alive`."""
+    groups: dict[TensorSpec, Alike] = {}
+    for index, size in alive.items():
         storage = trace.storages[index]
         spec = TensorSpec(storage.dtype, storage.shape)
-        seen = found.get(spec, Alike(0, spec, 0))
-        found[spec] = Alike(seen.tensors + 1, spec, seen.bytes + size)
-    most = max(found.values(), key=lambda alike: alike.bytes, default=None)
+        group = groups.get(spec, Alike(0, spec, 0))
+        groups[spec] = Alike(group.tensors + 1, spec, group.bytes + size)
+    most = max(groups.values(), key=lambda group: group.bytes, default=None)
     return most and most._replace(logits=bool(most.spec.shape) and most.spec.shape[-1] in _vocabularies(trace))
 
 
 def _vocabularies(trace: Trace) -> set[int]:
-    """The last dimensions of the model's outputs that are large enough to be those of a vocabulary."""
+    """Return the last dimensions of the model's outputs that are as large as a vocabulary."""
     widths = {out.spec.shape[-1] for layer in trace.layers[:1] for out in layer.outputs if out.spec.shape}
     return {width for width in widths if width and width >= _VOCABULARY}
 
 
 def phase_name(label: str) -> str:
-    """A phase without its step: ``"backward 2"`` → ``"backward"``."""
+    """Drop the step from a phase: ``"backward 2"`` → ``"backward"``."""
     name, _, step = label.rpartition(" ")
     return name if name and step.isdecimal() else label

@@ -1,49 +1,155 @@
-"""What would make a generation fit that does not: what a fit tries for its batch, each really run."""
+"""The table of remedies for generations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Final
 
-from memsize.analysis.fit.generations import GenerationTrials
-from memsize.analysis.fit.remedies import Tries
+from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
 from memsize.analysis.fit.run_cache import RunVariant
-from memsize.analysis.generation.generation_rows import GenerationRequest
-from memsize.analysis.generation.generator import Generator
-from memsize.analysis.generation.prompts import Prompts
-from memsize.analysis.runner import Runner
-from memsize.device.budget import budget_of
-from memsize.processes.workers import Workers
-from memsize.records.fit import Remedied
-from memsize.records.generation import GenerationRow
-from memsize.spec.vary import Vary
+from memsize.analysis.fit.step_remedies import (
+    BF16_PARAMETERS,
+    EXPANDABLE_SEGMENTS,
+    INT8_WEIGHTS,
+    VariantRemedy,
+    quantized,
+    remedy,
+)
+from memsize.analysis.remedies import NotApplicable
+from memsize.records.fit import Budget
+from memsize.spec.generation import Generation
+from memsize.units import format_bytes
+
+CHUNK: Final = 1024
+"""Tokens of the prompt that are read at a time."""
 
 
-def generation_remedies(
-    runner: Runner,
-    prompts: Prompts,
-    request: GenerationRequest,
-    say: Callable[[str], None],
-    rows: Sequence[GenerationRow],
-    known: Collection[Generator],
-) -> Remedied | None:
-    """Remedies for the first row that does not fit, of the first scenario that ran; None where all of them do, and for
-    a loop of one's own, which knows no other cache and no chunks, and where tokens are proposed: each try would take as
-    long as the row itself. What the `known` generators have traced is not traced again.
-    """
-    ran = [row for row in rows if row.estimate is not None]
-    short = next((row for row in ran if row.scenario == ran[0].scenario and not row.fits), None)
-    if short is None or request.loop or request.generations[0].draft:
-        return None
-    generation = next(each for each in request.generations if each.prompt == short.prompt)
-    scenario = next(each for each in request.scenarios if each.name == short.scenario)
-    batch, config, stack = short.batch, request.config, runner.stack
-    trials = GenerationTrials(runner.name, runner.model, prompts, generation, batch, Vary(), say, stack, known)
-    budget = budget_of(runner.gpu, stack, config.memory_fraction)
-    base = RunVariant(scenario, runner.gpu, config=config, generation=generation)
-    trials.run(base, batch)  # once, for all workers
-    tries = Tries(trials)
-    with Workers(tries, say) as workers:
-        trials.say = workers.say
-        for each in known:
-            each.say = workers.say
-        return tries.remedied(workers, base, batch, budget, parts=True)
+def _generation(variant: RunVariant) -> Generation:
+    assert variant.generation is not None, "remedies for generations are tried on them alone"
+    return variant.generation
+
+
+def _int4_weights(variant: RunVariant) -> RunVariant:
+    return quantized(variant, "int4-weight")
+
+
+def _fp8_cache(variant: RunVariant) -> RunVariant:
+    return _with_cache(variant, "quantized", "fp8")
+
+
+def _static_cache(variant: RunVariant) -> RunVariant:
+    return _with_cache(variant, "static", None)
+
+
+def _offloaded_cache(variant: RunVariant) -> RunVariant:
+    return _with_cache(variant, "offloaded", None)
+
+
+def _with_cache(variant: RunVariant, cache: str, dtype: str | None) -> RunVariant:
+    generation = _generation(variant)
+    chosen = generation.cache or ("quantized" if generation.kv_dtype else None)
+    if chosen not in (None, "dynamic"):
+        raise NotApplicable(f"the cache is {chosen} already")
+    return replace(variant, generation=replace(generation, cache=cache, kv_dtype=dtype))
+
+
+def _chunked_prefill(variant: RunVariant) -> RunVariant:
+    generation = _generation(variant)
+    if generation.chunk is not None:
+        raise NotApplicable("the prompt is read in chunks already")
+    return replace(variant, generation=replace(generation, chunk=CHUNK))
+
+
+def _last_logits_only(variant: RunVariant) -> RunVariant:
+    return variant.edited(keep_the_last_logits)
+
+
+def _two_cards(variant: RunVariant) -> RunVariant:
+    return variant.edited(Share(2))
+
+
+GENERATION_REMEDIES: Final = (
+    BF16_PARAMETERS,
+    EXPANDABLE_SEGMENTS,
+    INT8_WEIGHTS,
+    remedy(
+        "int4 weights",
+        "weight-only quantization of the linear layers to 4 bits",
+        "weights rounded to 16 values, unpacked each time they are used",
+        "numbers",
+        _int4_weights,
+        "precision",
+    ),
+    remedy(
+        "fp8 KV cache",
+        "a quantized cache with the backend fp8",
+        "rounded keys and values, unpacked each time they are used",
+        "numbers",
+        _fp8_cache,
+        "cache",
+    ),
+    remedy(
+        "prefill in chunks",
+        f"prefill_chunk_size={CHUNK}",
+        "a slower prefill, in smaller pieces",
+        "speed",
+        _chunked_prefill,
+    ),
+    remedy(
+        "last logits only",
+        "the head applied to the last token of the prompt alone",
+        "none: generate looks at no other",
+        "nothing",
+        _last_logits_only,
+    ),
+    remedy(
+        "static cache",
+        'cache_implementation="static"',
+        "room for the whole context from the first token on",
+        "nothing",
+        _static_cache,
+        "cache",
+    ),
+    remedy(
+        "offloaded cache",
+        'cache_implementation="offloaded"',
+        "as much memory of the host, and each step copies the whole cache to the GPU and back",
+        "speed",
+        _offloaded_cache,
+        "cache",
+    ),
+    remedy(
+        "2 cards",
+        "each layer divided between two such GPUs (tensor parallelism), as vLLM divides it",
+        "a second card, and what all of them exchange after each layer",
+        "hardware",
+        _two_cards,
+        "cards precision",
+    ),
+)
+"""Remedies for a generation, in the order in which they are tried."""
+
+
+def fewer_sequences(parts: int) -> VariantRemedy:
+    """Generate for one of `parts` parts of the batch at a time."""
+
+    def apply(variant: RunVariant) -> RunVariant:
+        return replace(variant, split=parts)
+
+    title = f"{parts} generations one after the other, each of a part of the sequences"
+    cost = "longer: each step makes tokens for fewer sequences"
+    return remedy(f"batch ÷{parts}", title, cost, "speed", apply, "parts")
+
+
+def larger_gpus(budgets: Iterable[Budget], needed: int) -> Iterator[VariantRemedy]:
+    """Yield the GPUs of `budgets` on which `needed` bytes may fit."""
+    return (_on_gpu(budget) for budget in budgets if budget.allocator >= needed)
+
+
+def _on_gpu(budget: Budget) -> VariantRemedy:
+    def apply(variant: RunVariant) -> RunVariant:
+        return replace(variant, card=budget.card, capacity=budget.allocator)
+
+    title = f"the smallest card on which it fits, of {format_bytes(budget.card.bytes)}"
+    return remedy(budget.card.name, title, "another card", "hardware", apply, "cards")

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memsize.analysis.fit.run_cache import NotApplicable
-from memsize.analysis.serving.tensor_parallel import part_of
+from memsize.analysis.remedies import NotApplicable
 from memsize.model.stored import stored_tensors
 from memsize.spec.scenario import scenario_named
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Setup
+from memsize.workloads.serving import part_of
 
 TOKENS = 1024
 """Tokens per part."""

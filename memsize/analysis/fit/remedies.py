@@ -1,205 +1,122 @@
-"""Which optimizations help at one size: each is really run, alone and together with others; none is taken on trust."""
+"""Apply the engine of `memsize.analysis.remedies` to training steps and generations: choose the table, measure runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import combinations
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
-from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimizations import Optimization, in_parts, on
-from memsize.analysis.fit.parallel_strategies import more_gpus, optimizations_of
-from memsize.analysis.fit.run_cache import NewRuns, NotApplicable, RunCache, RunVariant
-from memsize.device.budget import larger_budgets
-from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.analysis.fit.generation_remedies import GENERATION_REMEDIES, fewer_sequences, larger_gpus
+from memsize.analysis.fit.generation_runs import GenerationRunCache
+from memsize.analysis.fit.run_cache import NewRuns, RunCache, RunVariant
+from memsize.analysis.fit.step_remedies import VariantRemedy, accumulation, more_gpus, numbers_of_parts, step_remedies
+from memsize.analysis.generation.generation_rows import GenerationRequest
+from memsize.analysis.generation.generator import Generator
+from memsize.analysis.remedies import Ladder, Need, RemedySearch, try_remedies
+from memsize.analysis.runner import Runner
+from memsize.device.budget import budget_of, larger_budgets
 from memsize.processes.workers import Workers
 from memsize.records.fit import Budget, Remedied, RemedyRow
+from memsize.records.generation import GenerationRow
+from memsize.spec.vary import Vary
+from memsize.workloads.generation import Prompts
 
-Run = Callable[[RunVariant], Footprint]
-"""Runs a variant at the size that was asked about."""
-Tried = tuple[Optimization, RemedyRow]
-"""An optimization, and what it did alone."""
-
-_LAST: Final = ("training", "hardware")
-"""What is not changed where anything else is enough."""
-_MOST_PARTS: Final = 64
-_PAIRS: Final = 4
-"""How many pairs are run where more than two optimizations would be needed otherwise."""
-_GRAIN: Final = 2 << 20
-"""An optimization that saves less than one segment saves nothing that shows on the GPU."""
+SEGMENT: Final = 2 << 20
+"""A remedy that saves less than one segment saves nothing that shows on the GPU."""
 
 
-class Tries:
-    """Optimizations of the variants of `trials`, each tried in whichever process has time for it."""
-
-    def __init__(self, trials: RunCache) -> None:
-        self.trials = trials
-
-    def alone(self, base: RunVariant, size: int, capacity: int, name: str) -> tuple[RemedyRow, NewRuns]:
-        """What the optimization `name` does to a size of `base`, and the runs that it took."""
-        before = self.trials.made()
-        optimization = next(each for each in optimizations_of(base) if each.name == name)
-        attempts = Attempts(lambda variant: self.trials.run(variant, size), base, capacity)
-        return attempts.alone(optimization), self.trials.made(before)
-
-    def remedied(self, workers: Workers, base: RunVariant, size: int, budget: Budget, *, parts: bool) -> Remedied:
-        """What each does to a size of `base`, found by `workers` of these tries; `parts` is as for
-        `try_optimizations`.
-        """
-        trials, alone = self.trials, []
-        names = [each.name for each in optimizations_of(base)]
-        for remedy, made in workers.each([("alone", base, size, budget.allocator, each) for each in names]):
-            alone.append(remedy)
-            trials.adopt(made)
-        larger = larger_budgets(budget, trials.stack) if trials.generates else ()
-        attempts = Attempts(lambda variant: trials.run(variant, size), base, budget.allocator, larger)
-        return try_optimizations(attempts, size, budget.name, parts=parts, alone=alone)
+def remedies_of(variant: RunVariant) -> tuple[VariantRemedy, ...]:
+    """Return the remedies that are tried for a variant."""
+    return GENERATION_REMEDIES if variant.generation else step_remedies(variant.parallel)
 
 
-def try_optimizations(
-    attempts: Attempts, size: int, gpu: str, *, parts: bool, alone: Iterable[RemedyRow] | None = None
-) -> Remedied:
-    """Every optimization at one size, most bytes saved first, and what fits together where none does alone.
-
-    `parts` is whether the size is a batch that can be split, `alone` what each optimization was found to do.
+def ladders_of(
+    search: RemedySearch[RunVariant], size: int, *, splits: bool, larger: Sequence[Budget] = ()
+) -> Iterator[Ladder[RunVariant]]:
+    """Yield the ladders that are tried after the table: parts of the batch (if `splits`), GPUs of `larger` budgets, and
+    more GPUs.
     """
-    base, capacity = attempts.base, attempts.capacity
-    optimizations = optimizations_of(base)
-    rows = map(attempts.alone, optimizations) if alone is None else alone
-    tried = list(zip(optimizations, rows, strict=True))
-    if parts and (base.training or base.generation) and size > 1:
-        tried.append(attempts.split(size))
-    if attempts.larger and attempts.peak > capacity:
-        tried += filter(None, [attempts.moved()])
-    tried += filter(None, [attempts.on_more_gpus()])
-    tried.sort(key=lambda pair: -(pair[1].saved or 0))
-    together: tuple[tuple[str, ...], int | None] = (), None
-    enough = any(row.outcome == "fits" and row.changes not in _LAST for _, row in tried)
-    if attempts.peak > capacity and not enough:
-        helpful = [(each, row) for each, row in tried if row.outcome in ("fits", "saves")]
-        together = attempts.combined([(each, row) for each, row in helpful if each.changes != "hardware"])
-    return Remedied(base.scenario.name, gpu, size, capacity, attempts.peak, tuple(row for _, row in tried), *together)
+    base = search.base
+    if splits and (base.training or base.generation) and size > 1:
+        in_parts = fewer_sequences if base.generation else accumulation
+        yield Ladder(map(in_parts, numbers_of_parts(size)), until="last")
+    if larger and not search.need.fits:
+        yield Ladder(larger_gpus(larger, search.need.bytes), until="enough")
+    yield Ladder(more_gpus(base.parallel), until="no gain")
 
 
-@dataclass
-class Attempts:
-    """Optimizations of one variant at one size, with `capacity` bytes for the allocator; `larger` are what other cards
-    have, ascending.
+class RemedyWork:
+    """The work of finding remedies for variants of `runs`, which several processes share.
+
+    A variant must fit into its `capacity`.
     """
 
-    run: Run
-    base: RunVariant
-    capacity: int
-    larger: Sequence[Budget] = ()
+    def __init__(self, runs: RunCache) -> None:
+        self.runs = runs
 
-    @cached_property
-    def peak(self) -> int:
-        """What is needed without any."""
-        return self.run(self.base).needs(self.capacity)
+    def remedy_alone(self, base: RunVariant, size: int, name: str) -> tuple[RemedyRow, NewRuns]:
+        """Measure the remedy `name` at one size; return its row and the runs that this took."""
+        before = self.runs.new_runs()
+        remedy = next(remedy for remedy in remedies_of(base) if remedy.name == name)
+        return self._search(base, size).alone(remedy), self.runs.new_runs(before)
 
-    def needs(self, optimizations: Sequence[Optimization]) -> int:
-        """What is needed with some together; raises `NotApplicable` or the model's own error where they don't go."""
-        variant = self.base
-        for each in optimizations:
-            variant = replace(each.apply(variant), applied=(*variant.applied, each.name))
-        return self.run(variant).needs(self.capacity)
-
-    def alone(self, optimization: Optimization) -> RemedyRow:
-        """What an optimization does without others."""
-        said = (optimization.name, optimization.title, optimization.cost, optimization.changes)
-        peak = self.peak
-        try:
-            needs = self.needs([optimization])
-        except (NotApplicable, ForwardError, ScenarioError, InputError) as error:
-            return RemedyRow(*said, "not here", reason=str(error))
-        fits = needs <= self.capacity < peak
-        outcome = "fits" if fits else "saves" if peak - needs >= _GRAIN else "no help"
-        return RemedyRow(*said, outcome, needs, peak - needs)  # type: ignore[arg-type]
-
-    def split(self, size: int) -> Tried:
-        """The fewest parts, in powers of two, with which the batch fits; the last that were tried where it doesn't."""
-        parts = 2
-        while True:
-            split = in_parts(parts, self.base)
-            tried = self.alone(split)
-            if tried.outcome == "fits" or self.peak <= self.capacity or 2 * parts > min(size, _MOST_PARTS):
-                return split, tried
-            parts *= 2
-
-    def on_more_gpus(self) -> Tried | None:
-        """The fewest GPUs, in powers of two times as many, on which it fits; the last that helped where it doesn't."""
-        last: Tried | None = None
-        for each in more_gpus(self.base):
-            tried = self.alone(each)
-            if tried.peak is None or (last and tried.peak > (last[1].peak or 0) - _GRAIN):
-                break
-            last = each, tried
-            if tried.outcome == "fits" or self.peak <= self.capacity:
-                break
-        return last
-
-    def moved(self) -> Tried | None:
-        """The smallest larger card on which it fits; None where none is large enough."""
-        for budget in self.larger:
-            if budget.allocator >= self.peak:
-                card = on(budget.card)
-                needs = self.run(card.apply(self.base)).needs(budget.allocator)
-                if needs <= budget.allocator:
-                    return card, RemedyRow(
-                        card.name, card.title, card.cost, card.changes, "fits", needs, self.peak - needs
-                    )
-        return None
-
-    def combined(self, helpful: Sequence[Tried]) -> tuple[tuple[str, ...], int | None]:
-        """A few optimizations that fit together, and what is needed with them.
-
-        They are added in the order of what each saves alone, those that change what is learnt last; then those that
-        turn out not to be needed are left out again. Where that leaves more than two, pairs whose savings add up are
-        tried.
+    def remedied(self, workers: Workers, base: RunVariant, size: int, budget: Budget, *, splits: bool) -> Remedied:
+        """Try all remedies at one size; `workers` serve this object, or one with its methods. `splits`: the size is a
+        batch that can be split.
         """
-        chosen: list[Optimization] = []
-        needs = self.peak
-        for each, _ in sorted(helpful, key=lambda pair: pair[0].changes == "training"):
-            if any(each.groups & other.groups for other in chosen):
-                continue
-            with_it = self._needs_less([*chosen, each], than=needs)
-            if with_it is not None:
-                chosen, needs = [*chosen, each], with_it
-            if needs <= self.capacity:
-                break
-        if needs > self.capacity:
-            return (), None
-        for each in tuple(chosen[:-1]):
-            without = [other for other in chosen if other is not each]
-            fewer = self._needs_less(without, than=self.capacity + 1)
-            if fewer is not None:
-                chosen, needs = without, fewer
-        if len(chosen) > 2:
-            chosen, needs = self._pair(helpful, chosen) or (chosen, needs)
-        return tuple(each.name for each in chosen), needs
+        runs, rows, remedies = self.runs, [], remedies_of(base)
+        for row, new_runs in workers.each([("remedy_alone", base, size, remedy.name) for remedy in remedies]):
+            rows.append(row)
+            runs.adopt(new_runs)
+        search = self._search(base, size)
+        larger = larger_budgets(budget, runs.stack) if runs.generates else ()
+        ladders = ladders_of(search, size, splits=splits, larger=larger)
+        return try_remedies(
+            search, remedies, ladders, scenario=base.scenario.name, gpu=budget.name, size=size, rows=rows
+        )
 
-    def _pair(self, helpful: Sequence[Tried], chosen: Sequence[Optimization]) -> tuple[list[Optimization], int] | None:
-        """Two that fit together, of those whose savings add up to enough; None where none of the first few do.
+    def _search(self, base: RunVariant, size: int) -> RemedySearch[RunVariant]:
+        def measure(variant: RunVariant) -> Need:
+            return Need(self.runs.run(variant, size).needs(variant.capacity), variant.capacity)
 
-        What is learnt stays as it is where `chosen` leaves it so.
-        """
-        learns = any(each.changes == "training" for each in chosen)
-        allowed = [(each, row.saved or 0) for each, row in helpful if learns or each.changes != "training"]
-        pairs = [(one, two) for one, two in combinations(allowed, 2) if not one[0].groups & two[0].groups]
-        enough = [pair for pair in pairs if self.peak - sum(saved for _, saved in pair) <= self.capacity]
-        for pair in sorted(enough, key=lambda pair: -sum(saved for _, saved in pair))[:_PAIRS]:
-            both = [each for each, _ in pair]
-            needs = self._needs_less(both, than=self.capacity + 1)
-            if needs is not None:
-                return both, needs
+        return RemedySearch(base, measure, SEGMENT)
+
+
+def remedies_for_generations(
+    runner: Runner,
+    prompts: Prompts,
+    request: GenerationRequest,
+    say: Callable[[str], None],
+    rows: Sequence[GenerationRow],
+    generators: Collection[Generator],
+) -> Remedied | None:
+    """Try remedies for the first row that does not fit, of the first scenario that ran.
+
+    Returns None where all rows fit; for a loop of the user's, which has no other cache and no chunks; and for assisted
+    generations, where each variant would take as long as the row itself. Traces of `generators` are used again.
+    """
+    ran = [row for row in rows if row.estimate is not None]
+    short = next((row for row in ran if row.scenario == ran[0].scenario and not row.fits), None)
+    if short is None or request.loop or request.generations[0].draft:
         return None
-
-    def _needs_less(self, optimizations: Sequence[Optimization], than: int) -> int | None:
-        """What is needed with some together; None where that isn't less, or they don't go together."""
-        try:
-            needs = self.needs(optimizations)
-        except (NotApplicable, ForwardError, ScenarioError, InputError):
-            return None
-        return needs if needs < than else None
+    generation = next(generation for generation in request.generations if generation.prompt == short.prompt)
+    scenario = next(scenario for scenario in request.scenarios if scenario.name == short.scenario)
+    runs = GenerationRunCache(
+        runner.name,
+        runner.model,
+        prompts=prompts,
+        generation=generation,
+        batch=short.batch,
+        vary=Vary(),
+        say=say,
+        stack=runner.stack,
+        generators=generators,
+    )
+    budget = budget_of(runner.gpu, runner.stack, request.config.memory_fraction)
+    base = RunVariant(scenario, runner.gpu, config=request.config, generation=generation, capacity=budget.allocator)
+    runs.run(base, short.batch)  # once, for all workers
+    work = RemedyWork(runs)
+    with Workers(work, say) as workers:
+        runs.say = workers.say
+        for generator in generators:
+            generator.say = workers.say
+        return work.remedied(workers, base, short.batch, budget, splits=True)

@@ -1,4 +1,4 @@
-"""The runs behind a fit: one meta copy per variant and size, each run once and kept."""
+"""The cache of runs behind a fit: each variant of a model is run once at each size."""
 
 from __future__ import annotations
 
@@ -31,15 +31,11 @@ from memsize.tracing.run import Setup
 from memsize.workloads.parallel import steps_on
 
 Edit = Callable[[Setup], Setup]
-"""Changes a meta copy that is ready to run; raises `NotApplicable` where it does not apply."""
-
-
-class NotApplicable(Exception):  # noqa: N818
-    """Why an optimization does not apply to a model. Raised only within the search for optimizations."""
+"""Changes a meta copy that is ready to run; raises `memsize.analysis.remedies.NotApplicable`."""
 
 
 class RunKey(NamedTuple):
-    """What determines the events of a run besides its size. Cards of one generation run the same `kernels`."""
+    """The properties of a variant that determine the events of a run. GPUs of one generation run the same `kernels`."""
 
     scenario: Scenario
     kernels: tuple[object, ...]
@@ -53,12 +49,13 @@ class RunKey(NamedTuple):
 
 @dataclass(frozen=True)
 class RunVariant:
-    """One way to run a model whose memory is asked for; an optimization turns a variant into another.
+    """One way to run a model; a remedy turns a variant into another.
 
-    A scenario on a card, trained (None: inference) or generating (None: one forward), spread over several of them by
-    `parallel` (None: on one), with the allocator's settings and edits of the meta copy. `split` is into how many parts
-    a batch is cut, one after the other; `applied` names the optimizations in it. `sequences` is the batch of a
-    generation whose context varies, where that is not the one that was given.
+    The model is trained (`training`), generates (`generation`), or makes one forward (neither is set); `parallel`
+    spreads it over several GPUs. `edits` change the meta copy before it runs. The batch is cut into `split` parts that
+    run one after the other. `applied` names the remedies in it. `sequences` is the batch of a generation whose context
+    varies (None: the batch of the inputs). `capacity` is the number of bytes that the allocator may take; runs do not
+    depend on it.
     """
 
     scenario: Scenario
@@ -71,14 +68,15 @@ class RunVariant:
     parallel: Parallel | None = None
     generation: Generation | None = None
     sequences: int | None = None
+    capacity: int = 0
 
     def edited(self, edit: Edit) -> RunVariant:
-        """The variant with one more edit."""
+        """Add an edit."""
         return replace(self, edits=(*self.edits, edit))
 
     @property
-    def events(self) -> RunKey:
-        """What its runs share with those of other variants: the allocator and its card's size play no part."""
+    def run_key(self) -> RunKey:
+        """The key under which runs are shared with other variants: neither allocator nor memory size are part of it."""
         return RunKey(
             self.scenario,
             self.card.kernels,
@@ -92,7 +90,7 @@ class RunVariant:
 
 
 class Run(Protocol):
-    """A run: its record, which may be put together each time, and the events of it."""
+    """A run: its trace, which may be built anew each time, and its events."""
 
     @property
     def trace(self) -> Trace: ...
@@ -102,28 +100,33 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class Traced:
-    """A run whose record is kept."""
+class TracedRun:
+    """A run whose trace is stored."""
 
     trace: Trace
 
     @property
     def flow(self) -> AllocationEvents:
-        """The events of its record."""
+        """The events of the trace."""
         return flow_of(self.trace)
 
 
-class NewRuns(NamedTuple):
-    """Runs by variant and size, and what the model refused."""
+ResultKey = tuple[RunKey, int]
+"""A variant and a size."""
 
-    runs: dict[tuple[RunKey, int], Run]
-    refusals: dict[tuple[RunKey, int], ForwardError]
-    forgotten: int = 0
+
+class NewRuns(NamedTuple):
+    """Runs and refusals to hand over to another process, by variant and size."""
+
+    results: dict[ResultKey, Run | ForwardError]
+    dropped: int = 0
+    """How many more runs were made and dropped again."""
 
 
 class RunCache:
-    """The runs of one model by variant and size. `generates`: each is a generation, of which few steps are traced.
-    `most_runs` are made for an answer.
+    """The runs of one model by variant and size.
+
+    `generates`: each run is a generation, of which few steps are traced. Up to `most_runs` are made for an answer.
     """
 
     generates: ClassVar = False
@@ -148,125 +151,122 @@ class RunCache:
         self.stack = stack
         self.inputs: tuple[InputTensor, ...] = input_tensors(model_inputs.call())
         self._dimensions = vary.dimensions(self.inputs)
-        self._runs: dict[tuple[RunKey, int], Run] = {}
+        self._results: dict[ResultKey, Run | ForwardError] = {}
+        self._dropped = 0
         self._latest: tuple[Run | None, Trace | None] = None, None
-        self._refusals: dict[tuple[RunKey, int], ForwardError] = {}
-        self._forgotten = 0
-        self._footprints: dict[tuple[RunKey, int, AllocatorConfig], Footprint] = {}
+        self._footprints: dict[tuple[ResultKey, AllocatorConfig], Footprint] = {}
         self._replays: dict[tuple[object, AllocatorConfig], Replays] = {}
         self._runners: dict[tuple[object, ...], Runner] = {}
 
     @property
     def count(self) -> int:
-        """How many runs were made, refused ones too."""
-        return len(self._runs) + len(self._refusals) + self._forgotten
+        """How many runs were made, refused ones included."""
+        return len(self._results) + self._dropped
 
     @property
     def resizable(self) -> bool:
-        """Whether the size can be chosen: the batch of given inputs can't where they disagree on it."""
+        """Whether the size can be chosen: the batch cannot if the inputs disagree on it."""
         return self.model_inputs.resizable or not self.vary.batch
 
     @property
     def least(self) -> int:
-        """The smallest size that there is."""
+        """The smallest possible size."""
         return 1
 
     @property
     def most(self) -> int:
-        """The largest size that is looked at."""
+        """The largest size to try."""
         return LIMIT
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader must know about the sizes that are looked at."""
+        """Notes for the report about the sizes to try."""
         return ()
 
     @property
-    def asked(self) -> int:
-        """The size that the input was given with."""
+    def input_size(self) -> int:
+        """The size of the user's input."""
         return self.model_inputs.batch_size if self.vary.batch else self.vary.size(self.inputs)
 
+    # -- runs ---------------------------------------------------------------------------------------------------------
+
     def run(self, variant: RunVariant, size: int) -> Footprint:
-        """The run of a size; of a split batch, the run of its largest part.
+        """Run a variant at a size, or return the run made before; of a split batch, the run of its largest part.
 
         Raises `ForwardError` where the model refuses the size, `ScenarioError` where the variant is impossible.
         """
-        key = variant.events, size
-        if key in self._refusals:
-            raise self._refusals[key]
-        if key not in self._runs:
-            spread = [str(variant.parallel)] if variant.parallel else []
-            sequences = [f"batch {variant.sequences:,}"] if variant.sequences else []
-            how = (variant.scenario.name, *variant.applied, *spread, *sequences)
-            self.say(f"{', '.join(how)}, {self.vary.text} {size:,}")
-            self._latest = None, None  # nothing asks for it again while the next is looked at
+        key = variant.run_key, size
+        if key not in self._results:
+            self.say(self._progress(variant, size))
+            self._latest = None, None  # its trace is not needed while another run is made
             try:
-                self._runs[key] = self._trace(variant, size)
+                self._results[key] = self._trace(variant, size)
             except ForwardError as error:
-                self._refusals[key] = error
+                self._results[key] = error
                 raise
             finally:
                 forget_run()
-        served = (*key, variant.config)
-        if served not in self._footprints:
-            made = self._runs[key]
-            run = Footprint(size, partial(self._record, made), variant.config, given=made.flow)
-            # Runs that make the same events share their replays: float16 and bfloat16 often do.
-            replays = self._replays.setdefault((run.flow.digest, variant.config), run.replays)
-            self._footprints[served] = run if replays is run.replays else replace(run, replays=replays)
-        return self._footprints[served]
+        result = self._results[key]
+        if isinstance(result, ForwardError):
+            raise result
+        return self._footprint(result, key, variant.config)
 
-    def made(self, but: NewRuns | None = None) -> NewRuns:
-        """The runs so far, for `adopt`; without those that were made before."""
-        runs, refusals, forgotten = but or ({}, {}, 0)
-        return NewRuns(
-            {key: run for key, run in self._runs.items() if key not in runs},
-            {key: error for key, error in self._refusals.items() if key not in refusals},
-            self._forgotten - forgotten,
-        )
+    def runs_of(self, variant: RunVariant) -> dict[int, Footprint]:
+        """Return the runs of a variant that were made before, on this GPU or one like it."""
+        results = self._results.items()
+        sizes = [size for (of, size), run in results if of == variant.run_key and not isinstance(run, ForwardError)]
+        return {size: self.run(variant, size) for size in sizes}
 
-    def forget(self, variant: RunVariant, but: int | None) -> None:
-        """Keep no run of a variant except that of one size."""
-        events = variant.events
-        for key in [key for key in self._runs if key[0] == events and key[1] != but]:
-            del self._runs[key]
-            self._forgotten += 1
+    def refusals_of(self, variant: RunVariant) -> dict[int, str]:
+        """Return the sizes that the model refused in a variant, and why: on any GPU, since shapes are the reason."""
+        key = variant.run_key
+        return {
+            size: str(error)
+            for (of, size), error in self._results.items()
+            if isinstance(error, ForwardError) and of._replace(kernels=key.kernels) == key
+        }
+
+    def drop(self, variant: RunVariant, but: int | None) -> None:
+        """Drop all runs of a variant except the one of the size `but`."""
+        key = variant.run_key
+        stale = [
+            (of, size)
+            for (of, size), run in self._results.items()
+            if of == key and size != but and not isinstance(run, ForwardError)
+        ]
+        for result in stale:
+            del self._results[result]
+        self._dropped += len(stale)
         self._footprints.clear()
         self._replays.clear()
         self._latest = None, None
 
-    def adopt(self, made: NewRuns) -> None:
-        """Take over runs that another process made."""
-        self._runs |= made.runs
-        self._refusals |= made.refusals
-        self._forgotten += made.forgotten
+    def new_runs(self, since: NewRuns | None = None) -> NewRuns:
+        """Return the results that were not there at `since`, for `adopt` in another process."""
+        before = since or NewRuns({})
+        results = {key: result for key, result in self._results.items() if key not in before.results}
+        return NewRuns(results, self._dropped - before.dropped)
 
-    def known(self, variant: RunVariant) -> dict[int, Footprint]:
-        """The runs of a variant that were made before, on this card or one like it."""
-        sizes = [size for events, size in self._runs if events == variant.events]
-        return {size: self.run(variant, size) for size in sizes}
-
-    def refused(self, variant: RunVariant) -> dict[int, str]:
-        """The sizes that the model refused in such a variant, and why. Shapes are the reason, so they are refused on
-        every card.
-        """
-        events = variant.events
-        found = self._refusals.items()
-        return {size: str(error) for (of, size), error in found if of._replace(kernels=events.kernels) == events}
+    def adopt(self, new_runs: NewRuns) -> None:
+        """Take over the results of another process."""
+        self._results |= new_runs.results
+        self._dropped += new_runs.dropped
 
     def traces(self, variants: Iterable[tuple[str, RunVariant]]) -> dict[FitRun, Trace]:
-        """Every run of `variants`, which are given with the names of their GPUs."""
-        named: dict[RunKey, str] = {}
+        """Return the traces of all runs of `variants`, which come with the names of their GPUs."""
+        gpus: dict[RunKey, str] = {}
         for gpu, variant in variants:
-            named.setdefault(variant.events, gpu)
+            gpus.setdefault(variant.run_key, gpu)
         return {
-            FitRun(events.scenario.name, size, named[asked], events.sequences): run.trace
-            for (events, size), run in self._runs.items()
-            if (asked := events._replace(sequences=None)) in named
+            FitRun(key.scenario.name, size, gpus[of_batch], key.sequences): run.trace
+            for (key, size), run in self._results.items()
+            if not isinstance(run, ForwardError) and (of_batch := key._replace(sequences=None)) in gpus
         }
 
+    # -- how a run is made --------------------------------------------------------------------------------------------
+
     def prepared(self, variant: RunVariant, size: int) -> Setup:
-        """A fresh meta copy of a variant, its edits made, with inputs of the size."""
+        """Make a meta copy for a variant, edited, with inputs of the size."""
         batch = size if self.vary.batch else self.model_inputs.batch_size
         setup = self._runner(variant).setup(variant.scenario, -(-batch // variant.split))
         if not self.vary.batch:
@@ -275,14 +275,10 @@ class RunCache:
             setup = edit(setup)
         return setup
 
-    def _record(self, run: Run) -> Trace:
-        """The record of a run: of those that are put together each time the latest is kept."""
-        made, trace = self._latest
-        if made is not run or trace is None:
-            self._latest = made, trace = None, None  # before the next takes its place in memory
-            trace = run.trace
-            self._latest = run, trace
-        return trace
+    def _progress(self, variant: RunVariant, size: int) -> str:
+        parallel = [str(variant.parallel)] if variant.parallel else []
+        sequences = [f"batch {variant.sequences:,}"] if variant.sequences else []
+        return ", ".join((variant.scenario.name, *variant.applied, *parallel, *sequences, f"{self.vary.text} {size:,}"))
 
     def _trace(self, variant: RunVariant, size: int) -> Run:
         setup = self.prepared(variant, size)
@@ -292,10 +288,29 @@ class RunCache:
             # The first step creates the optimizer's state: the second is like all that follow.
             training = replace(training, steps=2, accumulate=backwards * variant.split)
         trace = steps_on(training, variant.parallel, variant.card).run(setup)
-        return Traced(replace(trace, storages=in_columns(trace.storages), events=in_columns(trace.events)))
+        return TracedRun(replace(trace, storages=in_columns(trace.storages), events=in_columns(trace.events)))
 
     def _runner(self, variant: RunVariant) -> Runner:
-        if variant.card.kernels not in self._runners:
-            runner = Runner(self.name, self.model, self.model_inputs, self.training, gpu=variant.card, stack=self.stack)
-            self._runners[variant.card.kernels] = runner
-        return self._runners[variant.card.kernels]
+        kernels = variant.card.kernels
+        if kernels not in self._runners:
+            self._runners[kernels] = Runner(
+                self.name, self.model, self.model_inputs, self.training, gpu=variant.card, stack=self.stack
+            )
+        return self._runners[kernels]
+
+    def _footprint(self, run: Run, key: ResultKey, config: AllocatorConfig) -> Footprint:
+        if (key, config) not in self._footprints:
+            new = Footprint(key[1], partial(self._trace_of, run), config, events=run.flow)
+            # Runs that make the same events share their replays: float16 and bfloat16 often do.
+            shared = self._replays.setdefault((new.flow.digest, config), new.replays)
+            self._footprints[key, config] = new if shared is new.replays else replace(new, replays=shared)
+        return self._footprints[key, config]
+
+    def _trace_of(self, run: Run) -> Trace:
+        """Return the trace of a run. Of the traces that are built anew each time, the latest is stored."""
+        latest, trace = self._latest
+        if latest is not run or trace is None:
+            self._latest = latest, trace = None, None  # free it before the next is built
+            trace = run.trace
+            self._latest = run, trace
+        return trace

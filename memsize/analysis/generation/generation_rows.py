@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from memsize.analysis.findings.generation import RULES, Evidence
 from memsize.analysis.generation.generator import Generated, Generator, Sample, Traced
-from memsize.analysis.generation.prompts import Prompts, positions
 from memsize.analysis.runner import Runner
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
@@ -29,7 +28,7 @@ from memsize.spec.scenario import Scenario
 from memsize.torch_internals.isolation import collector_paused
 from memsize.workloads.caches import CachedLayer
 from memsize.workloads.drafts import is_assistants
-from memsize.workloads.generation import DECODE, PREFILL
+from memsize.workloads.generation import DECODE, PREFILL, Prompts, positions
 
 _WEIGHTS = ("parameter", "buffer")
 _NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more than those that are taken then"

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from memsize.analysis.generation.curve import Curve, Piece
-from memsize.analysis.generation.prompts import Prompts, positions
 from memsize.analysis.generation.run_record import put_together
 from memsize.analysis.generation.step_polynomials import (
     ALIGNED,
@@ -34,9 +33,8 @@ from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.tracing.run import Setup
 from memsize.virtual.host_memory import pinned_block
-from memsize.workloads.cache_limits import refuse_missing_cache
-from memsize.workloads.caches import CachedLayer, on_gpu_with_host
-from memsize.workloads.generation import GenerationSteps
+from memsize.workloads.caches import CachedLayer, on_gpu_with_host, refuse_missing_cache
+from memsize.workloads.generation import GenerationSteps, Prompts, positions
 
 LOOKED = 4
 """The decode steps that are traced after the prompt that was asked for, all of which count."""

@@ -13,10 +13,9 @@ from typing import Any, Final
 import torch
 
 from memsize.analysis.findings.serving import RULES
-from memsize.analysis.generation.prompts import Prompts, positions
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
-from memsize.analysis.serving.remedies import Served, try_remedies
+from memsize.analysis.serving.remedies import ServedModel, remedies_for_server
 from memsize.device.context import context_on
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
@@ -30,7 +29,7 @@ from memsize.spec.serving import KV_BYTES, Serving
 from memsize.torch_internals.isolation import collector_paused
 from memsize.units import GiB
 from memsize.workloads.caches import CachedLayer
-from memsize.workloads.generation import GenerationSteps
+from memsize.workloads.generation import GenerationSteps, Prompts, positions
 from memsize.workloads.serving import ProfileRun, text_model
 
 LEAST_OUTSIDE: Final = GiB // 100
@@ -108,14 +107,14 @@ class Server:
     def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
         """What would leave room for one request."""
 
-        def needs(served: Served) -> int:
+        def needed(served: ServedModel) -> int:
             server = replace(self, runner=served.runner, serving=served.serving)
             layout = server._layout(served.scenario, config)
             row = server._row(ServingRow("", ""), served.scenario, layout, context)
             request = layout.request(served.serving, context) * layout.block_bytes
             return row.weights + row.profile + row.non_torch.high + request
 
-        return try_remedies(Served(self.runner, self.serving, scenario), context, needs)
+        return remedies_for_server(ServedModel(self.runner, self.serving, scenario), context, needed)
 
     def _context(self) -> int:
         context = self.serving.context or positions(self.runner.model)

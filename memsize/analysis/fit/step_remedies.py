@@ -1,0 +1,406 @@
+"""The table of remedies for training steps and inference, on one GPU or spread over several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from memsize.analysis.fit.optimized_models import (
+    Adam8bit,
+    LowRank,
+    chunk_the_head,
+    freeze_all_but_head,
+    loss_of_the_head,
+    recompute_blocks,
+    write_in_place,
+)
+from memsize.analysis.fit.run_cache import RunVariant
+from memsize.analysis.remedies import Changes, NotApplicable, Remedy
+from memsize.spec.parallel import Parallel
+from memsize.spec.scenario import SCENARIOS, quantized_from
+from memsize.spec.training import Training, parse_optimizer
+
+RANK: Final = 16
+"""The rank of adapters."""
+_FUSED: Final = ("adam", "adamw", "sgd", "sgd-momentum", "adagrad")
+_ADAMS: Final = ("adam", "adamw")
+_MOST_PARTS: Final = 64
+_MOST_GPUS: Final = 1024
+
+VariantRemedy = Remedy[RunVariant]
+Apply = Callable[[RunVariant], RunVariant]
+
+
+def remedy(name: str, title: str, cost: str, changes: Changes, apply: Apply, groups: str = "") -> VariantRemedy:
+    """Make a row of a table; its variants list `name` as applied. A remedy is a group of its own unless `groups` names
+    some.
+    """
+
+    def apply_by_name(variant: RunVariant) -> RunVariant:
+        return replace(apply(variant), applied=(*variant.applied, name))
+
+    return Remedy(name, title, cost, changes, apply_by_name, frozenset(groups.split() or [name]))
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+def _check_full_precision(variant: RunVariant) -> None:
+    if variant.scenario.name not in ("as-given", "fp32"):
+        raise NotApplicable(f"the scenario is {variant.scenario.name} already")
+
+
+def _autocast(variant: RunVariant) -> RunVariant:
+    _check_full_precision(variant)
+    return replace(variant, scenario=SCENARIOS["amp-bf16" if variant.card.capability >= (8, 0) else "amp-fp16"])
+
+
+def _bf16_parameters(variant: RunVariant) -> RunVariant:
+    _check_full_precision(variant)
+    return replace(variant, scenario=SCENARIOS["bf16"])
+
+
+def quantized(variant: RunVariant, name: str) -> RunVariant:
+    """Store the weights as the scenario `name` does."""
+    if variant.scenario.recipe == "quantized":
+        raise NotApplicable("the scenario is quantized already")
+    return replace(variant, scenario=quantized_from(variant.scenario, name))
+
+
+def _int8_weights(variant: RunVariant) -> RunVariant:
+    if variant.training is not None:
+        raise NotApplicable("quantized weights are not trained: see the adapters")
+    return quantized(variant, "int8-weight")
+
+
+# -- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def _training(variant: RunVariant) -> Training:
+    if variant.training is None:
+        raise NotApplicable("nothing is trained")
+    return variant.training
+
+
+def _optimizer_text(training: Training) -> str:
+    if not isinstance(training.optimizer, str) or training.is_own:
+        raise NotApplicable("the optimizer is the target's own, or was given as a function")
+    return training.optimizer
+
+
+def _fused_optimizer(variant: RunVariant) -> RunVariant:
+    return _with_option(variant, "fused", _FUSED)
+
+
+def _without_foreach(variant: RunVariant) -> RunVariant:
+    return _with_option(variant, "foreach=False", None)
+
+
+def _with_option(variant: RunVariant, option: str, optimizers: tuple[str, ...] | None) -> RunVariant:
+    """Give the optimizer an option that only `optimizers` have (None: all have it)."""
+    training = _training(variant)
+    text = _optimizer_text(training)
+    spec = parse_optimizer(text)
+    if optimizers is not None and spec.name not in optimizers:
+        raise NotApplicable(f"{spec.cls} has no such implementation")
+    if {"fused", "foreach"} & set(spec.options):
+        raise NotApplicable("the optimizer's implementation is chosen already")
+    joined = f"{text},{option}" if ":" in text else f"{text}:{option}"
+    return replace(variant, training=replace(training, optimizer=joined))
+
+
+def _eight_bit_state(variant: RunVariant) -> RunVariant:
+    training = _training(variant)
+    if variant.parallel and (variant.parallel.shards_parameters or variant.parallel.tensor > 1):
+        raise NotApplicable("bitsandbytes' optimizers cannot update DTensors (bitsandbytes#1633)")
+    if parse_optimizer(_optimizer_text(training)).name not in _ADAMS:
+        raise NotApplicable("it is Adam's state that is stored in 8 bits")
+    return replace(variant, training=replace(training, optimizer=Adam8bit))
+
+
+def _sgd(variant: RunVariant) -> RunVariant:
+    training = _training(variant)
+    if isinstance(training.optimizer, str) and not training.is_own and parse_optimizer(training.optimizer).cls == "SGD":
+        raise NotApplicable("the optimizer is SGD already")
+    return replace(variant, training=replace(training, optimizer="sgd"))
+
+
+def _set_to_none(variant: RunVariant) -> RunVariant:
+    training = _training(variant)
+    if training.set_to_none:
+        raise NotApplicable("gradients are dropped before the forward already")
+    return replace(variant, training=replace(training, set_to_none=True))
+
+
+# -- activations, trained parameters, the allocator -------------------------------------------------------------------
+
+
+def _activation_checkpointing(variant: RunVariant) -> RunVariant:
+    _training(variant)
+    return variant.edited(recompute_blocks)
+
+
+def _chunked_cross_entropy(variant: RunVariant) -> RunVariant:
+    training = _training(variant)
+    if training.loss not in (None, "cross_entropy"):
+        raise NotApplicable("the loss is not cross-entropy")
+    _check_undivided(variant)
+    return replace(variant, training=replace(training, loss=loss_of_the_head)).edited(chunk_the_head)
+
+
+def _in_place_activations(variant: RunVariant) -> RunVariant:
+    return variant.edited(write_in_place)
+
+
+def _freezing(variant: RunVariant) -> RunVariant:
+    _training(variant)
+    return variant.edited(freeze_all_but_head)
+
+
+def _lora(variant: RunVariant) -> RunVariant:
+    _training(variant)
+    _check_undivided(variant)
+    return variant.edited(LowRank(RANK))
+
+
+def _qlora(variant: RunVariant) -> RunVariant:
+    _training(variant)
+    return quantized(variant, "nf4").edited(LowRank(RANK))
+
+
+def _check_undivided(variant: RunVariant) -> None:
+    if variant.parallel and variant.parallel.tensor > 1:
+        raise NotApplicable("the model's own plan divides its layers as they are")
+
+
+def _expandable_segments(variant: RunVariant) -> RunVariant:
+    if variant.config.expandable_segments:
+        raise NotApplicable("segments are expandable already")
+    return replace(variant, config=replace(variant.config, expandable_segments=True))
+
+
+# -- how a training is spread -----------------------------------------------------------------------------------------
+
+
+def _parallel(variant: RunVariant) -> Parallel:
+    assert variant.parallel is not None, "strategies are changed where there is one"
+    return variant.parallel
+
+
+def _views(variant: RunVariant) -> RunVariant:
+    parallel = _parallel(variant)
+    if parallel.views:
+        raise NotApplicable("gradients are views of the buckets already")
+    return replace(variant, parallel=replace(parallel, views=True))
+
+
+def _shards(variant: RunVariant) -> RunVariant:
+    parallel = _parallel(variant)
+    if parallel.kind == "dp" or parallel.replicas == 1:
+        raise NotApplicable("no processes hold copies of the same")
+    shards = parallel.replicas * parallel.shards
+    return replace(variant, parallel=replace(parallel, kind="fsdp", replicas=1, shards=shards, views=False))
+
+
+def _offload(variant: RunVariant) -> RunVariant:
+    parallel = _parallel(variant)
+    if parallel.offload:
+        raise NotApplicable("shards are in the host's memory already")
+    return replace(variant, parallel=replace(parallel, offload=True))
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+BF16_PARAMETERS: Final = remedy(
+    "bf16 parameters",
+    "model.bfloat16(): weights, gradients, optimizer state and activations",
+    "updates smaller than 1/256 of a weight are lost",
+    "numbers",
+    _bf16_parameters,
+    "precision",
+)
+INT8_WEIGHTS: Final = remedy(
+    "int8 weights",
+    "weight-only quantization of the linear layers",
+    "rounded weights, unpacked each time they are used",
+    "numbers",
+    _int8_weights,
+    "precision",
+)
+EXPANDABLE_SEGMENTS: Final = remedy(
+    "expandable segments",
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "none known on Linux",
+    "nothing",
+    _expandable_segments,
+)
+
+STEP_REMEDIES: Final = (
+    remedy(
+        "autocast",
+        "torch.autocast around forward and loss",
+        "rounding in matrix products; copies of the weights while they are used; usually faster",
+        "numbers",
+        _autocast,
+        "precision",
+    ),
+    BF16_PARAMETERS,
+    remedy(
+        "activation checkpointing",
+        "torch.utils.checkpoint around each repeated block",
+        "one more forward of these blocks per step, about a third more time",
+        "speed",
+        _activation_checkpointing,
+    ),
+    remedy("fused optimizer", "fused=True", "none; usually faster", "nothing", _fused_optimizer, "optimizer"),
+    remedy(
+        "foreach=False",
+        "the optimizer's loop over single parameters",
+        "a slower optimizer step, many small kernels",
+        "speed",
+        _without_foreach,
+        "optimizer",
+    ),
+    remedy(
+        "8-bit optimizer state",
+        "bitsandbytes' Adam8bit or AdamW8bit; modelled",
+        "another library; state rounded in blocks of 256",
+        "numbers",
+        _eight_bit_state,
+        "optimizer",
+    ),
+    remedy(
+        "SGD",
+        "plain SGD, which keeps no state",
+        "another optimizer: other learning rates, often more steps",
+        "training",
+        _sgd,
+        "optimizer",
+    ),
+    remedy("set_to_none", "zero_grad(set_to_none=True)", "none", "nothing", _set_to_none),
+    remedy(
+        "chunked cross-entropy",
+        "head and loss over 1,024 tokens at a time",
+        "the head's product is computed twice; no logits to look at",
+        "speed",
+        _chunked_cross_entropy,
+    ),
+    remedy(
+        "in-place activations",
+        "inplace=True where the backward needs the output only",
+        "wrong results where something else reads an activation's input",
+        "nothing",
+        _in_place_activations,
+    ),
+    EXPANDABLE_SEGMENTS,
+    remedy("freezing", "all but the last layer frozen", "only the last layer learns", "training", _freezing, "trained"),
+    remedy(
+        "LoRA",
+        f"adapters of rank {RANK} beside the linear layers, the rest frozen",
+        "only adapters learn; two more small products per layer",
+        "training",
+        _lora,
+        "trained",
+    ),
+    remedy(
+        "LoRA on a 4-bit base",
+        "the same beside nf4 weights (QLoRA)",
+        "rounded base weights, unpacked each time they are used: slower",
+        "training",
+        _qlora,
+        "trained precision",
+    ),
+    INT8_WEIGHTS,
+)
+"""Remedies for one GPU, in the order in which they are tried."""
+
+_BUCKET_VIEWS: Final = remedy(
+    "bucket views",
+    "DistributedDataParallel(gradient_as_bucket_view=True): gradients lie in their buckets",
+    "nothing, unless gradients are detached in place (detach_)",
+    "nothing",
+    _views,
+    "buckets",
+)
+_FSDP: Final = remedy(
+    "fsdp",
+    "fully_shard in place of copies: each GPU stores its part alone",
+    "layers are gathered for each forward and backward",
+    "speed",
+    _shards,
+    "copies",
+)
+_OFFLOAD: Final = remedy(
+    "offload",
+    "CPUOffloadPolicy: shards, gradients and optimizer state in the host's memory",
+    "copies to the GPU and back, and an optimizer on the CPU: slower",
+    "speed",
+    _offload,
+)
+_MIXED_PRECISION: Final = remedy(
+    "mixed precision",
+    "MixedPrecisionPolicy: layers in a lower precision, shards in float32",
+    "rounding in the layers; usually faster",
+    "numbers",
+    _autocast,
+    "precision",
+)
+
+
+def step_remedies(parallel: Parallel | None) -> tuple[VariantRemedy, ...]:
+    """Return the remedies for steps that are spread by `parallel` (None: on one GPU)."""
+    if parallel is None:
+        return STEP_REMEDIES
+    if not parallel.shards_parameters:
+        return (*([_BUCKET_VIEWS] if parallel.kind == "ddp" else []), _FSDP, *STEP_REMEDIES)
+    others = (remedy for remedy in STEP_REMEDIES if remedy.name != "autocast")
+    return _FSDP, _OFFLOAD, _MIXED_PRECISION, *others
+
+
+# -- remedies of several sizes ----------------------------------------------------------------------------------------
+
+
+def numbers_of_parts(size: int) -> Iterator[int]:
+    """Yield the numbers of parts that a batch of `size` is split into: powers of two."""
+    parts = 2
+    yield parts
+    while (parts := 2 * parts) <= min(size, _MOST_PARTS):
+        yield parts
+
+
+def accumulation(parts: int) -> VariantRemedy:
+    """Accumulate gradients over `parts` parts of the batch."""
+
+    def apply(variant: RunVariant) -> RunVariant:
+        _training(variant)
+        if variant.split > 1:
+            raise NotApplicable("the batch is split already")
+        return replace(variant, split=parts)
+
+    title = f"{parts} backwards per step, each with a part of the batch"
+    cost = "smaller kernels, so slower; batch norms see the parts' statistics"
+    return remedy(f"accumulation ×{parts}", title, cost, "speed", apply, "accumulation")
+
+
+def more_gpus(parallel: Parallel | None) -> Iterator[VariantRemedy]:
+    """Yield the same strategy on twice as many GPUs, four times as many and so on, if each stores less then."""
+    while parallel and (parallel := _on_twice_as_many(parallel)) and parallel.size <= _MOST_GPUS:
+        yield _spread(parallel)
+
+
+def _on_twice_as_many(parallel: Parallel) -> Parallel | None:
+    """Double the number of GPUs; None where more GPUs would hold more copies of the same."""
+    if parallel.shards_parameters:
+        return replace(parallel, shards=2 * parallel.shards)
+    if parallel.is_pipeline:
+        return replace(parallel, stages=2 * parallel.stages)
+    return replace(parallel, tensor=2 * parallel.tensor) if parallel.kind == "tp" else None
+
+
+def _spread(parallel: Parallel) -> VariantRemedy:
+    def apply(variant: RunVariant) -> RunVariant:
+        return replace(variant, parallel=parallel)
+
+    name, cost = f"{parallel.size:,} GPUs", "more GPUs; all of them together take a larger batch"
+    return remedy(name, f"{parallel}, with the same batch on each", cost, "hardware", apply, "gpus")
