@@ -60,12 +60,17 @@ def fill_closed_streams() -> None:
         if not _is_open(descriptor):
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lasts
+        from memsize.processes.patches import assign
+
+        assign(sys, "stderr", open(os.devnull, "w"))  # noqa: SIM115 - as long as the process lasts
 
 
 def give_up_stdout() -> None:
     """The answer has been written: what the model's threads and its functions for `atexit` still say goes to stderr."""
-    descriptors, sys.stdout = _descriptors(), sys.stderr
+    from memsize.processes.patches import assign
+
+    descriptors = _descriptors()
+    assign(sys, "stdout", sys.stderr)
     for descriptor in descriptors:
         _to_stderr(descriptor)
 

@@ -19,7 +19,7 @@ import torch
 from memsize.cuda import attention_backend, autocast, encoder, kernel_choice, recurrent
 from memsize.cuda.availability import answered_as_cuda
 from memsize.kernels.semantics import CUDNN, STAND_INS, CastObserver, Semantics, current, switched_on
-from memsize.processes.process_lock import turn_taken
+from memsize.processes.simulation import open_simulation
 from memsize.torch_internals.dispatch_key import KEY, NAMESPACE, Kernel
 
 _libraries: list[Any] = []
@@ -29,7 +29,7 @@ _registered: set[str] = set()
 
 def register_kernels() -> None:
     """Register those kernels that are not on the key yet."""
-    with turn_taken():
+    with open_simulation():
         if not _libraries:
             fallback = torch.library.Library("_", "IMPL", KEY.name)
             fallback.fallback(torch.library.fallthrough_kernel, KEY.name)

@@ -25,35 +25,36 @@ from torch.optim import optimizer, swa_utils
 from torch.utils import _foreach_utils
 
 from memsize.kernels.semantics import current
-from memsize.torch_internals.patching import Function, Patch, PatchSet
+from memsize.processes.simulation import Simulation
+from memsize.torch_internals.thread_patches import Function, Override, ThreadPatches
 
 _LIST_KERNELS = "_get_foreach_kernels_supported_devices"
 """Optimizers import this function by name; gradient clipping calls it where it is defined."""
 
 
-def answered_as_cuda() -> AbstractContextManager[None]:
+def answered_as_cuda() -> AbstractContextManager[Simulation]:
     """While any thread is inside, answer as on CUDA; the originals are back when the last one leaves."""
     return _answers.active()
 
 
 @cache
-def _questions() -> tuple[Patch, ...]:
+def _questions() -> tuple[Override, ...]:
     common: Any = torch.cuda.amp.common
     mode: Any = torch.amp.autocast_mode
     renamed = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
     return (
-        Patch(common, "amp_definitely_not_available", _always(False)),
-        Patch(torch.cuda, "is_bf16_supported", _from_ampere_on),
-        *(Patch(torch, name, _by_name) for name in renamed),
-        Patch(torch.amp, "is_autocast_available", _by_name),
-        Patch(mode, "is_autocast_available", _by_name),
-        Patch(mode.autocast, "__init__", _by_name_in_method),
-        Patch(mode, "_cast", _casting_stand_ins),
-        Patch(torch, "clear_autocast_cache", _dropping_copies),
-        Patch(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
-        Patch(torch.utils.backend_registration, "_privateuse1_backend_name", _named_too),
-        *(Patch(module, _LIST_KERNELS, _with_stand_in) for module in (_foreach_utils, optimizer, swa_utils)),
-        Patch(optimizer, "_get_fused_kernels_supported_devices", _with_stand_in),
+        Override(common, "amp_definitely_not_available", _always(False)),
+        Override(torch.cuda, "is_bf16_supported", _from_ampere_on),
+        *(Override(torch, name, _by_name) for name in renamed),
+        Override(torch.amp, "is_autocast_available", _by_name),
+        Override(mode, "is_autocast_available", _by_name),
+        Override(mode.autocast, "__init__", _by_name_in_method),
+        Override(mode, "_cast", _casting_stand_ins),
+        Override(torch, "clear_autocast_cache", _dropping_copies),
+        Override(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
+        Override(torch.utils.backend_registration, "_privateuse1_backend_name", _named_too),
+        *(Override(module, _LIST_KERNELS, _with_stand_in) for module in (_foreach_utils, optimizer, swa_utils)),
+        Override(optimizer, "_get_fused_kernels_supported_devices", _with_stand_in),
     )
 
 
@@ -159,4 +160,4 @@ def _with_stand_in(original: Function) -> Function:
     return answer
 
 
-_answers = PatchSet(_questions, lambda: current() is not None)
+_answers = ThreadPatches(_questions, lambda: current() is not None)

@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -23,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch._compile import _disable_dynamo
 
-from memsize.torch_internals.patching import Function, Patch, PatchSet
+from memsize.torch_internals.thread_patches import Function, Override, ThreadPatches
 
 _COMPILER = "torch._dynamo"
 _LATE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
@@ -36,13 +35,6 @@ _LATE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 """By package: its modules that other libraries import, and the functions in them that are called later, if ever."""
 
 
-class _Thread(threading.local):
-    inside = 0
-
-
-_thread = _Thread()
-
-
 @contextmanager
 def compiler_late() -> Iterator[None]:
     """Keep libraries from importing these packages in passing, or by marking functions in this thread."""
@@ -50,11 +42,7 @@ def compiler_late() -> Iterator[None]:
     sys.meta_path[:0] = finders
     try:
         with _patches.active():
-            _thread.inside += 1
-            try:
-                yield
-            finally:
-                _thread.inside -= 1
+            yield
     finally:
         for finder in finders:
             sys.meta_path.remove(finder)
@@ -202,9 +190,9 @@ _MARKS: Final = {
 }
 
 
-def _choose() -> Iterator[Patch]:
-    yield from (Patch(torch.compiler, name, late) for name, late in _MARKS.items())
-    yield Patch(torch, "__getattr__", _without_import)
+def _choose() -> Iterator[Override]:
+    yield from (Override(torch.compiler, name, late) for name, late in _MARKS.items())
+    yield Override(torch, "__getattr__", _without_import)
 
 
-_patches = PatchSet(_choose, lambda: _thread.inside > 0)
+_patches = ThreadPatches(_choose)

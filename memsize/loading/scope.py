@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from memsize.processes.patches import assign
+
 _STANDARD_LIBRARY = Path(os.__file__).absolute().parent
 _SITES = frozenset({"site-packages", "dist-packages"})
 _MEMSIZE = Path(__file__).absolute().parents[1]
@@ -46,7 +48,7 @@ class ImportScope:
             return
         paths, arguments = list(sys.path), sys.argv
         sys.path[:] = [*self._first, *paths, *self._last]
-        sys.argv = [str(self._script)] if self._script else arguments
+        assign(sys, "argv", [str(self._script)] if self._script else arguments)
         self._bring_back()
         before = set(sys.modules) - set(self._own)
         self._entered = True
@@ -58,7 +60,7 @@ class ImportScope:
             added = [path for path in sys.path if path not in (*paths, *self._first, *self._last)]
             self._first = [*self._first, *added]
             sys.path[:] = paths
-            sys.argv = arguments
+            assign(sys, "argv", arguments)
             self._put_away(before)
 
     def adopt(self, name: str, module: ModuleType) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from memsize.torch_internals.patching import Function, Patch, PatchSet
+from memsize.torch_internals.thread_patches import Function, Override, ThreadPatches
 
 SCHEMAS = (
     "_cuda_version() -> int",
@@ -66,23 +65,12 @@ _declared: list[torch.library.Library] = []
 """A library's operators last as long as it does."""
 
 
-class _Thread(threading.local):
-    inside = 0
-
-
-_thread = _Thread()
-
-
 @contextmanager
 def torchvision_importable() -> Iterator[None]:
     """Let this thread import torchvision: operators that cannot be loaded are declared instead."""
     _forget_failed_import()
     with _patches.active():
-        _thread.inside += 1
-        try:
-            yield
-        finally:
-            _thread.inside -= 1
+        yield
 
 
 def _forget_failed_import() -> None:
@@ -106,7 +94,7 @@ def _or_declared(load: Function) -> Function:
     return loaded
 
 
-_patches = PatchSet(lambda: (Patch(torch.ops, "load_library", _or_declared),), lambda: _thread.inside > 0)
+_patches = ThreadPatches(lambda: (Override(torch.ops, "load_library", _or_declared),))
 
 
 def declare_schemas(differentiated: bool = True) -> torch.library.Library:

@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 
 from memsize.loading.scope import is_users
+from memsize.processes.patches import MISSING, assign
 
-_NOTHING = object()
 _is_users_file = cache(is_users)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -83,7 +83,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _contents(table: Any, names: Iterable[str]) -> Contents:
-    values = {name: table.get(name, _NOTHING) for name in names if not name.startswith("__")}
+    values = {name: table.get(name, MISSING) for name in names if not name.startswith("__")}
     return {name: (value, value.copy() if type(value) in _CONTAINERS else None) for name, value in values.items()}
 
 
@@ -93,9 +93,9 @@ def _put_back(owner: Any, before: Contents) -> None:
     table: Any = vars(owner) if is_class else owner
     added = [name for name in table if name not in before and not name.startswith("__")] if is_class else []
     for name in added:
-        delattr(owner, name)
+        assign(owner, name, MISSING)
     for name, (value, contents) in before.items():
-        if table.get(name, _NOTHING) is not value:
+        if table.get(name, MISSING) is not value:
             _set(owner, name, value)
         if contents is not None and not _same(value, contents):
             value.clear()
@@ -104,8 +104,8 @@ def _put_back(owner: Any, before: Contents) -> None:
 
 def _set(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type):
-        setattr(owner, name, value) if value is not _NOTHING else delattr(owner, name)
-    elif value is _NOTHING:
+        assign(owner, name, value)
+    elif value is MISSING:
         del owner[name]
     else:
         owner[name] = value

@@ -26,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from memsize.processes.forks import can_fork, forked, use_pytorch
+from memsize.processes.patches import assign
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -179,7 +180,7 @@ class Workers:
         _jobs.set(1)
         self._parent, self._workers = parent, {}
         use_pytorch()
-        warnings.showwarning = self._warn  # type: ignore[assignment]
+        assign(warnings, "showwarning", self._warn)
         while True:
             request = parent.recv()
             try:

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from memsize.errors import InputError
+from memsize.processes.patches import Patch, assign
 from memsize.records.world import World
 
-Replacement = tuple[Any, str, Any]
-"""What is replaced: its owner, its name there, and what takes its place."""
 JOINED: Final = (
     "this process is in a process group already, which memsize leaves alone: ask before init_process_group, "
     "or after destroy_process_group"
@@ -98,7 +97,7 @@ def started(world: World | None) -> Iterator[None]:
         if not there and is_joined():
             dist.destroy_process_group()
         _forget_meshes()
-        sys.excepthook = hook
+        assign(sys, "excepthook", hook)
         os.environ.clear()
         os.environ.update(before)
 
@@ -111,7 +110,7 @@ def _forget_meshes() -> None:
         from torch.distributed.tensor import _random, debug
 
         debug._clear_sharding_prop_cache()
-        _random._rng_tracker = None
+        assign(_random, "_rng_tracker", None)
 
 
 class Backends:
@@ -165,7 +164,7 @@ class NoNCCL:
             super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
 
-def replacements(world: World) -> Iterator[Replacement]:
+def replacements(world: World) -> Iterator[Patch]:
     """What joins this process to groups."""
     import torch.distributed.device_mesh as meshes
 

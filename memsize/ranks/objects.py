@@ -18,9 +18,9 @@ from torch import Tensor
 from memsize.errors import InputError
 from memsize.known_values.assumptions import ITEM_IS_ONE
 from memsize.known_values.values import constant_of, is_small
+from memsize.processes.patches import Patch
 from memsize.processes.rank_processes import RankConnection
 from memsize.ranks.collectives import write
-from memsize.ranks.group import Replacement
 from memsize.torch_internals.meta import is_meta
 
 _ALIKE: Final = "what other ranks send as objects is taken to be what this rank sends"
@@ -30,7 +30,7 @@ Assume = Callable[[str], None]
 """Is told of what is taken for granted, when it is."""
 
 
-def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Replacement]:
+def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Patch]:
     """The functions that send objects and numbers between ranks, by `line` where there are others, and a barrier that
     only one backend has.
     """

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from memsize.errors import InputError
-from memsize.ranks.group import Replacement
+from memsize.processes.patches import Patch
 from memsize.torch_internals.meta import is_meta
 
 _AT_ONCE: Final = "all ranks have equally many batches: they leave Join together"
@@ -28,7 +28,7 @@ _PEERS: Final = ("dst", "src", "root_rank")
 Assume = Callable[[str], None]
 
 
-def replacements(assume: Assume) -> Iterator[Replacement]:
+def replacements(assume: Assume) -> Iterator[Patch]:
     """What PyTorch has for processes that are at different places, or know each other's addresses."""
     from torch.distributed.algorithms.join import Join
 
@@ -48,7 +48,7 @@ def replacements(assume: Assume) -> Iterator[Replacement]:
     yield dist, "FileStore", LonelyStore
 
 
-def later() -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+def later() -> dict[str, Callable[[Any], Iterator[Patch]]]:
     """The functions that are refused, by the modules that have them."""
     return {module: _refusing(*found) for module, found in REACHING.items()}
 
@@ -94,11 +94,11 @@ def _from_somebody(original: Callable[..., Any], assume: Assume) -> Callable[...
     return receive
 
 
-def _refusing(names: tuple[str, ...], why: str) -> Callable[[Any], Iterator[Replacement]]:
+def _refusing(names: tuple[str, ...], why: str) -> Callable[[Any], Iterator[Patch]]:
     def refuse(*_: Any, **__: Any) -> None:
         raise InputError(f"{why}, which are not there: switch it off for this run, or use collectives instead")
 
-    def refused(module: Any) -> Iterator[Replacement]:
+    def refused(module: Any) -> Iterator[Patch]:
         yield from ((module, name, refuse) for name in names if hasattr(module, name))
 
     return refused

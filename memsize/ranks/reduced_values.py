@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from memsize.ranks.group import Replacement
+from memsize.processes.patches import Patch
 
 _NAMES: Final = (
     "all_reduce",
@@ -33,7 +33,7 @@ def asked() -> str:
     return _asked.get()
 
 
-def replacements() -> Iterator[Replacement]:
+def replacements() -> Iterator[Patch]:
     """What keeps the operation while a collective runs."""
     for name in _NAMES:
         if hasattr(dist, name):

@@ -19,14 +19,14 @@ import torch.distributed
 import torch.nn.parallel.distributed
 
 from memsize.errors import InputError
-from memsize.ranks.group import Replacement
+from memsize.processes.patches import Patch
 from memsize.ranks.tensor_lists import each_once
 from memsize.tracing.ledger import Ledger
 
 Region = Callable[[], AbstractContextManager[None]]
 
 
-def replacements(in_pytorch: Region) -> Iterator[Replacement]:
+def replacements(in_pytorch: Region) -> Iterator[Patch]:
     """What is replaced of `DistributedDataParallel`: within `in_pytorch` tensors of no named device are on the GPU."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -39,17 +39,17 @@ def replacements(in_pytorch: Region) -> Iterator[Replacement]:
     yield torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *args, **options: None
 
 
-def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callable[[Any], Iterator[Patch]]]:
     """What is replaced of sharding itself, by the module that has to be there for it: that takes a second to import,
     which most programs never do. Within `aside` nothing is recorded. A rank that is `alone` cannot ask others.
     """
 
-    def propagation(module: Any) -> Iterator[Replacement]:
+    def propagation(module: Any) -> Iterator[Patch]:
         propagator, name = module.ShardingPropagator, "propagate_op_sharding_non_cached"
         yield _within(aside, propagator, "_propagate_tensor_meta_non_cached")
         yield propagator, name, each_once(getattr(propagator, name), module.DTensorSpec)
 
-    def random_numbers(module: Any) -> Iterator[Replacement]:
+    def random_numbers(module: Any) -> Iterator[Patch]:
         # Each rank would be given its part of one sequence of random numbers; none are drawn here.
         tracker = module.OffsetBasedRNGTracker
         yield tracker, "distribute_region_enabled", property(lambda _: False, lambda *_: None)
@@ -60,30 +60,30 @@ def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callab
         )  # PyTorch 2.11 enters it all the same
         yield tracker, "_set_device_state", lambda *_: None
 
-    def parameters(module: Any) -> Iterator[Replacement]:
+    def parameters(module: Any) -> Iterator[Patch]:
         yield module, "_chunk_with_empty", _chunked(aside)
         name = "init_all_gather_outputs"
         yield module.FSDPParam, name, _gathering(getattr(module.FSDPParam, name), ledger)
 
-    def groups(module: Any) -> Iterator[Replacement]:
+    def groups(module: Any) -> Iterator[Patch]:
         name = "post_backward"
         yield module.FSDPParamGroup, name, _reducing(getattr(module.FSDPParamGroup, name), ledger)
 
-    def flat_parameters(module: Any) -> Iterator[Replacement]:
+    def flat_parameters(module: Any) -> Iterator[Patch]:
         handle, name = module.FlatParamHandle, "_alloc_padded_unsharded_flat_param"
         yield handle, name, _gathering_flat(getattr(handle, name), ledger)
 
-    def flat_gradients(module: Any) -> Iterator[Replacement]:
+    def flat_gradients(module: Any) -> Iterator[Patch]:
         yield module, "_post_backward_hook", _reducing_flat(module._post_backward_hook, ledger)
 
-    def stages(module: Any) -> Iterator[Replacement]:
+    def stages(module: Any) -> Iterator[Patch]:
         name = "_warmup_backward_result"
         if hasattr(module.PipelineStage, name):
             yield module.PipelineStage, name, _voted(getattr(module.PipelineStage, name))
         if alone and hasattr(module.PipelineStage, "_shape_inference"):  # of PyTorch before 2.12
             yield module.PipelineStage, "_shape_inference", _would_ask
 
-    def schedules(module: Any) -> Iterator[Replacement]:
+    def schedules(module: Any) -> Iterator[Patch]:
         name = "_warmup_p2p"
         if hasattr(module._PipelineSchedule, name):
             yield module._PipelineSchedule, name, _warmed_up(getattr(module._PipelineSchedule, name), module, alone)
@@ -100,7 +100,7 @@ def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callab
     }
 
 
-def _within(region: Region, owner: Any, name: str) -> Replacement:
+def _within(region: Region, owner: Any, name: str) -> Patch:
     original = getattr(owner, name)
 
     def called(*args: Any, **options: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.processes.ctrl_c import raise_waiting
-from memsize.processes.process_lock import turn_taken
+from memsize.processes.simulation import open_simulation
 from memsize.torch_internals.settings import settings_kept
 
 _SEED = 0
@@ -27,7 +27,7 @@ def isolated() -> Iterator[None]:
     Modes that are active around the call (`FakeTensorMode`, a profiler's, `torch.inference_mode`, `torch.no_grad`) are
     suspended: what a model keeps for backward is asked of the model, not of the place where the question stands.
     """
-    with turn_taken(), settings_kept(), _modes_suspended():
+    with open_simulation(), settings_kept(), _modes_suspended():
         yield
 
 

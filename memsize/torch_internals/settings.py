@@ -23,6 +23,8 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 
+from memsize.processes.patches import assign
+
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
@@ -97,7 +99,7 @@ def _random_states() -> list[tuple[Callable[[Any], object], Any]]:
 
 
 def _attribute(owner: Any, name: str) -> _Setting:
-    return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+    return _Setting(lambda: getattr(owner, name), lambda value: assign(owner, name, value))
 
 
 def _list(owner: Any, name: str) -> _Setting:

@@ -7,31 +7,19 @@ run, and what they keep for backward is counted like anything else.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from memsize.torch_internals.patching import Function, Patch, PatchSet
-
-
-class _Thread(threading.local):
-    runs = 0
-
-
-_thread = _Thread()
+from memsize.torch_internals.thread_patches import Function, Override, ThreadPatches
 
 
 @contextmanager
 def functional_transforms_allowed() -> Iterator[None]:
     """While open, `torch.func` takes no offence at the hooks of this thread's run."""
     with _patches.active():
-        _thread.runs += 1
-        try:
-            yield
-        finally:
-            _thread.runs -= 1
+        yield
 
 
 def of_the_same_level(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,6 +41,4 @@ def _not_disabled(_: Function) -> Function:
     return disabled
 
 
-_patches = PatchSet(
-    lambda: (Patch(torch.autograd.graph, "disable_saved_tensors_hooks", _not_disabled),), lambda: _thread.runs > 0
-)
+_patches = ThreadPatches(lambda: (Override(torch.autograd.graph, "disable_saved_tensors_hooks", _not_disabled),))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memsize.torch_internals.meta import is_meta
-from memsize.torch_internals.patching import Function, Patch
+from memsize.torch_internals.thread_patches import Function, Override
 from memsize.tracing.places import gpu_place, host_place, named_gpu, place_of, place_on
 
 _device: Any = vars(torch._C.TensorBase)["device"]
@@ -24,12 +24,12 @@ _FACTORIES: Final = """
 _METHODS: Final = "new_empty new_full new_ones new_zeros new_empty_strided"
 
 
-def by_device() -> Iterator[Patch]:
+def by_device() -> Iterator[Override]:
     """The functions that take a device: those that make tensors, and those that move them."""
-    yield from (Patch(torch, name, _like if name.endswith("_like") else _on_device) for name in _FACTORIES.split())
-    yield from (Patch(Tensor, name, _beside) for name in _METHODS.split())
+    yield from (Override(torch, name, _like if name.endswith("_like") else _on_device) for name in _FACTORIES.split())
+    yield from (Override(Tensor, name, _beside) for name in _METHODS.split())
     for name, moved in {"to": _moved, "cuda": _moved_to_cuda, "cpu": _moved_to_cpu}.items():
-        yield Patch(Tensor, name, moved)
+        yield Override(Tensor, name, moved)
 
 
 def on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:

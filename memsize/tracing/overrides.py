@@ -11,7 +11,6 @@ Known limits: names that a module imported from torch itself (``from torch impor
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -26,10 +25,11 @@ from torch.utils._device import DeviceContext, _device_constructors
 from memsize.cuda import cast_cache
 from memsize.known_values.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
 from memsize.known_values.values import ConstantState, constant_of, set_constant
+from memsize.processes.simulation import current
 from memsize.torch_internals.meta import is_meta
-from memsize.torch_internals.patching import Function, Patch, PatchSet
 from memsize.torch_internals.pytree import map_tensors, tensors_in
 from memsize.torch_internals.sparse_tensors import is_in_coordinates
+from memsize.torch_internals.thread_patches import Function, Override, ThreadPatches
 from memsize.tracing.named_devices import by_device, on_meta
 from memsize.tracing.places import means_stand_ins, named_gpu, place_of
 
@@ -40,29 +40,23 @@ _DETECTION = "torchvision.models.detection.transform"
 FLEX: Final = "torch.nn.attention.flex_attention"
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.notes: list[dict[str, None]] = []
+class _Notes:
+    """Remarks of a run for the reader."""
 
-
-_thread = _Thread()
+    def __init__(self, remarks: dict[str, None]) -> None:
+        self.remarks = remarks
 
 
 @contextmanager
 def overridden(notes: dict[str, None]) -> Iterator[None]:
     """While open, a run is under way in this thread; remarks for the reader are added to `notes`."""
-    with _overrides.active(), _uncompiled(), overridden_here(notes):
+    with _overrides.active() as simulation, simulation.with_part(_Notes, _Notes(notes)), _uncompiled():
         yield
 
 
-@contextmanager
-def overridden_here(notes: dict[str, None]) -> Iterator[None]:
-    """While open, this thread takes part in a run that is under way in another."""
-    _thread.notes.append(notes)
-    try:
-        yield
-    finally:
-        _thread.notes.pop()
+def _note(remark: str) -> None:
+    if (simulation := current()) and (notes := simulation.get(_Notes)):
+        notes.remarks[remark] = None
 
 
 def override_imported() -> None:
@@ -83,37 +77,37 @@ def _uncompiled() -> Iterator[None]:
         torch._C._set_graph_executor_optimize(optimizes)
 
 
-def _patches() -> tuple[Patch, ...]:
+def _patches() -> tuple[Override, ...]:
     detection, flex = sys.modules.get(_DETECTION), sys.modules.get(FLEX)
     patches = list(_patches_of_torch())
     if hasattr(detection, "paste_masks_in_image"):
-        patches.append(Patch(detection, "paste_masks_in_image", _masks_cover_image))
+        patches.append(Override(detection, "paste_masks_in_image", _masks_cover_image))
     if hasattr(flex, "flex_attention_hop"):
-        patches.append(Patch(flex, "flex_attention_hop", _fused_attention))
-        patches.append(Patch(flex, "_validate_device", _any_device))
-        patches.append(Patch(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", _in_runs))
+        patches.append(Override(flex, "flex_attention_hop", _fused_attention))
+        patches.append(Override(flex, "_validate_device", _any_device))
+        patches.append(Override(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", _in_runs))
     return tuple(patches)
 
 
 @cache
-def _patches_of_torch() -> tuple[Patch, ...]:
+def _patches_of_torch() -> tuple[Override, ...]:
     # PyTorch builds a table of its factories, by identity, on first use: that must not happen while they are replaced.
     _device_constructors()
     from_numbers = [(torch, "tensor"), (torch, "as_tensor"), (torch, "asarray")]
     return (
-        *(Patch(owner, name, _from_numbers) for owner, name in from_numbers),
+        *(Override(owner, name, _from_numbers) for owner, name in from_numbers),
         *by_device(),
-        Patch(Tensor, "new", _new),
-        Patch(Tensor, "new_tensor", _new_tensor),
-        Patch(Tensor, "__getitem__", _indexed),
-        Patch(Tensor, "__setitem__", lambda original: _assigned(_indexed(original))),
-        Patch(Tensor, "__format__", _formatted),
-        *(Patch(torch._VF, name, _with_states_moved) for name in _RECURRENT.split()),
-        Patch(OpOverloadPacket, "__call__", _given_numbers),
-        Patch(torch._C, "_InferenceMode", lambda _: _InferenceMode),
-        Patch(torch.autocast, "__enter__", _casting_on_the_cpu),
-        Patch(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
-        Patch(torch.cuda, "current_device", lambda _: lambda: 0),
+        Override(Tensor, "new", _new),
+        Override(Tensor, "new_tensor", _new_tensor),
+        Override(Tensor, "__getitem__", _indexed),
+        Override(Tensor, "__setitem__", lambda original: _assigned(_indexed(original))),
+        Override(Tensor, "__format__", _formatted),
+        *(Override(torch._VF, name, _with_states_moved) for name in _RECURRENT.split()),
+        Override(OpOverloadPacket, "__call__", _given_numbers),
+        Override(torch._C, "_InferenceMode", lambda _: _InferenceMode),
+        Override(torch.autocast, "__enter__", _casting_on_the_cpu),
+        Override(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
+        Override(torch.cuda, "current_device", lambda _: lambda: 0),
     )
 
 
@@ -279,7 +273,7 @@ def _with_states_moved(original: Function) -> Function:
         place = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
         states = args[place]
         if is_meta(tensor) and any(not is_meta(state) for state in tensors_in(states)):
-            _thread.notes[-1][mixed_devices()] = None
+            _note(mixed_devices())
             moved = map_tensors(lambda state: state.to(place_of(tensor)), states)
             args = (*args[:place], moved, *args[place + 1 :])
         return original(tensor, *args)
@@ -292,7 +286,7 @@ def _casting_on_the_cpu(original: Function) -> Function:
 
     def entered(region: torch.autocast) -> Any:
         if region.device == "cpu" and region._enabled:
-            _thread.notes[-1][CPU_AUTOCAST] = None
+            _note(CPU_AUTOCAST)
         return original(region)
 
     return entered
@@ -328,7 +322,7 @@ class _InRuns:
         self.original = original
 
     def __bool__(self) -> bool:
-        return bool(_thread.notes or self.original)
+        return bool(_overrides.is_inside() or self.original)
 
 
 def _in_runs(original: Any) -> Any:
@@ -352,10 +346,10 @@ def _fused_attention(original: Function) -> Function:
     def attended(query: Tensor, *args: Any) -> Any:
         if not is_meta(query):
             return original(query, *args)
-        _thread.notes[-1][UNCOMPILED] = None
+        _note(UNCOMPILED)
         return fused(query, *args)
 
     return attended
 
 
-_overrides = PatchSet(_patches, lambda: bool(_thread.notes))
+_overrides = ThreadPatches(_patches)

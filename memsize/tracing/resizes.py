@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from memsize.processes.simulation import current
+from memsize.torch_internals.thread_patches import Function, Override, ThreadPatches
 from memsize.tracing.ledger import Ledger
-
-_original = torch.UntypedStorage.resize_
-_running = threading.local()
 
 
 @contextmanager
 def resizes_seen(ledger: Ledger) -> Iterator[None]:
-    """While open, this thread's ``untyped_storage().resize_(n)`` calls are events of `ledger`."""
-    outer = getattr(_running, "ledger", None)
-    _running.ledger = ledger
-    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
-    try:
+    """Record the ``untyped_storage().resize_(n)`` calls of this run in `ledger` while open."""
+    with _patches.active() as simulation, simulation.with_part(Ledger, ledger):
         yield
-    finally:
-        _running.ledger = outer
-        if outer is None:
-            torch.UntypedStorage.resize_ = _original  # type: ignore[method-assign]
 
 
-def _resize(storage: torch.UntypedStorage, size: int) -> Any:
-    result = _original(storage, size)
-    ledger: Ledger | None = getattr(_running, "ledger", None)
-    if ledger is not None:
-        ledger.resized(storage)
-    return result
+def _observed(original: Function) -> Function:
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        if (simulation := current()) and (ledger := simulation.get(Ledger)):
+            ledger.resized(storage)
+        return result
+
+    return resize
+
+
+_patches = ThreadPatches(lambda: (Override(torch.UntypedStorage, "resize_", _observed),))

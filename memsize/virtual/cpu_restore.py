@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memsize.processes.patches import Patch
 from memsize.torch_internals.meta import is_meta
-from memsize.virtual.gpu_tensors import Replacement
 
 
 class Kept:
@@ -24,7 +24,7 @@ class Kept:
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
 
-    def replacements(self) -> Iterator[Replacement]:
+    def replacements(self) -> Iterator[Patch]:
         """What is replaced to see tensors go."""
         yield torch._C, "_swap_tensor_impl", self._swapping(torch._C._swap_tensor_impl)
         yield nn.Module, "_apply", self._applying(nn.Module._apply)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-Replacement = tuple[Any, str, Any]
-"""What is replaced: its owner, its name there, and what takes its place."""
+from memsize.processes.patches import Patch
 
 
 class _Class(type):
@@ -37,7 +36,7 @@ class _Class(type):
         return hash(cls.__wrapped__)
 
 
-def replacements() -> Iterator[Replacement]:
+def replacements() -> Iterator[Patch]:
     """What is replaced where a number does not mean a GPU of CUDA."""
     if not _means_cuda():
         original: Any = torch.device

@@ -18,11 +18,11 @@ from typing import Any, Final
 import torch
 
 from memsize.model.tensor_storage import plain_tensors
+from memsize.processes.patches import Patch
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import tensors_in
 from memsize.units import format_bytes
 from memsize.virtual.checkpoints import mapped, opened
-from memsize.virtual.gpu_tensors import Replacement
 
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
 _GONE: Final = {"os.remove": 0, "os.rmdir": 0, "os.truncate": 0, "os.rename": 0, "shutil.rmtree": 0, "shutil.move": 0}
@@ -121,7 +121,7 @@ class Files:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def replacements(self) -> Iterator[Replacement]:
+    def replacements(self) -> Iterator[Patch]:
         """`torch.save` and its like: stand-ins are kept in memory, from where the program may load them again."""
         yield torch, "save", self._saving(torch.save)
         yield torch, "load", self._loading(mapped(torch.load))

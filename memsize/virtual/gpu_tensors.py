@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memsize.known_values.values import CONSTANT
+from memsize.processes.patches import Patch
 from memsize.torch_internals.meta import is_meta
 from memsize.virtual.device_assignment import ASSIGNMENT, check_index
 from memsize.virtual.gpu_ledger import VirtualLedger, below_autograd
@@ -30,8 +31,6 @@ _TYPES = {
 }
 """The old names of tensor types on a GPU, and their dtypes."""
 
-Replacement = tuple[Any, str, Any]
-"""What is replaced: its owner, its name there, and what takes its place."""
 
 _CPU = torch.device("cpu")
 _STANDS_FOR = "_memsize_stands_for"
@@ -46,7 +45,7 @@ _grad: Any = vars(_base)["grad"]
 _lazy: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 
 
-def replacements(ledger: VirtualLedger) -> Iterator[Replacement]:
+def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     """What `Tensor` has to answer where a run is recorded in `ledger`."""
     host_memory = ledger.host_memory
     original_type = Tensor.type

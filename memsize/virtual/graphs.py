@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memsize.virtual.gpu_tensors import Replacement
+from memsize.processes.patches import Patch
 
 _EAGER = (
     "CUDA graphs are not captured: what they would replay runs once, and memory that a graph keeps for itself until it "
@@ -21,7 +21,7 @@ _EAGER = (
 _numbers = itertools.count(1)
 
 
-def replacements(note: Callable[[str], None]) -> Iterator[Replacement]:
+def replacements(note: Callable[[str], None]) -> Iterator[Patch]:
     """What `torch.cuda` makes graphs and pools with; `note` is called where the program captures one."""
     cuda: Any = torch.cuda
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from memsize.processes.patches import Patch
 from memsize.virtual.device_assignment import check_index
 from memsize.virtual.driver import Driver
-from memsize.virtual.gpu_tensors import Replacement
 
 _SUCCESS = 0
 _IDLE = ("utilization", "temperature", "power_draw", "clock_rate")
@@ -39,7 +39,7 @@ class Runtime:
         return self._known.get(name, lambda *args: _SUCCESS)
 
 
-def replacements(driver: Driver) -> Iterator[Replacement]:
+def replacements(driver: Driver) -> Iterator[Patch]:
     """Where PyTorch, or the program itself, asks."""
     cuda: Any = torch.cuda
     memory, runtime = driver.memory, Runtime(driver)
@@ -66,7 +66,7 @@ def _of_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
     return profile
 
 
-def _of_nvml(driver: Driver) -> Iterator[Replacement]:
+def _of_nvml(driver: Driver) -> Iterator[Patch]:
     import pynvml
 
     memory, name = driver.memory, driver.card.name

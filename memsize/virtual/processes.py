@@ -13,14 +13,14 @@ import torch
 import torch.multiprocessing
 
 from memsize.errors import InputError
+from memsize.processes.patches import Patch
 from memsize.processes.rank_processes import RankConnection
 from memsize.ranks import group, objects, peer_checks, reduced_values, sharding
 from memsize.records.world import World
 from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.gpu_tensors import Replacement
 
 
-def replacements(world: World, ledger: VirtualLedger, line: RankConnection | None) -> Iterator[Replacement]:
+def replacements(world: World, ledger: VirtualLedger, line: RankConnection | None) -> Iterator[Patch]:
     """What starts processes, and what joins them to a group, in which they send each other objects by `line`."""
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         yield owner, "spawn", _spawning(world)
@@ -32,7 +32,7 @@ def replacements(world: World, ledger: VirtualLedger, line: RankConnection | Non
         yield from sharding.replacements(ledger.in_pytorch)
 
 
-def later(ledger: VirtualLedger, line: RankConnection | None) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+def later(ledger: VirtualLedger, line: RankConnection | None) -> dict[str, Callable[[Any], Iterator[Patch]]]:
     """What is replaced in PyTorch's modules for many processes, by their names, once the program has imported them."""
     if not group.is_available():
         return {}

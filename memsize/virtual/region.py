@@ -6,7 +6,6 @@ It is process-wide, as a GPU is: threads that the program starts see it too. One
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
@@ -22,7 +21,9 @@ import torch.utils.data
 
 from memsize.errors import InputError
 from memsize.known_values.assumptions import UNCOMPILED
+from memsize.processes.patches import LatePatches, Patch, SuspendablePatches
 from memsize.processes.rank_processes import RankConnection, connected
+from memsize.processes.simulation import open_simulation, running
 from memsize.ranks import group, peer_checks
 from memsize.records.world import World
 from memsize.tracing import overrides
@@ -44,7 +45,6 @@ from memsize.virtual import (
 from memsize.virtual.device_assignment import ASSIGNMENT, seated
 from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.gpu_tensors import Replacement
 from memsize.virtual.threads import Threads
 
 _CUDA = "12.8"
@@ -59,18 +59,15 @@ _REMEMBERING = (
     "diffusers.utils.import_utils",
     "torch.utils._triton",
 )
-Later = Callable[[Any], Iterable[Replacement]]
-"""What is replaced in a module once it is there."""
-_open = threading.Lock()
 
 
 @contextmanager
 def virtual_gpu(
     driver: Driver,
     ledger: VirtualLedger,
-    more: Iterable[Replacement] = (),
+    more: Iterable[Patch] = (),
     world: World | None = None,
-    later: Mapping[str, Later] = MappingProxyType({}),
+    later: Mapping[str, LatePatches] = MappingProxyType({}),
 ) -> Iterator[None]:
     """While open, this process has the GPU of `driver`, and what happens on it is recorded in `ledger`; `more` is
     replaced besides, and `later` in modules by their names once they are imported. It is one of the processes of
@@ -78,10 +75,10 @@ def virtual_gpu(
 
     Raises `InputError` when a region is open already, or when this process is in a group that `world` is not.
     """
-    if not _open.acquire(blocking=False):
-        raise InputError("this process has a virtual GPU already")
-    with ExitStack() as regions:
-        regions.callback(_open.release)
+    _refuse_second_gpu()
+    with open_simulation() as simulation, ExitStack() as regions:
+        _refuse_second_gpu()
+        regions.enter_context(simulation.with_part(Driver, driver))
         regions.callback(_forget_answers)
         ledger.alone = not group.is_joined()
         regions.enter_context(group.started(world))
@@ -98,11 +95,18 @@ def virtual_gpu(
         line = regions.enter_context(connected(world.rank)) if world is not None else None
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
         own = {**processes.later(ledger, line), **triton_kernels.later(ledger), overrides.FLEX: _overridden}
-        regions.enter_context(_replaced(replaced, {**own, **later}))
+        regions.enter_context(_patched(SuspendablePatches(simulation.patches, replaced, {**own, **later})))
         yield
 
 
-def _overridden(_: Any) -> Iterable[Replacement]:
+def _refuse_second_gpu() -> None:
+    """Raise `InputError` where some thread has a virtual GPU already, without waiting for it."""
+    simulation = running()
+    if simulation is not None and simulation.get(Driver) is not None:
+        raise InputError("this process has a virtual GPU already")
+
+
+def _overridden(_: Any) -> Iterable[Patch]:
     """What a run overrides in a module that the program has imported meanwhile."""
     overrides.override_imported()
     return ()
@@ -116,9 +120,7 @@ def _forget_answers() -> None:
                 known.cache_clear()
 
 
-def _replacements(
-    driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None
-) -> Iterator[Replacement]:
+def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None) -> Iterator[Patch]:
     yield torch, "compile", _uncompiled(ledger)
     yield from _kept_by_checkpointing(ledger)
     yield from device_numbers.replacements()
@@ -133,7 +135,7 @@ def _replacements(
     yield from _of_backends()
 
 
-def _kept_by_checkpointing(ledger: VirtualLedger) -> Iterator[Replacement]:
+def _kept_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
     """What selective checkpointing keeps of a forward for its backward is saved, as by autograd."""
     module: Any = torch.utils.checkpoint
     if not hasattr(module, "_VersionWrapper"):
@@ -147,7 +149,7 @@ def _kept_by_checkpointing(ledger: VirtualLedger) -> Iterator[Replacement]:
     yield module, "_VersionWrapper", Kept
 
 
-def _of_cuda(driver: Driver) -> Iterator[Replacement]:
+def _of_cuda(driver: Driver) -> Iterator[Patch]:
     cuda: Any = torch.cuda
     yield cuda, "_lazy_init", lambda: None
     yield cuda, "_initialized", True
@@ -167,7 +169,7 @@ def _of_cuda(driver: Driver) -> Iterator[Replacement]:
         yield owner, "ExternalStream", lambda pointer, device=None, **known: Stream(stream_id=pointer)
 
 
-def _of_backends() -> Iterator[Replacement]:
+def _of_backends() -> Iterator[Patch]:
     cudnn: Any = torch.backends.cudnn.m  # type: ignore[attr-defined]  # the module behind its stand-in
     yield cudnn, "is_available", lambda: True
     yield cudnn, "_init", lambda: True
@@ -233,51 +235,15 @@ class _Silent:
 
 
 @contextmanager
-def _replaced(replacements: Iterable[Replacement], later: Mapping[str, Later]) -> Iterator[None]:
-    held = _Held(replacements, later)
-    finder = _ApartFinder(held)
+def _patched(patches: SuspendablePatches) -> Iterator[None]:
+    finder = _ApartFinder(patches)
     sys.meta_path.insert(0, finder)
     try:
-        held.put()
+        patches.apply()
         yield
     finally:
         sys.meta_path.remove(finder)
-        held.put_back()
-
-
-class _Held:
-    """What is replaced, some of it `later`: when a module is there. And what was there before."""
-
-    def __init__(self, replacements: Iterable[Replacement], later: Mapping[str, Later]) -> None:
-        self._wanted = [*replacements]
-        self._later = dict(later)
-        self._before: list[Replacement] = []
-
-    def put(self) -> None:
-        for name in self._later.keys() & sys.modules.keys():
-            self._wanted += self._later.pop(name)(sys.modules[name])
-        for owner, name, value in self._wanted:
-            self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
-            setattr(owner, name, value)
-
-    def put_back(self) -> None:
-        while self._before:
-            owner, name, value = self._before.pop()
-            if value is _NOTHING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """While open, the originals are there."""
-        is_put = bool(self._before)
-        self.put_back()
-        try:
-            yield
-        finally:
-            if is_put:  # else an import around this one has them
-                self.put()
+        patches.restore()
 
 
 class _ApartFinder(MetaPathFinder):
@@ -285,13 +251,13 @@ class _ApartFinder(MetaPathFinder):
     so do some libraries. Importing them ahead would cost each region a second.
     """
 
-    def __init__(self, held: _Held) -> None:
-        self._held = held
+    def __init__(self, patches: SuspendablePatches) -> None:
+        self._patches = patches
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name in _APART else None
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _Apart(spec.loader.name, spec.loader.path, self._held.suspended())
+            spec.loader = _Apart(spec.loader.name, spec.loader.path, self._patches.suspended())
         return spec
 
 
@@ -303,6 +269,3 @@ class _Apart(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         with self._region:
             super().exec_module(module)
-
-
-_NOTHING = object()

@@ -27,7 +27,7 @@ from torch._utils import (
     _unflatten_dense_tensors,
 )
 
-from memsize.ranks.group import Replacement
+from memsize.processes.patches import Patch
 from memsize.records.roles import Role
 from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
@@ -74,7 +74,7 @@ def _stand_ins(args: Iterable[Any]) -> Iterator[Tensor]:
             yield from _stand_ins(item)
 
 
-def replacements(recorder: Recorder) -> Iterator[Replacement]:
+def replacements(recorder: Recorder) -> Iterator[Patch]:
     """What moves tensors between GPUs, and tells `recorder`."""
     between = _Between(recorder)
     for name in ("broadcast", "broadcast_coalesced", "scatter", "gather"):

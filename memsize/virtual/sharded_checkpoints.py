@@ -14,24 +14,24 @@ from typing import Any
 import torch
 
 from memsize.model.tensor_storage import plain_tensors
+from memsize.processes.patches import Patch
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import tensors_in
 from memsize.virtual.file_guard import Files
-from memsize.virtual.gpu_tensors import Replacement
 
 _PACKAGE = "torch.distributed.checkpoint"
 _METADATA = ".metadata"
 """The file that is written last, by one rank."""
 
 
-def later(files: Files) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+def later(files: Files) -> dict[str, Callable[[Any], Iterator[Patch]]]:
     """What is replaced in the modules that save and load, by their names, once the program has imported them."""
 
-    def saving(module: Any) -> Iterator[Replacement]:
+    def saving(module: Any) -> Iterator[Patch]:
         yield module, "_save_state_dict", _saving(module._save_state_dict, files)
         yield module, "DefaultStager", _Stager
 
-    def loading(module: Any) -> Iterator[Replacement]:
+    def loading(module: Any) -> Iterator[Patch]:
         yield module, "_load_state_dict", _loading(module._load_state_dict, files)
 
     return {f"{_PACKAGE}.state_dict_saver": saving, f"{_PACKAGE}.state_dict_loader": loading}

@@ -9,15 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Self
 
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from memsize.kernels.semantics import Semantics, switched_on
-from memsize.tracing.overrides import overridden_here
+from memsize.processes.patches import MISSING, Patch, assign
 from memsize.tracing.saved_tensors import saving
 from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.gpu_tensors import Replacement
 
 
 class Threads:
@@ -35,18 +36,18 @@ class Threads:
     def __exit__(self, *error: object) -> None:
         self.is_open = False
 
-    def replacement(self) -> Replacement:
+    def replacement(self) -> Patch:
         """What takes the place of `threading.Thread.start`."""
         original: Any = threading.Thread.start
 
         def start(thread: threading.Thread) -> None:
-            thread.run = self._followed_run(thread)  # type: ignore[method-assign]
+            assign(thread, "run", self._followed_run(thread))
             original(thread)
 
         return threading.Thread, "start", start
 
     def _followed_run(self, thread: threading.Thread) -> Callable[[], None]:
-        run = thread.run
+        run, context = thread.run, copy_context()
 
         def followed() -> None:
             try:
@@ -56,16 +57,15 @@ class Threads:
                 if self.is_open:
                     raise  # else the program is over, and its GPU is gone
             finally:
-                del thread.run  # a cycle, which would keep what the thread holds
+                assign(thread, "run", MISSING)  # a cycle, which would keep what the thread holds
 
-        return followed
+        return partial(context.run, followed)
 
     @contextmanager
     def _followed(self) -> Iterator[None]:
         ledger = self.ledger
         hooks = saving(ledger.saved)
-        here = overridden_here(ledger.evaluator.notes)
-        with ledger.in_thread(), here, hooks, _InThread(self), switched_on(self._semantics):
+        with ledger.in_thread(), hooks, _InThread(self), switched_on(self._semantics):
             yield
 
 

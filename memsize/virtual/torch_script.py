@@ -13,11 +13,10 @@ import torch
 import torch.jit._builtins
 import torch.jit.annotations
 
-Replacement = tuple[Any, str, Any]
-"""What is replaced: its owner, its name there, and what takes its place."""
+from memsize.processes.patches import Patch
 
 
-def replacements() -> Iterator[Replacement]:
+def replacements() -> Iterator[Patch]:
     """What is replaced of the compiler: it is given the originals, and annotations with `torch.device` as it is now."""
     find: Any = torch.jit._builtins._find_builtin
     read: Any = torch.jit.annotations.try_ann_to_type

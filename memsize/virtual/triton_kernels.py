@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from memsize.known_values.values import state_of
+from memsize.processes.patches import Patch
 from memsize.torch_internals.pytree import arguments_in
 from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.gpu_tensors import Replacement
 
 MODULE: Final = "triton.runtime.autotuner"
 """What imports the rest of Triton's launching, and is imported with it."""
@@ -22,7 +22,7 @@ _NOTE: Final = (
 )
 
 
-def later(ledger: VirtualLedger) -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+def later(ledger: VirtualLedger) -> dict[str, Callable[[Any], Iterator[Patch]]]:
     """What is replaced in Triton once the program has imported it."""
 
     def left_out(kernel: Any, *args: Any, **options: Any) -> None:
@@ -32,7 +32,7 @@ def later(ledger: VirtualLedger) -> dict[str, Callable[[Any], Iterator[Replaceme
             if known is not None:
                 known.invalidate()
 
-    def replacements(module: Any) -> Iterator[Replacement]:
+    def replacements(module: Any) -> Iterator[Patch]:
         yield module.Autotuner, "run", left_out
         yield sys.modules["triton.runtime.jit"].JITFunction, "run", left_out
 

@@ -17,6 +17,7 @@ import torch
 from memsize.device.allocator_config import AllocatorConfig, settings_in
 from memsize.device.context import context, nccl_notes
 from memsize.errors import first_line
+from memsize.processes.patches import Patch, assigned
 from memsize.processes.user_code import Lines, running_lines, shown
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
@@ -32,7 +33,6 @@ from memsize.virtual.allocator_state import DeviceMemory, OutOfDeviceMemoryError
 from memsize.virtual.driver import Driver
 from memsize.virtual.file_guard import Files
 from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.gpu_tensors import Replacement
 from memsize.virtual.holders import Held, holders
 from memsize.virtual.modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
@@ -118,7 +118,7 @@ class Program:
         return None
 
     @contextmanager
-    def open(self, more: Iterable[Replacement] = ()) -> Iterator[None]:
+    def open(self, more: Iterable[Patch] = ()) -> Iterator[None]:
         """The region in which this process has the GPU; `more` is replaced besides."""
         driver = Driver(
             self.card, self.memory, lambda: self._snapshot(self._trace(None), self.memory.config), self.stack
@@ -321,10 +321,10 @@ def _unless_stopped(show: Callable[[Any], object]) -> Callable[[Any], None]:
 
 @contextmanager
 def _command_line(path: str, arguments: Sequence[str], module: bool) -> Iterator[None]:
-    argv, search = sys.argv, list(sys.path)
-    sys.argv = [path, *arguments]
+    search = list(sys.path)
     sys.path.insert(0, str(Path.cwd() if module else Path(path).resolve().parent))
     try:
-        yield
+        with assigned(sys, "argv", [path, *arguments]):
+            yield
     finally:
-        sys.argv, sys.path[:] = argv, search
+        sys.path[:] = search

@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memsize.model.tensor_storage import plain_tensors
+from memsize.processes.patches import Patch
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import Event
 from memsize.records.world import Collective
 from memsize.torch_internals.pytree import tensors_in
 from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.gpu_tensors import Replacement
 
 _WAITED_FOR: Final = 2
 """For how many times the asked steps of the leader an optimizer is waited for that has made none."""
@@ -88,7 +88,7 @@ class ProgramSteps:
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 
-    def replacements(self) -> Iterator[Replacement]:
+    def replacements(self) -> Iterator[Patch]:
         """What is replaced to see optimizers come and gradients go."""
         yield Optimizer, "__init__", self._constructed(Optimizer.__init__)
         yield Optimizer, "add_param_group", self._added(Optimizer.add_param_group)

@@ -26,6 +26,7 @@ from memsize.model.materialize import executable_call, materialize, real_copy
 from memsize.model.meta_copy import in_mode, inside
 from memsize.precision.quantized import apply_torchao
 from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype, run_precision
+from memsize.processes.patches import assigned
 from memsize.records.measurement import (
     NO_LOCATION,
     AllocationLog,
@@ -186,16 +187,18 @@ def _as_in_a_new_process(workload: MeasuredWorkload, memory: DeviceMemory) -> It
     if memory.held():
         held = format_bytes(memory.held())
         raise InputError(f"this process holds {held} on the GPU already: verify measures one that holds nothing yet")
-    benchmark = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = workload.benchmark
     devices = [memory.device] if memory.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), collector_paused(), warnings.catch_warnings():
+        with (
+            assigned(torch.backends.cudnn, "benchmark", workload.benchmark),
+            torch.random.fork_rng(devices),
+            collector_paused(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             torch.manual_seed(workload.seed)
             yield
     finally:
-        torch.backends.cudnn.benchmark = benchmark
         memory.settle()
 
 

@@ -1,0 +1,195 @@
+"""Attributes of other libraries that are replaced for a while. No other module assigns to what is not memsize's own.
+
+Replacing `Tensor.__getitem__` leaves a trace. A class whose `__getitem__` is Python code counts as a sequence, by a
+slot of its type. Deleting the attribute again leaves that slot set, for the class and its subclasses, and then
+``torch.tensor([loss, loss])`` takes each number for a list and asks for its length. Python has no way to undo this, so
+the slots are written back in memory: `PyTypeObject.tp_as_sequence` and `PySequenceMethods.sq_item`, whose offsets have
+been the same in every CPython so far (Include/cpython/object.h). Builds without the global lock have a larger header
+and are left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
+from typing import Any, Final
+
+MISSING: Final = object()
+"""The value of an attribute that its owner inherits or lacks: assigning it deletes the attribute."""
+
+
+Patch = tuple[Any, str, Any]
+"""The module or class that owns an attribute, the attribute's name, and its new value."""
+
+
+@dataclass(eq=False, slots=True)
+class AppliedPatch:
+    """A patch in place: the group that applied it, its owner and name, and the value to restore."""
+
+    group: object
+    owner: Any
+    name: str
+    before: Any
+
+    def __str__(self) -> str:
+        owner = self.owner
+        path = owner.__name__ if isinstance(owner, ModuleType) else _class_path(owner)
+        return f"{path}.{self.name}"
+
+
+def _class_path(owner: Any) -> str:
+    kind = owner if isinstance(owner, type) else type(owner)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class Patches:
+    """The attributes that are replaced right now, oldest first. Printing it shows one attribute per line."""
+
+    def __init__(self) -> None:
+        self._applied: list[AppliedPatch] = []
+
+    def __iter__(self) -> Iterator[AppliedPatch]:
+        return iter(self._applied)
+
+    def __len__(self) -> int:
+        return len(self._applied)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self._applied)) or "nothing is replaced"
+
+    def apply(self, group: object, patches: Iterable[Patch]) -> None:
+        """Put `patches` in place; `restore(group)` undoes them."""
+        for owner, name, value in patches:
+            before = vars(owner).get(name, MISSING)
+            assign(owner, name, value)
+            self._applied.append(AppliedPatch(group, owner, name, before))
+
+    def restore(self, group: object) -> None:
+        """Restore the attributes that `group` has replaced, the last one first."""
+        last_first = [applied for applied in reversed(self._applied) if applied.group is group]
+        self._applied = [applied for applied in self._applied if applied.group is not group]
+        for applied in last_first:
+            assign(applied.owner, applied.name, applied.before)
+
+    def of(self, group: object) -> list[AppliedPatch]:
+        """Return the patches that `group` has in place."""
+        return [applied for applied in self._applied if applied.group is group]
+
+    @contextmanager
+    def applied(self, patches: Iterable[Patch]) -> Iterator[None]:
+        """Apply patches, and restore the attributes at the end, also after an error."""
+        group = object()
+        try:
+            self.apply(group, patches)
+            yield
+        finally:
+            self.restore(group)
+
+
+LatePatches = Callable[[Any], Iterable[Patch]]
+"""The patches of a module, which is passed once it is imported."""
+
+
+class SuspendablePatches:
+    """Patches that can be suspended while a module is imported. Those of modules `later` follow after their import."""
+
+    def __init__(
+        self, table: Patches, patches: Iterable[Patch], later: Mapping[str, LatePatches] = MappingProxyType({})
+    ) -> None:
+        self._table = table
+        self._patches = [*patches]
+        self._later = dict(later)
+        self._is_applied = False
+
+    def apply(self) -> None:
+        """Apply the patches, with those of modules imported since the last time."""
+        for name in self._later.keys() & sys.modules.keys():
+            self._patches += self._later.pop(name)(sys.modules[name])
+        self._is_applied = True
+        self._table.apply(self, self._patches)
+
+    def restore(self) -> None:
+        """Restore the originals."""
+        self._is_applied = False
+        self._table.restore(self)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Restore the originals while open. Has no effect inside itself."""
+        was_applied = self._is_applied
+        self.restore()
+        try:
+            yield
+        finally:
+            if was_applied:
+                self.apply()
+
+
+def assign(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, or delete it for `MISSING`, without turning a class into a sequence."""
+    slots = item_slots(owner) if name == "__getitem__" else ()
+    if value is MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+    restore_slots(slots)
+
+
+@contextmanager
+def assigned(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute while open: a setting of the process that a block of code needs."""
+    before = getattr(owner, name)
+    assign(owner, name, value)
+    try:
+        yield
+    finally:
+        assign(owner, name, before)
+
+
+# -- CPython's slots --------------------------------------------------------------------------------------------------
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_AS_SEQUENCE = 13 * _WORD
+"""Offset in a type object: after the header of three words and ten other fields."""
+_ITEM = 3 * _WORD
+"""Offset in the sequence methods: after length, concat and repeat."""
+
+Slot = tuple[int, int | None]
+"""The address of a slot, and its contents."""
+
+
+def item_slots(owner: type) -> Sequence[Slot]:
+    """Return the slots by which CPython takes `owner` and its subclasses for sequences, with their present contents."""
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return ()
+    return [(address, _at(address).value) for kind in _family(owner) if (address := _address(kind))]
+
+
+def restore_slots(slots: Sequence[Slot]) -> None:
+    """Write the former contents back into each slot."""
+    for address, contents in slots:
+        _at(address).value = contents
+
+
+def _family(owner: type) -> Iterator[type]:
+    seen, waiting = set(), [owner]
+    while waiting:
+        kind = waiting.pop()
+        if kind not in seen:
+            seen.add(kind)
+            yield kind
+            waiting += type.__subclasses__(kind)
+
+
+def _address(kind: type) -> int:
+    methods = _at(id(kind) + _AS_SEQUENCE).value
+    return methods + _ITEM if methods else 0
+
+
+def _at(address: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p.from_address(address)
